@@ -54,6 +54,17 @@ class Handle:
         return f"<Handle {self.result!r}>"
 
 
+def is_aborted(req: Any) -> bool:
+    """Return whether an SGLang request has ended by an abort: its client has left, or it failed."""
+    return type(req.finished_reason).__name__ == "FINISH_ABORT"
+
+
+def is_spoilt(req: Any) -> bool:
+    """Return whether an SGLang request has ended since a token was drawn that is none; SGLang takes
+    that for NaN."""
+    return getattr(req.finished_reason, "matched", None) == "NaN happened"
+
+
 class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     """The tree cache of one scheduler. See the module's text. Owner: SGLang's scheduler thread.
 
@@ -211,7 +222,8 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         """Hand the whole pages of a request's first `up_to` tokens to SGLang's tree cache.
 
         Pages that the tree had already are freed, and the request's row then shows the tree's pages
-        instead. The request's lock moves to the end of these pages.
+        instead. The request's lock moves to the end of these pages. Of a request that ends by an
+        abort, or by NaN, only the prompt is handed over, and that where a sound token came of it.
         """
         if self.disable:
             return
@@ -221,6 +233,11 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
             return  # the tree was reset: its pages and this row's may belong to others now
         self.counters["checkpoints"] += 1
         page_size, kv = self.page_size, req.kv
+        if is_aborted(req) or is_spoilt(req):
+            prompt_len = len(req.origin_input_ids)
+            is_computed = len(req.output_ids) > is_spoilt(req) and up_to >= prompt_len
+            # What was handed over before stays the tree's.
+            up_to = max(prompt_len if is_computed else 0, kv.cache_protected_len)
         own_key = self._key_of(req)
         key = own_key.cover(req.full_untruncated_fill_ids, up_to)
         whole = len(key) // self.tree.page_size

@@ -71,3 +71,6 @@ class GovernedQueue(_Base):
         self.remove(block)
         self.shadow.taken(block.block_id)
         return block
+
+
+compat.check_overrides(GovernedQueue, _Base)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from inspect import isfunction, unwrap
-from types import SimpleNamespace
+from inspect import Parameter, isfunction, signature, unwrap
+from types import FunctionType, SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -89,6 +89,10 @@ ENDING: Final = VllmFeature(
     "ending requests uncomputed",
     "prefill computes the prompts of requests that decode has refused or left, and `compute_below` "
     "goes by its number alone, since steps are not measured",
+)
+NANS: Final = VllmFeature(
+    "ending requests whose logits have NaN",
+    "VLLM_COMPUTE_NANS_IN_LOGITS only counts them: what they have computed is sent, and cached",
 )
 RESTING: Final = VllmFeature(
     "resting while nothing can run", "a server that only waits for another one uses its cores"
@@ -167,8 +171,10 @@ TABLE: Final = (
          "kv_quant_mode state_content_bytes num_head_slots", "know what a block holds"),
     _row(SCHEDULER, _REQUEST, "Request", "request_id kv_transfer_params abort_immediately "
          "prompt_token_ids num_prompt_tokens prompt_embeds resumable all_token_ids "
-         "num_computed_tokens block_hashes lora_request cache_salt mm_features",
+         "num_computed_tokens block_hashes lora_request cache_salt mm_features status",
          "know a prompt and what is asked for it"),
+    _row(SCHEDULER, _REQUEST, "RequestStatus", "FINISHED_ABORTED FINISHED_ERROR",
+         "know how a request ended"),
     _row(SCHEDULER, _STEP, "SchedulerOutput", "scheduled_new_reqs scheduled_cached_reqs "
          "num_scheduled_tokens kv_connector_block_state", "know what a step computes"),
     _row(SCHEDULER, _STEP, "NewRequestData", "req_id num_computed_tokens",
@@ -242,6 +248,16 @@ TABLE: Final = (
     _row(ENDING, "vllm.v1.engine", "EngineCoreOutput", "request_id new_token_ids finish_reason "
          "events kv_transfer_params trace_headers", "answer it"),
     _row(ENDING, "vllm.v1.engine", "EngineCoreOutputs", "outputs", "answer it"),
+    _row(NANS, "vllm.v1.outputs", "ModelRunnerOutput", "num_nans_in_logits", "hear of NaN"),
+    _row(NANS, "vllm.v1.core.sched.scheduler", "Scheduler", "finish_requests kv_cache_manager "
+         "requests", "end a request with an error"),
+    _row(NANS, _REQUEST, "RequestStatus", "FINISHED_ERROR", "end a request with an error"),
+    _row(NANS, "vllm.v1.core.kv_cache_manager", "KVCacheManager", "block_pool get_block_ids",
+         "take its blocks out of the prefix cache"),
+    _row(NANS, "vllm.v1.core.block_pool", "BlockPool", "blocks evict_blocks",
+         "take its blocks out of the prefix cache"),
+    _row(NANS, "vllm.v1.core.kv_cache_utils", "", "get_block_hash",
+         "take its blocks out of the prefix cache"),
     _row(RESTING, "vllm.v1.engine.core", "EngineCoreProc", "_process_engine_step is_running "
          "scheduler vllm_config batch_queue input_queue", "wait within the engine's loop"),
     _row(RESTING, "vllm.v1.core.sched.scheduler", "Scheduler", "connector running requests "
@@ -272,6 +288,61 @@ TABLE: Final = (
     _row(METRICS, f"{_V1}.base", "KVConnectorBase_V1", "get_kv_connector_stats "
          "build_kv_connector_stats build_prom_metrics", "be asked for"),
     _row(ADDRESS, "vllm.utils.network_utils", "", "get_ip", "answer for `bind`"),
+)  # fmt: skip
+
+
+class Call(NamedTuple):
+    """A call of a function of vLLM: `num_args` by position, `self` aside, and `keywords`."""
+
+    part: VllmFeature
+    module: str
+    function: str  # "Class.method", a function, or a class that is made
+    num_args: int = 0
+    keywords: tuple[str, ...] = ()
+
+
+_MANAGER: Final = "vllm.v1.core.kv_cache_manager"
+CALLS: Final = (
+    Call(SCHEDULER, _STEP, "KVConnectorBlockState.get_block_ids", 1),
+    Call(SCHEDULER, _MANAGER, "KVCacheBlocks.get_block_ids"),
+    Call(SCHEDULER, "vllm.v1.core.block_pool", "BlockPool.touch", 1),
+    Call(SCHEDULER, "vllm.v1.core.block_pool", "BlockPool.free_blocks", 1),
+    Call(SCHEDULER, "vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks"),
+    Call(WORKER, "vllm.config", "get_layers_from_vllm_config", 3),
+    Call(WORKER, f"{_V1}.base", "KVConnectorTransferResults", 0,
+         ("finished_recving", "failed_recving")),
+    Call(RANKS, "vllm.distributed.parallel_state", "get_tensor_model_parallel_rank"),
+    Call(RANKS, "vllm.distributed.parallel_state", "get_tp_group"),
+    Call(CPU_KERNELS, "vllm.v1.attention.backends.cpu_attn", "_get_attn_isa", 4),
+    Call(WINDOWS, _MANAGER, "KVCacheManager.get_computed_blocks", 1),
+    Call(WINDOWS, _MANAGER, "KVCacheManager.prefix_cache_lookup_enabled", 1),
+    Call(WINDOWS, _MANAGER, "KVCacheManager.create_kv_cache_blocks", 1),
+    Call(WINDOWS, "vllm.v1.core.kv_cache_coordinator",
+         "HybridKVCacheCoordinator.find_longest_cache_hit_per_group", 2),
+    Call(STATES, "vllm.model_executor.layers.mamba.mamba_utils", "get_conv_state_layout"),
+    Call(FENCING, "vllm.distributed.kv_transfer", "get_kv_transfer_group"),
+    Call(POLICY, "vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.popleft_n", 1),
+    Call(POLICY, "vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.remove", 1),
+    Call(ENDING, "vllm.v1.core.sched.scheduler", "Scheduler.finish_requests", 2),
+    Call(ENDING, _REQUEST, "Request.get_finished_reason"),
+    Call(ENDING, _REQUEST, "Request.take_events"),
+    Call(ENDING, "vllm.v1.engine", "EngineCoreOutputs"),
+    Call(ENDING, "vllm.v1.engine", "EngineCoreOutput", 0,
+         ("request_id", "new_token_ids", "finish_reason", "events", "kv_transfer_params",
+          "trace_headers")),
+    Call(ENDING, "vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", 2),
+    Call(NANS, "vllm.v1.core.sched.scheduler", "Scheduler.finish_requests", 2),
+    Call(NANS, _MANAGER, "KVCacheManager.get_block_ids", 1),
+    Call(NANS, "vllm.v1.core.block_pool", "BlockPool.evict_blocks", 1),
+    Call(NANS, "vllm.v1.core.kv_cache_utils", "get_block_hash", 1),
+    Call(RESTING, "vllm.v1.engine.core", "EngineCoreProc._process_engine_step"),
+    Call(WEIGHTS, "vllm.v1.engine.core", "EngineCore.set_weight_version", 1),
+    Call(HOST_EVENTS, "vllm.v1.core.kv_cache_utils", "maybe_convert_block_hash", 1),
+    Call(HOST_EVENTS, "vllm.distributed.kv_events", "BlockRemoved", 0, ("block_hashes", "medium")),
+    Call(HOST_EVENTS, "vllm.distributed.kv_events", "BlockStored", 0,
+         ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
+          "lora_name")),
+    Call(ADDRESS, "vllm.utils.network_utils", "get_ip"),
 )  # fmt: skip
 
 
@@ -349,7 +420,65 @@ def _look_up(part: VllmFeature) -> tuple[SimpleNamespace, list[tuple[Row, list[s
             setattr(found, row.owner, owner)
         else:
             vars(found).update({name: getattr(owner, name) for name in row.names})
+    for call in CALLS if not missing else ():
+        if call.part is part and (why := _unlike(call)):
+            row = Row(part, call.module, call.function, (), "call it")
+            missing.append((row, [why]))
     return found, missing
+
+
+def _unlike(call: Call) -> str:
+    """Return the function that does not take a call as it is made here, with what it takes; ""
+    where it does."""
+    owner: Any = import_module(call.module)
+    for name in call.function.split("."):
+        owner = getattr(owner, name)
+    of_self = ("self",) * (isfunction(owner) and "." in call.function)
+    try:
+        takes = signature(owner)
+    except ValueError:  # compiled, and without one
+        return ""
+    try:
+        takes.bind(*of_self, *range(call.num_args), **dict.fromkeys(call.keywords))
+    except TypeError:
+        made = ", ".join([f"{call.num_args} by position", *call.keywords])
+        return f"{call.function}{takes} that takes {made}"
+    return ""
+
+
+def check_takes(ours: Callable[..., Any], theirs: Callable[..., Any], what: str) -> None:
+    """Raise ConfigError unless `ours`, which stands in for `theirs` in vLLM, takes each call that
+    `theirs` takes. Both with `self`, or both without.
+
+    Cost: once, at start. A parameter that a version of vLLM has added would else be a TypeError of
+    its first request.
+    """
+    given, kinds = signature(theirs).parameters.values(), Parameter
+    by_position = [
+        one for one in given if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
+    by_name = [one.name for one in given if one.kind is kinds.KEYWORD_ONLY]
+    both = [one.name for one in by_position if one.kind is kinds.POSITIONAL_OR_KEYWORD]
+    first = [one.name for one in by_position if one.kind is kinds.POSITIONAL_ONLY]
+    try:
+        signature(ours).bind(*by_position, **dict.fromkeys(by_name))
+        signature(ours).bind(*first, **dict.fromkeys([*both, *by_name]))
+    except TypeError as error:
+        raise ConfigError(
+            f"vLLM {installed_version()} has {what}{signature(theirs)}, and prefixkv's connector "
+            f"{signature(ours)} in its place ({error}); it is for {', '.join(TESTED)}"
+        ) from None
+
+
+def check_overrides(kind: type, base: type) -> None:
+    """Raise ConfigError for a method of a connector that does not take what vLLM's base class takes
+    in its place."""
+    for name, own in vars(kind).items():
+        if name == "__init__" or not isinstance(own, FunctionType | classmethod):
+            continue
+        # Of class methods both are bound, and have no `cls`.
+        if callable(theirs := getattr(base, name, None)):
+            check_takes(getattr(kind, name), theirs, f"{base.__name__}.{name}")
 
 
 def _has(owner: Any, name: str) -> bool:
@@ -423,19 +552,61 @@ def end_request(scheduler: Any, rid: str, params: dict[str, Any], outputs: Any) 
     The answer has no token, and `params` as its `kv_transfer_params`. It is added to `outputs`,
     which maps each client to its outputs of this step.
     """
+    for request in scheduler.finish_requests([rid], require(ENDING).RequestStatus.FINISHED_ABORTED):
+        answer(request, params, outputs)
+
+
+def answer(request: Any, params: dict[str, Any], outputs: Any) -> None:
+    """Answer a request of vLLM's scheduler that was ended here; see `end_request`. vLLM answers
+    only requests that it has computed."""
     names = require(ENDING)
-    # vLLM answers only requests that it has computed, so the output is made here.
-    for request in scheduler.finish_requests([rid], names.RequestStatus.FINISHED_ABORTED):
-        output = names.EngineCoreOutput(
-            request_id=rid,
-            new_token_ids=[],
-            finish_reason=request.get_finished_reason(),
-            events=request.take_events(),
-            kv_transfer_params=params,
-            trace_headers=request.trace_headers,
-        )
-        mine = outputs.setdefault(request.client_index, names.EngineCoreOutputs())
-        mine.outputs.append(output)
+    output = names.EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        finish_reason=request.get_finished_reason(),
+        events=request.take_events(),
+        kv_transfer_params=params,
+        trace_headers=request.trace_headers,
+    )
+    mine = outputs.setdefault(request.client_index, names.EngineCoreOutputs())
+    mine.outputs.append(output)
+
+
+def counts_nans() -> bool:
+    """Return whether vLLM counts the NaN in each request's logits, and such a request can be ended
+    with an error."""
+    envs = import_module("vllm.envs")
+    is_on = bool(getattr(envs, "VLLM_COMPUTE_NANS_IN_LOGITS", False))
+    return is_on and available(NANS) and available(ENDING)
+
+
+def fail_requests(
+    scheduler: Any, rids: Iterable[str], ended_hashes: set[Any]
+) -> tuple[list[Any], set[int]]:
+    """End live requests of vLLM's scheduler with an error, and take all blocks that hold KV of
+    their tokens out of its prefix cache, with those of `ended_hashes`. Returns the requests that
+    were ended, and these blocks.
+
+    All, their hits too: a block that was wrong before must not spoil every request that finds it.
+    """
+    names = require(NANS)
+    manager = scheduler.kv_cache_manager
+    live = [scheduler.requests[rid] for rid in rids if rid in scheduler.requests]
+    # By hash: vLLM has taken back the blocks of a request that is preempted, and those that a
+    # window has left behind, and may still find them.
+    hashes = ended_hashes.union(*(request.block_hashes for request in live))
+    blocks = {
+        block.block_id
+        for block in manager.block_pool.blocks
+        if block.block_hash is not None and names.get_block_hash(block.block_hash) in hashes
+    }
+    for request in live:
+        blocks.update(*manager.get_block_ids(request.request_id))
+    manager.block_pool.evict_blocks(blocks)
+    ended = scheduler.finish_requests(
+        [request.request_id for request in live], names.RequestStatus.FINISHED_ERROR
+    )
+    return ended, blocks
 
 
 def may_rest(engine: Any) -> bool:
@@ -560,18 +731,24 @@ def look_up_densely(manager: Any, full: int, wanted: Callable[[Any], bool]) -> N
     that ends where all groups have what comes before.
     """
 
-    def get_computed_blocks_for_connector(request: Any) -> tuple[Any, int, int, bool]:
+    def get_computed_blocks_for_connector(
+        request: Any, max_cache_hit_length: int | None = None
+    ) -> tuple[Any, int, int, bool]:
+        # Of 0.33.0 on; before, vLLM's own function takes none.
+        most = () if max_cache_hit_length is None else (max_cache_hit_length,)
         if not (wanted(request) and manager.prefix_cache_lookup_enabled(request)):
-            return *manager.get_computed_blocks(request), False
+            return *manager.get_computed_blocks(request, *most), False
         # At least one token behind the prefix is left to load: what is loaded ends before the
         # prompt's last token, and without any vLLM would load no window either.
         found, lengths = manager.coordinator.find_longest_cache_hit_per_group(
-            request.block_hashes, request.num_tokens - 2
+            request.block_hashes, min((request.num_tokens - 2, *most))
         )
         blocks = tuple(one if number == full else [] for number, one in enumerate(found))
         # True: where nothing is loaded after all, vLLM looks again in its own way.
         return manager.create_kv_cache_blocks(blocks), lengths[full], 0, True
 
+    if theirs := getattr(manager, "get_computed_blocks_for_connector", None):
+        check_takes(get_computed_blocks_for_connector, theirs, theirs.__qualname__)
     manager.get_computed_blocks_for_connector = get_computed_blocks_for_connector
 
 

@@ -85,6 +85,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
                 tells_host=self._options.host is not None and compat.tells_host_memory(vllm_config),
                 **self._roles,
             )
+            self._scheduler.sends.proves = compat.counts_nans()
             # Without the resting hook nothing would listen, so no worker gets an address.
             if hooks.install():
                 self._wakeups = WakeupListener(self.rest.ring)
@@ -258,7 +259,8 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         in this step.
         """
         super().bind_connector_metadata(connector_metadata)
-        has_copies = bool(connector_metadata.copies) or self.worker.has_work_after(NO_ORDERS)
+        orders = connector_metadata
+        has_copies = bool(orders.copies or orders.before) or self.worker.has_work_after(NO_ORDERS)
         ready = compat.event_on(self._kv_caches) if has_copies else None
         self.worker.before_forward(connector_metadata, ready)
 
@@ -336,3 +338,6 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             self._wakeups.close()
         if self._worker is not None:
             self._worker.close()
+
+
+compat.check_overrides(PrefixKVConnector, _base.KVConnectorBase_V1)

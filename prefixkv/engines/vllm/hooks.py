@@ -1,7 +1,8 @@
 """Three methods of vLLM that are wrapped, since its connector interface lacks the hook.
 
 `Scheduler.update_from_output`: says when a step's result has come, and ends requests that are not
-to be computed. A connector by itself can only answer "not yet" for a request, without an end.
+to be computed, or whose logits have NaN. A connector by itself can only answer "not yet" for a
+request, without an end.
 `EngineCoreProc._process_engine_step`: waits for a request or a ring where nothing can run; vLLM
 would sleep a millisecond and step again. `EngineCore.set_weight_version`: passes on the version of
 weights that were changed in place.
@@ -43,17 +44,29 @@ def install() -> bool:
 
 def _wrap_update_from_output(original: Any) -> Any:
     """Wrap vLLM's `update_from_output`: a hook then measures the step, and ends requests that
-    decode does not want.
+    decode does not want, and those whose logits have NaN.
     """
 
     @functools.wraps(original)
-    def update_from_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(
+        self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         side = _side(self)
-        # Before vLLM's own work: a step ends when its result comes.
+        failed: list[Any] = []
+        # Before vLLM's own work: a step ends when its result comes, and a token that was drawn from
+        # NaN is never an answer's.
         if side is not None:
             side.compute.step_ended()
+            counts = getattr(model_runner_output, "num_nans_in_logits", None) or {}
+            errors, ended_hashes = side.take_logits(scheduler_output, counts)
+            if errors:
+                failed, blocks = compat.fail_requests(self, errors, ended_hashes)
+                side.spoilt(blocks)
         # After it: the report that decode has refused a request was taken in there.
-        outputs = original(self, *args, **kwargs)
+        outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
+        for request in failed:
+            error = errors[request.request_id]
+            compat.answer(request, {"prefixkv": {"error": error}}, outputs)
         if side is not None:
             # Only now is it known that this scheduler passes here: from the first call on
             # `ScheduledSends` keeps such requests waiting until they are ended, instead of
@@ -61,6 +74,7 @@ def _wrap_update_from_output(original: Any) -> Any:
             side.sends.can_end = True
             for rid, params in side.take_ended().items():
                 compat.end_request(self, rid, params, outputs)
+            side.clear_spoilt()
         return outputs
 
     update_from_output.prefixkv = True  # type: ignore[attr-defined]
@@ -71,11 +85,11 @@ def _wrap_set_weight_version(original: Any) -> Any:
     """Wrap vLLM's `set_weight_version`: a hook first moves the connector to the version."""
 
     @functools.wraps(original)
-    def set_weight_version(self: Any, weight_version: str) -> None:
+    def set_weight_version(self: Any, weight_version: str, *args: Any, **kwargs: Any) -> Any:
         side = _side(self.scheduler)
         if side is not None:
             side.move_weights(weight_version)  # first, since it raises for what is no version
-        original(self, weight_version)
+        return original(self, weight_version, *args, **kwargs)
 
     set_weight_version.prefixkv = True  # type: ignore[attr-defined]
     return set_weight_version
@@ -85,8 +99,8 @@ def _wrap_process_engine_step(original: Any) -> Any:
     """Wrap vLLM's `_process_engine_step`: a hook then waits while nothing can run."""
 
     @functools.wraps(original)
-    def _process_engine_step(self: Any) -> Any:
-        executed = original(self)
+    def _process_engine_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        executed = original(self, *args, **kwargs)
         # After the step, so that its orders and reports are out before the engine sleeps.
         side = None if executed else _side(self.scheduler)
         if side is not None and compat.may_rest(self):

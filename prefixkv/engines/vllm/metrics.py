@@ -72,3 +72,7 @@ class PrefixKVMetrics(_base.KVConnectorPromMetrics):  # type: ignore[name-define
                 self._counters[name].labels(*labels).inc(number)
             elif name in self._gauges:
                 self._gauges[name].labels(*labels).set(number)
+
+
+compat.check_overrides(PrefixKVStats, _base.KVConnectorStats)
+compat.check_overrides(PrefixKVMetrics, _base.KVConnectorPromMetrics)

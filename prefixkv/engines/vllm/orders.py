@@ -118,9 +118,11 @@ class StepOrders:
     """Orders of one step, from the scheduler to every worker.
 
     `abort_loads`, `abort_sends` and `withdrawals` map request ids to the reason. `bell` is the
-    address at which a worker wakes the scheduler; "" for none. Where `weights_version` is not None
-    the weights have moved to it: the orders in `before` are carried out first, then the move, then
-    the others. Orders that have only `bell` set count as empty.
+    address at which a worker wakes the scheduler; "" for none. The orders in `before` are carried
+    out first, their chunks and offers too, whose KV steps before have written. Then, where
+    `weights_version` is not None, the weights move to it; then the others follow. Orders that have
+    only `bell` set count as empty. `cleared`: free blocks that hold NaN, to be overwritten with
+    zeros: kernels read a block beyond its last token, and multiply that by zero.
     """
 
     opens: list[Open] = field(default_factory=list)
@@ -136,10 +138,12 @@ class StepOrders:
     weights_version: str | None = None
     before: StepOrders | None = None
     copies: list[CopyOrder] = field(default_factory=list)
+    cleared: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return self.weights_version is not None or bool(
-            self.opens
+            self.before
+            or self.opens
             or self.refusals
             or self.adds
             or self.declines
@@ -149,6 +153,7 @@ class StepOrders:
             or self.offers
             or self.withdrawals
             or self.copies
+            or self.cleared
         )
 
 

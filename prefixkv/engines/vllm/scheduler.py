@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
@@ -48,6 +48,14 @@ RECENT_ROOMS: Final = 4096
 """Number of rooms that are remembered. Where a client leaves, vLLM adds a request with the same
 parameters and ends it at once, whether or not the original has reached the engine; a remembered
 room tells the two cases apart."""
+
+
+GIVEN_UP: Final = frozenset(["FINISHED_ABORTED", "FINISHED_ERROR"])
+"""States of a vLLM request of which nothing is kept beyond what had been proved before."""
+
+
+NOT_FINITE: Final = "NotFiniteError"
+"""In the reason of a request whose logits had NaN, as its peer hears it too."""
 
 
 class _HostPart(NamedTuple):
@@ -104,6 +112,9 @@ class SchedulerSide:
         # Room, tokens loaded, cached, and of these the ones that came from host memory.
         self._loaded_of: dict[str, tuple[int, int, int, int]] = {}
         self._hits: dict[str, int] = {}  # tokens that were cached when it was matched last
+        self._spoilt: set[int] = set()  # blocks that may hold NaN
+        # Of requests that have ended with tokens in steps under way: how many, and the hashes.
+        self._in_flight: dict[str, tuple[int, list[Any]]] = {}
         self._joined: set[str] = set()  # requests that waited for another request's load
         self._recent: dict[int | tuple[str, int], None] = {}  # rooms, the oldest first
         self._reported_gauges = dict.fromkeys(GAUGES, 0.0)
@@ -430,6 +441,8 @@ class SchedulerSide:
         Called for every end: finished, aborted, or failed.
         """
         rid = request.request_id
+        if self.sends.proves and (in_flight := _num_in_flight(request)):
+            self._in_flight[rid] = in_flight, [*request.block_hashes]
         # The shadow first: it needs the blocks' hashes, which are there until vLLM frees them.
         if self._shadow is not None and request.prompt_token_ids is not None:
             blocks = self._cached(request, pages)
@@ -440,7 +453,7 @@ class SchedulerSide:
         self._host_parts.pop(rid, None)
         self.compute.ended(rid)
         if self._host is not None:
-            blocks = self._cached(request, pages)
+            blocks = self._cached(request, pages)[: self._proved_len(request) // self._block_size]
             hashes = self._hashes_of_all(request, len(blocks))
             num_tokens = len(hashes) * self._block_size
             is_loading = self._host.is_loading(rid)
@@ -472,6 +485,63 @@ class SchedulerSide:
         self.counters.add("requests_ended", len(ended))
         return ended
 
+    def take_logits(
+        self, step: Any, num_nans: Mapping[str, int]
+    ) -> tuple[dict[str, str], set[Any]]:
+        """Take in how many NaN there were in the logits of each request of a step of vLLM, before
+        vLLM's scheduler does. `step` is the `SchedulerOutput` that `orders` had.
+
+        Returns the requests that vLLM has to end with an error, and why; and the hashes of those
+        that have ended meanwhile. Nothing of them is sent, nor copied to host memory.
+        """
+        hashes: set[Any] = set()
+        for rid in self._in_flight.keys() & step.num_scheduled_tokens.keys():
+            left, of_request = self._in_flight.pop(rid)
+            left -= step.num_scheduled_tokens[rid]
+            if num_nans.get(rid):
+                hashes.update(of_request)
+            elif left > 0:
+                self._in_flight[rid] = left, of_request
+        errors = {
+            rid: f"{NOT_FINITE}: {count} of the logits of request {rid} are NaN"
+            for rid, count in num_nans.items()
+            if count
+        }
+        for error in errors.values():
+            _log.error("%s; it ends, and nothing of it is kept", error)
+        self.counters.add("requests_in_error", len(errors))
+        self.sends.take_logits(step, errors, self.holds, self._orders)
+        return errors, hashes
+
+    def spoilt(self, pages: Iterable[int]) -> None:
+        """Note blocks of vLLM's that may hold NaN: they are overwritten before vLLM uses them again
+        (`clear_spoilt`)."""
+        self._spoilt.update(pages)
+
+    def clear_spoilt(self) -> None:
+        """Order that spoilt blocks are overwritten which vLLM may hand out from now on.
+
+        To be called after each step's result, in which vLLM takes blocks back.
+        """
+        for page in [*self._spoilt]:
+            if self.holds.num_references(page) == 0:
+                self._spoilt.discard(page)
+                # One that is cached holds KV that was written since.
+                if not self.holds.is_cached(page):
+                    self._orders.cleared.append(page)
+
+    def _proved_len(self, request: Any) -> int:
+        """Return how many tokens of a request that ends in vLLM's scheduler have KV that may be
+        copied: of one that was aborted, or has failed, the prompt, and only where a token came of
+        it."""
+        num_tokens = len(request.all_token_ids)
+        num_computed = request.num_computed_tokens - _num_in_flight(request)
+        if str(request.status) not in GIVEN_UP:
+            return int(min(num_tokens, num_computed))
+        num_prompt = int(request.num_prompt_tokens)
+        is_computed = num_tokens > num_prompt and num_computed >= num_prompt
+        return num_prompt if is_computed else 0
+
     def _cached(self, request: Any, pages: Sequence[int]) -> list[int]:
         """Return the leading blocks of the scheduler's request that are in vLLM's prefix cache."""
         whole = min(request.num_computed_tokens, len(request.all_token_ids)) // self._block_size
@@ -496,6 +566,7 @@ class SchedulerSide:
             self._turns.next_step()
         if self._host is not None:
             self._orders.copies += self._host.take_orders()
+        self.sends.hold_back(step, self._orders)
         # Everything ordered since the last step goes out together; the next step starts empty.
         orders, self._orders = self._orders, StepOrders()
         self._rest.stepped(not (scheduled or orders))
@@ -529,6 +600,8 @@ class SchedulerSide:
         self.sends.address = self.sends.address or report.address
         for rid, error in report.failed.items():
             is_load = self.loads.failed(rid, error, refused=rid in report.refused)
+            if is_load and NOT_FINITE in error:  # prefill has sent what it computed before
+                self.spoilt(self.loads.pending[rid].pages)
             if not is_load and self._host is not None and self._host.is_loading(rid):
                 self._record_error(rid, error)
         # Behind the failures, since it forgets loads that are over; before `_received`, which lets
@@ -587,6 +660,7 @@ class SchedulerSide:
         return (
             moves
             or any(self.has_wakeups or not send.is_offer for send in sends)
+            or bool(self._orders.before or self._orders.cleared)
             or self.loads.any_expected
             or (self._host is not None and self._host.num_copies > 0)
         )
@@ -715,3 +789,8 @@ class SchedulerSide:
         self.holds.check_invariants()
         if self._host is not None:
             self._host.check_invariants()
+
+
+def _num_in_flight(request: Any) -> int:
+    """Return how many tokens of a vLLM request are in steps whose result has not come."""
+    return int(getattr(request, "num_in_flight_tokens", 0))

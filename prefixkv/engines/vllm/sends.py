@@ -9,13 +9,16 @@ blocks are held from its last step until it is sent, or withdrawn: see `Schedule
 
     promised:  waiting --all ranks promised--> allowed --computed--> sent --freed--> forgotten
     offer:     drawn --computed, held--> offered --opened and sent, or withdrawn--> forgotten
+
+Where vLLM counts the NaN in logits, what completes a prompt waits for the result of its step: a
+decode server that has all of it goes on at once.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -116,6 +119,7 @@ class ScheduledSends:
     most_blocks: int | None = None
     address: str = ""  # address of our prefill side, as decode servers reach it
     can_end: bool = False  # vLLM ends the requests that `ending` names
+    proves: bool = False  # vLLM says of each step whether there was NaN in its logits
     # By request id. An entry outlives its request: only `freed` by all ranks removes it. Offers
     # are in the order in which they were computed, which `make_room` uses.
     sends: dict[str, _ScheduledSend] = field(default_factory=dict)
@@ -126,6 +130,8 @@ class ScheduledSends:
     # These two end with their requests: they hold no blocks.
     _drawn: dict[str, _DrawnOffer] = field(default_factory=dict)
     _choices: dict[str, str] = field(default_factory=dict)  # other choices: the send's request
+    # What completes a prompt, by the step that computes it, until that step's logits are known.
+    _unproved: list[tuple[Any, Chunk | OfferOrder]] = field(default_factory=list)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -403,6 +409,42 @@ class ScheduledSends:
         )
         self.counters.add("offers")
 
+    def hold_back(self, step: Any, orders: StepOrders) -> None:
+        """Keep back what completes a prompt in a step of vLLM, until `take_logits`."""
+        if not (self.proves and self.can_end):
+            return
+        self._unproved += [(step, chunk) for chunk in orders.chunks if chunk.last]
+        self._unproved += [(step, offer) for offer in orders.offers]
+        orders.chunks = [chunk for chunk in orders.chunks if not chunk.last]
+        orders.offers = []
+
+    def take_logits(
+        self, step: Any, failed: Mapping[str, str], holds: Holds, orders: StepOrders
+    ) -> None:
+        """Send the prompts that a step of vLLM has completed, and end the sends of the requests
+        that have `failed` in it, with the reason. A prompt that was completed before is sent."""
+        unproved, self._unproved = self._unproved, []
+        dropped: set[str] = set()
+        for of_step, order in unproved:
+            rid = order.rid
+            if isinstance(order, OfferOrder) and (rid in failed or self.sends[rid].withdrawn):
+                self.counters.add("offers_failed", rid in failed)
+                self._forget(rid, holds)  # no worker knows of it
+            elif rid in failed:
+                dropped.add(rid)
+            elif of_step is not step:
+                self._unproved.append((of_step, order))
+            else:
+                orders.before = orders.before or StepOrders()
+                if isinstance(order, OfferOrder):
+                    orders.before.offers.append(order)
+                else:
+                    orders.before.chunks.append(order)
+        for rid, reason in failed.items():
+            send = self.sends.get(rid)
+            if send is not None and (rid in dropped or not send.computed):
+                orders.abort_sends[rid] = reason
+
     def finished(self, rid: str, orders: StepOrders) -> dict[str, Any] | None:
         """End a vLLM request to be sent, finished or not.
 
@@ -420,7 +462,7 @@ class ScheduledSends:
         # A computed send continues without its request: its blocks are held until `freed`.
         send.left, send.request = True, None
         if not send.computed:
-            orders.abort_sends[rid] = "prefill's request ended"
+            orders.abort_sends.setdefault(rid, "prefill's request ended")
         return dict(send.params) if send.params is not None and not send.withdrawn else None
 
     # --- what workers say -------------------------------------------------------------------------
@@ -457,10 +499,13 @@ class ScheduledSends:
             return
         send.unfreed -= 1
         if send.unfreed <= 0:
-            holds.release(rid)
-            del self.rooms[send.room]
-            del self.sends[rid]
-            self.counters.add("sends_over")
+            self._forget(rid, holds)
+
+    def _forget(self, rid: str, holds: Holds) -> None:
+        """Forget a send of vLLM's whose blocks no write reads any more, and give these back."""
+        holds.release(rid)
+        del self.rooms[self.sends.pop(rid).room]
+        self.counters.add("sends_over")
 
     # --- the whole --------------------------------------------------------------------------------
 
@@ -469,6 +514,8 @@ class ScheduledSends:
 
         `freed` follows for each.
         """
+        # An offer that waits for its step's logits is withdrawn, and dropped with them.
+        self._unproved = [one for one in self._unproved if isinstance(one[1], OfferOrder)]
         for rid, send in self.sends.items():
             if send.is_offer:
                 if not send.withdrawn:

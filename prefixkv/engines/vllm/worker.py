@@ -8,10 +8,12 @@ this side as an exception: a room that cannot be opened is reported as a load th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import torch
 
 from prefixkv import DecodeConfig, KVPool, Mesh, ModelConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.rank_group import Gather, decode_transfers, prefill_transfers
@@ -130,6 +132,7 @@ class WorkerSide:
         self._loads: dict[RoomKey, _ReceivingRoom] = {}
         self._load_keys: dict[str, RoomKey] = {}
         self._host: WorkerHost | None = None
+        self._pool: KVPool | None = None
         self._parts: dict[str, _LoadParts] = {}  # of loads that vLLM waits for
         self._sends: dict[RoomKey, _SendingRoom] = {}
         self._send_keys: dict[str, RoomKey] = {}
@@ -157,6 +160,7 @@ class WorkerSide:
 
     def _register(self, pool: KVPool) -> None:
         """Start the transfers of a vLLM worker; see `register`, which cleans up after an error."""
+        self._pool = pool
         is_producer, is_consumer = self._roles
         options, rank, name = self._options, self._rank, self._options.name
         # First: a peer must not hear of a server that then fails to start.
@@ -228,11 +232,16 @@ class WorkerSide:
         Before the forward, so that peers learn of new rooms while the model computes. `ready`
         stands behind the kernels of the steps before; None: they are done.
         """
-        # 1. Orders from before a change of weights belong to the former version.
+        # 1. Orders from before a change of weights belong to the former version. And the chunks
+        # there are of steps before.
         if orders.before is not None:
             self.before_forward(orders.before, ready)
+            self._hand_over(orders.before, ready)
         if orders.weights_version is not None:
             self.move_weights(orders.weights_version)
+        # First of all that may write them: vLLM may have given the blocks to other requests.
+        if orders.cleared:
+            self._clear(orders.cleared)
         # 2. Rooms begin. Before the aborts: a request may begin and end between two steps, and an
         # abort that finds no room would leave it open without end.
         if orders.bell and self._wakeup is None:
@@ -266,6 +275,14 @@ class WorkerSide:
         for room, offer in self._offers.items():
             if offer.order.rid in orders.withdrawals:
                 self.prefill.withdraw(room, 0, orders.withdrawals[offer.order.rid])
+
+    def _clear(self, pages: Sequence[int]) -> None:
+        """Overwrite blocks of a vLLM worker's memory with zeros, and wait until they are there."""
+        assert self._pool is not None, "a worker that is registered"
+        for pool in (self._pool, *(group.pool for group in self._pool.groups)):
+            zeros = torch.zeros_like(pool.read_pages(pages[:1]))
+            for page in pages:
+                pool.write_pages([page], zeros)
 
     def _start_wakeups(self, address: str) -> None:
         """Start to wake the scheduler when this vLLM worker has something to report.
@@ -348,6 +365,9 @@ class WorkerSide:
         """
         if self._host is not None:
             self._host.begin_writes(ready)
+        self._hand_over(orders, ready)
+
+    def _hand_over(self, orders: StepOrders, ready: DeviceEvent | None) -> None:
         for chunk in orders.chunks:
             self._send(chunk, ready)
         for offer in orders.offers:

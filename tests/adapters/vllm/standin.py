@@ -8,6 +8,7 @@ What it imitates was recorded from vLLM 0.32.0 (`recorded.json`, see `test_recor
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,12 @@ class BlockPool:
                 block.block_hash = None
             block.ref_cnt = 1
         return taken
+
+    def evict(self, hashes: Iterable[bytes]) -> None:
+        """They are not found any more; whoever has references keeps them."""
+        for one in hashes:
+            if (block := self.cached.pop(one, None)) is not None:
+                block.block_hash = None
 
     def cache(self, block: Block, block_hash: bytes) -> None:
         if block.block_hash is None and block_hash not in self.cached:
@@ -179,6 +186,7 @@ class Engine:
         self.orders: list[Any] = []
         self.outputs: dict[str, Request] = {}  # that have ended
         self.left: dict[str, Request] = {}  # aborted while they were loading
+        self.spoilt: dict[str, int] = {}  # requests, and the token at whose KV they become NaN
 
     def close(self) -> None:
         self.worker.close()
@@ -199,25 +207,26 @@ class Engine:
             request.request_id: [block.block_id for block in request.blocks]
             for request in self.running
         }
-        orders = self.scheduler.orders(
-            SimpleNamespace(
-                scheduled_new_reqs=[
-                    SimpleNamespace(req_id=rid, num_computed_tokens=computed)
-                    for rid, (computed, _) in scheduled.items()
-                ],
-                scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-                num_scheduled_tokens={rid: count for rid, (_, count) in scheduled.items()},
-                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda rid: (tables[rid],)),
-            )
+        step = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=rid, num_computed_tokens=computed)
+                for rid, (computed, _) in scheduled.items()
+            ],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+            num_scheduled_tokens={rid: count for rid, (_, count) in scheduled.items()},
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda rid: (tables[rid],)),
         )
+        orders = self.scheduler.orders(step)
         self.orders.append(orders)
         self.worker.before_forward(orders)
+        num_nans = dict.fromkeys(scheduled, 0)
         for request in self.running:
             if request.request_id in scheduled:
                 start, count = scheduled[request.request_id]
-                self._forward(request, start, start + count)
+                num_nans[request.request_id] = self._forward(request, start, start + count)
         self.worker.after_forward(orders)
         results, news = self.worker.take_results(), self.worker.take_report()
+        self._take_logits(step, num_nans)
         self._update(results, news)
         self.scheduler.check_invariants()
 
@@ -263,15 +272,19 @@ class Engine:
         if count:
             scheduled[request.request_id] = computed, count
 
-    def _forward(self, request: Request, start: int, end: int) -> None:
-        """Writes the tokens' KV. The rest was written before, or loaded: it is looked at."""
+    def _forward(self, request: Request, start: int, end: int) -> int:
+        """Writes the tokens' KV. The rest was written before, or loaded: it is looked at. Returns
+        how many of the logits are NaN."""
         assert self.wrong_tokens(request, start) == 0
         for token in range(start, end):
             block = request.blocks[token // BLOCK].block_id
             assert request.blocks[token // BLOCK].ref_cnt >= 1
-            self.memory[:, block, :, token % BLOCK] = float(request.chain[token])
+            spoilt = token >= self.spoilt.get(request.request_id, end)
+            value = math.nan if spoilt else float(request.chain[token])
+            self.memory[:, block, :, token % BLOCK] = value
         request.computed = end
         self._cache(request)
+        return 32 * (end > self.spoilt.get(request.request_id, end))
 
     def _cache(self, request: Request) -> None:
         for i in range(request.computed // BLOCK):
@@ -286,13 +299,25 @@ class Engine:
             wrong += not bool((kv == float(request.chain[token])).all())
         return wrong
 
+    def _take_logits(self, step: Any, num_nans: dict[str, int]) -> None:
+        """As `hooks` has it, before vLLM's own work; and its prefix cache forgets the blocks."""
+        self.scheduler.compute.step_ended()
+        if not self.scheduler.sends.proves:
+            return
+        errors, _ = self.scheduler.take_logits(step, num_nans)
+        for request in list(self.running):
+            if request.request_id in errors:
+                self.running.remove(request)
+                self.pool.evict(request.block_hashes)
+                self._end(request, "FINISHED_ERROR")
+                self.scheduler.spoilt(block.block_id for block in request.blocks)
+
     def _update(self, results: Any, news: Any) -> None:
-        self.scheduler.compute.step_ended()  # as `hooks` has it, before vLLM's own work
         for rid in results.failed:
             if rid in self.loading and self.policy == "fail":
                 request = self.loading.pop(rid)
                 self.left[rid] = request
-                self._end(request, "error", free=False)
+                self._end(request, "FINISHED_ERROR", free=False)
         for request in list(self.running):
             if request.computed == request.num_prompt_tokens:
                 self.running.remove(request)
@@ -301,6 +326,7 @@ class Engine:
         for rid, answer in self.scheduler.take_ended().items():
             self.abort(rid)
             self.outputs[rid].answer = answer
+        self.scheduler.clear_spoilt()
         for rid in results.received:
             if rid in self.left:
                 request = self.left.pop(rid)
@@ -334,10 +360,10 @@ class Engine:
             for request in list(queue):
                 if request.request_id == rid:
                     queue.remove(request)
-                    self._end(request, "aborted")
+                    self._end(request, "FINISHED_ABORTED")
         if rid in self.loading:
             request = self.left[rid] = self.loading.pop(rid)
-            self._end(request, "aborted", free=False)
+            self._end(request, "FINISHED_ABORTED", free=False)
 
     def preempt(self, rid: str) -> None:
         """Its blocks are another's; it begins anew."""

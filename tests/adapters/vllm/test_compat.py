@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -84,3 +85,109 @@ def test_what_the_library_logs_is_written_as_vllm_s(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ours, "handlers", [other])
     compat.share_log()
     assert ours.handlers == [other]
+
+
+# --- signatures -----------------------------------------------------------------------------------
+
+
+class Blocks:
+    """What both managers below have in common."""
+
+    num_tokens, block_hashes = 65, ("a", "b")
+
+    def __init__(self) -> None:
+        self.coordinator, self.asked = self, []
+
+    def prefix_cache_lookup_enabled(self, request: Any) -> bool:
+        return True
+
+    def create_kv_cache_blocks(self, blocks: Any) -> Any:
+        return blocks
+
+    def find_longest_cache_hit_per_group(self, hashes: Any, most: int) -> Any:
+        self.asked.append(most)
+        return (["x"], ["y"]), (16, 32)
+
+
+class Of32(Blocks):
+    """vLLM 0.32's `KVCacheManager`, as far as prefixes are looked up."""
+
+    def get_computed_blocks(self, request: Any) -> Any:
+        return "own", 3, 4
+
+    def get_computed_blocks_for_connector(self, request: Any) -> Any: ...
+
+
+class Of33(Blocks):
+    """vLLM 0.33's, which names the most tokens that may be found."""
+
+    def get_computed_blocks(self, request: Any, max_cache_hit_length: int | None = None) -> Any:
+        return "own", 3, max_cache_hit_length
+
+    def get_computed_blocks_for_connector(
+        self, request: Any, max_cache_hit_length: int | None = None
+    ) -> Any: ...
+
+
+class OfAnother(Blocks):
+    """One that says more than is known here."""
+
+    def get_computed_blocks_for_connector(self, request: Any, cut: int, *, deep: bool) -> Any: ...
+
+
+def test_prefixes_are_looked_up_as_both_versions_ask() -> None:
+    old, new = Of32(), Of33()
+    for manager in (old, new):
+        compat.look_up_densely(manager, 1, lambda request: isinstance(request, Blocks))
+        assert manager.get_computed_blocks_for_connector(manager) == (([], ["y"]), 32, 0, True)
+    assert old.get_computed_blocks_for_connector(object()) == ("own", 3, 4, False)
+    # 0.33's two calls: by position, and by name.
+    assert new.get_computed_blocks_for_connector(object(), 40) == ("own", 3, 40, False)
+    new.get_computed_blocks_for_connector(new, 40)
+    new.get_computed_blocks_for_connector(new, max_cache_hit_length=64)
+    assert (old.asked, new.asked) == ([63], [63, 40, 63])
+
+
+def test_what_takes_less_than_what_it_replaces_is_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match=r"get_computed_blocks_for_connector.*cut.*deep"):
+        compat.look_up_densely(OfAnother(), 1, lambda request: True)
+
+    class Ours(Of32):
+        def prefix_cache_lookup_enabled(self, request: Any) -> bool:
+            return False
+
+    compat.check_overrides(Ours, Of32)
+
+    class Fewer(Of33):
+        def get_computed_blocks(self, request: Any) -> Any: ...
+
+    with pytest.raises(ConfigError, match=r"Of33.get_computed_blocks\(.*max_cache_hit_length"):
+        compat.check_overrides(Fewer, Of33)
+
+    class Renamed(Of33):
+        def get_computed_blocks(self, request: Any, most: int | None = None) -> Any: ...
+
+    with pytest.raises(ConfigError, match="max_cache_hit_length"):  # vLLM may pass it by name
+        compat.check_overrides(Renamed, Of33)
+
+
+def test_a_call_that_a_function_of_vllm_does_not_take_is_named_at_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def get_ip(of: str) -> str:
+        return of
+
+    network = ModuleType("vllm.utils.network_utils")
+    monkeypatch.setattr(network, "get_ip", get_ip, raising=False)
+    for name in ("vllm", "vllm.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, network.__name__, network)
+    monkeypatch.setattr(compat, "_look_up", compat._look_up.__wrapped__)
+    with pytest.raises(ConfigError, match=r"no get_ip\(of: 'str'\).* that takes 0 by position"):
+        compat.require(compat.ADDRESS)
+    monkeypatch.setattr(network, "get_ip", lambda: "10.0.0.1")
+    assert compat.require(compat.ADDRESS).get_ip() == "10.0.0.1"
+
+
+def test_each_call_is_of_a_part_with_rows() -> None:
+    assert {call.part for call in compat.CALLS} <= {row.part for row in compat.TABLE}

@@ -263,7 +263,7 @@ def test_a_little_is_computed_here_and_prefill_computes_nothing(make_servers: Ma
     assert counts(servers.decode) == {
         "loads_refused": 1, "computed_requests": 1, "computed_tokens": 4,
     }  # fmt: skip
-    assert (send.status, send.computed) == ("aborted", 0)
+    assert (send.status, send.computed) == ("FINISHED_ABORTED", 0)
     assert counts(servers.prefill)["requests_ended"] == 1
     assert blocks_sent(servers) == 8
     assert second.answer == {"prefixkv": {"room": 2, "loaded_tokens": 0, "cached_tokens": 28}}

@@ -268,7 +268,7 @@ def test_a_load_that_fails_ends_its_request_where_vllm_says_so(
     copies.fails = True
     servers.decode.add(again := Request("2", PROMPT))
     until(lambda: "2" in servers.decode.outputs, step=servers.decode.step)
-    assert again.status == "error"
+    assert again.status == "FINISHED_ERROR"
     copies.fails = False
     servers.settle()
     assert host_of(servers.decode)._barred == set()

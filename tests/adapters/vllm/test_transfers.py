@@ -113,7 +113,7 @@ def test_the_client_leaves_while_decode_loads(servers: Servers) -> None:
     servers.step()
     servers.decode.abort("1")
     servers.settle()
-    assert load.status == "aborted"
+    assert load.status == "FINISHED_ABORTED"
     # Prefill is told, and computes on for nothing at most.
     assert servers.prefill.scheduler.take_counts()["sends_failed"] == 1
 
@@ -205,7 +205,7 @@ def test_a_failed_load_may_fail_the_request(make_servers: MakeServers) -> None:
     servers.step()
     servers.prefill.abort("1")
     servers.until_ended("1")
-    assert load.status == "error"
+    assert load.status == "FINISHED_ERROR"
     servers.settle()
 
 

@@ -36,6 +36,10 @@ from tests.engines.sglang.inside.gpu import on_host
 MODULUS = (1 << 61) - 1
 
 
+class FINISH_ABORT:  # noqa: N801  SGLang's name, which counts
+    """Why a request has ended."""
+
+
 @dataclass
 class Kv:
     """What SGLang's `ReqKvInfo` says of a request's KV."""
@@ -79,7 +83,7 @@ class Request:
     output_ids: array[int] = field(default_factory=lambda: array("q"))
     full_untruncated_fill_ids: array[int] = field(default_factory=lambda: array("q"))
     kv: Kv = field(default_factory=Kv)
-    finished_reason: str | None = None
+    finished_reason: Any = None
     lock: Any = None
     last_node: Any = None
     prefix_len: int = 0
@@ -261,6 +265,12 @@ class Desk:
 
     def finish(self, req: Request) -> None:
         req.finished_reason = "length"
+        release_kv_cache(req, self.cache, checkpoint=True)
+        del self.running[req.rid]
+
+    def abort(self, req: Request, reason: Any = None) -> None:
+        """Its client has left, or SGLang has refused to go on."""
+        req.finished_reason = reason or FINISH_ABORT()
         release_kv_cache(req, self.cache, checkpoint=True)
         del self.running[req.rid]
 

@@ -335,3 +335,59 @@ def test_a_request_whose_tokens_stand_in_another_array_is_looked_at_anew() -> No
     assert cache.key_of_waiting(req).data == req.origin_input_ids.tobytes()
     req.origin_input_ids = array("q", [*range(15), 99])
     assert cache.key_of_waiting(req).data == array("q", [*range(15), 99]).tobytes()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("num_output", "kept"), [(0, 0), (1, 64), (40, 64)])
+def test_an_aborted_request_leaves_its_prompt_at_most(
+    page_size: int, num_output: int, kept: int
+) -> None:
+    """And that where a token has come of it; with what the tree had before."""
+    desk = Desk(OURS, page_size, 1024)
+    served(desk, "a", range(32))
+    req = request("b", range(64))
+    assert desk.admit(req)
+    if num_output > 1:
+        desk.checkpoint(req)
+    if num_output:
+        req.output_ids.append(900)
+    for token in range(num_output - 1):
+        assert desk.decode(req, token)
+    desk.abort(req)
+    desk.check()
+    again = request("c", [*req.tokens, 901])
+    assert desk.match(again) == max(kept, 32)
+    assert desk.cache.protected_size() == 0
+    free = desk.allocator.available_size() + desk.cache.evictable_size()
+    assert free == desk.allocator.size
+
+
+@pytest.mark.parametrize(("num_output", "kept"), [(1, 0), (2, 64), (40, 64)])
+def test_a_token_that_is_none_leaves_what_was_finite(num_output: int, kept: int) -> None:
+    """It is the last one. SGLang ends such a request as if it had met a stop string."""
+    desk = Desk(OURS, 4, 1024)
+    req = request("a", range(64))
+    assert desk.admit(req)
+    req.output_ids.append(900)
+    for token in range(num_output - 1):
+        assert desk.decode(req, token)
+    desk.abort(req, SimpleNamespace(matched="NaN happened"))
+    desk.check()
+    assert desk.match(request("b", [*req.tokens, 901])) == kept
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_what_was_handed_over_before_an_abort_stays(page_size: int) -> None:
+    """A retraction is a commit: the output is the prompt of what goes on."""
+    desk = Desk(OURS, page_size, 1024)
+    req = request("a", range(32))
+    assert desk.admit(req)
+    desk.checkpoint(req)
+    for token in range(9):
+        assert desk.decode(req, token)
+    desk.cache.checkpoint(req, up_to=40)
+    for token in range(9, 20):
+        assert desk.decode(req, token)
+    desk.abort(req)
+    desk.check()
+    assert desk.match(request("b", [*req.tokens, 901])) == 40
