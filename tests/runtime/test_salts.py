@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prefixkv.kv_events.dialects import VLLM, SGLang
 from prometheus_client import CollectorRegistry, generate_latest
 
 from prefixkv import Namespace
@@ -16,7 +17,6 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import PrefixKVError
-from prefixkv.kv_events.dialects import VLLM, SGLang
 from prefixkv.request import Request
 from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.stats import namespace_label
