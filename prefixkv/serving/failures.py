@@ -114,6 +114,24 @@ class Rate:
         return True
 
 
+class OncePerMinute(logging.Filter):
+    """Lets each text of a warning through once a minute: of warnings that clients cause."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._until_s: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is to be logged."""
+        text, now_s = record.getMessage(), time.monotonic()
+        if record.levelno != logging.WARNING:
+            return True
+        if now_s < self._until_s.get(text, 0.0):
+            return False
+        self._until_s[text] = now_s + 60
+        return True
+
+
 _lines = Rate(_LINES, _LINES_PER_S)
 
 

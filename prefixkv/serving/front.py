@@ -29,6 +29,7 @@ from prefixkv.serving.fleet_metrics import FleetMetrics
 from prefixkv.serving.http import (
     ApiError,
     Stream,
+    count_samples,
     json_response,
     make_app,
     read_body,
@@ -114,9 +115,8 @@ class Front:
             page_route("/"),
             *routes,
         ]
-        limits = listen.limits
-        most = limits.max_requests_per_client, limits.max_bodies_bytes
-        app = make_app(everything, listen.api_key, ("/", "/health", *open_paths), *most)
+        most = listen.limits.max_requests_per_client
+        app = make_app(everything, listen.api_key, ("/", "/health", *open_paths), most)
         collectors = [*self.metrics.collectors, self._outcomes]
         status = status_app(self.health, (), listen, collectors, status_routes, self._fleet_routes)
         try:
@@ -284,6 +284,7 @@ class Front:
         ):
             why = f"and echo have {numbers} log-probabilities of prompts, too many for one call"
             raise refused("logprobs", why)
+        count_samples(request, len(prompts) * asked.num_samples)
         # All are checked before the first is asked: one that is refused refuses the call.
         for number, tokens in enumerate(prompts):
             most = self._most_tokens(len(tokens), asked, param)

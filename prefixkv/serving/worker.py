@@ -151,7 +151,7 @@ class Worker:
             Route("/fence", self._fence, methods=["POST"]),
             *self._routes(),
         ]
-        app = make_app(routes, listen.api_key, max_bodies_bytes=self._limits.max_bodies_bytes)
+        app = make_app(routes, listen.api_key)
         name = engine.node.peer_id.name
         self._file = RequestFile(listen.request_log) if listen.request_log else None
         who = {"node": name, "side": self.role}

@@ -48,8 +48,7 @@ class Site:
             Route("/echo", self.echo, methods=["POST"]), Route("/fail", self.fail),
             Route("/refuse", self.refuse), Route("/stream", self.stream), Route("/wait", self.wait),
         ]  # fmt: skip
-        bounds = limits.max_requests_per_client, limits.max_bodies_bytes
-        app = make_app(routes, api_key, ["/refuse"], *bounds)
+        app = make_app(routes, api_key, ["/refuse"], limits.max_requests_per_client)
         self.server = HttpServer(app, "127.0.0.1", 0, limits)
 
     async def echo(self, request: Request) -> Response:
