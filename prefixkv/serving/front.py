@@ -365,6 +365,8 @@ class _FrontRequest:
         self._extras, self._num_samples = extras, asked.num_samples
         self._is_empty = asked.most_tokens == 0
         self._usages = [Usage(len(ask.tokens)) for ask in asks]
+        for usage in self._usages:  # until something of the prompt is here
+            usage.sent_tokens = usage.computed_tokens = 0
         self._begun_s = time.monotonic()
         streams = [front.fleet.generate(ask, self._note_attempt) for ask in asks]
         self._outputs = self._measured(numbered(streams), asked.num_samples)
@@ -477,12 +479,13 @@ class _FrontRequest:
                             self._line.mark("first_token")
                         begun = True
                         usage.completion_tokens += not self._is_empty
-                    # All samples share one prompt, so its hits count once.
-                    if output.sample == 0:
-                        usage.decode_hit_tokens = output.hit_tokens
-                        usage.prefill_hit_tokens = output.prefill_hit_tokens
-                        usage.shared_tokens = output.shared_tokens
-                        usage.decode_host_tokens = output.host_tokens
+                        # All samples share one prompt, so its parts count once.
+                        if output.sample == 0:
+                            self._usages[number] = Usage(
+                                usage.prompt_tokens, usage.completion_tokens, output.hit_tokens,
+                                output.shared_tokens, output.prefill_hit_tokens,
+                                output.host_tokens, output.decode_computed_tokens,
+                            )  # fmt: skip
                     if output.finish is not None:
                         finishes.append(output.finish)
                     if output.finish == "error":
@@ -511,6 +514,7 @@ class _FrontRequest:
                 decode_hit_tokens=usage.decode_hit_tokens, shared_tokens=usage.shared_tokens,
                 prefill_hit_tokens=usage.prefill_hit_tokens,
                 decode_host_tokens=usage.decode_host_tokens,
+                decode_computed_tokens=usage.decode_computed_tokens,
             )  # fmt: skip
             trace.describe_answer(usage, finishes, ttft_s)
 
@@ -535,7 +539,7 @@ class _FrontMetrics:
         self._tokens = Counter(
             "prefixkv_front_tokens",
             "Tokens: of prompts, those of them that were hit on decode (of these, in its host "
-            "memory) and on prefill, of answers.",
+            "memory) and on prefill, those that decode computed, of answers.",
             ["kind"], registry=None,
         )  # fmt: skip
         # All rows are there from the start, so that a rate sees the first request that fails.
@@ -550,6 +554,7 @@ class _FrontMetrics:
             ("prompt", usage.prompt_tokens), ("answer", usage.completion_tokens),
             ("decode_hit", usage.decode_hit_tokens), ("prefill_hit", usage.prefill_hit_tokens),
             ("decode_host", usage.decode_host_tokens),
+            ("decode_computed", usage.decode_computed_tokens),
         ):  # fmt: skip
             self._tokens.labels(kind).inc(number)
 

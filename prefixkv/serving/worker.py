@@ -775,7 +775,7 @@ def _event_of(output: Any) -> TokenEvent:
         output.sample, output.position, output.token, output.text, output.finish, error,
         output.hit_tokens, output.prefill_hit_tokens, output.shared_tokens,
         None if output.logprob is None else Logprob(*output.logprob),
-        host_tokens=output.host_tokens,
+        host_tokens=output.host_tokens, decode_computed_tokens=output.decode_computed_tokens,
     )  # fmt: skip
 
 

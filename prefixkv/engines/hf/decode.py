@@ -396,9 +396,11 @@ class DecodeEngine:
         retracted."""
         if req.prefix_len < req.fill_len:
             self._local[req] = req.prefix_len
+            answer = self._answers[req.rid]
+            if not req.resumed:
+                answer.prefill_hit_tokens = 0  # an attempt before this one may have had some
             # Prefill has sent all but the end, and knew the token behind that.
             if req.sent_len < req.fill_len and not req.resumed:
-                answer = self._answers[req.rid]
                 try:
                     _, answer.prefill_hit_tokens, _ = unpack_first(
                         req.aux, self.model.vocab_size, req.sent_len
@@ -686,6 +688,7 @@ class DecodeEngine:
         output = Output(
             answer.ask.rid, answer.sample, position, token, finish, error, req.hit_tokens, text,
             answer.prefill_hit_tokens, req.shared_tokens, logprob, req.host_tokens,
+            req.decode_computed_tokens,
         )  # fmt: skip
         outputs.append((answer.on_output, output))
 
