@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import secrets
 import time
@@ -43,7 +44,11 @@ class ApiError(Exception):
         message: what is wrong, for a person.
         kind: OpenAI's `type`.
         code, param: OpenAI's, if there is one.
+
+    `retry_s` is when a client may ask again after a 429 or 503.
     """
+
+    retry_s = 1.0
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid_request_error",
@@ -67,7 +72,7 @@ class ApiError(Exception):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         if self.status in (429, 503):
-            headers["retry-after"] = "1"
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_s)))
         if self.status in (408, 413):  # the rest of the body is not read
             headers["connection"] = "close"
         body = msgspec.json.encode(self.body())

@@ -30,6 +30,7 @@ from prefixkv.serving.http import (
     ApiError,
     Stream,
     count_samples,
+    wait_connected,
     json_response,
     make_app,
     read_body,
@@ -186,7 +187,7 @@ class Front:
         """Answer the front's POST /v1/chat/completions: tokenize the messages, and have the fleet
         answer."""
         asked = parse(await read_body(request, self._limits), ChatRequest)
-        self._check(asked.model)
+        await self._check(request, asked.model)
         messages, variables = asked.messages, asked.variables
         # Rendering costs time per message too, so a lot of short ones count as a long text; so do
         # variables, which the template may write as often as it likes.
@@ -207,7 +208,7 @@ class Front:
         # A prompt of many tokens takes as much again as JSON: drop that before it waits for its
         # answer.
         del body
-        self._check(asked.model)
+        await self._check(request, asked.model)
         # Many short texts cost as much as a long one, so their sum counts for each.
         size = sum(len(prompt) for prompt in asked.prompt if isinstance(prompt, str))
         num = self.fleet.vocab_size
@@ -244,19 +245,15 @@ class Front:
         except TooManyTokensError as error:
             raise too_long(error.least, 0, context, param, at_least=True) from None
 
-    def _check(self, name: str) -> None:
+    async def _check(self, request: Request, name: str) -> None:
         """Raise ApiError if the front does not serve the named model, or cannot serve at the
-        moment."""
+        moment. Waits for workers that are being started."""
         if name != self.name:
             raise unknown_model(name)
-        if self.draining or not self.fleet.takes_requests:
-            silent = ", ".join(self.fleet.silent)
-            why = (
-                "the server is ending" if self.draining
-                else f"workers are missing or silent: {silent}" if silent
-                else "workers are missing"
-            )  # fmt: skip
-            raise ApiError(503, why, "server_error", "not_ready")
+        if self.draining:
+            raise ApiError(503, "the server is ending", "server_error", "not_ready")
+        if not self.fleet.takes_requests:  # else its own task costs as much as the rest of this
+            await wait_connected(request, self.fleet.wait_for_workers())
 
     async def _answer(
         self,

@@ -385,6 +385,12 @@ async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, Respo
     return await _first_of(task, request.receive) or Response(status_code=499)
 
 
+async def wait_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of `work`, or None if the HTTP client leaves first: `work` is then
+    cancelled."""
+    return await _first_of(asyncio.create_task(work), request.receive)
+
+
 async def _first_of(task: asyncio.Task[T], receive: Receive) -> T | None:
     """Return the task's result, or None, with the task ended, if the HTTP client left before."""
 
@@ -448,7 +454,8 @@ class HttpServer:
             )
         )  # fmt: skip
         self._task: asyncio.Task[None] | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._connecting: set[asyncio.Task[Any]] = set()
+        self._most = 0  # descriptors
 
     @property
     def url(self) -> str:
@@ -467,32 +474,36 @@ class HttpServer:
             if self._task.done():
                 self._task.result()
             await asyncio.sleep(0.005)
-        self._accepting = asyncio.create_task(self._accept(used + int((most - used) * self.share)))
+        self._most = used + int((most - used) * self.share)
+        self._listen()
 
-    async def _accept(self, most: int) -> None:
-        """Accept HTTP connections while fewer than `most` descriptors of this process are open.
-        Others wait in the kernel. asyncio's own loop would take all there are, and then log each
-        connection that it cannot take, again and again."""
+    def _listen(self) -> None:
+        """Accept HTTP connections from now on, unless the server is to stop."""
+        if self._socket.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        """Accept one HTTP connection, while fewer than `_most` descriptors of this process are
+        open; the loop calls again if there are more. Others wait in the kernel. asyncio's own
+        server would take all there are, and then log each that it cannot take, again and again."""
         loop = asyncio.get_running_loop()
-        connecting: set[asyncio.Task[Any]] = set()
-        while True:
-            try:
-                if _lowest_free(self._socket) >= most:
-                    raise OSError(errno.EMFILE, f"{most} descriptors are open")
-                connection, _ = await loop.sock_accept(self._socket)
-            except ConnectionError:  # its client has left
-                continue
-            except OSError as error:
-                _accepts.warning("%s takes no new connections for now: %s", self.url, error)
-                await asyncio.sleep(_FULL_PAUSE_S)
-                continue
-            task = loop.create_task(
-                loop.connect_accepted_socket(self._server.make_protocol, connection)  # type: ignore[arg-type]
-            )
-            connecting.add(task)
-            task.add_done_callback(connecting.discard)
-            # Those that are connected go on between two that are accepted.
-            await asyncio.sleep(0)
+        try:
+            if _lowest_free(self._socket) >= self._most:
+                raise OSError(errno.EMFILE, f"{self._most} descriptors are open")
+            connection, _ = self._socket.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):  # its client has left
+            return
+        except OSError as error:
+            _accepts.warning("%s takes no new connections for now: %s", self.url, error)
+            loop.remove_reader(self._socket)
+            loop.call_later(_FULL_PAUSE_S, self._listen)
+            return
+        connection.setblocking(False)
+        task = loop.create_task(
+            loop.connect_accepted_socket(self._server.make_protocol, connection)  # type: ignore[arg-type]
+        )
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Accept no more HTTP connections, and wait at most `grace_s` for the answers in progress.
@@ -500,10 +511,11 @@ class HttpServer:
         if self._task is None:
             self.close()
             return
-        if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.wait((self._accepting,))
-        self.close()
+        if self._socket.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self.close()
+        if self._connecting:
+            await asyncio.wait(self._connecting)
         self._server.should_exit = True
         await asyncio.wait((self._task,), timeout=grace_s)
         if not self._task.done():
