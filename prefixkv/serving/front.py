@@ -30,11 +30,11 @@ from prefixkv.serving.http import (
     ApiError,
     Stream,
     count_samples,
-    wait_connected,
     json_response,
     make_app,
     read_body,
     run_until_disconnect,
+    wait_connected,
 )
 from prefixkv.serving.ids import id_of, take_id
 from prefixkv.serving.logprobs import (

@@ -283,8 +283,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
             bodies.sizes[reader] = 0
             async for piece in request.stream():
                 size += len(piece)
-                # 1. Within the limit: count the piece, then keep it. Where this body has to make room
-                #    it ends at the next `await`, or is whole by then.
+                # 1. Within the limit: count the piece, then keep it. A body that has to make room
+                #    ends at its next `await`, or is whole by then.
                 # 2. Just beyond: drop it all at once; the rest is only counted.
                 # 3. Far beyond: stop reading, whatever the client does then.
                 if size <= limits.max_body_bytes:

@@ -613,8 +613,8 @@ and "load" one at most."""
 
 _SHOWN: Final = (
     "room", "generation", "outcome", "peer", "prompt_tokens", "hit_tokens", "host_tokens",
-    "shared_tokens", "decode_hit_tokens", "decode_computed_tokens", "output_tokens", "asked_bytes", "sent_bytes",
-    "skipped_bytes", "chunks", "retries", "retractions",
+    "shared_tokens", "decode_hit_tokens", "decode_computed_tokens", "output_tokens", "asked_bytes",
+    "sent_bytes", "skipped_bytes", "chunks", "retries", "retractions",
 )  # fmt: skip
 
 

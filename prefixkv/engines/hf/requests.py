@@ -60,9 +60,9 @@ class Output:
     `shared_tokens` were on their way there for another request, the last `decode_computed_tokens`
     were computed there, and those between were sent. Of the hit ones `host_tokens` were loaded from
     the decode worker's host memory. If any were sent, `prefill_hit_tokens` had their KV on the
-    prefill worker, which computed the others that are not decode's. `text` is the part of the answer's text
-    that this token makes certain, where the engine has a tokenizer: often empty, sometimes with
-    text that earlier tokens began; without stop tokens and stop strings. `logprob` comes with each
+    prefill worker, which computed the others that are not decode's. `text` is the part of the
+    answer's text that this token makes certain, where the engine has a tokenizer: often empty,
+    sometimes with text that earlier tokens began; without stop tokens and stop strings. `logprob` comes with each
     token where `Sampling.logprobs` is set, a stop token included.
     """
 
