@@ -500,7 +500,7 @@ class HttpServer:
             return
         connection.setblocking(False)
         task = loop.create_task(
-            loop.connect_accepted_socket(self._server.make_protocol, connection)  # type: ignore[arg-type]
+            loop.connect_accepted_socket(self._server.make_protocol, connection)
         )
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
@@ -543,7 +543,7 @@ class _Uvicorn(uvicorn.Server):
 
     def make_protocol(self) -> asyncio.Protocol:
         """Make the protocol of a new HTTP connection."""
-        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg, assignment]
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         return made
@@ -574,7 +574,7 @@ class _Wire:
             self._transport.write(data)
 
 
-class _Connection(h11.Connection):
+class _BoundedHeads(h11.Connection):
     """An HTTP connection that takes no head of more than `_HEAD_BYTES`, also where it comes at
     once: h11 looks at heads that have not come to their end."""
 
@@ -596,7 +596,7 @@ class _Protocol(H11Protocol):
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.conn = _Connection(h11.SERVER, _HEAD_BYTES)
+        self.conn = _BoundedHeads(h11.SERVER, _HEAD_BYTES)
         super().connection_made(_Wire(transport))  # type: ignore[arg-type]
         self._wait()
 

@@ -583,7 +583,7 @@ def unknown_model(name: str) -> ApiError:
 # --- what is answered -----------------------------------------------------------------------------
 
 
-_PARTS: Final = (
+_USAGE_PARTS: Final = (
     "decode_hit_tokens", "decode_host_tokens", "shared_tokens", "decode_computed_tokens",
     "prefill_hit_tokens", "computed_tokens", "sent_tokens",
 )  # fmt: skip
@@ -630,7 +630,7 @@ class Usage(msgspec.Struct):
                 # spared.
                 "cached_tokens": max(self.decode_hit_tokens, self.prefill_hit_tokens)
             },
-            "prefixkv": {name: getattr(self, name) for name in _PARTS},
+            "prefixkv": {name: getattr(self, name) for name in _USAGE_PARTS},
         }
 
 

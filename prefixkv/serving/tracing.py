@@ -635,7 +635,7 @@ def phases_of(record: Attributes) -> list[tuple[str, float, float, Sequence[str]
         if name == "load" and not record["host_tokens"]:
             continue
         if record["side"] == "decode" and name in ("transfer", "compute"):
-            is_here = record["decode_computed_tokens"] and not record["asked_bytes"]
+            is_here = record.get("decode_computed_tokens") and not record["asked_bytes"]
             if (name == "compute") != bool(is_here):
                 continue
         if name == "flight" and (record["host_tokens"] or not record["shared_tokens"]):

@@ -276,6 +276,16 @@ class DecodeEngine:
             if not held.is_over():
                 self._held.append(held)
 
+    def _take_held(self, outputs: list[tuple[OnOutput, Output]]) -> None:
+        """Add some of HF's held samples to the node, and collect the ends of those that have ended
+        while they were held."""
+        for _, output in self._held_ends:
+            self._forget_name(output.rid, f"{output.rid}/{output.sample}")
+        outputs += self._held_ends
+        self._held_ends = []
+        if self._held:
+            self._add_held()
+
     def _end_held(
         self, held: _HeldSamples, sample: int, finish: Finish, error: Exception | None = None
     ) -> None:
@@ -341,12 +351,7 @@ class DecodeEngine:
         """Do the work of the HF decode engine's `step`, and collect the outputs."""
         # 1. Take in what the node has: admissions, retries, arrivals, failures.
         node = self.node
-        for _, output in self._held_ends:
-            self._forget_name(output.rid, f"{output.rid}/{output.sample}")
-        outputs += self._held_ends
-        self._held_ends = []
-        if self._held:
-            self._add_held()
+        self._take_held(outputs)
         node.pop_preallocated()
         for ask in node.pop_needs_prefill():
             self._queue_retry_job(ask)
