@@ -62,8 +62,8 @@ class Output:
     the decode worker's host memory. If any were sent, `prefill_hit_tokens` had their KV on the
     prefill worker, which computed the others that are not decode's. `text` is the part of the
     answer's text that this token makes certain, where the engine has a tokenizer: often empty,
-    sometimes with text that earlier tokens began; without stop tokens and stop strings. `logprob` comes with each
-    token where `Sampling.logprobs` is set, a stop token included.
+    sometimes with text that earlier tokens began; without stop tokens and stop strings. `logprob`
+    comes with each token where `Sampling.logprobs` is set, a stop token included.
     """
 
     rid: str
