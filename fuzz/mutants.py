@@ -44,7 +44,7 @@ PARTS = {
     "serving": (
         [
             "serving/proxy.py", "serving/fleet.py", "serving/feed.py", "serving/worker.py",
-            "serving/front.py", "serving/bodies.py", "serving/http.py",
+            "serving/front.py", "serving/http.py",
         ],
         [
             "tests/serving/test_proxy.py", "tests/serving/test_fleet.py",

@@ -119,7 +119,6 @@ def test_a_file_may_have_the_names_of_keys(tmp_path: Path) -> None:
         ("[control.curve]", "control.curve.public_key: is missing"),
         ("[control]\nresend_s = nan", "control.resend_s: nan is not a number"),
         ("[control]\nresend_s = 31", "control.resend_s: 31.0 is above bootstrap_timeout_s, 30.0"),
-        ("[limits]\nmax_bodies_bytes = 9", "limits.max_bodies_bytes: 9 is below max_body_bytes"),
         ("host = '0.0.0.0'", "host: '0.0.0.0' may be reached .* it needs api_key"),
         ("layout = 'x'", "layout: 'x' is not one of layer_major, page_major"),
         ("dtype = 'x'", "dtype: 'x' is not one of float32, bfloat16, float16"),

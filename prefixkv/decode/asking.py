@@ -95,7 +95,10 @@ class Asking:
             # Its own load is a hit; one that it shares is on its way with another's flight.
             num_loaded = joined.num_pages if joined.request is req.request else 0
         shared_tokens = (pages.num_joined - num_loaded) * page_size
-        self._journal.admitted(req, num_asked, shared_tokens, now_s, num_loaded * page_size)
+        num_computed = req.fill_len - (req.prefix_len if is_local else req.sent_len)
+        self._journal.admitted(
+            req, num_asked, shared_tokens, now_s, num_loaded * page_size, num_computed
+        )
         if is_local:
             # Before the refusal: it has to find a flight without a room.
             self._arriving.add_local(flight)

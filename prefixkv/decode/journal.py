@@ -39,12 +39,14 @@ class DecodeJournal(Journal):
         shared_tokens: int,
         now_s: float,
         host_tokens: int = 0,
+        computed_tokens: int = 0,
     ) -> None:
         """Write down in decode's journal that a request was admitted, and prefill is asked for
         `new_pages`.
 
         Its prefix is locked; of that, `shared_tokens` are on their way with another flight, and
-        `host_tokens` come from host memory.
+        `host_tokens` come from host memory. Behind it, this worker's engine computes
+        `computed_tokens`.
         """
         counters = self.counters
         counters["admitted"] += 1
@@ -56,14 +58,17 @@ class DecodeJournal(Journal):
         if host_tokens:
             counters["host_hit_tokens"] += host_tokens
         req.new_pages += new_pages
+        # An attempt that has failed, or was retracted, has brought nothing of the prompt.
+        if req.first_token_s is None:
+            req.hit_tokens = req.prefix_len - shared_tokens
+            req.shared_tokens = shared_tokens
+            req.host_tokens = host_tokens
+            req.decode_computed_tokens = computed_tokens
         # Counters above are of admissions; what follows is of requests, so a second admission adds
         # nothing.
         if req.admitted_s is not None:
             return
         req.admitted_s = now_s
-        req.hit_tokens = req.prefix_len - shared_tokens
-        req.shared_tokens = shared_tokens
-        req.host_tokens = host_tokens
         self.waited("pages", req.arrived_s, now_s)
         self.found(req.request.key.namespace, req.fill_len, req.hit_tokens, shared_tokens)
 
@@ -121,6 +126,7 @@ def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, A
         hit_tokens=req.hit_tokens,
         host_tokens=req.host_tokens,
         shared_tokens=req.shared_tokens,
+        decode_computed_tokens=req.decode_computed_tokens,
         output_tokens=len(req.output),
         asked_bytes=req.new_pages * page_bytes,
         skipped_bytes=(req.hit_tokens + req.shared_tokens) // page_size * page_bytes,

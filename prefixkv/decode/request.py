@@ -61,10 +61,10 @@ class DecodeRequest(PagedRequest[DecodeState]):
     """
 
     __slots__ = (
-        "_key", "admitted_s", "aux", "committed_s", "computes", "fill_len", "first_token_s",
-        "hit_tokens", "host_tokens", "is_alone", "max_new_tokens", "max_pages", "may_load",
-        "new_pages", "output", "output_limit", "prefill", "prompt_len", "retractions", "retries",
-        "sent_len", "shared_tokens", "transferred_s",
+        "_key", "admitted_s", "aux", "committed_s", "computes", "decode_computed_tokens",
+        "fill_len", "first_token_s", "hit_tokens", "host_tokens", "is_alone", "max_new_tokens",
+        "max_pages", "may_load", "new_pages", "output", "output_limit", "prefill", "prompt_len",
+        "retractions", "retries", "sent_len", "shared_tokens", "transferred_s",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -98,13 +98,14 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.computes = False
         self.retries = 0
         self.retractions = 0
-        # Its journal (journal.py): when each of these happened first, and what was found and asked
-        # for.
+        # Its journal (journal.py): when each of these happened first; where the prompt's KV came
+        # from, as of the last admission before the first token; and what was asked for, in sum.
         self.admitted_s: float | None = None
         self.transferred_s: float | None = None
         self.committed_s: float | None = None
         self.first_token_s: float | None = None
         self.hit_tokens = self.host_tokens = self.shared_tokens = self.new_pages = 0
+        self.decode_computed_tokens = 0
 
     def become(self, state: DecodeState) -> None:
         """Move a decode request to another state, and set its `output_limit` to 0. Raises

@@ -34,7 +34,7 @@ from prefixkv.serving.actors import Life, WorkerActor, has_ended
 from prefixkv.serving.config import KINDS, PrefillWorkerConfig, WorkerConfig
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError, decode_body, json_response, read_body
-from prefixkv.serving.launch import Launch, WorkerFailedError
+from prefixkv.serving.launch import Launch, StartClock, WorkerFailedError
 from prefixkv.serving.tracing import variables
 from prefixkv.serving.wire import FenceRequest
 from prefixkv.spi import ConfigError, load
@@ -207,6 +207,7 @@ class Actor:
         self._handle, self._name = handle, name
         self._fleet, self._former = fleet, former
         self._ending = False
+        self.clock = StartClock()
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep())
 
@@ -226,6 +227,8 @@ class Actor:
                 self.ready.set_exception(error)
             elif not self._ending:
                 logger.exception("%s is given up", self._name)
+        finally:
+            self.clock.give_up()
 
     async def _find(self) -> Life:
         """Return the actor's present life; waits for Ray to start it. Raises WorkerFailedError if
@@ -243,6 +246,7 @@ class Actor:
         if not self._former.answered(life):
             ray.kill(self._handle, no_restart=False)  # a fenced life must not serve
             return False
+        self.clock.served()
         self._fleet.add(life.info)
         if not self.ready.done():
             self.ready.set_result(life.info)
@@ -257,6 +261,7 @@ class Actor:
         finally:
             # No more requests first. Then the proof, except at our own end, where nothing is
             # reused.
+            self.clock.begin()
             self._fleet.remove(life.info.name, life.info.life)
             if not self._ending:
                 self._former.suspect(life)

@@ -35,11 +35,12 @@ class Limits:
 
     A request's head may take `head_timeout_s` once it is connected, its body `body_timeout_s` and
     `max_body_bytes`. A connection without a request is closed after `idle_timeout_s`, one that does
-    not read its answer after `write_timeout_s`. The bodies of all requests under way are at most
-    `max_bodies_bytes`: beyond, the body that has been coming for longest is given up.
+    not read its answer after `write_timeout_s`. The bodies that are arriving have eight times
+    `max_body_bytes` in sum: beyond, the body that has been coming for longest is given up.
 
-    A front or a proxy answers `max_requests_per_client` of one address at once, and more with 429;
-    0: any number. Behind another proxy all clients have one address.
+    A front or a proxy answers `max_requests_per_client` of one address at once, and as many samples
+    (`n`, times prompts) of those that have several, and more with 429; 0: any number. Behind
+    another proxy all clients have one address.
     """
 
     max_body_bytes: Bytes = 16 << 20
@@ -47,16 +48,10 @@ class Limits:
     body_timeout_s: Seconds = 30.0
     idle_timeout_s: Seconds = 60.0
     write_timeout_s: Seconds = 60.0
-    max_bodies_bytes: Bytes = 128 << 20
     max_requests_per_client: CountOrZero = 1024
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.max_bodies_bytes < self.max_body_bytes:
-            raise ConfigError(
-                f"max_bodies_bytes: {self.max_bodies_bytes} is below max_body_bytes, "
-                f"{self.max_body_bytes}"
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import secrets
 import time
@@ -44,7 +45,11 @@ class ApiError(Exception):
         message: what is wrong, for a person.
         kind: OpenAI's `type`.
         code, param: OpenAI's, if there is one.
+
+    `retry_s` is when a client may ask again after a 429 or 503.
     """
+
+    retry_s = 1.0
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid_request_error",
@@ -68,7 +73,7 @@ class ApiError(Exception):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         if self.status in (429, 503):
-            headers["retry-after"] = "1"
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_s)))
         if self.status in (408, 413):  # the rest of the body is not read
             headers["connection"] = "close"
         body = msgspec.json.encode(self.body())
@@ -112,6 +117,24 @@ class Rate:
         if self._left < 1:
             return False
         self._left -= 1
+        return True
+
+
+class OncePerMinute(logging.Filter):
+    """Lets each text of a warning through once a minute: of warnings that clients cause."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._until_s: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is to be logged."""
+        text, now_s = record.getMessage(), time.monotonic()
+        if record.levelno != logging.WARNING:
+            return True
+        if now_s < self._until_s.get(text, 0.0):
+            return False
+        self._until_s[text] = now_s + 60
         return True
 
 

@@ -3,8 +3,8 @@
 Workers are added and removed by what has started them (`launch`, a cluster's scheduler), not by
 time-outs. For each kind of worker a `BoundedAffinityRouter`, which follows the cache events of
 each, chooses one. The stream of these events is also the worker's sign of life: while it is silent,
-requests go elsewhere; where there is no other, they wait for it until it is given up. Used on one
-event loop.
+requests go elsewhere; where there is no other, they wait for it until it is given up. Where a role
+has no worker, requests wait as long as one is being started. Used on one event loop.
 """
 
 from __future__ import annotations
@@ -13,8 +13,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Mapping
-from typing import Final
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Callable,
+    Collection,
+    Mapping,
+    Sequence,
+)
+from typing import Final, NamedTuple
 
 import httpx
 import msgspec
@@ -25,6 +32,7 @@ from prefixkv.serving.feed import batches_of
 from prefixkv.serving.router import BoundedAffinityRouter, Route
 from prefixkv.serving.streams import read_all, read_some
 from prefixkv.serving.tracing import current
+from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
     SILENCE_S,
     Ask,
@@ -61,6 +69,14 @@ class WorkerLostError(Exception):
     def __init__(self, why: str, detail: str = "") -> None:
         super().__init__(why)
         self.detail = detail
+
+
+class Start(NamedTuple):
+    """A worker that is being started. It is expected in `left_s` seconds; where it `is_late`,
+    requests do not wait for it any more."""
+
+    left_s: float
+    is_late: bool
 
 
 class _Member:
@@ -182,6 +198,9 @@ class Fleet:
         self.routers = {role: BoundedAffinityRouter() for role in ("decode", "prefill")}
         self.members: dict[str, _Member] = {}  # by name, those in `workers`
         self._closed = False
+        # The worker of a role that is being started, and serves first; None: none is.
+        self.next_start: Callable[[str], Start | None] = lambda role: None
+        self._joined = asyncio.Event()  # replaced whenever it is set: by each worker that comes
         # All lives fenced so far, never shortened: a worker that joins later must hear of each.
         self._fenced: list[FenceRequest] = []
         self._any_fenced = asyncio.Condition()
@@ -219,6 +238,10 @@ class Fleet:
                     f"{other.page_size}"
                 )
         self.remove(info.name)
+        if info.name in self.roles:
+            logger.warning("%s is back", info.name)
+        self._joined.set()
+        self._joined = asyncio.Event()
         self.workers[info.name] = info
         self.roles[info.name] = info.role
         self.routers[info.role].add_worker(info.name)
@@ -313,19 +336,40 @@ class Fleet:
     def ready(self) -> bool:
         """True if the fleet has a worker of each kind that is not silent, or a decode worker that
         answers alone."""
-        return self._has_each(self._answering)
+        return not self._missing(self._answering)
+
+    async def wait_for_workers(self, needs_prefill: bool = False) -> None:
+        """Return once there are workers to which a request may go: at once, unless one is being
+        started. `needs_prefill`: decode workers that answer alone do not suffice. Raises ApiError
+        503 if a role has none, and none is being started, or that is late."""
+        while missing := self._missing(self._usable, needs_prefill):
+            starts = [self.next_start(role) for role in missing]
+            if any(start is None or start.is_late for start in starts):
+                raise self._not_ready(missing)
+            await wait_set(self._joined, _TICK_S)
+
+    def _not_ready(self, roles: Sequence[str]) -> ApiError:
+        """Make the ApiError for a request that finds no worker of these roles."""
+        starts = map(self.next_start, roles)
+        silent = "".join(
+            f", {name} is silent" for name, member in self.members.items()
+            if member.info.role in roles
+        )  # fmt: skip
+        why = f"no {' and no '.join(roles)} worker is ready{silent}"
+        error = ApiError(503, why, "server_error", "not_ready")
+        error.retry_s = max((start.left_s for start in starts if start is not None), default=1.0)
+        return error
 
     @property
     def takes_requests(self) -> bool:
-        """True if the fleet is `ready`, or was until so short ago that a request may wait for it to
-        be again."""
-        return self._has_each(self._usable)
+        """True if there are workers to which a request may go."""
+        return not self._missing(self._usable)
 
-    def _has_each(self, found: Callable[[str], list[str]]) -> bool:
-        """Return whether the fleet's workers that were `found` of each role can answer."""
-        decode = found("decode")
-        alone = any(self.workers[name].alone for name in decode)
-        return bool(decode) and (alone or bool(found("prefill")))
+    def _missing(self, found: Callable[[str], list[str]], needs_prefill: bool = False) -> list[str]:
+        """Return the roles that an answer lacks with the workers that are `found` of each."""
+        roles = [role for role in self.routers if not found(role)]
+        alone = not needs_prefill and any(self.workers[name].alone for name in found("decode"))
+        return [] if alone else roles
 
     @property
     def silent(self) -> list[str]:
@@ -375,6 +419,11 @@ class Fleet:
         """
         lost: set[str] = set()
         for attempt in range(_ATTEMPTS):
+            try:
+                async with asyncio.timeout(ask.deadline_s):
+                    await self.wait_for_workers(needs_prefill=ask.prompt_logprobs)
+            except TimeoutError:
+                raise self._not_ready(self._missing(self._usable, ask.prompt_logprobs)) from None
             with current().part("routing", {"prefixkv.attempt": attempt}) as step:
                 pair = self._choose_pair(ask, lost)
                 step.add(pair.facts)
@@ -413,8 +462,8 @@ class Fleet:
 
     def _choose_pair(self, ask: Ask, lost: Collection[str]) -> _WorkerPair:
         """Choose a decode and a prefill worker of the fleet for an attempt, by their routers: only
-        a decode worker, among those that answer alone, where no prefill worker answers. Raises
-        ApiError 503 if a role has none that may answer."""
+        a decode worker, among those that answer alone, where no prefill worker answers. After
+        `wait_for_workers`."""
         routes: list[Route] = []
         now_s = time.monotonic()
         data = RadixKey(ask.tokens).data
@@ -425,17 +474,6 @@ class Fleet:
                 among = [name for name in among if self.workers[name].alone] or among
             if is_down and role == "prefill" and self.workers[routes[0].worker].alone:
                 return _WorkerPair(self, routes[0], None)
-            if not among:
-                # Undo the choice made for the other role: a count without an end would stay in its
-                # load.
-                for one, route in zip(self.routers.values(), routes, strict=False):
-                    one.ended(route, now_s)
-                silent = "".join(
-                    f", {name} is silent" for name, member in self.members.items()
-                    if member.info.role == role
-                )  # fmt: skip
-                why = f"no {role} worker is ready{silent}"
-                raise ApiError(503, why, "server_error", "not_ready")
             keys = page_keys(data, self.workers[among[0]].page_size)
             # Lost ones come last, not never: with a single worker a repeat must be able to use it.
             others = [name for name in among if name not in lost]

@@ -31,6 +31,7 @@ from prefixkv.serving.fleet_metrics import FleetMetrics
 from prefixkv.serving.http import (
     ApiError,
     Stream,
+    count_samples,
     json_response,
     make_app,
     read_body,
@@ -115,9 +116,8 @@ class Front:
             page_route("/"),
             *routes,
         ]
-        limits = listen.limits
-        most = limits.max_requests_per_client, limits.max_bodies_bytes
-        app = make_app(everything, listen.api_key, ("/", "/health", *open_paths), *most)
+        most = listen.limits.max_requests_per_client
+        app = make_app(everything, listen.api_key, ("/", "/health", *open_paths), most)
         collectors = [*self.metrics.collectors, self._outcomes]
         status = status_app(self.health, (), listen, collectors, status_routes, self._fleet_routes)
         try:
@@ -187,10 +187,10 @@ class Front:
         """Answer the front's POST /v1/chat/completions: tokenize the messages, and have the fleet
         answer."""
         asked = parse(await read_body(request, self._limits), ChatRequest)
-        self._check(asked.model)
         return await run_until_disconnect(request, self._answer_chat(request, asked))
 
     async def _answer_chat(self, request: Request, asked: ChatRequest) -> Response:
+        await self._check(asked.model)
         messages, variables = asked.messages, asked.variables
         # Rendering costs time per message too, so a lot of short ones count as a long text; so do
         # variables, which the template may write as often as it likes.
@@ -210,10 +210,10 @@ class Front:
         # A prompt of many tokens takes as much again as JSON: drop that before it waits for its
         # answer.
         del body
-        self._check(asked.model)
         return await run_until_disconnect(request, self._answer_prompts(request, asked))
 
     async def _answer_prompts(self, request: Request, asked: CompletionRequest) -> Response:
+        await self._check(asked.model)
         # Many short texts cost as much as a long one, so their sum counts for each.
         size = sum(len(prompt) for prompt in asked.prompt if isinstance(prompt, str))
         found: list[list[int]] = []
@@ -247,19 +247,15 @@ class Front:
                 has_left = True
                 await asyncio.wait((work,))
 
-    def _check(self, name: str) -> None:
+    async def _check(self, name: str) -> None:
         """Raise ApiError if the front does not serve the named model, or cannot serve at the
-        moment."""
+        moment. Waits for workers that are being started."""
         if name != self.name:
             raise unknown_model(name)
-        if self.draining or not self.fleet.takes_requests:
-            silent = ", ".join(self.fleet.silent)
-            why = (
-                "the server is ending" if self.draining
-                else f"workers are missing or silent: {silent}" if silent
-                else "workers are missing"
-            )  # fmt: skip
-            raise ApiError(503, why, "server_error", "not_ready")
+        if self.draining:
+            raise ApiError(503, "the server is ending", "server_error", "not_ready")
+        if not self.fleet.takes_requests:
+            await self.fleet.wait_for_workers()
 
     async def _answer(
         self,
@@ -291,6 +287,7 @@ class Front:
         ):
             why = f"and echo have {numbers} log-probabilities of prompts, too many for one call"
             raise refused("logprobs", why)
+        count_samples(request, len(prompts) * asked.num_samples)
         # All are checked before the first is asked: one that is refused refuses the call.
         for number, tokens in enumerate(prompts):
             most = self._most_tokens(len(tokens), asked, param)
@@ -371,6 +368,8 @@ class _FrontRequest:
         self._extras, self._num_samples = extras, asked.num_samples
         self._is_empty = asked.most_tokens == 0
         self._usages = [Usage(len(ask.tokens)) for ask in asks]
+        for usage in self._usages:  # until something of the prompt is here
+            usage.sent_tokens = usage.computed_tokens = 0
         self._begun_s = time.monotonic()
         streams = [front.fleet.generate(ask, self._note_attempt) for ask in asks]
         self._outputs = self._measured(numbered(streams), asked.num_samples)
@@ -483,12 +482,13 @@ class _FrontRequest:
                             self._line.mark("first_token")
                         begun = True
                         usage.completion_tokens += not self._is_empty
-                    # All samples share one prompt, so its hits count once.
-                    if output.sample == 0:
-                        usage.decode_hit_tokens = output.hit_tokens
-                        usage.prefill_hit_tokens = output.prefill_hit_tokens
-                        usage.shared_tokens = output.shared_tokens
-                        usage.decode_host_tokens = output.host_tokens
+                        # All samples share one prompt, so its parts count once.
+                        if output.sample == 0:
+                            self._usages[number] = Usage(
+                                usage.prompt_tokens, usage.completion_tokens, output.hit_tokens,
+                                output.shared_tokens, output.prefill_hit_tokens,
+                                output.host_tokens, output.decode_computed_tokens,
+                            )  # fmt: skip
                     if output.finish is not None:
                         finishes.append(output.finish)
                     if output.finish == "error":
@@ -517,6 +517,7 @@ class _FrontRequest:
                 decode_hit_tokens=usage.decode_hit_tokens, shared_tokens=usage.shared_tokens,
                 prefill_hit_tokens=usage.prefill_hit_tokens,
                 decode_host_tokens=usage.decode_host_tokens,
+                decode_computed_tokens=usage.decode_computed_tokens,
             )  # fmt: skip
             trace.describe_answer(usage, finishes, ttft_s)
 
@@ -541,7 +542,7 @@ class _FrontMetrics:
         self._tokens = Counter(
             "prefixkv_front_tokens",
             "Tokens: of prompts, those of them that were hit on decode (of these, in its host "
-            "memory) and on prefill, of answers.",
+            "memory) and on prefill, those that decode computed, of answers.",
             ["kind"], registry=None,
         )  # fmt: skip
         # All rows are there from the start, so that a rate sees the first request that fails.
@@ -556,6 +557,7 @@ class _FrontMetrics:
             ("prompt", usage.prompt_tokens), ("answer", usage.completion_tokens),
             ("decode_hit", usage.decode_hit_tokens), ("prefill_hit", usage.prefill_hit_tokens),
             ("decode_host", usage.decode_host_tokens),
+            ("decode_computed", usage.decode_computed_tokens),
         ):  # fmt: skip
             self._tokens.labels(kind).inc(number)
 

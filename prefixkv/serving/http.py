@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import logging
+import os
 import re
 import resource
 import socket
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
@@ -29,9 +32,9 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from prefixkv.serving.bodies import PerClientLimit, body_of
 from prefixkv.serving.config import Limits, is_loopback
 from prefixkv.serving.failures import ApiError as ApiError
+from prefixkv.serving.failures import OncePerMinute
 from prefixkv.serving.ids import RequestIds, current_id
 from prefixkv.serving.words import plain_words
 from prefixkv.spi import ConfigError
@@ -39,8 +42,16 @@ from prefixkv.spi import ConfigError
 logger = logging.getLogger("prefixkv.http")
 
 _DISCARDED_BYTES: Final = 256 << 20  # read and dropped of a body that is too large
+_BODIES: Final = 8  # of the largest size, that may be arriving at a server at once
 _HEAD_BYTES: Final = 64 << 10
 _OPEN_FILES: Final = 65_536
+_FULL_PAUSE_S: Final = 0.1  # before another look whether there are descriptors
+_CLIENT: Final = "prefixkv.client"
+
+# Clients cause these warnings, so each text is logged once a minute at most.
+logging.getLogger("uvicorn.error").addFilter(OncePerMinute())
+_accepts = logging.getLogger("prefixkv.http.accepts")
+_accepts.addFilter(OncePerMinute())
 
 T = TypeVar("T")
 
@@ -86,7 +97,7 @@ async def _on_failure(_: Request, error: Exception) -> Response:
 
 def make_app(
     routes: Sequence[BaseRoute], api_key: str = "", open_paths: Sequence[str] = (),
-    max_requests_per_client: int = 0, max_bodies_bytes: int = 128 << 20,
+    max_requests_per_client: int = 0,
 ) -> ASGIApp:  # fmt: skip
     """Make the application of an HTTP server, with a key, bounds, and errors in OpenAI's form.
 
@@ -95,7 +106,7 @@ def make_app(
         api_key: what `Authorization: Bearer ...` must carry. "": no key; then only programs of this
             machine and pages of this server itself are answered.
         open_paths: paths that need no key.
-        max_requests_per_client, max_bodies_bytes: as in `Limits`.
+        max_requests_per_client: as in `Limits`.
     """
     app = Starlette(
         routes=routes,
@@ -104,8 +115,9 @@ def make_app(
         },
     )  # fmt: skip
     app.router.redirect_slashes = False
+    app.state.bodies = _ArrivingBodies()
     # The key is checked outside the counts: a client without it takes no room from others.
-    counted = PerClientLimit(app, max_requests_per_client, max_bodies_bytes)
+    counted = PerClientLimit(app, max_requests_per_client)
     # The ids are outermost, so that refusals have one too.
     return RequestIds(
         ApiKeyRequired(counted, api_key, frozenset(open_paths))
@@ -177,47 +189,123 @@ class ApiKeyRequired:
         await self._app(scope, receive, send)
 
 
+class PerClientLimit:
+    """An application that answers at most `most` requests of one client at once, and of those that
+    have several samples at most `most` samples (0: any number). More are refused."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app, self._most = app, most
+        # Under way, by the client's address.
+        self._requests: Counter[str] = Counter()
+        self._samples: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        client = (scope.get("client") or ("",))[0]
+        if self._most and self._requests[client] >= self._most:
+            why = f"{self._most} requests of this client are being answered: no more at once"
+            error = ApiError(429, why, "rate_limit_error", "rate_limit_exceeded")
+            await error.response()(scope, receive, send)
+            return
+        self._requests[client] += 1
+        num_samples = 0
+
+        def take(num: int) -> None:
+            nonlocal num_samples
+            taken = self._samples[client]
+            if self._most and num > 1 and taken + num > self._most:
+                raise ApiError(
+                    429, f"{num} samples (n, times prompts) beside {taken} of this client that are "
+                    f"being answered: at most {self._most} at once", "rate_limit_error",
+                    "rate_limit_exceeded", "n",
+                )  # fmt: skip
+            # One sample counts as its request alone: no client's many samples keep its chats out.
+            num_samples = num if num > 1 else 0
+            self._samples[client] += num_samples
+
+        scope[_CLIENT] = take
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._requests[client] -= 1
+            self._samples[client] -= num_samples
+            if not self._requests[client]:
+                del self._requests[client], self._samples[client]
+
+
+def count_samples(request: Request, num: int) -> None:
+    """Count an HTTP request as one of `num` samples until it is answered. Raises ApiError 429 if
+    these are too many for its client (`PerClientLimit`). Once a request."""
+    request.scope[_CLIENT](num)
+
+
+class _ArrivingBodies:
+    """Bytes of one server's bodies that are not parsed yet, by the time-out of each reader; the
+    body that has been arriving for longest comes first. Used on one event loop."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[asyncio.Timeout, int] = {}
+        self._num_bytes = 0
+
+    def grow(self, reader: asyncio.Timeout, num_bytes: int, most: int) -> None:
+        """Count `num_bytes` more of a body. Beyond `most` in sum, the reading that has begun first
+        ends: a client that sends slowly keeps no other out. No-op for a body that was dropped."""
+        if reader not in self.sizes:
+            return
+        self.sizes[reader] += num_bytes
+        self._num_bytes += num_bytes
+        while self._num_bytes > most:
+            oldest = next(one for one, size in self.sizes.items() if size)
+            self.drop(oldest)
+            if not oldest.expired():
+                oldest.reschedule(asyncio.get_running_loop().time())
+
+    def drop(self, reader: asyncio.Timeout) -> None:
+        """Stop to count a body. No-op if it does not count."""
+        self._num_bytes -= self.sizes.pop(reader, 0)
+
+
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """Return an HTTP request's body. Raises ApiError: 413 if it is too large, 408 if it does not
-    come in time or was dropped to make room for others, 503 if there is no room, 400 if its sender
-    leaves.
+    """Return an HTTP request's body, to be parsed at once: from here on its bytes do not count.
+    Raises ApiError: 413 if it is too large, 408 if it does not come in time or others need its
+    room, 400 if its sender leaves.
 
     A body that is too large is still read to its end, and dropped: a client that is still sending
     would not read the answer.
     """
     pieces: list[bytes] = []
     size = 0
-    held = body_of(request.scope)
+    bodies: _ArrivingBodies = request.app.state.bodies
     try:
-        async with asyncio.timeout(limits.body_timeout_s) as patience:
-            held.begin_arriving(patience)
+        async with asyncio.timeout(limits.body_timeout_s) as reader:
+            bodies.sizes[reader] = 0
             async for piece in request.stream():
                 size += len(piece)
-                # 1. Within the limit: take room for the piece, then keep it.
-                # 2. Just beyond: give all room back at once; the rest is only counted.
+                # 1. Within the limit: count the piece, then keep it. A body that has to make room
+                #    ends at its next `await`, or is whole by then.
+                # 2. Just beyond: drop it all at once; the rest is only counted.
                 # 3. Far beyond: stop reading, whatever the client does then.
                 if size <= limits.max_body_bytes:
-                    held.grow(len(piece))
+                    bodies.grow(reader, len(piece), _BODIES * limits.max_body_bytes)
                     pieces.append(piece)
-                elif pieces:
+                else:
                     pieces.clear()
-                    held.end()
+                    bodies.drop(reader)
                 if size > _DISCARDED_BYTES + limits.max_body_bytes:
                     break
     except ClientDisconnect:  # not logged as a failure: the client left
         raise ApiError(400, "the body did not come to its end") from None
-    # Two causes: its own time is over, or `BodyMemory` has ended it in favour of others. Of a body
-    # that is too large by then, 413 below says more.
+    # Of a body that is too large by then, 413 below says more.
     except TimeoutError:
         if size <= limits.max_body_bytes:
             why = f"the body did not come within {limits.body_timeout_s:g} s"
-            if held.made_room:
+            if reader not in bodies.sizes:
                 why = "the body came too slowly, and others needed its room"
             raise ApiError(408, why, code="request_timeout") from None
     finally:
-        # Its room stays taken until the request is answered (`PerClientLimit`), since what is made
-        # of it lives as long; only the time-out for reading ends here.
-        held.stop_arriving()
+        bodies.drop(reader)
     if size > limits.max_body_bytes:
         why = f"the body is larger than {limits.max_body_bytes} bytes"
         raise ApiError(413, why, code="request_too_large")
@@ -323,7 +411,8 @@ async def _first_of(task: asyncio.Task[T], receive: Receive) -> T | None:
 
 
 class HttpServer:
-    """One listening socket, served in a task of the running loop.
+    """One listening socket, served in tasks of the running loop. It accepts connections while they,
+    and what is opened for them, leave two thirds of the descriptors that were free at its start.
 
     Args:
         app: as `make_app` makes it.
@@ -333,6 +422,10 @@ class HttpServer:
     Raises: ConfigError if the address cannot be bound.
     """
 
+    share = 1 / 3
+    """Share of the free descriptors that is in use when no more connections are accepted. What is
+    asked for a request needs up to two more each."""
+
     def __init__(self, app: ASGIApp, host: str, port: int, limits: Limits) -> None:
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -340,6 +433,7 @@ class HttpServer:
             # For its connections. asyncio does this only for sockets that were made by naming TCP;
             # without it each answer's second piece waits 40 ms for the client's receipt.
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.setblocking(False)
         except OSError as error:
             raise ConfigError(f"{host}:{port} cannot be bound: {error}") from None
         self.host, self.port = host, int(self._socket.getsockname()[1])
@@ -351,10 +445,11 @@ class HttpServer:
                 app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False,
                 server_header=False, proxy_headers=False,
                 timeout_keep_alive=limits.idle_timeout_s,  # type: ignore[arg-type]
-                h11_max_incomplete_event_size=_HEAD_BYTES,
             )
         )  # fmt: skip
         self._task: asyncio.Task[None] | None = None
+        self._connecting: set[asyncio.Task[Any]] = set()
+        self._most = 0  # descriptors
 
     @property
     def url(self) -> str:
@@ -365,13 +460,44 @@ class HttpServer:
 
     async def start(self) -> None:
         """Begin to serve HTTP; returns once connections are accepted."""
-        allow_connections()
-        self._task = asyncio.create_task(self._server.serve([self._socket]))
+        most = allow_connections()
+        used = _lowest_free(self._socket)
+        self._task = asyncio.create_task(self._server.serve([]))
         while not self._server.started:
             # The server's task ended before it served: raise its error, do not wait on.
             if self._task.done():
                 self._task.result()
             await asyncio.sleep(0.005)
+        self._most = used + int((most - used) * self.share)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Accept HTTP connections from now on, unless the server is to stop."""
+        if self._socket.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        """Accept one HTTP connection, while fewer than `_most` descriptors of this process are
+        open; the loop calls again if there are more. Others wait in the kernel. asyncio's own
+        server would take all there are, and then log each that it cannot take, again and again."""
+        loop = asyncio.get_running_loop()
+        try:
+            if _lowest_free(self._socket) >= self._most:
+                raise OSError(errno.EMFILE, f"{self._most} descriptors are open")
+            connection, _ = self._socket.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):  # its client has left
+            return
+        except OSError as error:
+            _accepts.warning("%s takes no new connections for now: %s", self.url, error)
+            loop.remove_reader(self._socket)
+            loop.call_later(_FULL_PAUSE_S, self._listen)
+            return
+        connection.setblocking(False)
+        task = loop.create_task(
+            loop.connect_accepted_socket(self._server.make_protocol, connection)
+        )
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Accept no more HTTP connections, and wait at most `grace_s` for the answers in progress.
@@ -379,6 +505,11 @@ class HttpServer:
         if self._task is None:
             self.close()
             return
+        if self._socket.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self.close()
+        if self._connecting:
+            await asyncio.wait(self._connecting)
         self._server.should_exit = True
         await asyncio.wait((self._task,), timeout=grace_s)
         if not self._task.done():
@@ -386,8 +517,15 @@ class HttpServer:
             await asyncio.wait((self._task,))
 
     def close(self) -> None:
-        """Release the address of an HTTP server that was never started."""
+        """Release the address of an HTTP server that does not accept connections."""
         self._socket.close()
+
+
+class StatusServer(HttpServer):
+    """An HTTP server of probes, which are answered also where clients have all the connections that
+    they may have."""
+
+    share = 2 / 3
 
 
 class _Uvicorn(uvicorn.Server):
@@ -396,6 +534,13 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def make_protocol(self) -> asyncio.Protocol:
+        """Make the protocol of a new HTTP connection."""
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
     def cut(self) -> None:
         """End every HTTP connection and every answer now."""
@@ -407,6 +552,36 @@ class _Uvicorn(uvicorn.Server):
             task.cancel()
 
 
+class _Wire:
+    """A connection's transport, but for writes once it is closing: the pieces of a stream whose
+    client has left, for each of which asyncio would log a line."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Write to the connection, unless it is closing."""
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+
+class _BoundedHeads(h11.Connection):
+    """An HTTP connection that takes no head of more than `_HEAD_BYTES`, also where it comes at
+    once: h11 looks at heads that have not come to their end."""
+
+    def next_event(self) -> Any:
+        if self.their_state is not h11.IDLE:
+            return super().next_event()
+        num_bytes = len(self.trailing_data[0])
+        event = super().next_event()
+        if type(event) is h11.Request and num_bytes - len(self.trailing_data[0]) > _HEAD_BYTES:
+            raise h11.RemoteProtocolError("the head is too large", error_status_hint=431)
+        return event
+
+
 class _Protocol(H11Protocol):
     """An HTTP connection that is closed if the head of a request does not arrive in time. Without
     it a client that sends single bytes holds a connection as long as it likes."""
@@ -415,7 +590,8 @@ class _Protocol(H11Protocol):
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self.conn = _BoundedHeads(h11.SERVER, _HEAD_BYTES)
+        super().connection_made(_Wire(transport))  # type: ignore[arg-type]
         self._wait()
 
     def data_received(self, data: bytes) -> None:
@@ -445,11 +621,22 @@ class _Protocol(H11Protocol):
             self._late = None
 
 
-def allow_connections() -> None:
+def allow_connections() -> int:
     """Raise this process's limit on open files to 65,536, or as far as allowed: each HTTP
-    connection is one."""
+    connection is one. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return wanted
+    return _OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def _lowest_free(one: socket.socket) -> int:
+    """Return the lowest descriptor that is free: almost all below are open. Raises OSError if none
+    is. `one`: any that is open."""
+    # O(1), where counting the open ones would look at each.
+    free = os.dup(one.fileno())
+    os.close(free)
+    return free

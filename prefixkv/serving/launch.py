@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from prefixkv.engines.hf.generation import SamplingDefaults, load_sampling_defau
 from prefixkv.engines.hf.small import save_tokenizer
 from prefixkv.serving import interrupts
 from prefixkv.serving.config import KINDS, ServeConfig
-from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.fleet import Fleet, Start
 from prefixkv.serving.front import Front
 from prefixkv.serving.plan import numbered
 from prefixkv.serving.process import READY, REFUSED, keep_what_is_loaded, log_to_stderr
@@ -41,11 +42,45 @@ _LINE_BYTES: Final = 1 << 20
 # Pause before a worker that has died is restarted; it doubles for each start that fails.
 _FIRST_PAUSE_S: Final = 0.5  # seconds
 _LONGEST_PAUSE_S: Final = 30.0
+_FIRST_START_S: Final = 15.0  # expected, where none was measured
 _END_S: Final = 15.0  # for a worker to end, once its requests have ended
 
 
 class WorkerFailedError(PrefixKVError):
     """A worker does not start; its own output on stderr says why."""
+
+
+class StartClock:
+    """When a worker that is being started is expected to serve: as long after its start has begun
+    as it took the last time. Seconds of time.monotonic()."""
+
+    def __init__(self) -> None:
+        self._took_s = _FIRST_START_S
+        self._begun_s = time.monotonic()
+        # Since when it does not serve; None while it does, or where it is not started any more.
+        self._gone_s: float | None = self._begun_s
+
+    def begin(self, in_s: float = 0.0) -> None:
+        """Take note that the worker is started, `in_s` seconds from now."""
+        self._begun_s = time.monotonic() + in_s
+        self._gone_s = time.monotonic() if self._gone_s is None else self._gone_s
+
+    def served(self) -> None:
+        """Take note that the worker serves."""
+        self._took_s, self._gone_s = time.monotonic() - self._begun_s, None
+
+    def give_up(self) -> None:
+        """Take note that the worker is not started any more."""
+        self._gone_s = None
+
+    def start(self, timeout_s: float) -> Start | None:
+        """Return the start that is under way, late after `timeout_s` without the worker; None if
+        none is."""
+        if self._gone_s is None:
+            return None
+        now_s = time.monotonic()
+        left_s = max(0.0, self._begun_s + self._took_s - now_s)
+        return Start(left_s, now_s - self._gone_s > timeout_s)
 
 
 class Child:
@@ -66,6 +101,7 @@ class Child:
         self._on_ready, self._on_gone = on_ready, on_gone
         self._process: Process | None = None
         self._ending = self._began = False
+        self.clock = StartClock()
         # Done at the first start: with the worker's info, or with the error that ends the launch.
         self.ready: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep())
@@ -80,6 +116,8 @@ class Child:
                 self.ready.set_exception(error)
             elif not self._ending:
                 logger.exception("a %s worker is given up", self.role)
+        finally:
+            self.clock.give_up()
 
     async def _live_on(self) -> None:
         """Start the worker's child process again and again until `end`. A first start that fails is
@@ -96,17 +134,24 @@ class Child:
                 return
             # A life that served resets the pause; one that never did doubles it.
             pause_s = _FIRST_PAUSE_S if info is not None else min(2 * pause_s, _LONGEST_PAUSE_S)
+            self.clock.begin(pause_s)
             await asyncio.sleep(pause_s)
 
     async def _live(self) -> WorkerInfo | None:
         """Run one life of the worker, a child process. Returns its info, or None if it never
         served."""
         # A session of its own: Ctrl-C in a terminal reaches this process alone, which then drains.
-        process = self._process = await asyncio.create_subprocess_exec(
-            *self._within, sys.executable, "-m", "prefixkv.cli.main", "worker", self.role,
-            env=self._environ, stdin=DEVNULL, stdout=PIPE, start_new_session=True,
-            limit=_LINE_BYTES,
-        )  # fmt: skip
+        try:
+            process = self._process = await asyncio.create_subprocess_exec(
+                *self._within, sys.executable, "-m", "prefixkv.cli.main", "worker", self.role,
+                env=self._environ, stdin=DEVNULL, stdout=PIPE, start_new_session=True,
+                limit=_LINE_BYTES,
+            )  # fmt: skip
+        except OSError as error:
+            if not self._began:
+                raise
+            logger.warning("a %s worker does not start: %s", self.role, error)
+            return None  # no descriptors, or no memory: at another time
         info, refused = None, False
         assert process.stdout is not None
         try:
@@ -116,6 +161,7 @@ class Child:
                 if info is None and text.startswith(READY):
                     info = msgspec.json.decode(text[len(READY) :], type=WorkerInfo)
                     self._began = True
+                    self.clock.served()
                     self._on_ready(info)
                     if not self.ready.done():
                         self.ready.set_result(info)
@@ -136,6 +182,7 @@ class Child:
                 _signal(process, signal.SIGKILL)
                 await process.wait()
             if info is not None:
+                self.clock.begin()  # first: requests that find it gone wait for the next
                 self._on_gone(info)
         if not self._ending and not refused:
             name = info.name if info is not None else f"a {self.role} worker"
@@ -187,6 +234,7 @@ class Launch:
         self._stop = asyncio.Event()
         self._at_once = asyncio.Event()
         self._children: list[Any] = []
+        self._clocks: dict[str, list[StartClock]] = {"prefill": [], "decode": []}
 
     def stop(self) -> None:
         """Drain and end all that `prefixkv serve` has launched. A second call ends it at once."""
@@ -218,6 +266,7 @@ class Launch:
             Path(models.model).resolve().name if models.model else "small"
         )
         fleet = Fleet(self._key)
+        fleet.next_start = self._next_start
         try:
             front = Front(
                 fleet, texts, name, listen, config.answer_tokens, status_routes=self._routes(fleet),
@@ -234,7 +283,8 @@ class Launch:
             await self._open(name)
             for role, num in (("prefill", config.prefill), ("decode", config.decode)):
                 for i in range(num):
-                    self._children.append(self._child(role, i, fleet))
+                    self._children.append(child := self._child(role, i, fleet))
+                    self._clocks[role].append(child.clock)
             ready = asyncio.gather(*(child.ready for child in self._children))
             await asyncio.wait(
                 (ready, stopping), return_when=asyncio.FIRST_COMPLETED,
@@ -274,6 +324,16 @@ class Launch:
         await front.stop(self.config.listen.drain_timeout_s if self._stop.is_set() else 0)
         await asyncio.gather(*(child.end(_END_S) for child in self._children))
 
+    def _next_start(self, role: str) -> Start | None:
+        """Return the start of the first worker of a role that will serve. See `Fleet`."""
+        clocks = self._clocks[role]
+        starts = (clock.start(self.config.start_timeout_s) for clock in clocks)
+        # One that is not late goes before one that is.
+        return min(
+            (start for start in starts if start is not None),
+            key=lambda start: (start.is_late, start.left_s), default=None,
+        )  # fmt: skip
+
     # --- what another kind of launch does otherwise -----------------------------------------------
 
     def _routes(self, fleet: Fleet) -> list[BaseRoute]:
@@ -285,7 +345,8 @@ class Launch:
         model."""
 
     def _child(self, role: str, number: int, fleet: Fleet) -> Any:
-        """Launch a worker as a child process. The result has `ready` and `end` like a `Child`."""
+        """Launch a worker as a child process. The result has `ready`, `clock` and `end` like a
+        `Child`."""
         return Child(role, self._environ(role, number), fleet.add, _forget(fleet))
 
     async def _close(self) -> None:

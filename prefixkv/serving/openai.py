@@ -605,12 +605,19 @@ def unknown_model(name: str) -> ApiError:
 # --- what is answered -----------------------------------------------------------------------------
 
 
+_USAGE_PARTS: Final = (
+    "decode_hit_tokens", "decode_host_tokens", "shared_tokens", "decode_computed_tokens",
+    "prefill_hit_tokens", "computed_tokens", "sent_tokens",
+)  # fmt: skip
+
+
 class Usage(msgspec.Struct):
-    """Tokens of a request, over all its answers. The prompt's KV came from three places:
+    """Tokens of a request, over all its answers. The prompt's KV came from four places:
     `decode_hit_tokens` were cached on the decode worker, `shared_tokens` were arriving there for
-    another request, and the other `sent_tokens` were sent. Of the prompt, `prefill_hit_tokens` were
-    cached on the prefill worker, which computed the other `computed_tokens`. `decode_host_tokens`
-    are those of `decode_hit_tokens` that were loaded from the decode worker's host memory."""
+    another request, `decode_computed_tokens` were computed there, and the other `sent_tokens` were
+    sent. If any were sent, `prefill_hit_tokens` were cached on the prefill worker, which computed
+    `computed_tokens`, the others that decode did not compute. `decode_host_tokens` are those of
+    `decode_hit_tokens` that were loaded from the decode worker's host memory."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -618,6 +625,15 @@ class Usage(msgspec.Struct):
     shared_tokens: int = 0
     prefill_hit_tokens: int = 0
     decode_host_tokens: int = 0
+    decode_computed_tokens: int = 0
+    # These follow from the others of one prompt, so they are fields: of several they are sums.
+    sent_tokens: int = 0
+    computed_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        not_here = self.prompt_tokens - self.decode_computed_tokens
+        self.sent_tokens = not_here - self.decode_hit_tokens - self.shared_tokens
+        self.computed_tokens = not_here - self.prefill_hit_tokens if self.sent_tokens else 0
 
     def add(self, other: Usage) -> None:
         """Add the tokens of another prompt of OpenAI's call, and of its answers."""
@@ -636,14 +652,7 @@ class Usage(msgspec.Struct):
                 # spared.
                 "cached_tokens": max(self.decode_hit_tokens, self.prefill_hit_tokens)
             },
-            "prefixkv": {
-                "decode_hit_tokens": self.decode_hit_tokens,
-                "decode_host_tokens": self.decode_host_tokens,
-                "shared_tokens": self.shared_tokens,
-                "prefill_hit_tokens": self.prefill_hit_tokens,
-                "computed_tokens": prompt - self.prefill_hit_tokens,
-                "sent_tokens": prompt - self.decode_hit_tokens - self.shared_tokens,
-            },
+            "prefixkv": {name: getattr(self, name) for name in _USAGE_PARTS},
         }
 
 

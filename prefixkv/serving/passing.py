@@ -91,7 +91,9 @@ def parameters_of(body: bytes) -> dict[str, Any]:
     for name, raw in decode_body(body, dict[str, msgspec.Raw]).items():
         text = bytes(raw)
         is_prompt = name in ("messages", "prompt")
-        found[name] = raw if is_prompt or len(text) > _SHORT_BYTES else decode_body(text, Any)
+        # A copy: the body itself, with the blanks in it, does not live as long as the answer.
+        keeps = is_prompt or len(text) > _SHORT_BYTES
+        found[name] = raw.copy() if keeps else decode_body(text, Any)
     return found
 
 

@@ -44,7 +44,7 @@ _SET_BY_SERVE: Final = {
 # Variables of these names are the front's: it takes what clients send, workers what it sends.
 _OF_THE_FRONT: Final = frozenset({
     "host", "port", "status_host", "status_port", "api_key", "request_log",
-    "limits_max_requests_per_client", "limits_max_body_bytes", "limits_max_bodies_bytes",
+    "limits_max_requests_per_client", "limits_max_body_bytes",
 })  # fmt: skip
 _SHARED: Final = ("model", "seed", "dtype", "device", "context", "threads", "page_size")
 _AGREED: Final = ("model", "seed", "dtype")  # of these a fleet has one value

@@ -38,6 +38,7 @@ from prefixkv.serving.failures import failed
 from prefixkv.serving.http import (
     ApiError,
     Stream,
+    count_samples,
     make_app,
     read_body,
     run_until_disconnect,
@@ -199,7 +200,6 @@ class Proxy:
             listen.api_key,
             open_paths=["/health", "/ping"],
             max_requests_per_client=listen.limits.max_requests_per_client,
-            max_bodies_bytes=listen.limits.max_bodies_bytes,
         )
         collectors = [*self.metrics.collectors, self._outcomes]
         status = status_app(self.health, (), listen, collectors)
@@ -327,16 +327,14 @@ class Proxy:
         # It begins with the id in the header, and is unique, even if clients use that again.
         rid = f"{id_of(request.scope)[:100]}-{self._prefix}-{self._num}"
         line.fields |= {"id": rid, "stream": bool(body.get("stream"))}
-        return await run_until_disconnect(
-            request, self._answer(request.url.path, body, prompt_field, line)
-        )
+        return await run_until_disconnect(request, self._answer(request, body, prompt_field, line))
 
     async def _answer(
-        self, path: str, body: dict[str, Any], prompt_field: str, line: RequestLine
+        self, request: Request, body: dict[str, Any], prompt_field: str, line: RequestLine
     ) -> Response:
         """Have a decode server answer a client's request, with KV from a prefill server where it
         helps, and count how it ended. Raises ApiError."""
-        begun_s = time.monotonic()
+        begun_s, path = time.monotonic(), request.url.path
         outcome = "aborted"
         try:
             prompts = (
@@ -346,6 +344,7 @@ class Proxy:
                 raise refused(
                     prompt_field, f"has {len(prompts)} prompts, {BATCH} at most are taken"
                 )
+            count_samples(request, len(prompts) * (body.get("n") or 1))
             # How the prompt's KV comes to decode:
             # 1. decode computes it itself, whatever its cache holds (`alone`);
             # 2. several prompts, or several answers (`n` > 1): a room carries one prompt, so each

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from prefixkv.serving.config import Limits, ListenSettings, is_loopback
-from prefixkv.serving.http import HttpServer, json_response, make_app
+from prefixkv.serving.http import HttpServer, StatusServer, json_response, make_app
 
 Health = Callable[[], tuple[bool, dict[str, Any]]]
 
@@ -71,7 +71,7 @@ def bind(
     """
     asked = HttpServer(app, listen.host, listen.port, limits or listen.limits)
     try:
-        return asked, HttpServer(status, listen.status_host, listen.status_port, listen.limits)
+        return asked, StatusServer(status, listen.status_host, listen.status_port, listen.limits)
     except BaseException:
         asked.close()
         raise

@@ -593,6 +593,7 @@ PHASES: Final = {
     "decode": (
         ("queue", "admitted_s", ("hit_tokens", "host_tokens", "shared_tokens")),
         ("transfer", "transferred_s", ("peer", "asked_bytes", "skipped_bytes", "retries")),
+        ("compute", "transferred_s", ("decode_computed_tokens", "skipped_bytes", "retries")),
         ("flight", "committed_s", ("shared_tokens",)),
         ("load", "committed_s", ("host_tokens", "shared_tokens")),
         ("first token", "first_token_s", ()),
@@ -607,12 +608,13 @@ PHASES: Final = {
 }
 """By side, its spans in order: the name, the field of the record with the time at which it ends,
 and the fields that it shows as `prefixkv.FIELD`. The first begins when the request arrives, each
-other one where the one before it ends. Of "flight" and "load" a request has one at most."""
+other one where the one before it ends. Of "transfer" and "compute" a request has one, of "flight"
+and "load" one at most."""
 
 _SHOWN: Final = (
     "room", "generation", "outcome", "peer", "prompt_tokens", "hit_tokens", "host_tokens",
-    "shared_tokens", "decode_hit_tokens", "output_tokens", "asked_bytes", "sent_bytes",
-    "skipped_bytes", "chunks", "retries", "retractions",
+    "shared_tokens", "decode_hit_tokens", "decode_computed_tokens", "output_tokens", "asked_bytes",
+    "sent_bytes", "skipped_bytes", "chunks", "retries", "retractions",
 )  # fmt: skip
 
 
@@ -632,6 +634,10 @@ def phases_of(record: Attributes) -> list[tuple[str, float, float, Sequence[str]
         # soon as it is here. One with both waits for the load (`DecodeJournal.committed`).
         if name == "load" and not record["host_tokens"]:
             continue
+        if record["side"] == "decode" and name in ("transfer", "compute"):
+            is_here = record.get("decode_computed_tokens") and not record["asked_bytes"]
+            if (name == "compute") != bool(is_here):
+                continue
         if name == "flight" and (record["host_tokens"] or not record["shared_tokens"]):
             continue
         until_s = record[until]

@@ -133,6 +133,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     logprob: Logprob | None = None
     prompt: PromptLogprobs | None = None
     host_tokens: int = 0
+    decode_computed_tokens: int = 0
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -151,7 +151,7 @@ class Worker:
             Route("/fence", self._fence, methods=["POST"]),
             *self._routes(),
         ]
-        app = make_app(routes, listen.api_key, max_bodies_bytes=self._limits.max_bodies_bytes)
+        app = make_app(routes, listen.api_key)
         name = engine.node.peer_id.name
         self._file = RequestFile(listen.request_log) if listen.request_log else None
         who = {"node": name, "side": self.role}
@@ -775,7 +775,7 @@ def _event_of(output: Any) -> TokenEvent:
         output.sample, output.position, output.token, output.text, output.finish, error,
         output.hit_tokens, output.prefill_hit_tokens, output.shared_tokens,
         None if output.logprob is None else Logprob(*output.logprob),
-        host_tokens=output.host_tokens,
+        host_tokens=output.host_tokens, decode_computed_tokens=output.decode_computed_tokens,
     )  # fmt: skip
 
 

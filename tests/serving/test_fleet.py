@@ -19,7 +19,7 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.serving import fleet as fleets
 from prefixkv.serving.config import Limits
 from prefixkv.serving.feed import EventTap
-from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.fleet import Fleet, Start
 from prefixkv.serving.http import ApiError, HttpServer, Stream, json_response, make_app
 from prefixkv.serving.wire import Ask, FenceRequest, LostPeer, TokenEvent, WorkerInfo
 from tests.models.patience import NEVER_S, PATIENCE_S
@@ -433,3 +433,73 @@ def test_no_request_waits_for_a_worker_that_is_given_up(monkeypatch: pytest.Monk
         assert await stage.said(rid="last") == [TOKEN, END]
 
     run(scene, [stands_still], 1)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_request_waits_for_a_worker_that_is_being_started(
+    role: Literal["prefill", "decode"], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(stage: Stage) -> None:
+        fleet, asked = stage.fleet, []
+        (worker,) = stage.prefill if role == "prefill" else stage.decode
+
+        def next_start(which: str) -> Start:
+            asked.append(which)
+            return Start(26.5, is_late=False)
+
+        fleet.next_start = next_start
+        fleet.remove(worker.name)
+        requests = [asyncio.create_task(stage.said(rid=f"r{i}")) for i in range(3)]
+        leaves = asyncio.create_task(stage.said(rid="leaves"))
+        with pytest.raises(ApiError) as raised:
+            await stage.said(rid="late", deadline_s=0.01)
+        assert (raised.value.status, raised.value.code) == (503, "not_ready")
+        assert raised.value.response().headers["retry-after"] == "27"
+        await until(lambda: len(asked) >= 4)
+        assert {*asked} == {role}
+        leaves.cancel()
+        assert not any(one.done() for one in requests)
+        assert not stage.decode[0].asked
+        fleet.add(msgspec.structs.replace(worker.info, life="2"))
+        assert f"{worker.name} is back" in caplog.text
+        assert await asyncio.gather(*requests) == [[TOKEN, END]] * 3
+        assert fleet.retried == 0
+        assert {ask.rid for ask in stage.decode[0].asked} == {"r0#0", "r1#0", "r2#0"}
+
+    run(scene, [well], 1)
+
+
+@pytest.mark.parametrize("start", [None, Start(4.2, is_late=True)])
+def test_no_request_waits_where_no_worker_is_being_started(start: Start | None) -> None:
+    async def scene(stage: Stage) -> None:
+        fleet = stage.fleet
+        fleet.next_start = lambda role: start if role == "prefill" else Start(1.0, is_late=False)
+        fleet.remove("p0")
+        fleet.remove("d0")
+        with pytest.raises(ApiError, match="no decode and no prefill worker is ready") as raised:
+            await stage.said()
+        assert (raised.value.status, raised.value.code) == (503, "not_ready")
+        waits = "1" if start is None else "5"
+        assert raised.value.response().headers["retry-after"] == waits
+
+    run(scene, [well], 1)
+
+
+def test_a_request_whose_worker_is_lost_waits_for_the_next_one() -> None:
+    async def scene(stage: Stage) -> None:
+        fleet = stage.fleet
+        fleet.next_start = lambda role: Start(1.0, is_late=False)
+
+        async def dies() -> AsyncGenerator[TokenEvent, None]:
+            fleet.remove("d0")
+            return
+            yield
+
+        stage.decode[0].say = dies
+        asked = asyncio.create_task(stage.said())
+        await until(lambda: fleet.retried == 1)
+        stage.decode[0].say = well
+        fleet.add(msgspec.structs.replace(stage.decode[0].info, life="2"))
+        assert await asked == [TOKEN, END]
+
+    run(scene, [well], 1)

@@ -25,6 +25,7 @@ from prefixkv.serving.http import (
     ApiError,
     HttpServer,
     Stream,
+    count_samples,
     decode_body,
     json_response,
     make_app,
@@ -47,13 +48,22 @@ class Site:
         routes = [
             Route("/echo", self.echo, methods=["POST"]), Route("/fail", self.fail),
             Route("/refuse", self.refuse), Route("/stream", self.stream), Route("/wait", self.wait),
+            Route("/keep", self.keep, methods=["POST"]),
         ]  # fmt: skip
-        bounds = limits.max_requests_per_client, limits.max_bodies_bytes
-        app = make_app(routes, api_key, ["/refuse"], *bounds)
+        app = make_app(routes, api_key, ["/refuse"], limits.max_requests_per_client)
         self.server = HttpServer(app, "127.0.0.1", 0, limits)
 
     async def echo(self, request: Request) -> Response:
+        self.app_state = request.app.state
         return json_response(decode_body(await read_body(request, self.limits), dict[str, Any]))
+
+    async def keep(self, request: Request) -> Response:
+        body = await read_body(request, self.limits)
+        self.app_state = request.app.state
+        count_samples(request, int(request.headers.get("samples", "1")))
+        self.ended.put_nowait("begun")
+        await self.go_on.wait()
+        return json_response(len(body))
 
     async def fail(self, _: Request) -> Response:
         raise ZeroDivisionError
@@ -166,9 +176,9 @@ def test_a_body_that_is_too_large_is_refused_and_its_sender_hears_it() -> None:
     serve(use)
 
 
-def test_a_body_that_is_too_large_takes_no_room_of_others() -> None:
+def test_a_body_that_is_too_large_takes_no_room_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read to its end, and nothing of it is held, so that it does not count either."""
-    limits = replace(LIMITS, max_bodies_bytes=1000)
+    monkeypatch.setattr(http_module, "_BODIES", 1)
 
     async def use(_: Site, client: httpx.AsyncClient) -> None:
         async def chunks() -> AsyncGenerator[bytes, None]:
@@ -177,8 +187,88 @@ def test_a_body_that_is_too_large_takes_no_room_of_others() -> None:
 
         assert error(await client.post("/echo", content=chunks())) == (413, "request_too_large")
         assert error(await client.post("/echo", content=bytes(5000))) == (413, "request_too_large")
+        assert (await client.post("/echo", json={"a": "x" * 980})).status_code == 200
 
-    serve(use, limits)
+    serve(use)
+
+
+async def opened(site: Site, body: bytes, path: str = "/echo", size: int = 0) -> Any:
+    """A connection that has sent the head of a request, and of its body what there is."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size or len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    return reader, writer
+
+
+def test_a_body_counts_until_it_is_parsed_not_until_it_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_module, "_BODIES", 1)
+    body = json.dumps({"a": "x" * 980}).encode()
+
+    async def use(site: Site, client: httpx.AsyncClient) -> None:
+        kept = [await opened(site, body, "/keep") for _ in range(3)]
+        for _ in kept:
+            assert await site.ended.get() == "begun"
+        assert (await client.post("/echo", content=body)).status_code == 200
+        site.go_on.set()
+        for reader, writer in kept:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+
+    serve(use)
+
+
+def test_the_body_that_has_been_coming_for_longest_gives_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_module, "_BODIES", 1)
+
+    async def use(site: Site, client: httpx.AsyncClient) -> None:
+        empty, slow = [await opened(site, body, size=900) for body in (b"", b"x" * 800)]
+        bodies = site.app_state.bodies
+        while sum(bodies.sizes.values()) < 800:
+            await asyncio.sleep(0.001)
+        for _ in range(3):
+            assert (await client.post("/echo", json={"a": "x" * 980})).status_code == 200
+        assert b"others needed its room" in await slow[0].read()
+        empty[1].write(json.dumps({"a": "x" * 891}).encode())
+        assert (await empty[0].readline()).startswith(b"HTTP/1.1 200 "), "it had no bytes to give"
+        assert not bodies.sizes
+        assert not bodies._num_bytes
+        for _, writer in (empty, slow):
+            writer.close()
+
+    serve(use)
+
+
+@pytest.mark.parametrize("ends", [b"\r\n", b"\n"])
+@pytest.mark.parametrize("more", [0, 1, 5000, 150_000])
+@pytest.mark.parametrize("piece", [1 << 20, 4000])
+def test_a_head_has_64_kib_at_most_however_it_comes(ends: bytes, more: int, piece: int) -> None:
+    begin = b"GET /refuse HTTP/1.1" + ends + b"host: localhost" + ends + b"x: "
+    head = begin + b"y" * ((64 << 10) + more - len(begin) - 2 * len(ends)) + 2 * ends
+    assert len(head) == (64 << 10) + more
+
+    async def use(site: Site, _: httpx.AsyncClient) -> None:
+        # The second one comes on a kept connection, behind one that is still answered.
+        for before in (b"", b"GET /refuse HTTP/1.1\r\nhost: localhost\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+            with contextlib.suppress(ConnectionError):
+                for start in range(0, len(before + head), piece):
+                    writer.write((before + head)[start : start + piece])
+                    await writer.drain()
+            if before:
+                await reader.readuntil(b"teapot")
+                await reader.readuntil(b"}}")
+            status = b""
+            with contextlib.suppress(ConnectionError):
+                status = await reader.readline()
+            assert (b" 418 " in status) == (more == 0)
+            assert status.startswith(b"HTTP/1.1 4") or not status
+            writer.close()
+
+    serve(use)
 
 
 def test_a_body_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +357,44 @@ def test_a_stream_ends_whole_or_where_its_client_leaves() -> None:
     serve(use)
 
 
+def test_clients_that_leave_their_streams_cost_no_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A client that has stopped to read, with pieces on their way to it."""
+    filled, go_on = asyncio.Queue[None](), asyncio.Queue[None]()
+
+    async def stream(_: Request) -> Response:
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            for _ in range(400):
+                yield bytes(100)
+            filled.put_nowait(None)
+            await go_on.get()
+            for _ in range(40):
+                yield bytes(100)
+
+        return Stream(pieces(), LIMITS, "text/plain")
+
+    async def main() -> None:
+        server = HttpServer(make_app([Route("/", stream)]), "127.0.0.1", 0, LIMITS)
+        server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+        await server.start()
+        loop = asyncio.get_running_loop()
+        for _ in range(5):
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                client.setblocking(False)
+                await loop.sock_connect(client, ("127.0.0.1", server.port))
+                await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                await filled.get()
+            go_on.put_nowait(None)
+            while server._server.server_state.tasks:
+                await asyncio.sleep(0.001)
+        await server.stop()
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+    assert not caplog.records
+
+
 def test_work_for_a_client_that_has_left_ends() -> None:
     async def use(site: Site, client: httpx.AsyncClient) -> None:
         asking = asyncio.create_task(client.get("/wait"))
@@ -308,6 +436,30 @@ def test_each_client_has_its_own_limit_of_open_requests() -> None:
         assert [answer.json() for answer in answers] == ["done"] * 2
 
     serve(use, replace(LIMITS, max_requests_per_client=2))
+
+
+def test_each_sample_counts_but_one_of_a_request_alone() -> None:
+    async def use(site: Site, client: httpx.AsyncClient) -> None:
+        async def ask(num: int) -> httpx.Response:
+            return await client.post("/keep", content=b"{}", headers={"samples": str(num)})
+
+        kept = [asyncio.create_task(ask(num)) for num in (3, 2)]
+        for _ in kept:
+            assert await site.ended.get() == "begun"
+        for num in (2, 6):
+            refused = await ask(num)
+            assert error(refused) == (429, "rate_limit_exceeded")
+            assert refused.headers["retry-after"] == "1"
+            assert f"{num} samples (n, times prompts)" in refused.text
+        kept.append(asyncio.create_task(ask(1)))
+        assert await site.ended.get() == "begun"
+        site.go_on.set()
+        for one in kept:
+            assert (await one).status_code == 200
+        while (await ask(6)).status_code == 429:
+            await asyncio.sleep(0.001)
+
+    serve(use, replace(LIMITS, max_requests_per_client=6))
 
 
 def test_what_does_not_come_is_not_waited_for() -> None:

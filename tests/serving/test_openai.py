@@ -274,8 +274,21 @@ def test_usage_says_where_the_prompts_kv_was() -> None:
     assert usage["prompt_tokens_details"] == {"cached_tokens": 80}
     assert usage["prefixkv"] == {
         "decode_hit_tokens": 64, "decode_host_tokens": 48, "shared_tokens": 16, "sent_tokens": 20,
-        "prefill_hit_tokens": 80, "computed_tokens": 20,
+        "prefill_hit_tokens": 80, "computed_tokens": 20, "decode_computed_tokens": 0,
     }  # fmt: skip
+
+
+def test_usage_says_of_prefill_what_it_has_done_alone() -> None:
+    """Of a prompt that decode has computed nothing; of several, what it did for each."""
+    here = Usage(100, 7, 64, 16, decode_computed_tokens=20)
+    assert here.body()["prefixkv"] == {
+        "decode_hit_tokens": 64, "decode_host_tokens": 0, "shared_tokens": 16, "sent_tokens": 0,
+        "prefill_hit_tokens": 0, "computed_tokens": 0, "decode_computed_tokens": 20,
+    }  # fmt: skip
+    both = Usage(100, 7, 64, 16, prefill_hit_tokens=48, decode_computed_tokens=10)
+    assert (both.sent_tokens, both.computed_tokens) == (10, 42)
+    both.add(here)
+    assert (both.sent_tokens, both.computed_tokens, both.decode_computed_tokens) == (10, 42, 30)
 
 
 def test_usage_of_several_prompts_is_their_sum() -> None:

@@ -48,7 +48,7 @@ class Site:
             Route("/wait", self.wait, methods=["POST"]),
             Route("/page", self.page),
         ]
-        app = make_app(routes, "key", ["/open"], 2, 1000)
+        app = make_app(routes, "key", ["/open"], 2)
         self.server = HttpServer(self.outcomes.watch(app), "127.0.0.1", 0, LIMITS)
         self.client = httpx.AsyncClient(
             base_url=self.server.url, timeout=PATIENCE_S, trust_env=False, headers=KEY

@@ -7,6 +7,9 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
+import os
+import resource
 import socket
 import threading
 import time
@@ -235,6 +238,72 @@ def test_bodies_that_are_never_finished(front: Serving) -> None:
         assert memory.grown() < 320 * MIB
         prompt = "hello " * 1000
         assert front.post("/v1/completions", {"model": "small", "prompt": prompt})[0] == 200
+
+
+# --- descriptors ----------------------------------------------------------------------------------
+
+
+async def _with_few_descriptors(pipe: Any, free: int) -> None:
+    """A server of this process's own, which counts what is logged."""
+    from prefixkv.serving.config import ListenSettings
+    from prefixkv.serving.http import json_response, make_app
+    from prefixkv.serving.status import bind
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+
+    async def show(_: Request) -> Response:
+        return json_response(lines)
+
+    app = make_app([Route("/lines", show)])
+    server, status = bind(app, make_app([Route("/health", show)]), ListenSettings())
+    most = len(os.listdir("/proc/self/fd")) + free
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    await status.start()
+    await server.start()
+    pipe.send((server.url, status.url))
+    await asyncio.Event().wait()
+
+
+def _serve_with_few_descriptors(pipe: Any, free: int) -> None:
+    asyncio.run(_with_few_descriptors(pipe, free))
+
+
+def test_without_descriptors_new_connections_wait_and_others_go_on() -> None:
+    with children(Serving) as start:
+        server = start(_serve_with_few_descriptors, 30)
+        where = urlsplit(server.url)
+        kept = http.client.HTTPConnection(where.netloc, timeout=PATIENCE_S)
+
+        def lines() -> list[str]:
+            kept.request("GET", "/lines")
+            found: list[str] = json.loads(kept.getresponse().read())
+            return found
+
+        with contextlib.closing(kept):
+            assert lines() == []
+            idle = [socket.create_connection((where.hostname, where.port)) for _ in range(60)]
+            try:
+                while not (told := lines()):
+                    pass
+                assert "takes no new connections for now" in told[0]
+                for _ in range(200):
+                    assert lines() == told
+                # Probes come through all the while.
+                for _ in range(5):
+                    probe = http.client.HTTPConnection(urlsplit(server.status_url).netloc)
+                    with contextlib.closing(probe):
+                        probe.request("GET", "/health")
+                        assert probe.getresponse().status == 200
+            finally:
+                for one in idle:
+                    one.close()
+            other = http.client.HTTPConnection(where.netloc, timeout=PATIENCE_S)
+            with contextlib.closing(other):
+                other.request("GET", "/lines")
+                assert other.getresponse().status == 200
 
 
 # --- a proxy --------------------------------------------------------------------------------------

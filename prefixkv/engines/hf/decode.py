@@ -9,6 +9,9 @@ returns True, `wait` otherwise. `take_prefill_jobs` returns the jobs for prefill
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -49,6 +52,9 @@ OnOutput = Callable[[Output], None]
 
 _BLOCKED_S: Final = 0.01  # rest while pages are missing that come back by themselves
 _IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
+_AT_ONCE: Final = 4  # samples of a request that are never held
+_MOST_WAITING: Final = 16  # of the others that wait on the node
+_LEAST_S: Final = 0.001  # deadline of a sample whose time was over while it was held
 
 
 # A token that was sampled for a request, and its log-probabilities where they are wanted.
@@ -92,8 +98,25 @@ class _Answer:
         return self.ask.prompt_logprobs and not self.sample
 
 
+@dataclass(slots=True, eq=False)
+class _HeldSamples:
+    """Samples of a client's request that are not on the node yet: those from `sample` on."""
+
+    ask: Generate
+    on_output: OnOutput
+    ends: frozenset[int]
+    begun_s: float
+    sample: int = 0
+
+    def is_over(self) -> bool:
+        return self.sample == self.ask.num_samples
+
+
 class DecodeEngine:
     """A model on a `DecodeNode`. Used from one thread.
+
+    Of a request with many samples, all but the first ones are held here, and come to the node in
+    turn with those of others: no other request waits behind all of them.
 
     Args:
         model: the model; it belongs to this engine from now on.
@@ -148,6 +171,11 @@ class DecodeEngine:
         state = None if self.states is None else self.states.pool
         self.node = DecodeNode(pool, config, state=state)
         self._answers: dict[str, _Answer] = {}  # by the node's id of the request
+        # Requests whose samples are not all on the node; samples there that were held and have no
+        # output yet; ends of held ones, which `step` reports.
+        self._held: deque[_HeldSamples] = deque()
+        self._waiting: list[DecodeRequest] = []
+        self._held_ends: list[tuple[OnOutput, Output]] = []
         self._samples: dict[str, list[str]] = {}  # the node's ids by the client's id
         # Requests with all their KV here but the newest token's: one forward each step.
         self._running: list[DecodeRequest] = []
@@ -178,40 +206,93 @@ class DecodeEngine:
         cannot be taken.
         """
         self._check(ask)
-        seed = ask.sampling.seeded(ask.rid)
         ends = ask.sampling.ends(self.model.end_tokens)
+        held = _HeldSamples(ask, on_output, ends, time.monotonic())
         answers: list[_Answer] = []
         try:
-            for i in range(ask.num_samples):
-                request = Request(
-                    f"{ask.rid}/{i}", ask.tokens, ask.max_new_tokens, room=self._rooms,
-                    prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
-                    priority=ask.priority, deadline_s=ask.deadline_s,
-                    # Prefill gives the log-probabilities of the prompt with its KV.
-                    may_compute=bool(i) or not ask.prompt_logprobs,
-                )  # fmt: skip
-                prompt = request.key.tokens()
-                self._check_tokens(ask, prompt)
-                choice = Choice(ask.sampling, seed, i)
-                req = self.node.add(request)
-                text = self._tokenizer and AnswerText(self._tokenizer, ask.sampling.stop, prompt)
-                answers.append(_Answer(ask, i, on_output, choice, ends, req, text))
-                self._rooms += 1
+            while len(answers) < min(ask.num_samples, _AT_ONCE):
+                answers.append(self._add_sample(held))
         except PrefixKVError:
-            # All samples or none. The aborted ones come out of `pop_failed`, where `_failed` finds
-            # no answer for them.
+            # All of these samples or none. The aborted ones come out of `pop_failed`, where
+            # `_failed` finds no answer for them.
             for answer in answers:
                 self.node.abort(answer.req.rid)
             raise
-        self._thinking.note_prompt(prompt)
-        self._samples[ask.rid] = [answer.req.rid for answer in answers]
+        self._thinking.note_prompt(answers[0].req.request.key.tokens())
+        self._samples[ask.rid] = [f"{ask.rid}/{i}" for i in range(ask.num_samples)]
         for answer in answers:
-            self._answers[answer.req.rid] = answer
-            if ask.sampling.logprobs is not None:
-                self._with_logprobs.add(answer.req.rid)
-            # Else the node asks for it, if this engine does not compute it.
-            if not self._computes:
-                self._jobs.append(self._job(answer))
+            self._begin_to_answer(answer)
+        if not held.is_over():
+            self._held.append(held)
+
+    def _add_sample(self, held: _HeldSamples) -> _Answer:
+        """Add the next one of HF's held samples to the node. Raises as `submit` does; the sample is
+        not held in any case."""
+        ask, i = held.ask, held.sample
+        held.sample += 1
+        deadline_s = ask.deadline_s
+        if deadline_s is not None:
+            deadline_s = max(deadline_s - (time.monotonic() - held.begun_s), _LEAST_S)
+        request = Request(
+            f"{ask.rid}/{i}", ask.tokens, ask.max_new_tokens, room=self._rooms,
+            prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
+            priority=ask.priority, deadline_s=deadline_s,
+            # Prefill gives the log-probabilities of the prompt with its KV.
+            may_compute=bool(i) or not ask.prompt_logprobs,
+        )  # fmt: skip
+        prompt = request.key.tokens()
+        self._check_tokens(ask, prompt)
+        choice = Choice(ask.sampling, ask.sampling.seeded(ask.rid), i)
+        req = self.node.add(request)
+        self._rooms += 1
+        text = self._tokenizer and AnswerText(self._tokenizer, ask.sampling.stop, prompt)
+        return _Answer(ask, i, held.on_output, choice, held.ends, req, text)
+
+    def _begin_to_answer(self, answer: _Answer) -> None:
+        """Register an HF answer whose sample is on the node, and have its prompt computed."""
+        rid = answer.req.rid
+        self._answers[rid] = answer
+        if answer.ask.sampling.logprobs is not None:
+            self._with_logprobs.add(rid)
+        # Else the node asks for it, if this engine does not compute it.
+        if not self._computes:
+            self._jobs.append(self._job(answer))
+
+    def _add_held(self, most: float = _MOST_WAITING) -> None:
+        """Add HF's held samples to the node, one of each request in turn, while fewer than `most`
+        wait there; only one, so that they go on, while one of those waits that are never held.
+        O(answers)."""
+        self._waiting = [req for req in self._waiting if _waits(req)]
+        others = (one.req for one in self._answers.values() if one.sample < _AT_ONCE)
+        if most == _MOST_WAITING and any(map(_waits, others)):
+            most = 1
+        while self._held and len(self._waiting) < most:
+            held = self._held.popleft()
+            try:
+                answer = self._add_sample(held)
+                self._waiting.append(answer.req)
+                self._begin_to_answer(answer)
+            except PrefixKVError as error:
+                self._end_held(held, held.sample - 1, "error", error)
+            if not held.is_over():
+                self._held.append(held)
+
+    def _take_held(self, outputs: list[tuple[OnOutput, Output]]) -> None:
+        """Add some of HF's held samples to the node, and collect the ends of those that have ended
+        while they were held."""
+        for _, output in self._held_ends:
+            self._forget_name(output.rid, f"{output.rid}/{output.sample}")
+        outputs += self._held_ends
+        self._held_ends = []
+        if self._held:
+            self._add_held()
+
+    def _end_held(
+        self, held: _HeldSamples, sample: int, finish: Finish, error: Exception | None = None
+    ) -> None:
+        """End one of HF's held samples; the next `step` reports it."""
+        output = Output(held.ask.rid, sample, 0, None, finish, error)
+        self._held_ends.append((held.on_output, output))
 
     def abort(self, rid: str) -> bool:
         """End all of the decode engine's answers to a request; the next `step` reports it.
@@ -221,9 +302,14 @@ class DecodeEngine:
         # The node must not reuse their pages before the device has finished with them.
         after = self.model.event()
         names = self._samples.get(rid, ())
+        for held in [held for held in self._held if held.ask.rid == rid]:
+            self._held.remove(held)
+            for sample in range(held.sample, held.ask.num_samples):
+                self._end_held(held, sample, "abort")
         for name in names:
-            self._answers[name].aborted = True
-            self.node.abort(name, after)
+            if (answer := self._answers.get(name)) is not None:
+                answer.aborted = True
+                self.node.abort(name, after)
         return bool(names)
 
     def take_prefill_jobs(self) -> list[PrefillJob]:
@@ -266,6 +352,7 @@ class DecodeEngine:
         """Do the work of the HF decode engine's `step`, and collect the outputs."""
         # 1. Take in what the node has: admissions, retries, arrivals, failures.
         node = self.node
+        self._take_held(outputs)
         node.pop_preallocated()
         for ask in node.pop_needs_prefill():
             self._queue_retry_job(ask)
@@ -315,9 +402,11 @@ class DecodeEngine:
         retracted."""
         if req.prefix_len < req.fill_len:
             self._local[req] = req.prefix_len
+            answer = self._answers[req.rid]
+            if not req.resumed:
+                answer.prefill_hit_tokens = 0  # an attempt before this one may have had some
             # Prefill has sent all but the end, and knew the token behind that.
             if req.sent_len < req.fill_len and not req.resumed:
-                answer = self._answers[req.rid]
                 try:
                     _, answer.prefill_hit_tokens, _ = unpack_first(
                         req.aux, self.model.vocab_size, req.sent_len
@@ -621,6 +710,7 @@ class DecodeEngine:
         output = Output(
             answer.ask.rid, answer.sample, position, token, finish, error, req.hit_tokens, text,
             answer.prefill_hit_tokens, req.shared_tokens, logprob, req.host_tokens,
+            req.decode_computed_tokens,
         )  # fmt: skip
         outputs.append((answer.on_output, output))
 
@@ -628,10 +718,13 @@ class DecodeEngine:
         """Forget an HF answer on decode; with its last one the client's id is free again."""
         del self._answers[name]
         self._with_logprobs.discard(name)
-        names = self._samples[answer.ask.rid]
+        self._forget_name(answer.ask.rid, name)
+
+    def _forget_name(self, rid: str, name: str) -> None:
+        names = self._samples[rid]
         names.remove(name)
         if not names:
-            del self._samples[answer.ask.rid]
+            del self._samples[rid]
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -688,7 +781,7 @@ class DecodeEngine:
         if self._sampled:
             self.node.wait(min(timeout_s, _BLOCKED_S))
             return True
-        busy = self._running or self._local or self._jobs
+        busy = self._running or self._local or self._jobs or self._held_ends
         return bool(busy) or self.node.wait(timeout_s)
 
     def fileno(self) -> int:
@@ -708,7 +801,8 @@ class DecodeEngine:
 
         Call `step` and this until then.
         """
-        busy = self._running or self._sampled or self._local
+        self._add_held(math.inf)  # the node takes none later
+        busy = self._running or self._sampled or self._local or self._held_ends
         return self.node.drain(0.0 if busy else timeout_s) and not self._jobs
 
     def stats(self) -> dict[str, int]:
@@ -737,6 +831,11 @@ class DecodeEngine:
 def _living(reqs: list[DecodeRequest]) -> list[DecodeRequest]:
     """Return those of HF's requests on decode that have not ended."""
     return [req for req in reqs if not req.state.ended]
+
+
+def _waits(req: DecodeRequest) -> bool:
+    """Return whether a request of HF's has had no token yet."""
+    return not req.output and not req.state.ended
 
 
 def check_decode_config(config: DecodeConfig, keeps: str) -> None:

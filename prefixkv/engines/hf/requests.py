@@ -57,12 +57,13 @@ class Output:
     `position` counts the answer's tokens from 0. `token` is None where the answer ends by "abort"
     (of its client) or "error"; the reason is in `error`. With "stop" the token is the one that
     stopped it. Of the prompt, `hit_tokens` had their KV on the decode worker, the next
-    `shared_tokens` were on their way there for another request, and the rest was sent. Of the hit
-    ones `host_tokens` were loaded from the decode worker's host memory. `prefill_hit_tokens` had
-    their KV on the prefill worker, which computed the rest. `text` is the part of the answer's text
-    that this token makes certain, where the engine has a tokenizer: often empty, sometimes with
-    text that earlier tokens began; without stop tokens and stop strings. `logprob` comes with each
-    token where `Sampling.logprobs` is set, a stop token included.
+    `shared_tokens` were on their way there for another request, the last `decode_computed_tokens`
+    were computed there, and those between were sent. Of the hit ones `host_tokens` were loaded from
+    the decode worker's host memory. If any were sent, `prefill_hit_tokens` had their KV on the
+    prefill worker, which computed the others that are not decode's. `text` is the part of the
+    answer's text that this token makes certain, where the engine has a tokenizer: often empty,
+    sometimes with text that earlier tokens began; without stop tokens and stop strings. `logprob`
+    comes with each token where `Sampling.logprobs` is set, a stop token included.
     """
 
     rid: str
@@ -77,6 +78,7 @@ class Output:
     shared_tokens: int = 0
     logprob: TokenLogprob | None = None
     host_tokens: int = 0
+    decode_computed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,3 +191,61 @@ def test_stats_count_what_was_done(model: PagedModel) -> None:
         decode, prefill = world.decode.stats(), world.prefill.stats()
         assert (decode["steps"], decode["tokens"], decode["running"]) == (4, 5, 0)
         assert (prefill["forwards"], prefill["computed_tokens"]) == (3, 40)
+
+
+def test_no_answer_waits_behind_the_many_samples_of_others(model: PagedModel) -> None:
+    sampling = Sampling(temperature=1.0, ignore_end=True)
+    with World(model, pages=40) as world:
+        for i in range(3):
+            world.ask(f"many{i}", range(i, i + 30), num_samples=40, max_new_tokens=20,
+                      sampling=sampling)  # fmt: skip
+        world.until(lambda: world.answers[0].tokens)
+        chat = world.ask("chat", range(50, 90), max_new_tokens=3)
+        world.until(lambda: chat.done)
+        assert sum(len(one.ends) for one in world.answers) < 60
+        # Each request has its turn.
+        world.until(lambda: sum(len(one.ends) for one in world.answers) > 60)
+        assert min(len(one.ends) for one in world.answers[:3]) > 10
+        world.run()
+        world.at_rest()
+        for answer in world.answers[:3]:
+            assert {end.finish for end in answer.ends.values()} == {"length"}
+
+
+def test_samples_that_are_held_end_once_however_they_end(model: PagedModel) -> None:
+    with World(model, pages=40) as world:
+        many = [world.ask(f"r{i}", range(i, i + 30), num_samples=40, max_new_tokens=8)
+                for i in range(2)]  # fmt: skip
+        world.until(lambda: many[0].tokens)
+        assert world.decode.abort("r0")
+        again = world.ask("r2", range(20), num_samples=30, max_new_tokens=4)
+        world.until(lambda: many[0].done)
+        assert {end.finish for end in many[0].ends.values()} == {"abort"}
+        assert not world.decode.abort("r0")
+        # What is accepted is answered though the engine drains.
+        world.at_rest()
+        for answer in (many[1], again):
+            assert answer.done
+            assert {end.finish for end in answer.ends.values()} <= {"stop", "length"}
+        with pytest.raises(DrainingError):
+            world.ask("late", range(20), num_samples=9)
+
+
+def test_a_held_sample_that_the_node_does_not_take_ends_with_its_error(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with World(model) as world:
+        right, num = world.decode.node.add, [0]
+
+        def add(request):
+            num[0] += 1
+            if num[0] == 7:
+                raise RequestError("no")
+            return right(request)
+
+        monkeypatch.setattr(world.decode.node, "add", add)
+        answer = world.ask("r", range(20), num_samples=9, max_new_tokens=2)
+        world.run()
+        failed = [end for end in answer.ends.values() if end.finish == "error"]
+        assert [(end.sample, str(end.error)) for end in failed] == [(6, "no")]
+        world.at_rest()

@@ -37,7 +37,7 @@ from prefixkv.serving.worker import DecodeWorker, _OpenRequest
 from tests.models.patience import NEVER_S, PATIENCE_S
 
 MIB = 1 << 20
-LIMITS = Limits(MIB, NEVER_S, NEVER_S, NEVER_S, NEVER_S, max_bodies_bytes=MIB)
+LIMITS = Limits(MIB, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
 PROMPT = list(range(300, 350))
 RID = "r"
 JOB = "d/r/0.0"

@@ -14,7 +14,9 @@ import threading
 from collections import Counter
 
 import openai
+import pytest
 
+from tests.engines.serving.conftest import KEY
 from tests.models.patience import PATIENCE_S, until
 from tests.models.served import Expected, Serve, at_rest, client_of, get
 
@@ -150,3 +152,24 @@ def kill_one(serve: Serve, load: Load, role: str, wanted: dict[int, str]) -> Non
             model="small", messages=chats()[0], max_tokens=8, temperature=0
         )  # fmt: skip
     assert wanted[0].startswith(answer.choices[0].message.content)
+
+
+@pytest.mark.parametrize("killed", [("prefill-0",), ("decode-0",), ("prefill-0", "decode-0")])
+def test_a_request_waits_until_the_only_worker_of_a_role_is_back(
+    guarded: Serve, expected: Expected, killed: tuple[str, ...]
+) -> None:
+    chat: Chat = [{"role": "user", "content": "What is it that you wait for?"}]
+    pids = {name: worker["pid"] for name, worker in guarded.workers().items()}
+    guarded.err.clear()
+    for name in killed:
+        os.kill(pids[name], signal.SIGKILL)
+    until(lambda: get(f"{guarded.status}/health")[0] == 503)
+    # `max_retries` of this client is 0.
+    with client_of(guarded, KEY) as client:
+        answer = client.chat.completions.create(
+            model="small", messages=chat, max_tokens=8, temperature=0
+        )
+    assert answer.choices[0].message.content == expected.chat(chat, 8)
+    for name in killed:
+        assert guarded.workers()[name]["pid"] != pids[name]
+        until(lambda name=name: any(f"{name} is back" in line for line in guarded.err))
