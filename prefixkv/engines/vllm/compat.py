@@ -171,10 +171,8 @@ TABLE: Final = (
          "kv_quant_mode state_content_bytes num_head_slots", "know what a block holds"),
     _row(SCHEDULER, _REQUEST, "Request", "request_id kv_transfer_params abort_immediately "
          "prompt_token_ids num_prompt_tokens prompt_embeds resumable all_token_ids "
-         "num_computed_tokens block_hashes lora_request cache_salt mm_features status",
+         "num_computed_tokens block_hashes lora_request cache_salt mm_features",
          "know a prompt and what is asked for it"),
-    _row(SCHEDULER, _REQUEST, "RequestStatus", "FINISHED_ABORTED FINISHED_ERROR",
-         "know how a request ended"),
     _row(SCHEDULER, _STEP, "SchedulerOutput", "scheduled_new_reqs scheduled_cached_reqs "
          "num_scheduled_tokens kv_connector_block_state", "know what a step computes"),
     _row(SCHEDULER, _STEP, "NewRequestData", "req_id num_computed_tokens",
@@ -254,7 +252,7 @@ TABLE: Final = (
     _row(NANS, _REQUEST, "RequestStatus", "FINISHED_ERROR", "end a request with an error"),
     _row(NANS, "vllm.v1.core.kv_cache_manager", "KVCacheManager", "block_pool get_block_ids",
          "take its blocks out of the prefix cache"),
-    _row(NANS, "vllm.v1.core.block_pool", "BlockPool", "blocks evict_blocks",
+    _row(NANS, "vllm.v1.core.block_pool", "BlockPool", "evict_blocks",
          "take its blocks out of the prefix cache"),
     _row(NANS, "vllm.v1.core.kv_cache_utils", "", "get_block_hash",
          "take its blocks out of the prefix cache"),
@@ -575,9 +573,9 @@ def answer(request: Any, params: dict[str, Any], outputs: Any) -> None:
 def counts_nans() -> bool:
     """Return whether vLLM counts the NaN in each request's logits, and such a request can be ended
     with an error."""
-    envs = import_module("vllm.envs")
-    is_on = bool(getattr(envs, "VLLM_COMPUTE_NANS_IN_LOGITS", False))
-    return is_on and available(NANS) and available(ENDING)
+    if not (available(NANS) and available(ENDING)):
+        return False
+    return bool(getattr(import_module("vllm.envs"), "VLLM_COMPUTE_NANS_IN_LOGITS", False))
 
 
 def fail_requests(

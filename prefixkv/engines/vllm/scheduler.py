@@ -536,7 +536,7 @@ class SchedulerSide:
         it."""
         num_tokens = len(request.all_token_ids)
         num_computed = request.num_computed_tokens - _num_in_flight(request)
-        if str(request.status) not in GIVEN_UP:
+        if str(getattr(request, "status", "")) not in GIVEN_UP:
             return int(min(num_tokens, num_computed))
         num_prompt = int(request.num_prompt_tokens)
         is_computed = num_tokens > num_prompt and num_computed >= num_prompt

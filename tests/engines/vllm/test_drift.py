@@ -82,7 +82,7 @@ def test_what_a_feature_needs_stands_down_alone(rows: list[dict[str, Any]]) -> N
         seen.add(row["part"])
     assert seen == {
         "POLICY", "ENDING", "RESTING", "WEIGHTS", "USAGE", "METRICS", "ADDRESS", "HOST_WRITES",
-        "HOST_EVENTS",
+        "HOST_EVENTS", "NANS",
     }  # fmt: skip
 
 
