@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prefixkv.kv_events.dialects import VLLM, SGLang
 from prometheus_client import CollectorRegistry, generate_latest
 
 from prefixkv import Namespace
@@ -17,6 +16,7 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import PrefixKVError
+from prefixkv.kv_events.blocks import BlockEvents
 from prefixkv.request import Request
 from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.stats import namespace_label
@@ -64,8 +64,7 @@ REFUSED: list[Callable[[], object]] = [
     lambda: Request("r", [1], room=1, namespace=(SALT, float("nan"))),
     lambda: RadixCache(page_size=1).match_prefix(RadixKey([1], (SALT,)), namespace=(SALT, 2)),
     lambda: RadixCache(page_size=1).match_prefix([1], [SALT]),  # type: ignore[arg-type]
-    lambda: VLLM(16, "GPU").check((SALT,)),
-    lambda: SGLang(16, "GPU").check(Namespace(salt=SALT, images=[("image", 0, 4)])),
+    lambda: BlockEvents(16, "GPU").check((SALT,)),
     lambda: Namespace(salt=SALT + "\ud800"),
     lambda: Namespace(salt=[SALT]),  # type: ignore[arg-type]
 ]
