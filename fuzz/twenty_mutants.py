@@ -107,7 +107,10 @@ MUTANTS = (
             if match is not None:
                 lock = self.cache.lock(match, now_s=now_s, visit=visit)
 """,
-        ("decode/test_prealloc_queue.py::test_what_is_admitted_fits_as_the_match_said",),
+        (
+            "pages/test_manager.py::"
+            "test_a_match_is_locked_before_pages_are_evicted_for_what_it_lacks",
+        ),
     ),
     Mutant(
         "5", "a chunk that was posted is posted again",

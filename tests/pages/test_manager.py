@@ -73,6 +73,19 @@ def test_whole_pages_become_the_trees_and_the_tail_stays() -> None:
     assert (manager.cache.protected_pages, states(manager)) == (0, {"FREE": 6, "CACHED": 2})
 
 
+def test_a_match_is_locked_before_pages_are_evicted_for_what_it_lacks() -> None:
+    """It is the first that would go: both its leaf is the oldest, and nothing else is left free."""
+    manager = PageManager(6, PAGE_SIZE, 4, policy="lru")
+    manager.cache_finished(*opened(manager, list(range(1, 9))), 1.0)
+    manager.cache_finished(*opened(manager, list(range(50, 54))), 2.0)
+    cached = manager.match(key_of(list(range(1, 9)) + [9])).pages.tolist()
+    pages, _ = opened(manager, list(range(1, 13)))
+    row = manager.pages(pages).tolist()
+    assert (len(cached), row[:4], len(set(row))) == (4, cached, 6)
+    assert states(manager) == {"OWNED": 2, "CACHED": 4}
+    manager.check_invariants()
+
+
 @pytest.mark.parametrize(("reserve", "free"), [(0, 0), (2, 2), (100, 6)])
 def test_where_pages_are_missing_a_reserve_is_evicted_with_them(reserve: int, free: int) -> None:
     manager = PageManager(12, PAGE_SIZE, 4, evict_reserve_pages=reserve)
