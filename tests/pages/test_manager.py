@@ -78,7 +78,7 @@ def test_a_match_is_locked_before_pages_are_evicted_for_what_it_lacks() -> None:
     manager = PageManager(6, PAGE_SIZE, 4, policy="lru")
     manager.cache_finished(*opened(manager, list(range(1, 9))), 1.0)
     manager.cache_finished(*opened(manager, list(range(50, 54))), 2.0)
-    cached = manager.match(key_of(list(range(1, 9)) + [9])).pages.tolist()
+    cached = manager.match(key_of([*range(1, 10)])).pages.tolist()
     pages, _ = opened(manager, list(range(1, 13)))
     row = manager.pages(pages).tolist()
     assert (len(cached), row[:4], len(set(row))) == (4, cached, 6)
