@@ -154,7 +154,8 @@ def failed(status: int, why: str, detail: str, code: str) -> ApiError:
 
 def is_not_finite(error: str) -> bool:
     """Return whether an answer has failed since a worker computed NaN or infinity for it."""
-    return NotFiniteError.__name__ in error
+    # A request's id may stand in the text, and is the client's.
+    return re.search(rf"\b{NotFiniteError.__name__}: ", error) is not None
 
 
 def answer_ended(error: str) -> ApiError:

@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from prefixkv.serving.failures import answer_ended
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.fleet_metrics import FleetMetrics
 from prefixkv.serving.http import (
+    BODIES,
     ApiError,
     Stream,
     count_samples,
@@ -100,6 +101,7 @@ class Front:
         self._created = int(time.time())
         # Held while a long text is tokenized in a thread, by the magnitude of its size: a text
         # waits for those of its own size alone, at most 8 times as long as itself takes.
+        self._waiting_bytes = 0  # of bodies; see `_untokenized`
         self._encoding: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         # Request ids: unique over fronts by the prefix, within this one by the number.
         self._prefix, self._num = secrets.token_hex(8), 0
@@ -186,20 +188,25 @@ class Front:
     async def _chat(self, request: Request) -> Response:
         """Answer the front's POST /v1/chat/completions: tokenize the messages, and have the fleet
         answer."""
-        asked = parse(await read_body(request, self._limits), ChatRequest)
-        return await run_until_disconnect(request, self._answer_chat(request, asked))
+        body = await read_body(request, self._limits)
+        asked, num_bytes = parse(body, ChatRequest), len(body)
+        del body
+        # Here, since what is set in the task below is not seen by what logs a failure.
+        take_id(request.scope, asked.request_id)
+        return await run_until_disconnect(request, self._answer_chat(request, asked, num_bytes))
 
-    async def _answer_chat(self, request: Request, asked: ChatRequest) -> Response:
-        await self._check(asked.model)
+    async def _answer_chat(self, request: Request, asked: ChatRequest, num_bytes: int) -> Response:
         messages, variables = asked.messages, asked.variables
         # Rendering costs time per message too, so a lot of short ones count as a long text; so do
         # variables, which the template may write as often as it likes.
         size = len(msgspec.json.encode((messages, variables))) + _MESSAGE * len(messages)
         encode = partial(self.texts.chat, messages, variables=variables)
-        try:
-            tokens = await self._tokens(encode, size, "messages")
-        except TextError as error:
-            raise refused("messages", f"is refused: {error}") from None
+        with self._untokenized(num_bytes):
+            await self._check(asked.model)
+            try:
+                tokens = await self._tokens(encode, size, "messages")
+            except TextError as error:
+                raise refused("messages", f"is refused: {error}") from None
         return await self._answer(request, asked, [tokens], "messages")
 
     async def _complete(self, request: Request) -> Response:
@@ -209,20 +216,38 @@ class Front:
         asked = parse(body, CompletionRequest, self.fleet.context or None)
         # A prompt of many tokens takes as much again as JSON: drop that before it waits for its
         # answer.
+        num_bytes = len(body)
         del body
-        return await run_until_disconnect(request, self._answer_prompts(request, asked))
+        take_id(request.scope, asked.request_id)
+        return await run_until_disconnect(request, self._answer_prompts(request, asked, num_bytes))
 
-    async def _answer_prompts(self, request: Request, asked: CompletionRequest) -> Response:
-        await self._check(asked.model)
+    async def _answer_prompts(
+        self, request: Request, asked: CompletionRequest, num_bytes: int
+    ) -> Response:
         # Many short texts cost as much as a long one, so their sum counts for each.
         size = sum(len(prompt) for prompt in asked.prompt if isinstance(prompt, str))
         found: list[list[int]] = []
-        for prompt in asked.prompt:
-            if isinstance(prompt, str):
-                encode = partial(self.texts.plain, prompt)
-                prompt = await self._tokens(encode, size, "prompt")
-            found.append(prompt)
+        with self._untokenized(num_bytes):
+            await self._check(asked.model)
+            for prompt in asked.prompt:
+                if isinstance(prompt, str):
+                    encode = partial(self.texts.plain, prompt)
+                    prompt = await self._tokens(encode, size, "prompt")
+                found.append(prompt)
         return await self._answer(request, asked, found, "prompt")
+
+    @contextlib.contextmanager
+    def _untokenized(self, num_bytes: int) -> Iterator[None]:
+        """Count the bytes of a body whose texts wait for workers, or to be tokenized. Raises
+        ApiError where too many wait."""
+        most = BODIES * self._limits.max_body_bytes
+        if self._waiting_bytes and self._waiting_bytes + num_bytes > most:
+            raise ApiError(503, "too many long prompts wait", "server_error", "overloaded")
+        self._waiting_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._waiting_bytes -= num_bytes
 
     async def _tokens(self, encode: Callable[..., list[int]], size: int, param: str) -> list[int]:
         """Tokenize a text from the front's client that costs the time of `size` characters. A long
@@ -266,7 +291,8 @@ class Front:
     ) -> Response:
         """Bound the answers' length by the fleet's context, and have the fleet answer the front's
         client. Raises ApiError."""
-        take_id(request.scope, asked.request_id)
+        # What follows is of the workers that are there now: they may have gone meanwhile.
+        await self._check(asked.model)
         if not all(token < self.fleet.vocab_size for token in asked.stop_token_ids or ()):
             num = self.fleet.vocab_size
             raise refused("stop_token_ids", f"has tokens that are not in [0, {num})")

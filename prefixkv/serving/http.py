@@ -42,7 +42,7 @@ from prefixkv.spi import ConfigError
 logger = logging.getLogger("prefixkv.http")
 
 _DISCARDED_BYTES: Final = 256 << 20  # read and dropped of a body that is too large
-_BODIES: Final = 8  # of the largest size, that may be arriving at a server at once
+BODIES: Final = 8  # of the largest size, that may be arriving at a server at once
 _HEAD_BYTES: Final = 64 << 10
 _OPEN_FILES: Final = 65_536
 _FULL_PAUSE_S: Final = 0.1  # before another look whether there are descriptors
@@ -288,7 +288,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
                 # 2. Just beyond: drop it all at once; the rest is only counted.
                 # 3. Far beyond: stop reading, whatever the client does then.
                 if size <= limits.max_body_bytes:
-                    bodies.grow(reader, len(piece), _BODIES * limits.max_body_bytes)
+                    bodies.grow(reader, len(piece), BODIES * limits.max_body_bytes)
                     pieces.append(piece)
                 else:
                     pieces.clear()

@@ -406,8 +406,9 @@ def run_serve(
     log_to_stderr()
     # This process computes nothing with torch, but transformers takes it along where it finds it:
     # 180 MiB, and as long as all else at the start.
-    if kind is Launch:
-        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    is_without_torch = kind is Launch and "torch" not in sys.modules
+    if is_without_torch:
+        sys.modules["torch"] = None  # type: ignore[assignment]
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
     async def main() -> int:
@@ -415,4 +416,8 @@ def run_serve(
         launch.heed_signals()
         return await launch.run()
 
-    return interrupts.run(main)
+    try:
+        return interrupts.run(main)
+    finally:
+        if is_without_torch:
+            del sys.modules["torch"]

@@ -615,9 +615,10 @@ class Usage(msgspec.Struct):
     """Tokens of a request, over all its answers. The prompt's KV came from four places:
     `decode_hit_tokens` were cached on the decode worker, `shared_tokens` were arriving there for
     another request, `decode_computed_tokens` were computed there, and the other `sent_tokens` were
-    sent. If any were sent, `prefill_hit_tokens` were cached on the prefill worker, which computed
-    `computed_tokens`, the others that decode did not compute. `decode_host_tokens` are those of
-    `decode_hit_tokens` that were loaded from the decode worker's host memory."""
+    sent. `prefill_hit_tokens` were cached on the prefill worker, which computed `computed_tokens`,
+    the others that decode did not compute; none if decode has computed all that it lacked.
+    `decode_host_tokens` are those of `decode_hit_tokens` that were loaded from the decode worker's
+    host memory."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -633,7 +634,9 @@ class Usage(msgspec.Struct):
     def __post_init__(self) -> None:
         not_here = self.prompt_tokens - self.decode_computed_tokens
         self.sent_tokens = not_here - self.decode_hit_tokens - self.shared_tokens
-        self.computed_tokens = not_here - self.prefill_hit_tokens if self.sent_tokens else 0
+        # A prompt that decode has whole is computed by prefill for its first token, or by decode.
+        has_part = self.sent_tokens or not self.decode_computed_tokens
+        self.computed_tokens = not_here - self.prefill_hit_tokens if has_part else 0
 
     def add(self, other: Usage) -> None:
         """Add the tokens of another prompt of OpenAI's call, and of its answers."""

@@ -178,7 +178,7 @@ def test_a_body_that_is_too_large_is_refused_and_its_sender_hears_it() -> None:
 
 def test_a_body_that_is_too_large_takes_no_room_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read to its end, and nothing of it is held, so that it does not count either."""
-    monkeypatch.setattr(http_module, "_BODIES", 1)
+    monkeypatch.setattr(http_module, "BODIES", 1)
 
     async def use(_: Site, client: httpx.AsyncClient) -> None:
         async def chunks() -> AsyncGenerator[bytes, None]:
@@ -203,7 +203,7 @@ async def opened(site: Site, body: bytes, path: str = "/echo", size: int = 0) ->
 def test_a_body_counts_until_it_is_parsed_not_until_it_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_module, "_BODIES", 1)
+    monkeypatch.setattr(http_module, "BODIES", 1)
     body = json.dumps({"a": "x" * 980}).encode()
 
     async def use(site: Site, client: httpx.AsyncClient) -> None:
@@ -222,7 +222,7 @@ def test_a_body_counts_until_it_is_parsed_not_until_it_is_answered(
 def test_the_body_that_has_been_coming_for_longest_gives_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_module, "_BODIES", 1)
+    monkeypatch.setattr(http_module, "BODIES", 1)
 
     async def use(site: Site, client: httpx.AsyncClient) -> None:
         empty, slow = [await opened(site, body, size=900) for body in (b"", b"x" * 800)]

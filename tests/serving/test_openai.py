@@ -285,6 +285,9 @@ def test_usage_says_of_prefill_what_it_has_done_alone() -> None:
         "decode_hit_tokens": 64, "decode_host_tokens": 0, "shared_tokens": 16, "sent_tokens": 0,
         "prefill_hit_tokens": 0, "computed_tokens": 0, "decode_computed_tokens": 20,
     }  # fmt: skip
+    # Decode has all of it, and prefill computes the end for the first token.
+    whole = Usage(64, 7, 64, prefill_hit_tokens=48)
+    assert (whole.sent_tokens, whole.computed_tokens) == (0, 16)
     both = Usage(100, 7, 64, 16, prefill_hit_tokens=48, decode_computed_tokens=10)
     assert (both.sent_tokens, both.computed_tokens) == (10, 42)
     both.add(here)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -260,14 +260,23 @@ class DecodeEngine:
 
     def _add_held(self, most: float = _MOST_WAITING) -> None:
         """Add HF's held samples to the node, one of each request in turn, while fewer than `most`
-        wait there; only one, so that they go on, while one of those waits that are never held.
+        wait there for their prefill worker; only one, so that they go on, while one of those waits
+        for it that are never held. So a worker that stands still holds up its own alone. Cost:
         O(answers)."""
         self._waiting = [req for req in self._waiting if _waits(req)]
+        waiting = Counter(req.prefill for req in self._waiting)
         others = (one.req for one in self._answers.values() if one.sample < _AT_ONCE)
-        if most == _MOST_WAITING and any(map(_waits, others)):
-            most = 1
-        while self._held and len(self._waiting) < most:
+        busy = {req.prefill for req in others if _waits(req)} if most == _MOST_WAITING else ()
+        num_passed = 0  # one behind the other, whose workers have enough
+        while num_passed < len(self._held):
             held = self._held.popleft()
+            address = held.ask.prefill
+            if waiting[address] >= (1 if address in busy else most):
+                self._held.append(held)
+                num_passed += 1
+                continue
+            num_passed = 0
+            waiting[address] += 1
             try:
                 answer = self._add_sample(held)
                 self._waiting.append(answer.req)

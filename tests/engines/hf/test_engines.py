@@ -12,7 +12,7 @@ from prefixkv.engines.hf import Generate, PagedModel, Sampling
 from prefixkv.engines.hf.requests import pack_first, unpack_first
 from prefixkv.errors import AbortedError, DrainingError, OutOfPagesError, RequestError
 from tests.models.hf_world import Answer, Reference, World
-from tests.models.patience import until
+from tests.models.patience import lasting_address, until
 
 
 def test_an_abort_ends_what_runs_and_what_waits_and_all_its_samples(
@@ -210,6 +210,28 @@ def test_no_answer_waits_behind_the_many_samples_of_others(model: PagedModel) ->
         world.at_rest()
         for answer in world.answers[:3]:
             assert {end.finish for end in answer.ends.values()} == {"length"}
+
+
+def test_samples_for_a_worker_that_stands_still_hold_up_its_own_alone(model: PagedModel) -> None:
+    with World(model, pages=60) as world:
+        here, still = world.prefill.endpoint, lasting_address()
+
+        def step() -> None:
+            for job in world.decode.take_prefill_jobs():
+                if job.prefill == here:
+                    world.prefill.submit(job)
+            world.prefill.step()
+            if not world.decode.step():
+                world.decode.wait(0.005)
+
+        stuck = Answer(Generate("stuck", np.arange(30, dtype=np.int32), still, num_samples=32))
+        world.decode.submit(stuck.ask, stuck)
+        fine = world.ask("fine", range(40, 70), num_samples=16, max_new_tokens=4)
+        until(lambda: fine.done, step=step, state=world.state)
+        assert {end.finish for end in fine.ends.values()} <= {"stop", "length"}
+        assert not stuck.ends
+        assert world.decode.abort("stuck")
+        until(lambda: stuck.done, step=step, state=world.state)
 
 
 def test_samples_that_are_held_end_once_however_they_end(model: PagedModel) -> None:

@@ -93,7 +93,8 @@ def test_what_came_from_host_memory_is_told_everywhere(
     for one, split in zip(made, splits, strict=True):
         assert split["decode_host_tokens"] <= split["decode_hit_tokens"]
         num = one.usage.prompt_tokens
-        assert split["decode_hit_tokens"] + split["shared_tokens"] + split["sent_tokens"] == num
+        parts = ("decode_hit", "shared", "decode_computed", "sent")
+        assert sum(split[f"{part}_tokens"] for part in parts) == num
     assert [after - earlier for earlier, after in zip(before, counted(), strict=True)] == [
         sum(loaded), sum(loaded),
     ]  # fmt: skip

@@ -91,7 +91,7 @@ def test_turns_of_a_chat_are_answered_as_generate_does_and_the_second_hits(
     assert split == {
         "decode_hit_tokens": hit, "decode_host_tokens": 0, "shared_tokens": 0,
         "prefill_hit_tokens": prefill_hit, "computed_tokens": num - prefill_hit,
-        "sent_tokens": num - hit,
+        "sent_tokens": num - hit, "decode_computed_tokens": 0,
     }  # fmt: skip
     assert second.usage.prompt_tokens_details.cached_tokens == hit
     at_rest(serve)

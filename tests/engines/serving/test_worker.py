@@ -51,7 +51,7 @@ def test_workers_of_a_file_answer_a_fleet_and_drain(tmp_path: Path, expected: Ex
 
         async def main() -> None:
             fleet = Fleet("secret")
-            with pytest.raises(ApiError, match="no decode worker is ready"):
+            with pytest.raises(ApiError, match="no decode and no prefill worker is ready"):
                 await said(fleet, asked("early"))
             for info in infos:
                 fleet.add(info)
