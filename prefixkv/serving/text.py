@@ -78,7 +78,9 @@ class Texts:
         self, tokenizer: Any, template: str | Mapping[str, str] = PLAIN_TEMPLATE,
         tokens: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from prefixkv.engines.hf.text import template_renderer
+
+        render = template_renderer()
 
         # Else texts of all threads share as many threads of the package as there are cores, and a
         # short text waits for long ones.
@@ -88,11 +90,11 @@ class Texts:
         # So long that what its cuts change is a fourth of its tokens at most.
         self._piece = max(_PIECE, 4 * self._longest**2)
         self._templates = {_DEFAULT: template} if isinstance(template, str) else dict(template)
-        self._tokens, self._render_with = dict(tokens or {}), render_jinja_template
+        self._tokens, self._render_with = dict(tokens or {}), render
         for name, source in self._templates.items():
             of = "" if name == _DEFAULT else f"{name!r} "
             try:
-                render_jinja_template([], chat_template=source)
+                render([], chat_template=source)
             except RecursionError:
                 why = "it is nested too deep"
                 raise ConfigError(f"the chat template {of}is not read: {why}") from None

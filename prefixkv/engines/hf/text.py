@@ -38,6 +38,13 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return tokenizer
 
 
+def template_renderer() -> Any:
+    """Return transformers' `render_jinja_template`, which is loaded here."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template
+
+
 def load_auto_tokenizer(folder: str | Path) -> Any:
     """Load an HF model's tokenizer from its folder as transformers does.
 
