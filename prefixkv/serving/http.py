@@ -191,7 +191,8 @@ class ApiKeyRequired:
 
 class PerClientLimit:
     """An application that answers at most `most` requests of one client at once, and of those that
-    have several samples at most `most` samples (0: any number). More are refused."""
+    have several samples at most `most` samples (0: any number). More are refused: with 429, or with
+    400 where one request alone asks for more."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app, self._most = app, most
@@ -215,6 +216,11 @@ class PerClientLimit:
         def take(num: int) -> None:
             nonlocal num_samples
             taken = self._samples[client]
+            if self._most and num > 1 and num > self._most:
+                raise ApiError(
+                    400, f"{num} samples (n, times prompts): at most {self._most} of a client",
+                    code="invalid_value", param="n",
+                )  # fmt: skip
             if self._most and num > 1 and taken + num > self._most:
                 raise ApiError(
                     429, f"{num} samples (n, times prompts) beside {taken} of this client that are "
@@ -237,7 +243,8 @@ class PerClientLimit:
 
 def count_samples(request: Request, num: int) -> None:
     """Count an HTTP request as one of `num` samples until it is answered. Raises ApiError 429 if
-    these are too many for its client (`PerClientLimit`). Once a request."""
+    these are too many for its client now, 400 if they always are (`PerClientLimit`). Once a
+    request."""
     request.scope[_CLIENT](num)
 
 

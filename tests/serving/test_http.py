@@ -451,6 +451,9 @@ def test_each_sample_counts_but_one_of_a_request_alone() -> None:
             assert error(refused) == (429, "rate_limit_exceeded")
             assert refused.headers["retry-after"] == "1"
             assert f"{num} samples (n, times prompts)" in refused.text
+        never = await ask(7)
+        assert error(never) == (400, "invalid_value")
+        assert "retry-after" not in never.headers
         kept.append(asyncio.create_task(ask(1)))
         assert await site.ended.get() == "begun"
         site.go_on.set()

@@ -207,7 +207,6 @@ REFUSED = [
     refused("n of 0", {"n": 0}, apis=BOTH),
     refused("n of -1", {"n": -1}),
     refused("n of 2, greedily", {"n": 2}, blocks=BLOCKS, apis=BOTH),
-    refused("n of a hundred thousand", {"n": 100_000, **SAMPLES}, blocks=None),
     refused("n of 2 of a prompt that is too long", {"n": 2, **SAMPLES}, tokens=DECODE_LEN + 88,
         apis=BOTH),
     refused("a temperature below none", {"temperature": -1.0}),
@@ -241,6 +240,14 @@ REFUSED = [
 @rows_of(REFUSED)
 def test_a_refusal_is_one_servers(rooms: Rooms, api: str, row: Row) -> None:
     check_body(rooms, api, body_of(api, row.tokens, **row.more), row)
+
+
+def test_more_samples_than_a_client_may_have_are_refused_for_good(rooms: Rooms) -> None:
+    body = body_of("completions", TOKENS, n=100_000, **SAMPLES)
+    said = rooms.ask(PATHS["completions"], body).read()
+    assert said.status == 400
+    assert said.value["error"]["param"] == "n"
+    check_after(rooms)
 
 
 # --- several prompts ------------------------------------------------------------------------------
