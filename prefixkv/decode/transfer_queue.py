@@ -17,7 +17,7 @@ from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import InternalError, check_laws
 from prefixkv.pages.manager import PageManager
-from prefixkv.pages.requests import BrokenEvent, still_pending
+from prefixkv.pages.requests import still_pending
 from prefixkv.protocol.ids import RoomKey
 
 
@@ -103,11 +103,17 @@ class DecodeTransferQueue:
             self._complete.append(flight)
 
     def is_complete(self, flight: Flight) -> bool:
-        """Return True if a flight has arrived and waits for no other, so that `pop_transferred`
-        will commit it. One whose event has raised may wait for ever.
+        """Return True if a flight has arrived and waits for no other, nor for the device, so that
+        `pop_transferred` will commit it.
         """
-        is_broken = isinstance(flight.after, BrokenEvent)
-        return not flight.is_open and flight.joined is None and not is_broken
+        has_arrived = not flight.is_open and flight.joined is None
+        return has_arrived and not self._would_free_unwritten(flight)
+
+    @property
+    def complete(self) -> list[Flight]:
+        """Flights of the transfer queue that `pop_transferred` will commit, once the device has
+        written what some wait for."""
+        return list(self._complete)
 
     def remove(self, flight: Flight) -> bool:
         """Take a flight that will not be committed out of the transfer queue. Return True if its

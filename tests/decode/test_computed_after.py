@@ -27,6 +27,10 @@ class Event:
         return self.is_done
 
 
+def owned(desk: HostDesk) -> set[int]:
+    return set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
+
+
 class ComputingDesk(HostDesk):
     """A desk with host memory whose engine computes every prompt."""
 
@@ -203,9 +207,8 @@ def test_an_abort_before_it_is_popped_waits_for_the_device(joined: bool) -> None
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_a_deadline_before_it_is_committed_waits_for_the_device(is_broken: bool) -> None:
-    """`b` waits for the device, since it would free pages. Where its event has raised, that may be
-    for ever, but for its deadline."""
+def test_a_deadline_before_it_is_committed_ends_it(is_broken: bool) -> None:
+    """`b` waits for the device, since it would free pages. Its pages wait on."""
     desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
     a = desk.run("a", prompt("b", 6), max_new=8)
     b = desk.begin("b", prompt("b", 20), deadline_s=5.0)
@@ -222,17 +225,34 @@ def test_a_deadline_before_it_is_committed_waits_for_the_device(is_broken: bool)
             desk.admit()
     desk.now_s = 6.0
     desk.admit()
-    assert b.state is (DecodeState.FAILED if is_broken else DecodeState.PREALLOCATED)
-    if is_broken:
-        assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
-        assert own <= set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
-        end.is_done = True
-    else:
-        event.is_done = True
-        assert desk.transferred() == ["b"]
-        desk.finish(b)
+    assert b.state is DecodeState.FAILED
+    assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
+    assert own <= owned(desk)
+    event.is_done = end.is_done = True
     desk.admit()
-    assert not own & set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
+    assert not own & owned(desk)
+
+
+def test_the_deadline_of_a_prompt_that_was_whole_and_is_in_the_tree_by_another_ends_it() -> None:
+    """When its deadline is over it only waits to be popped; then `a` brings the tree what it has
+    copies of."""
+    desk, event = ComputingDesk(num_pages=32), Event()
+    a = desk.run("a", prompt("b", 6), max_new=8)
+    b = desk.begin("b", prompt("b", 20), deadline_s=5.0)
+    for token in prompt("b", 13)[6:]:
+        desk.token(a, token=token)
+    desk.computed(b, 20, event)
+    desk.now_s = 6.0
+    desk.admit()
+    assert b.state is DecodeState.PREALLOCATED
+    desk.finish(a)
+    assert desk.transferred() == []
+    desk.admit()
+    assert b.state is DecodeState.FAILED
+    event.is_done = True
+    assert desk.pop_failed() == [b]
+    desk.end_all_copies()
+    desk.at_rest()
 
 
 def test_without_copies_a_request_runs_before_the_device_is_done() -> None:
