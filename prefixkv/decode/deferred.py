@@ -13,7 +13,7 @@ from prefixkv.decode.host_tier import HostTier
 from prefixkv.decode.request import CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from prefixkv.pages.manager import PageManager, RequestPages
-from prefixkv.pages.requests import BrokenEvent, still_pending
+from prefixkv.pages.requests import AllOf, BrokenEvent, still_pending
 from prefixkv.request import DeviceEvent
 
 
@@ -102,7 +102,16 @@ class Deferred:
     ) -> None:
         """Defer the release of an ended decode request, as its state then says, until the device
         event `after` is done; None: release it at once.
+
+        One that was cut short may not have come so far that the device has written what was
+        computed of it: its own event has to be done too. Where that has raised, a later one counts.
         """
+        if req.state in CUT_SHORT and req.unwritten is not None:
+            unwritten = still_pending(req.unwritten, self._pages.errors)
+            if after is None or unwritten is None:
+                after = after or unwritten
+            elif not isinstance(unwritten, BrokenEvent):
+                after = AllOf(after, unwritten)
         ended = _DeferredEnd(req, continues, keep_tokens)
         if after is not None:
             self._waiting.append((after, ended))
@@ -149,7 +158,7 @@ class Deferred:
                 if points is not None:
                     points.end(req)
                 self._pages.drop(req.pages_held)
-            req.pages_held = None
+            req.pages_held = req.unwritten = None
         # 2. Only now may a retracted request queue again: it must hold nothing, and the next match
         # finds what has just been cached. One aborted meanwhile is over.
         if req.state is DecodeState.RETRACTED:

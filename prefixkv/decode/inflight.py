@@ -28,7 +28,7 @@ from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import check_laws
 from prefixkv.pages.manager import RequestPages
 from prefixkv.protocol.ids import RoomKey
-from prefixkv.request import DeviceEvent, Request
+from prefixkv.request import Request
 
 StartKey: TypeAlias = tuple[Hashable, int, bytes]
 """A namespace, the page number at which a flight begins, and the packed tokens of that page."""
@@ -67,7 +67,6 @@ class Flight:
     is_local: bool = False  # computed by this worker's own engine: it has no room
     is_load: bool = False  # copied from host memory: it has no room
     start_key: StartKey | None = None  # key in `InFlight._by_start`; None: may not be joined
-    after: DeviceEvent | None = None  # until it is done, the device may write what it computes here
     waiters: dict[Flight, None] = field(default_factory=dict)  # flights that joined, oldest first
 
     @property

@@ -16,7 +16,7 @@ from prefixkv.errors import UserErrors
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
 from prefixkv.paging import pages_for
-from prefixkv.request import Request
+from prefixkv.request import DeviceEvent, Request
 
 
 class DecodeState(enum.Enum):
@@ -64,7 +64,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
         "_key", "admitted_s", "aux", "committed_s", "computes", "decode_computed_tokens",
         "fill_len", "first_token_s", "hit_tokens", "host_tokens", "is_alone", "max_new_tokens",
         "max_pages", "may_load", "new_pages", "output", "output_limit", "prefill", "prompt_len",
-        "retractions", "retries", "sent_len", "shared_tokens", "transferred_s",
+        "retractions", "retries", "sent_len", "shared_tokens", "transferred_s", "unwritten",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -96,6 +96,8 @@ class DecodeRequest(PagedRequest[DecodeState]):
         # leaves a checkpoint. With checkpoints, whether all that it lacks is computed here.
         self.fill_len = self.sent_len = self.prompt_len
         self.computes = False
+        # Until it is done, the device may write what the engine has computed of it here.
+        self.unwritten: DeviceEvent | None = None
         self.retries = 0
         self.retractions = 0
         # Its journal (journal.py): when each of these happened first; where the prompt's KV came

@@ -68,10 +68,13 @@ from prefixkv.errors import (
 )
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.requests import (
+    AllOf,
+    BrokenEvent,
     PagedScheduler,
     check_error,
     check_failure,
     check_page_manager,
+    still_pending,
 )
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import DecodeCommand, MoveWeights
@@ -359,7 +362,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         flight = self.flights.of(req)
         assert flight is not None
         if after is not None and start is not None:
-            flight.after = after
+            before, req.unwritten = req.unwritten, after
+            if before is not None and (before := still_pending(before, self.pages.errors)):
+                both = AllOf(before, after)
+                req.unwritten = BrokenEvent(both) if isinstance(before, BrokenEvent) else both
             if self.host is not None:
                 size = self.pages.page_size
                 self.host.computed(req.pages[start // size : pages_for(end, size)].copy(), after)

@@ -186,9 +186,10 @@ class DecodeTransferQueue:
     def _would_free_unwritten(self, flight: Flight) -> bool:
         """Return whether the commit of a flight would free pages that the device may still write:
         its own copies of what the tree has by now. Prefill could write there next, beside it."""
-        if flight.after is not None:
-            flight.after = still_pending(flight.after, self._pages.errors)
-        if flight.after is None or not flight.request.cacheable:
+        req = flight.owner
+        if req is not None and req.unwritten is not None:
+            req.unwritten = still_pending(req.unwritten, self._pages.errors)
+        if req is None or req.unwritten is None or not req.request.cacheable:
             return False
         return self._pages.find(flight.key).depth > flight.pages.num_locked
 

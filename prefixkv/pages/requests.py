@@ -221,6 +221,21 @@ class BrokenEvent:
             return False
 
 
+class AllOf:
+    """Events that count as one, which is done when each of them is."""
+
+    def __init__(self, *events: DeviceEvent) -> None:
+        self._events: list[DeviceEvent] = []
+        for event in events:
+            self._events += event._events if isinstance(event, AllOf) else [event]
+
+    def query(self) -> bool:
+        """Return whether the device is done with a paged request's pages by all of the events."""
+        while self._events and self._events[-1].query():
+            self._events.pop()
+        return not self._events
+
+
 def still_pending(event: DeviceEvent, errors: UserErrors) -> DeviceEvent | None:
     """Return None once the device is done with a paged request's pages, else the event to query
     next time.

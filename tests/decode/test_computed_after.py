@@ -3,6 +3,7 @@ nothing else gets its pages, before `after` of `computed` is done."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -228,8 +229,12 @@ def test_a_deadline_before_it_is_committed_ends_it(is_broken: bool) -> None:
     assert b.state is DecodeState.FAILED
     assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
     assert own <= owned(desk)
-    event.is_done = end.is_done = True
+    end.is_done = True
     desk.admit()
+    if not is_broken:
+        assert own <= owned(desk), "the chunk's own event is not done"
+        event.is_done = True
+        desk.admit()
     assert not own & owned(desk)
 
 
@@ -253,6 +258,66 @@ def test_the_deadline_of_a_prompt_that_was_whole_and_is_in_the_tree_by_another_e
     assert desk.pop_failed() == [b]
     desk.end_all_copies()
     desk.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("how", "is_whole"),
+    [
+        *product(["abort", "fail", "end_all", "move_weights"], [False, True]),
+        ("deadline", False),  # a whole one only waits to be popped
+    ],
+)
+def test_its_pages_wait_for_its_own_event_without_another(how: str, is_whole: bool) -> None:
+    """The engine names no event at the request's end: that of the chunk is not done yet."""
+    desk, event = ComputingDesk(num_pages=32), Event()
+    req = desk.begin("a", 18, deadline_s=5.0)
+    desk.computed(req, 18 if is_whole else 10, event)
+    own = set(req.pages.tolist())
+    if how == "deadline":
+        desk.now_s = 6.0
+        desk.admit()
+    elif how == "abort":
+        desk.abort(req)
+    elif how == "fail":
+        desk._checked(desk.scheduler.fail("a", RuntimeError("NaN"), desk.now_s))
+    elif how == "end_all":
+        desk._checked(desk.scheduler.end_all(RuntimeError("over"), desk.now_s))
+    else:
+        desk._checked(desk.scheduler.move_weights("2", desk.now_s))
+    assert req in desk.pop_failed()
+    desk.admit()
+    assert own <= owned(desk)
+    event.is_done = True
+    desk.admit()
+    assert not own & owned(desk)
+
+
+def test_an_abort_of_a_request_that_runs_waits_for_the_event_of_its_chunk() -> None:
+    desk, event = ComputingDesk(num_pages=32), Event()
+    req = desk.run("a", 18, after=event)
+    held = set(req.pages.tolist())
+    desk.abort(req)
+    desk.evict(32)
+    assert not held & set(desk.pages.allocator.pages_in(PageState.FREE).tolist())
+    event.is_done = True
+    desk.admit()
+    desk.evict(32)
+    assert held <= set(desk.pages.allocator.pages_in(PageState.FREE).tolist())
+
+
+def test_its_own_event_is_that_of_each_chunk() -> None:
+    desk, first, last = ComputingDesk(num_pages=32), Event(), Event(is_done=False)
+    req = desk.begin("a", 18)
+    desk.computed(req, 10, first)
+    desk.computed(req, 18, last)
+    own = set(req.pages.tolist())
+    desk.abort(req)
+    last.is_done = True
+    desk.admit()
+    assert own <= owned(desk)
+    first.is_done = True
+    desk.admit()
+    assert not own & owned(desk)
 
 
 def test_without_copies_a_request_runs_before_the_device_is_done() -> None:
