@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from itertools import count
+from typing import Final
 
 from prefixkv.cache.results import MatchResult
 from prefixkv.pages.manager import PageManager
@@ -23,6 +24,9 @@ from prefixkv.prefill.state_checkpoints import StateCheckpoints
 UsablePrefix = Callable[[PrefillRequest, int], int]
 """Function of a request and the number of its cached tokens that returns how many the engine
 can continue from. Behind those it has no extra state."""
+
+
+_FEW: Final = 64  # requests that have left and are still in the heap: not worth a rebuild
 
 
 class PrefillBootstrapQueue:
@@ -77,6 +81,10 @@ class PrefillBootstrapQueue:
         """Take a request that has ended out of prefill's bootstrap queue."""
         del self._ready[req]
         self._shared_prefixes.forget(req)
+        # Nothing takes it out of the heap while one that does not fit holds up the others.
+        self._is_due.discard(req)
+        if len(self._due) > 2 * len(self._is_due) + _FEW:
+            self._due = sorted(entry for entry in self._due if entry[1] in self._is_due)
         # It may be the one that did not fit, and held up those behind it.
         self.look_again()
 

@@ -20,11 +20,13 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from prefixkv.cache.radix_key import TOKEN_BYTES, common_pages
 from prefixkv.errors import check_laws
 from prefixkv.prefill.request import PrefillRequest, PrefillState
+
+_FEW: Final = 64  # waits of one leader that have ended: not worth a rebuild of its heap
 
 NextPage: TypeAlias = tuple[Hashable, int, bytes]
 """A namespace, the number of pages that are there, and the packed tokens of the next page."""
@@ -39,6 +41,7 @@ class _Lead:
     passed_pages: int = 0  # computed, and in the tree
     progress: int = 0  # tokens that it has computed itself
     followers: list[tuple[int, int, _Wait]] = field(default_factory=list)  # a heap, by `end_pages`
+    num_waits: int = 0  # of `followers`, those that still wait
 
 
 @dataclass(slots=True, eq=False)
@@ -183,6 +186,7 @@ class SharedPrefixes:
             self._waits[req] = wait
             insort(self._by_tokens, wait.place)
             heappush(lead.followers, (end, wait.number, wait))
+            lead.num_waits += 1
             if self._on_wait is not None:
                 self._on_wait(leader, end * self._page_size)
             if passed_over is None:
@@ -194,6 +198,12 @@ class SharedPrefixes:
     def _drop(self, wait: _Wait) -> None:
         del self._waits[wait.req]
         del self._by_tokens[bisect_left(self._by_tokens, wait.place)]
+        if (lead := self._leads.get(wait.leader)) is not None:
+            lead.num_waits -= 1
+            if len(lead.followers) > 2 * lead.num_waits + _FEW:
+                lead.followers = sorted(
+                    entry for entry in lead.followers if self._waits.get(entry[-1].req) is entry[-1]
+                )
 
     def _overtake(self, wait: _Wait) -> None:
         """End a follower's wait for the prefix of a leader that the engine has passed over."""
@@ -331,6 +341,10 @@ class SharedPrefixes:
                 and lead.passed_pages < wait.end_pages
                 and any(one[-1] is wait for one in lead.followers)
                 for wait in self._waits.values()
+            ),
+            "a leader's waits are counted": all(
+                lead.num_waits == sum(self._waits.get(one.req) is one for *_, one in lead.followers)
+                for lead in self._leads.values()
             ),
             "what has waited is in the queue": all(
                 req.state is PrefillState.BOOTSTRAPPED for req in self._passed_over
