@@ -349,7 +349,11 @@ class _Probe:
         self.sock.setsockopt(zmq.IPV6, "[" in address)
         self.sock.setsockopt(zmq.LINGER, 0)
         self.sock.setsockopt(zmq.RECONNECT_IVL, 1000)
-        self.sock.connect(address)
+        try:
+            self.sock.connect(address)
+        except zmq.ZMQError:
+            self.sock.close()
+            raise
 
     @property
     def is_curve(self) -> bool:
@@ -462,7 +466,9 @@ class DealerChannel(_Channel):
         # Each socket is read up to its own bounds, so that one worker's flood does not delay
         # others.
         for one in dict.fromkeys([*ready, *full]):
-            address = self._addresses[one]
+            address = self._addresses.get(one)
+            if address is None:  # a probe, which has ended as its address was reached just now
+                continue
             if one is self._monitors[address]:
                 frames += self._monitor_changes(one, address)
                 continue
@@ -551,9 +557,11 @@ class DealerChannel(_Channel):
                 why = f"is not the public key of {address} (set it to that)"
                 return HandshakeError("server_key", short_key(curve.server_key), "another", why)
             if probe is None and address.startswith("tcp:"):
-                probe = self._probes[address] = _Probe(self._context, address)
-                self._addresses[probe.sock] = address
-                self._poller.register(probe.sock, zmq.POLLIN)
+                # Where there is no descriptor for it, the next failure asks again.
+                with suppress(zmq.ZMQError):
+                    probe = self._probes[address] = _Probe(self._context, address)
+                    self._addresses[probe.sock] = address
+                    self._poller.register(probe.sock, zmq.POLLIN)
         return None
 
     def _end_probe(self, address: str) -> None:
