@@ -344,7 +344,9 @@ class _Probe:
     """A plain TCP connection to an address, for the greeting of what listens there."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self._heard = b""
+        self._heard = b""  # of the present connection
+        self._is_up = False
+        self._has_outlived = False  # a failure of a handshake beside it, since its greeting came
         self.sock = context.socket(zmq.STREAM)
         self.sock.setsockopt(zmq.IPV6, "[" in address)
         self.sock.setsockopt(zmq.LINGER, 0)
@@ -355,21 +357,29 @@ class _Probe:
             self.sock.close()
             raise
 
-    @property
-    def is_curve(self) -> bool:
-        """True once the greeting has come, and names CURVE."""
-        return self._heard[12:17] == b"CURVE"
+    def blames_keys(self) -> bool:
+        """Note that a handshake has failed. Return True if keys must be the reason: what listens
+        has greeted with CURVE, and went on after a failure before this one."""
+        self.read()
+        is_curve = self._is_up and self._heard[12:17] == b"CURVE"
+        has_outlived, self._has_outlived = self._has_outlived, is_curve
+        return has_outlived
 
     def read(self) -> None:
         """Take what the connection has brought; a new one is greeted, since the other end waits for
         that."""
         with suppress(zmq.ZMQError):
-            route, raw = self.sock.recv_multipart(zmq.DONTWAIT)
-            if raw:
-                self._heard = (self._heard + raw)[:_GREETING_BYTES]
-            elif not self.is_curve:
-                self._heard = b""
-                self.sock.send_multipart((route, _CURVE_GREETING), zmq.DONTWAIT)
+            for _ in range(_FRAMES_A_POLL):
+                route, raw = self.sock.recv_multipart(zmq.DONTWAIT)
+                if raw:  # in as many pieces as it came in
+                    self._heard = (self._heard + raw)[:_GREETING_BYTES]
+                    continue
+                # A connection begins and ends with an empty one. A greeting to one that has ended
+                # would be said to the next.
+                self._is_up = not self._is_up
+                self._heard, self._has_outlived = b"", False
+                if self._is_up:
+                    self.sock.send_multipart((route, _CURVE_GREETING), zmq.DONTWAIT)
 
 
 class DealerChannel(_Channel):
@@ -553,7 +563,7 @@ class DealerChannel(_Channel):
         # and named if it goes on after that.
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             probe = self._probes.get(address)
-            if probe is not None and probe.is_curve:
+            if probe is not None and probe.blames_keys():
                 why = f"is not the public key of {address} (set it to that)"
                 return HandshakeError("server_key", short_key(curve.server_key), "another", why)
             if probe is None and address.startswith("tcp:"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from prefixkv.runtime.fragments import FRAGMENT_BYTES, cut
 from tests.models.patience import PATIENCE_S, lasting_address, returned, until
 
+GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"CURVE".ljust(52, b"\0")
 LOCAL = "tcp://127.0.0.1:*"
 
 
@@ -671,6 +673,139 @@ def test_what_ends_a_connection_without_a_greeting_is_not_called_a_wrong_key(end
         until(lambda: bool(told), step=lambda: told.extend(dealer.poll(0.02)))
         gone = Unreached(address, "no answer", "a wrong address, or no prefill worker runs there")
         assert set(told) == {gone}
+
+
+class Relay:
+    """What listens at an address, and ends each connection of a dealer's after a moment; what a
+    probe gets is up to `answer`."""
+
+    def __init__(self, answer: Callable[[socket.socket, bytes], None]) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.server.settimeout(0.02)
+        self.address = "tcp://{}:{}".format(*self.server.getsockname())
+        self.answer = answer
+        self.probes: list[socket.socket] = []
+        self.is_over = False
+        self.thread = threading.Thread(target=self._serve)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        while not self.is_over:
+            with suppress(TimeoutError):
+                link = self.server.accept()[0]
+                link.settimeout(PATIENCE_S)
+                # A dealer says its signature at once, with a length of 1; a probe says 0.
+                if (said := link.recv(10, socket.MSG_WAITALL))[8:9] == b"\0":
+                    self.probes.append(link)
+                    self.answer(link, said)
+                else:
+                    link.close()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over = True
+        self.thread.join()
+        for link in (self.server, *self.probes):
+            link.close()
+
+
+def refusals(dealer: DealerChannel, patience_s: float) -> list[ConnectFailed]:
+    """What it tells of keys, until the first of that, or until patience ends."""
+    told: list[ConnectFailed] = []
+    deadline_s = time.monotonic() + patience_s
+    while not told and time.monotonic() < deadline_s:
+        told = [got for got in dealer.poll(0.01) if isinstance(got, ConnectFailed)]
+    return told
+
+
+def test_a_greeting_that_comes_in_pieces_is_one(ends: Ends) -> None:
+    def answer(link: socket.socket, _: bytes) -> None:
+        for piece in (GREETING[:11], GREETING[11:14], GREETING[14:]):
+            link.sendall(piece)
+            time.sleep(0.05)
+
+    with Relay(answer) as relay:
+        dealer = ends.dealer(relay.address, ControlConfig(curve=Guarded(ends).known))
+        (told,) = refusals(dealer, PATIENCE_S)
+        assert told.address == relay.address
+        assert "is not the public key of" in str(told.error)
+
+
+def test_pieces_of_two_connections_are_no_greeting(ends: Ends) -> None:
+    """Each ends after its first bytes, and each is greeted once."""
+    said: list[bytes] = []
+
+    def answer(link: socket.socket, start: bytes) -> None:
+        link.settimeout(0.1)
+        with suppress(TimeoutError):
+            while more := link.recv(1000):
+                start += more
+        said.append(start)
+        link.sendall(GREETING[:11] if len(said) % 2 else GREETING[11:])
+        link.close()
+
+    with Relay(answer) as relay:
+        dealer = ends.dealer(relay.address, ControlConfig(curve=Guarded(ends).known))
+        told: list[ConnectFailed] = []
+        until(lambda: len(said) >= 3, step=lambda: told.extend(refusals(dealer, 0.02)))
+        assert not told
+        assert {len(one) for one in said} == {len(GREETING)}
+
+
+def test_the_greeting_of_one_that_has_gone_says_nothing_of_the_next(ends: Ends) -> None:
+    """A worker has been there for a moment; behind its relay there is none any more."""
+    with Relay(lambda link, _: link.sendall(GREETING) or link.close()) as relay:
+        dealer = ends.dealer(relay.address, ControlConfig(curve=Guarded(ends).known))
+        told = refusals(dealer, 1.0)
+        until(lambda: bool(relay.probes), step=lambda: told.extend(refusals(dealer, 0.02)))
+        relay.answer = lambda link, _: link.close()
+        until(lambda: len(relay.probes) > 2, step=lambda: told.extend(refusals(dealer, 0.02)))
+        assert not told
+
+
+def test_a_dealer_that_is_reached_as_its_probe_is_answered(ends: Ends) -> None:
+    guarded = Guarded(ends)
+    address = guarded.router.endpoint
+    guarded.router.close()
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as relay:
+        relay.settimeout(PATIENCE_S)
+        dealer = ends.dealer(address, ControlConfig(curve=guarded.known))
+        until(
+            lambda: bool(dealer._probes),
+            step=lambda: relay.accept()[0].close() or dealer.poll(0.02),
+        )
+    dealer.send(address, b"hi")
+    router = ends.router(ControlConfig(curve=guarded.server), address)
+    assert polled(router)
+    # Both are ready at once: the connection, which ends the probe, and what the probe has got.
+    assert dealer._probes[address].sock.poll(1000 * PATIENCE_S)
+    assert Reached(address) in dealer.poll(0.0)
+    assert not dealer._probes
+    assert dealer.poll(0.0) == []
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_without_descriptors_for_a_probe_nothing_ends(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, opens: bool
+) -> None:
+    guarded = Guarded(ends)
+    with Relay(lambda link, _: link.sendall(GREETING)) as relay:
+        dealer = ends.dealer(relay.address, ControlConfig(curve=guarded.known))
+        made: list[int] = []
+
+        def none_left(*args: Any) -> Any:
+            made.append(len(args))
+            raise zmq.ZMQError(errno.EMFILE)
+
+        with monkeypatch.context() as patch:
+            if opens:
+                patch.setattr(zmq.Socket, "connect", none_left)
+            else:
+                patch.setattr(dealer._context, "socket", none_left)
+            until(lambda: len(made) > 1, step=lambda: dealer.poll(0.02))
+        assert refusals(dealer, PATIENCE_S), "asked again, and named"
 
 
 def test_a_secret_key_of_another_public_key_is_a_config_error(ends: Ends) -> None:
