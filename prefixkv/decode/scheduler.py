@@ -262,6 +262,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if self._deadlines.next_s <= now_s:
             for req in self._deadlines.due(now_s):
                 self._too_late(req, now_s)
+        for req, error in self.arriving.stuck():
+            self._end(req, DecodeState.FAILED, error, now_s)
+            self.computing.leave(req)
         if self.host is not None and self.host.has_due:
             self.host.write_due()
         # Left from a call that raised. One of them may have failed or completed since; it comes out
@@ -364,8 +367,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if after is not None and start is not None:
             before, req.unwritten = req.unwritten, after
             if before is not None and (before := still_pending(before, self.pages.errors)):
-                both = AllOf(before, after)
-                req.unwritten = BrokenEvent(both) if isinstance(before, BrokenEvent) else both
+                req.unwritten = AllOf(before, after)
+                if isinstance(before, BrokenEvent):
+                    req.unwritten = BrokenEvent(req.unwritten, before.error)
             if self.host is not None:
                 size = self.pages.page_size
                 self.host.computed(req.pages[start // size : pages_for(end, size)].copy(), after)

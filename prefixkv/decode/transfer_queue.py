@@ -17,7 +17,7 @@ from prefixkv.decode.inflight import Flight, InFlight
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import InternalError, check_laws
 from prefixkv.pages.manager import PageManager
-from prefixkv.pages.requests import still_pending
+from prefixkv.pages.requests import BrokenEvent, still_pending
 from prefixkv.protocol.ids import RoomKey
 
 
@@ -182,6 +182,17 @@ class DecodeTransferQueue:
                 committed.append(req)
         self._complete.extend(unwritten)
         return committed
+
+    def stuck(self) -> list[tuple[DecodeRequest, Exception]]:
+        """Return the requests of complete flights that would wait for ever, with the reason: they
+        would free what the device may still write, and its event has raised."""
+        found = []
+        for flight in self._complete:
+            event = None if flight.owner is None else flight.owner.unwritten
+            if isinstance(event, BrokenEvent) and self._would_free_unwritten(flight):
+                assert flight.owner is not None
+                found.append((flight.owner, event.error))
+        return found
 
     def _would_free_unwritten(self, flight: Flight) -> bool:
         """Return whether the commit of a flight would free pages that the device may still write:

@@ -207,10 +207,10 @@ Command = TypeVar("Command")
 
 
 class BrokenEvent:
-    """An event that has raised once. Later exceptions of it are not reported again."""
+    """An event that has raised `error` once. Later exceptions of it are not reported again."""
 
-    def __init__(self, event: DeviceEvent) -> None:
-        self._event = event
+    def __init__(self, event: DeviceEvent, error: Exception) -> None:
+        self._event, self.error = event, error
 
     def query(self) -> bool:
         """Return whether the device is done with a paged request's pages; False if the event, which
@@ -247,7 +247,7 @@ def still_pending(event: DeviceEvent, errors: UserErrors) -> DeviceEvent | None:
     except Exception as error:
         # Report the first exception only: it is queried on every pass.
         errors.caught(error)
-        return event if isinstance(event, BrokenEvent) else BrokenEvent(event)
+        return event if isinstance(event, BrokenEvent) else BrokenEvent(event, error)
 
 
 class PagedScheduler(Generic[Req, Command]):

@@ -238,6 +238,37 @@ def test_a_deadline_before_it_is_committed_ends_it(is_broken: bool) -> None:
     assert not own & owned(desk)
 
 
+def test_a_prompt_that_waits_for_an_event_that_raises_fails_by_that() -> None:
+    """It has no deadline: nothing else would end its wait."""
+    desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
+    a = desk.run("a", prompt("b", 6), max_new=8)
+    b = desk.begin("b", prompt("b", 20))
+    for token in prompt("b", 13)[6:]:
+        desk.token(a, token=token)
+    desk.finish(a)
+    own = set(b.pages[b.prefix_len // 4 :].tolist())
+    desk.computed(b, 20, event)
+    assert desk.transferred() == []
+    event.error = RuntimeError("the device is lost")
+    assert desk.transferred() == []
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        desk.admit()
+    assert (b.state, b.error) == (DecodeState.FAILED, event.error)
+    assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
+    assert own <= owned(desk)
+    end.is_done = True
+    desk.admit()
+    assert not own & owned(desk)
+
+
+def test_what_frees_nothing_runs_whatever_its_event_raises() -> None:
+    desk, event = ComputingDesk(num_pages=32), Event()
+    req = desk.begin("a", 16)
+    desk.computed(req, 16, event)
+    event.error = RuntimeError("the device is lost")
+    assert desk.transferred() == ["a"]
+
+
 def test_the_deadline_of_a_prompt_that_was_whole_and_is_in_the_tree_by_another_ends_it() -> None:
     """When its deadline is over it only waits to be popped; then `a` brings the tree what it has
     copies of."""
