@@ -138,7 +138,7 @@ def run_round(
     """One round. Raises AssertionError where an answer is not the model's."""
     rng = np.random.default_rng(seed)
     # Groups of layers need pages of one size.
-    equal_pages = bool(model.window or model.draft)
+    equal_pages = bool(model.window)
     with World(model, **shape_of(rng, equal_pages)) as world:
         shared = rng.integers(0, model.vocab_size, 60)
         asked = 0

@@ -34,8 +34,7 @@ class FlatPool:
     [R * page_size, heads * dim]. The K of page p is row `k_row + p * page_rows`, its V is row
     `v_row + p * page_rows`, in all layers.
 
-    `sliding` is the memory of the layers with a window, where those are a group of their own;
-    `draft` that of a draft head.
+    `sliding` is the memory of the layers with a window, where those are a group of their own.
     """
 
     def __init__(
@@ -44,7 +43,6 @@ class FlatPool:
         layers: Sequence[int] | None = None,
         window: int = 0,
         sliding: FlatPool | None = None,
-        draft: FlatPool | None = None,
     ) -> None:
         """Make the HF engine's flat views of a pool, by page and by token, without copies.
 
@@ -52,13 +50,13 @@ class FlatPool:
             pool: the pool.
             layers: the model's layers whose KV it has, in the pool's order; None: all, from 0.
             window: tokens that a token of these layers sees, itself among them; 0: all before it.
-            sliding, draft: see above.
+            sliding: see above.
         Raises ConfigError where a page of K is not one run of memory, token by token, or K and V
         are not in one tensor: `KVPool.create` makes suitable pools; or for another number of
         layers.
         """
         self.pool, self.layout = pool, pool.layout
-        self.window, self.sliding, self.draft = window, sliding, draft
+        self.window, self.sliding = window, sliding
         layout = pool.layout
         width = layout.page_size * layout.num_kv_heads * layout.head_dim
         layers = range(layout.num_layers) if layers is None else layers
@@ -171,8 +169,6 @@ class Plan:
         states: the states of the sequences, where the model has recurrent layers.
         windows: per sequence its pages in the window group, where the model has layers with a
             window: they hold the tokens that the first new one sees, and those up to `ends`.
-        again: per sequence how many of its first new tokens have their KV in the pages already,
-            which may be others' too: it is not written. () stands for none.
 
     `positions` is int64 [1, N], the position of each new token in its sequence; `last` is int64
     [sequences], the index of each sequence's last token in the packed row.
@@ -187,17 +183,16 @@ class Plan:
         device: torch.device | str = "cpu",
         states: StateRows | None = None,
         windows: Sequence[WindowPages] = (),
-        again: Sequence[int] = (),
     ) -> None:
         self.flat, self.ends = flat, ends
         self.states = None if states is None else StatePlan(states, starts, ends, device)
         at = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
         self.positions = torch.from_numpy(np.concatenate(at))[None].to(device)
         self.last = torch.from_numpy(np.cumsum([len(one) for one in at]) - 1).to(device)
-        self._groups = groups = [GroupPlan(flat, rows, starts, ends, device, again)]
+        self._groups = groups = [GroupPlan(flat, rows, starts, ends, device)]
         if flat.sliding is not None:
             seen = _seen_pages(windows, starts, ends, flat.sliding.window, flat.layout.page_size)
-            groups.append(GroupPlan(flat.sliding, *seen, device, again))
+            groups.append(GroupPlan(flat.sliding, *seen, device))
         self._of_layer = {layer: group for group in groups for layer in group.flat.pages}
 
     def group(self, layer: int) -> GroupPlan | None:
@@ -257,7 +252,6 @@ class GroupPlan:
         rows, starts, ends: as of `Plan`. With a window all are counted from the first page that is
             needed: the distance of two tokens is what it was.
         device: the model's device.
-        again: as of `Plan`.
     """
 
     def __init__(
@@ -267,7 +261,6 @@ class GroupPlan:
         starts: Sequence[int],
         ends: Sequence[int],
         device: torch.device | str = "cpu",
-        again: Sequence[int] = (),
     ) -> None:
         self.flat = flat
         size = flat.layout.page_size
@@ -276,14 +269,6 @@ class GroupPlan:
         # 1. Places to write to. Slots are counted in pages of the pool; a token's row is counted in
         # its memory, where K and V of a page need not be adjacent.
         slots = slot_mapping(rows, starts, ends, size)
-        # Indices of the new tokens that are written; None: all of them are.
-        self._written: torch.Tensor | None = None
-        if any(again):
-            kept = np.concatenate([
-                np.arange(num) >= few for num, few in zip(lens, again, strict=True)
-            ])  # fmt: skip
-            slots = slots[kept]
-            self._written = torch.from_numpy(np.flatnonzero(kept)).to(device)
         first = slots // size * flat.page_rows * size + slots % size
         self._k_to = torch.from_numpy(first + flat.k_row * size).to(device)
         self._v_to = torch.from_numpy(first + flat.v_row * size).to(device)
@@ -347,10 +332,7 @@ class GroupPlan:
         """
         tokens = self.flat.tokens[layer]
         for to, new in ((self._k_to, key), (self._v_to, value)):
-            rows = new[0].transpose(0, 1).flatten(1)
-            if self._written is not None:
-                rows = rows.index_select(0, self._written)
-            tokens.index_copy_(0, to, rows)
+            tokens.index_copy_(0, to, new[0].transpose(0, 1).flatten(1))
 
     def erase(self, new: torch.Tensor) -> None:
         """Set what was written of some new tokens, bool [N], to zero in these layers.
@@ -358,8 +340,6 @@ class GroupPlan:
         NaN must not stay where pages are free again: a padded batch of HF attention reads slots
         that nothing has written since, and no mask hides NaN.
         """
-        if self._written is not None:
-            new = new[self._written]
         for tokens in self.flat.tokens.values():
             for to in (self._k_to, self._v_to):
                 tokens.index_fill_(0, to[new], 0)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import torch
 
 from prefixkv import (
     DecodeConfig,
@@ -30,7 +29,6 @@ from prefixkv import (
     PrefixKVError,
     Request,
 )
-from prefixkv.engines.hf.drafting import Drafting
 from prefixkv.engines.hf.identity import with_model
 from prefixkv.engines.hf.logprobs import MAX_PROMPT_NUMBERS, TokenLogprob
 from prefixkv.engines.hf.models import PagedModel
@@ -165,7 +163,6 @@ class DecodeEngine:
         if config.compute is not None:
             config = replace(config, compute=replace(config.compute, ask="late"))
         self._computes = config.compute is not None
-        self._drafting = None if model.draft is None else Drafting(model, self._flat)
         self._thinking = Thinking(thinking, Markers(tokenizer) if tokenizer is not None else None)
         # Last of what may raise: it has threads.
         state = None if self.states is None else self.states.pool
@@ -186,8 +183,6 @@ class DecodeEngine:
         # Tokens that are not appended yet, with their log-probabilities. Not empty between two
         # steps only where pages are missing: then no forward runs until they are appended.
         self._sampled: list[_Sampled] = []
-        # Guesses that the model has accepted: the tokens behind those in `_sampled`.
-        self._accepted: list[_Sampled] = []
         self._jobs: list[PrefillJob] = []
         # A former life of this worker may still have rooms on prefill, so no number is used twice.
         self._rooms = secret_number()
@@ -381,13 +376,8 @@ class DecodeEngine:
         self._running = [req for req in self._running if not req.state.ended]
         if not self._running and not self._local:
             return bool(arrived or outputs or self._jobs)
-        if self._drafting is not None:
-            self._forward_with_guesses(self._drafting, self._running.copy())
-        else:
-            self._forward(self._running.copy(), self._next_chunks())
+        self._forward(self._running.copy(), self._next_chunks())
         self._append(outputs)
-        if self._accepted:
-            self._append_accepted(outputs)
         return True
 
     def _next_chunks(self) -> list[_Chunk]:
@@ -434,11 +424,10 @@ class DecodeEngine:
         """Start to decode an HF request that has all its KV here but the newest token's."""
         answer = self._answers[req.rid]
         try:
-            aux = req.aux if self._drafting is None else self._drafting.begin(req)
             # A resumed one continues from its newest token, which decode knows already.
             if not req.resumed:
                 token, answer.prefill_hit_tokens, logprob = unpack_first(
-                    aux, self.model.vocab_size, req.prompt_len, answer.ask.sampling.logprobs
+                    req.aux, self.model.vocab_size, req.prompt_len, answer.ask.sampling.logprobs
                 )
                 self._sampled.append((req, token, logprob))
         except ValueError as error:
@@ -519,57 +508,6 @@ class DecodeEngine:
     def _prefill_hits(self, req: DecodeRequest) -> int:
         """Return the tokens that an HF answer's prefill worker had cached of what it has sent."""
         return self._answers[req.rid].prefill_hit_tokens
-
-    def _forward_with_guesses(self, drafting: Drafting, reqs: list[DecodeRequest]) -> None:
-        """Run the HF model once with guesses of its draft head, and sample the next tokens: two of
-        an answer whose first one was guessed.
-
-        A token follows from the logits and from a number of its place alone, so a guess is accepted
-        if it is the token that was sampled, drawn or not.
-        """
-        step = drafting.step(self.node, reqs)
-        self._counters["steps"] += 1
-        self._fail([reqs[at] for at in step.not_finite])
-        rows = [at for at, req in enumerate(reqs) if not req.state.ended]
-        self._sampled = self._sample([reqs[at] for at in rows], step.logits[rows], 0)
-        accepted = [
-            at for at, (_, token, _) in zip(rows, self._sampled, strict=True)
-            if token == step.guesses[at]
-        ]  # fmt: skip
-        if accepted:
-            behind = step.logits[[step.row_behind(at) for at in accepted]]
-            self._accepted = self._sample([reqs[at] for at in accepted], behind, 1)
-        drafting.verified(step, accepted)
-
-    def _sample(
-        self, reqs: list[DecodeRequest], logits: torch.Tensor, further: int
-    ) -> list[_Sampled]:
-        """Sample the HF answers' next tokens, or those `further` behind them.
-
-        logits: [requests, vocabulary].
-        """
-        choices = [
-            replace(self._answers[req.rid].choice, position=len(req.output) + further)
-            for req in reqs
-        ]
-        found = choose(logits, choices, self.model.end_tokens)
-        return list(zip(reqs, found, chosen_logprobs(logits, found, choices), strict=True))
-
-    def _append_accepted(self, outputs: list[tuple[OnOutput, Output]]) -> None:
-        """Append the tokens behind accepted guesses on the node, and report them to the HF
-        engine's clients. They are given up, and sampled again, where the token before them is not
-        appended, or pages are missing: no request is retracted for them."""
-        further, self._accepted = self._accepted, []
-        if self._sampled:
-            return
-        further = [one for one in further if one[0] in self._running]
-        try:
-            self.node.append_many([one[0] for one in further], [one[1] for one in further])
-        except OutOfPagesError:
-            return
-        for req, token, logprob in further:
-            if not req.state.ended:
-                self._report_token(req, token, logprob, outputs)
 
     def _state_rows(self, reqs: list[DecodeRequest], chunks: list[_Chunk]) -> StateRows | None:
         """Return the states of an HF forward: a step replaces each in its slot, and a prompt's
@@ -823,7 +761,6 @@ class DecodeEngine:
         return {
             **self.node.stats(),
             **self._counters,
-            **({} if self._drafting is None else self._drafting.counters),
             "running": len(self._running),
             "thinking_tokens_left_out": self._thinking.tokens_left_out,
         }

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from prefixkv import KVPool, NotFiniteError, PrefillConfig, PrefillNode, PrefillRequest
-from prefixkv.engines.hf.draft import draft_part, pack_hidden
 from prefixkv.engines.hf.identity import with_model
 from prefixkv.engines.hf.logprobs import (
     MAX_PROMPT_NUMBERS,
@@ -32,7 +31,6 @@ from prefixkv.spi import ConfigError, RequestError, at_least
 OnPrompt = Callable[[PromptPart], None]
 
 _AT_ONCE: Final = 16  # limit of prompts that are begun in one pass
-_MOST_FIRST_BYTES: Final = 256  # of `aux`, for the first token with its log-probabilities
 _IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
 _STATE_SLOTS: Final = 32  # most prompts with a state that are computed or on their way at once
 
@@ -43,9 +41,6 @@ class _Computing:
 
     Of a model with recurrent layers `source` is the slot with its state behind `done` tokens, and
     `slot` its own, which gets the next one.
-
-    Of a model with a draft head `hidden` is the hidden state of token `done` - 1, [hidden size];
-    None at the beginning, and behind what was cached: that token is computed again.
     """
 
     req: PrefillRequest
@@ -54,7 +49,6 @@ class _Computing:
     hit_tokens: int
     source: int = NO_SLOT
     slot: int = NO_SLOT
-    hidden: torch.Tensor | None = None
 
     def chunk_end(self, limit: int, window: int) -> int:
         """Return where an HF forward of at most `limit` tokens of this prompt ends: with a window
@@ -106,9 +100,6 @@ class PrefillEngine:
         self.states: StateMemory | None = None
         self._free_slots: list[int] = []
         check_prefill_config(config, model.keeps)
-        if model.draft is not None:
-            needed = _MOST_FIRST_BYTES + model.draft.aux_bytes
-            at_least(needed, **{"control.max_aux_bytes": config.control.max_aux_bytes})
         if model.keeps and config.cache and not config.checkpoints:
             layout = pool.layout
             num = model.num_checkpoints(layout.num_pages, layout.page_size)
@@ -243,11 +234,8 @@ class PrefillEngine:
             i for i, (one, end) in enumerate(parts)
             if end == one.req.num_tokens and not one.job.is_known
         ]  # fmt: skip
-        # What is computed again is not sent again, nor counted among the chunk's tokens.
-        again = [self._again(one) for one, _ in parts]
-        starts = [one.done - num for (one, _), num in zip(parts, again, strict=True)]
+        starts = [one.done for one, _ in parts]
         spans = self._prompt_spans(parts, starts) if self._prompts else []
-        hidden: list[torch.Tensor] | None = None if self.model.draft is None else []
         not_finite: list[int] = []
         logits = self.model.forward(
             self._flat,
@@ -261,8 +249,6 @@ class PrefillEngine:
             [row for span in spans for row in span.rows],
             self._state_rows(parts),
             self.model.window_pages(one.req for one, _ in parts),
-            again,
-            hidden,
             not_finite,
         )  # fmt: skip
         # Before anything of it is handed over: those end whose numbers are not finite.
@@ -270,8 +256,6 @@ class PrefillEngine:
             rid = parts[i][0].req.rid
             error = NotFiniteError(f"prefill computed NaN or infinity for request {rid!r}")
             self.node.fail(rid, error)
-        if hidden is not None:
-            self._draft(parts, starts, hidden[0], not_finite)
         # 3. The event stands before the work of sampling, for which the sends need not wait.
         ready = self.model.event()
         rows = [row for row, i in enumerate(sampled) if i not in not_finite]
@@ -285,9 +269,7 @@ class PrefillEngine:
                 continue
             last = end == one.req.num_tokens
             aux = pack_first(tokens[i][0], one.hit_tokens, tokens[i][1]) if i in tokens else b""
-            if last and one.hidden is not None:
-                aux += pack_hidden(one.hidden, end)
-            elif last and not aux:  # decode knows the token, or computes the end itself
+            if last and not aux:  # decode knows the token, or computes the end itself
                 aux = pack_first(0, one.hit_tokens)
             self._counters["computed_tokens"] += end - starts[i]
             self.node.send_chunk(one.req, end, last, aux, ready, one.slot if last else NO_SLOT)
@@ -298,36 +280,6 @@ class PrefillEngine:
         if spans:
             failed = {parts[i][0] for i in not_finite}
             self._collect_parts(spans, logits[len(sampled) :], failed)
-
-    def _again(self, one: _Computing) -> int:
-        """Return how many tokens before a prompt's next chunk HF's prefill computes again: one,
-        where the draft's first slot needs its hidden state."""
-        return int(self.model.draft is not None and one.done > 0 and one.hidden is None)
-
-    def _draft(
-        self, parts: list[tuple[_Computing, int]], starts: list[int], hidden: torch.Tensor,
-        not_finite: list[int],
-    ) -> None:  # fmt: skip
-        """Write the draft's KV of the chunks that the HF model has just computed, but of those that
-        are `not_finite`.
-
-        hidden: its hidden states, [tokens of all chunks, hidden size].
-        """
-        assert self.model.draft is not None
-        assert self._flat.draft is not None
-        slots, begin = [], 0
-        for i, ((one, end), start) in enumerate(zip(parts, starts, strict=True)):
-            own = hidden[begin : begin + end - start]
-            begin += end - start
-            if i in not_finite:
-                continue
-            tokens = one.job.tokens[one.done : end]
-            slots.append(
-                draft_part(self.model.draft, one.req.pages, one.done, tokens, own, one.hidden)
-            )
-            one.hidden = own[-1].clone()
-        if slots:
-            self.model.draft(self._flat.draft, slots)
 
     def _state_rows(self, parts: list[tuple[_Computing, int]]) -> StateRows | None:
         """Return the states of an HF forward's prompts, and where they are saved as checkpoints;
