@@ -338,11 +338,11 @@ class Fleet:
         answers alone."""
         return not self._missing(self._answering)
 
-    async def wait_for_workers(self, needs_prefill: bool = False) -> None:
+    async def wait_for_workers(self) -> None:
         """Return once there are workers to which a request may go: at once, unless one is being
-        started. `needs_prefill`: decode workers that answer alone do not suffice. Raises ApiError
-        503 if a role has none, and none is being started, or that is late."""
-        while missing := self._missing(self._usable, needs_prefill):
+        started. Raises ApiError 503 if a role has none, and none is being started, or that is
+        late."""
+        while missing := self._missing(self._usable):
             starts = [self.next_start(role) for role in missing]
             if any(start is None or start.is_late for start in starts):
                 raise self._not_ready(missing)
@@ -365,10 +365,10 @@ class Fleet:
         """True if there are workers to which a request may go."""
         return not self._missing(self._usable)
 
-    def _missing(self, found: Callable[[str], list[str]], needs_prefill: bool = False) -> list[str]:
+    def _missing(self, found: Callable[[str], list[str]]) -> list[str]:
         """Return the roles that an answer lacks with the workers that are `found` of each."""
         roles = [role for role in self.routers if not found(role)]
-        alone = not needs_prefill and any(self.workers[name].alone for name in found("decode"))
+        alone = any(self.workers[name].alone for name in found("decode"))
         return [] if alone else roles
 
     @property
@@ -421,9 +421,9 @@ class Fleet:
         for attempt in range(_ATTEMPTS):
             try:
                 async with asyncio.timeout(ask.deadline_s):
-                    await self.wait_for_workers(needs_prefill=ask.prompt_logprobs)
+                    await self.wait_for_workers()
             except TimeoutError:
-                raise self._not_ready(self._missing(self._usable, ask.prompt_logprobs)) from None
+                raise self._not_ready(self._missing(self._usable)) from None
             with current().part("routing", {"prefixkv.attempt": attempt}) as step:
                 pair = self._choose_pair(ask, lost)
                 step.add(pair.facts)
@@ -467,7 +467,7 @@ class Fleet:
         routes: list[Route] = []
         now_s = time.monotonic()
         data = RadixKey(ask.tokens).data
-        is_down = not self._answering("prefill") and not ask.prompt_logprobs
+        is_down = not self._answering("prefill")
         for role, router in self.routers.items():
             among = self._usable(role)
             if is_down and role == "decode":

@@ -166,10 +166,8 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise ApiError 400, with the name of OpenAI's parameter, for one that is out of range."""
-        # Only a completion that echoes its prompt may be empty.
-        least_tokens = 0 if isinstance(self, CompletionRequest) else 1
         for name, least, most in (
-            ("max_tokens", least_tokens, 2**31 - 1), ("max_completion_tokens", 1, 2**31 - 1),
+            ("max_tokens", 1, 2**31 - 1), ("max_completion_tokens", 1, 2**31 - 1),
             ("min_tokens", 0, 2**31 - 1), ("n", 1, MAX_SAMPLES),
             ("temperature", 0, _MAX_TEMPERATURE), ("top_p", 0, 1), ("top_k", -1, 2**31 - 1),
             ("seed", -(2**63), 2**64 - 1), ("num_logprobs", 0, MAX_LOGPROBS),
@@ -255,7 +253,6 @@ class CompletionRequest(_RequestBase, frozen=True, kw_only=True):
     (`_decode_prompts`), also where there is one."""
 
     prompt: list[str] | list[list[int]]
-    echo: bool | None = None
     logprobs: int | bool | None = None
 
     @property
@@ -275,8 +272,6 @@ class CompletionRequest(_RequestBase, frozen=True, kw_only=True):
     def check(self) -> None:
         """Check a completion's parameters, and bound its prompts. See `_RequestBase.check`."""
         super().check()
-        if self.max_tokens == 0 and not self.echo:
-            raise refused("max_tokens", "is 0, must be in [1, 2147483647] without echo")
         num = len(self.prompt)
         if num * self.num_samples > MAX_SAMPLES:
             why = f"has {num} prompts for n={self.num_samples} answers each: at most {MAX_SAMPLES}"

@@ -30,7 +30,7 @@ from prefixkv import (
     Request,
 )
 from prefixkv.engines.hf.identity import with_model
-from prefixkv.engines.hf.logprobs import MAX_PROMPT_NUMBERS, TokenLogprob
+from prefixkv.engines.hf.logprobs import TokenLogprob
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import (
@@ -86,14 +86,6 @@ class _Answer:
     aborted: bool = False  # by its client
     error: Exception | None = None  # an error that this engine found, not the node
     prefill_hit_tokens: int = 0
-
-    @property
-    def wants_prompt(self) -> bool:
-        """True if prefill is to give the log-probabilities of an HF answer's prompt with it.
-
-        All samples have one prompt, so only the first asks for it.
-        """
-        return self.ask.prompt_logprobs and not self.sample
 
 
 @dataclass(slots=True, eq=False)
@@ -232,8 +224,6 @@ class DecodeEngine:
             f"{ask.rid}/{i}", ask.tokens, ask.max_new_tokens, room=self._rooms,
             prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
             priority=ask.priority, deadline_s=deadline_s,
-            # Prefill gives the log-probabilities of the prompt with its KV.
-            may_compute=bool(i) or not ask.prompt_logprobs,
         )  # fmt: skip
         prompt = request.key.tokens()
         self._check_tokens(ask, prompt)
@@ -614,7 +604,7 @@ class DecodeEngine:
         return PrefillJob(
             f"{decode}/{req.rid}.0", req.request.key.tokens(), ask.prefill, decode, req.room,
             namespace=ask.namespace, cacheable=ask.cacheable, choice=answer.choice,
-            deadline_s=ask.deadline_s, prompt_logprobs=answer.wants_prompt,
+            deadline_s=ask.deadline_s,
         )  # fmt: skip
 
     def _queue_retry_job(self, ask: PrefillAsk) -> None:
@@ -625,7 +615,6 @@ class DecodeEngine:
                 f"{ask.decode}/{ask.rid}.{ask.generation}", ask.tokens, ask.prefill, ask.decode,
                 ask.room, ask.generation, ask.namespace, ask.cacheable, answer.choice,
                 ask.known_token is not None, answer.ask.deadline_s,
-                ask.known_token is None and answer.wants_prompt,
             )
         )  # fmt: skip
 
@@ -689,8 +678,6 @@ class DecodeEngine:
         if ask.sampling.min_tokens and len(ends) >= self.model.vocab_size:
             raise RequestError("every token ends the answer, so it cannot have min_tokens")
         whole_number("num_samples", ask.num_samples, 1, 1025)
-        if ask.prompt_logprobs and ask.sampling.logprobs is None:
-            raise RequestError("prompt_logprobs need sampling.logprobs, which is None")
 
     def _check_tokens(
         self, ask: Generate, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -703,13 +690,6 @@ class DecodeEngine:
             raise RequestError(
                 f"token {prompt.max()} is not in the vocabulary of {self.model.vocab_size}"
             )
-        if ask.prompt_logprobs and ask.sampling.logprobs is not None:
-            numbers = len(prompt) * (ask.sampling.logprobs + 1)
-            if numbers > MAX_PROMPT_NUMBERS:
-                raise RequestError(
-                    f"{len(prompt)} prompt tokens with logprobs={ask.sampling.logprobs} have "
-                    f"{numbers} log-probabilities, at most {MAX_PROMPT_NUMBERS} are given"
-                )
         num = len(prompt) + ask.max_new_tokens
         if num > self.model.context:
             raise RequestError(

@@ -7,28 +7,21 @@ returns True, `wait` otherwise. `docs/engine.md` shows the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
 
 from prefixkv import KVPool, NotFiniteError, PrefillConfig, PrefillNode, PrefillRequest
 from prefixkv.engines.hf.identity import with_model
-from prefixkv.engines.hf.logprobs import (
-    MAX_PROMPT_NUMBERS,
-    PromptPart,
-    TokenLogprob,
-    logprobs_of,
-)
+from prefixkv.engines.hf.logprobs import TokenLogprob
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import PrefillJob, pack_first
 from prefixkv.engines.hf.sampling import choose, chosen_logprobs
 from prefixkv.spi import ConfigError, RequestError, at_least
-
-OnPrompt = Callable[[PromptPart], None]
 
 _AT_ONCE: Final = 16  # limit of prompts that are begun in one pass
 _IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
@@ -57,14 +50,6 @@ class _Computing:
         if window:
             end = next((at for at in self.req.stops if self.done < at <= end), end)
         return end
-
-
-class _Span(NamedTuple):
-    """The rows of a forward's packed tokens whose logits are about the prompt's next tokens."""
-
-    one: _Computing
-    done: int  # tokens of the prompt before this forward
-    rows: range
 
 
 class PrefillEngine:
@@ -115,10 +100,6 @@ class PrefillEngine:
         self.node = PrefillNode(pool, config, state=state)
         self._jobs: dict[str, PrefillJob] = {}  # by id, until sent or failed
         self._computing: dict[PrefillRequest, _Computing] = {}  # in order of arrival
-        # By id, the jobs that want the log-probabilities of their prompts and have not all of them.
-        # What a pass finds is handed on at its end.
-        self._prompts: dict[str, OnPrompt] = {}
-        self._parts: list[tuple[OnPrompt, PromptPart]] = []
         self._counters = {"forwards": 0, "computed_tokens": 0}
 
     @property
@@ -126,12 +107,8 @@ class PrefillEngine:
         """Address of the HF prefill engine for decode workers: `Generate.prefill`."""
         return self.node.endpoint
 
-    def submit(self, job: PrefillJob, on_prompt: OnPrompt | None = None) -> None:
+    def submit(self, job: PrefillJob) -> None:
         """Queue a decode worker's job on the HF prefill engine.
-
-        `on_prompt` gets the log-probabilities of the prompt of a job with `prompt_logprobs`, in
-        parts and in order; see `PromptPart`. It is called at the end of `step`; it may call
-        `submit` and `abort`, and must not raise.
 
         Raises RequestError or TokenError for one that cannot be taken. Decode is refused then,
         unless the job itself is malformed.
@@ -143,19 +120,11 @@ class PrefillEngine:
             why = f"{len(request.key)} tokens, the model takes {self.model.context}"
         elif int(np.max(job.tokens)) >= self.model.vocab_size:
             why = f"token {np.max(job.tokens)}, the vocabulary has {self.model.vocab_size}"
-        elif job.prompt_logprobs:
-            num_top = job.choice.sampling.logprobs
-            if on_prompt is None or num_top is None:
-                why = "its prompt's log-probabilities are wanted; nothing takes them, or no number"
-            elif len(request.key) * (num_top + 1) > MAX_PROMPT_NUMBERS:
-                why = f"its prompt's log-probabilities are more than {MAX_PROMPT_NUMBERS}"
         if why:
             self.node.refuse(request, why)
             raise RequestError(f"request {job.rid!r}: {why}")
         self.node.add(request)
         self._jobs[job.rid] = job
-        if job.prompt_logprobs and on_prompt is not None:
-            self._prompts[job.rid] = on_prompt
 
     def abort(self, rid: str) -> bool:
         """End a job of the HF prefill engine, and inform decode.
@@ -169,18 +138,6 @@ class PrefillEngine:
 
         Returns True if it computed something.
         """
-        # Callers are called at the end, since they may call `submit` and `abort`, which change the
-        # state that a pass iterates over.
-        try:
-            return self._step()
-        finally:
-            if self._parts:
-                parts, self._parts = self._parts, []
-                for on_prompt, part in parts:
-                    on_prompt(part)
-
-    def _step(self) -> bool:
-        """Do the work of the HF prefill engine's `step`, and collect parts of log-probabilities."""
         node = self.node
         waiting = sum(one.req.num_tokens - one.done for one in self._computing.values())
         # 1. Begin prompts, but no more than the next forward needs: a prompt that has not begun
@@ -195,14 +152,11 @@ class PrefillEngine:
         # failed ones; their pages are free only when it is over.
         freed = False
         for req in [*node.pop_failed(self.model.event()), *node.pop_sent()]:
-            one = self._computing.pop(req, None)
+            self._computing.pop(req, None)
             if req in self._slots:
                 self._free_slots.append(self._slots.pop(req))
                 freed = True
             del self._jobs[req.rid]
-            if self._prompts and (on_prompt := self._prompts.pop(req.rid, None)) is not None:
-                done = 0 if one is None else one.done
-                self._parts.append((on_prompt, PromptPart(req.rid, done, (), req.error)))
         if not self._computing:
             return freed  # a prompt may have waited for the slot
         self._compute()
@@ -227,15 +181,13 @@ class PrefillEngine:
             left -= end - one.done
             if not left:
                 break
-        # 2. Forward. Only a completed prompt needs logits, unless decode knows its next token; and
-        # one whose own log-probabilities are wanted needs them all along.
+        # 2. Forward. Only a completed prompt needs logits, unless decode knows its next token.
         ends = [end for _, end in parts]
         sampled = [
             i for i, (one, end) in enumerate(parts)
             if end == one.req.num_tokens and not one.job.is_known
         ]  # fmt: skip
         starts = [one.done for one, _ in parts]
-        spans = self._prompt_spans(parts, starts) if self._prompts else []
         not_finite: list[int] = []
         logits = self.model.forward(
             self._flat,
@@ -246,7 +198,6 @@ class PrefillEngine:
             starts,
             ends,
             sampled,
-            [row for span in spans for row in span.rows],
             self._state_rows(parts),
             self.model.window_pages(one.req for one, _ in parts),
             not_finite,
@@ -276,10 +227,6 @@ class PrefillEngine:
             one.done = end
             if last:
                 del self._computing[one.req]
-        # 5. Last, since nothing on decode's device waits for it.
-        if spans:
-            failed = {parts[i][0] for i in not_finite}
-            self._collect_parts(spans, logits[len(sampled) :], failed)
 
     def _state_rows(self, parts: list[tuple[_Computing, int]]) -> StateRows | None:
         """Return the states of an HF forward's prompts, and where they are saved as checkpoints;
@@ -297,44 +244,6 @@ class PrefillEngine:
         for one, _ in parts:
             one.source = one.slot
         return StateRows(self.states, sources, [one.slot for one, _ in parts], saves)
-
-    def _prompt_spans(self, parts: list[tuple[_Computing, int]], starts: list[int]) -> list[_Span]:
-        """Return the rows of an HF forward, of each prompt from its start on, that prompts with
-        log-probabilities need."""
-        spans, begin = [], 0
-        for (one, end), start in zip(parts, starts, strict=True):
-            begin += one.done - start
-            if one.job.rid in self._prompts:
-                # The logits after a token are about the next one, which the prompt's last has not.
-                num = min(end, one.req.num_tokens - 1) - one.done
-                spans.append(_Span(one, one.done, range(begin, begin + num)))
-            begin += end - one.done
-        return spans
-
-    def _collect_parts(
-        self, spans: list[_Span], logits: torch.Tensor, failed: set[_Computing]
-    ) -> None:
-        """Collect the log-probabilities of prompts that HF's prefill hands on after this pass, but
-        of those that have just `failed`.
-
-        logits: [rows of all spans, vocabulary].
-        """
-        for span in spans:
-            job, num = span.one.job, len(span.rows)
-            if span.one in failed:
-                logits = logits[num:]
-                continue
-            start, stop = span.done + 1, span.done + 1 + num
-            num_top = job.choice.sampling.logprobs
-            assert num_top is not None  # `submit` has refused it
-            found: list[TokenLogprob | None] = [None] if span.done == 0 else []
-            found += logprobs_of(logits[:num], job.tokens[start:stop].tolist(), [num_top] * num)
-            logits = logits[num:]
-            if found:
-                part = PromptPart(job.rid, stop - len(found), tuple(found))
-                self._parts.append((self._prompts[job.rid], part))
-            if stop == span.one.req.num_tokens:
-                del self._prompts[job.rid]
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the HF prefill engine may have something to do in `step`, at most `timeout_s`.

@@ -371,19 +371,6 @@ def test_a_prompt_is_computed_anew_without_a_cache(made: PagedModel, reference: 
         world.at_rest()
 
 
-def test_log_probabilities_of_a_prompt_longer_than_the_window(
-    made: PagedModel, reference: Reference
-) -> None:
-    with World(made, chunk_tokens=32) as world:
-        tokens = list(range(3, 103))
-        world.ask(
-            "r", tokens, max_new_tokens=3, sampling=Sampling(logprobs=2), prompt_logprobs=True
-        )
-        world.run()
-        reference.check_logprobs(tokens, world.prompt_logprobs("r"), 2, first=True)
-        world.at_rest()
-
-
 _ALTERNATE = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24}
 
 
