@@ -77,7 +77,7 @@ class World:
         order: str = "layer_major", prefill_pages: int = 64, prefill_page_size: int = 0,
         prefill_order: str = "", chunk_tokens: int = 32,
         decode: dict[str, Any] | None = None, prefill: dict[str, Any] | None = None,
-        tokenizer: Any = None, thinking: KeepThinking = "learn",
+        tokenizer: Any = None, thinking: KeepThinking = "on",
         window_pages: int = 0, prefill_window_pages: int = 0, step_tokens: int = 0,
     ) -> None:  # fmt: skip
         pools = (

@@ -43,7 +43,7 @@ from prefixkv.engines.hf.requests import (
 )
 from prefixkv.engines.hf.sampling import Choice, Sampling, choose, chosen_logprobs
 from prefixkv.engines.hf.text import AnswerText
-from prefixkv.engines.hf.thinking import KeepThinking, Markers, Thinking
+from prefixkv.engines.hf.thinking import KeepThinking, Markers
 from prefixkv.spi import ConfigError, RequestError, secret_number, whole_number
 
 OnOutput = Callable[[Output], None]
@@ -114,8 +114,8 @@ class DecodeEngine:
         config: the node's. Its `model` is replaced by the model's identity. With `compute`, prefill
             is asked only for what this engine does not compute: the config's `ask` is "late".
         tokenizer: from `load_tokenizer`: outputs then have text, and strings may end them.
-        thinking: whether the KV of a model's thinking is cached, by the markers of the tokenizer:
-            "on", "off", or "learn" by what clients send in their next turns. See `Thinking`.
+        thinking: "on" or "off": whether the KV of a model's thinking is cached. The tokenizer's
+            markers say where it begins; without any all is cached.
 
         shared_states: True to have the states of recurrent layers in memory that prefill may map,
             as `make_pool` has the KV.
@@ -134,7 +134,7 @@ class DecodeEngine:
         pool: KVPool,
         config: DecodeConfig | None = None,
         tokenizer: Any = None,
-        thinking: KeepThinking = "learn",
+        thinking: KeepThinking = "on",
         shared_states: bool = False,
     ) -> None:
         self.model, self._tokenizer = model, tokenizer
@@ -155,7 +155,12 @@ class DecodeEngine:
         if config.compute is not None:
             config = replace(config, compute=replace(config.compute, ask="late"))
         self._computes = config.compute is not None
-        self._thinking = Thinking(thinking, Markers(tokenizer) if tokenizer is not None else None)
+        if thinking not in ("on", "off"):
+            raise ConfigError(f"thinking is {thinking!r}, must be on or off")
+        # Of thinking that is left out of the cache; None: all is kept.
+        self._markers: Markers | None = None
+        if thinking == "off" and tokenizer is not None:
+            self._markers = Markers(tokenizer) or None
         # Last of what may raise: it has threads.
         state = None if self.states is None else self.states.pool
         self.node = DecodeNode(pool, config, state=state)
@@ -178,7 +183,10 @@ class DecodeEngine:
         self._jobs: list[PrefillJob] = []
         # A former life of this worker may still have rooms on prefill, so no number is used twice.
         self._rooms = secret_number()
-        self._counters = {"steps": 0, "tokens": 0, "retractions": 0, "blocked_steps": 0}
+        self._counters = {
+            "steps": 0, "tokens": 0, "retractions": 0, "blocked_steps": 0,
+            "thinking_tokens_left_out": 0,
+        }  # fmt: skip
 
     # --- what a client asks -----------------------------------------------------------------------
 
@@ -205,7 +213,6 @@ class DecodeEngine:
             for answer in answers:
                 self.node.abort(answer.req.rid)
             raise
-        self._thinking.note_prompt(answers[0].req.request.key.tokens())
         self._samples[ask.rid] = [f"{ask.rid}/{i}" for i in range(ask.num_samples)]
         for answer in answers:
             self._begin_to_answer(answer)
@@ -585,8 +592,11 @@ class DecodeEngine:
         )
         if finish is not None:
             keep = None
-            if self._thinking.may_leave_out:  # the prompt is copied to look at it
-                keep = self._thinking.keep_tokens(req.request.key.tokens(), req.output)
+            if self._markers is not None:  # the prompt is copied to look at it
+                keep = self._markers.first_thought(req.request.key.tokens(), req.output)
+                if keep is not None:
+                    left_out = req.prompt_len + len(req.output) - keep
+                    self._counters["thinking_tokens_left_out"] += left_out
             if self.states is not None:  # it may end at a page boundary
                 self.states.copy(self.node.save_states([req]))
             self.node.finish(req, self.model.event(), keep_tokens=keep)
@@ -742,7 +752,6 @@ class DecodeEngine:
             **self.node.stats(),
             **self._counters,
             "running": len(self._running),
-            "thinking_tokens_left_out": self._thinking.tokens_left_out,
         }
 
     def audit(self) -> None:
