@@ -30,7 +30,7 @@ from prefixkv.serving.client import make_client
 from prefixkv.serving.failures import ApiError, answer_ended, failed, is_inner, is_not_finite
 from prefixkv.serving.feed import batches_of
 from prefixkv.serving.router import BoundedAffinityRouter, Route
-from prefixkv.serving.streams import read_all, read_some
+from prefixkv.serving.streams import read_some
 from prefixkv.serving.tracing import current
 from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
@@ -194,7 +194,8 @@ class Fleet:
 
     def __init__(self, api_key: str = "") -> None:
         self.workers: dict[str, WorkerInfo] = {}
-        self.roles: dict[str, str] = {}  # by name, of all workers that there have ever been
+        # By name, all workers that there have ever been, each as it was last.
+        self.known: dict[str, WorkerInfo] = {}
         self.routers = {role: BoundedAffinityRouter() for role in ("decode", "prefill")}
         self.members: dict[str, _Member] = {}  # by name, those in `workers`
         self._closed = False
@@ -238,12 +239,12 @@ class Fleet:
                     f"{other.page_size}"
                 )
         self.remove(info.name)
-        if info.name in self.roles:
+        if info.name in self.known:
             logger.warning("%s is back", info.name)
         self._joined.set()
         self._joined = asyncio.Event()
         self.workers[info.name] = info
-        self.roles[info.name] = info.role
+        self.known[info.name] = info
         self.routers[info.role].add_worker(info.name)
         member = self.members[info.name] = _Member(info, lambda: bool(self._answering(info.role)))
         member.tasks = (
@@ -321,16 +322,6 @@ class Fleet:
 
         await asyncio.gather(*(ask(info) for info in list(self.workers.values())))
         return found
-
-    async def read_status(self, info: WorkerInfo, path: str, most: int) -> bytes:
-        """Return what the status port of one of the fleet's workers has at `path`. Raises
-        httpx.HTTPError, also for an answer that is no success, and TooMuchError for more than
-        `most` bytes."""
-        # Uncompressed: a few packed bytes may expand to very many.
-        head = {"accept-encoding": "identity"}
-        async with self._client.stream("GET", info.status_url + path, headers=head) as answer:
-            answer.raise_for_status()
-            return await read_all(answer.aiter_raw(), most)
 
     @property
     def ready(self) -> bool:

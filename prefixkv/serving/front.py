@@ -14,9 +14,10 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,7 +28,6 @@ from prefixkv.engines.hf.generation import OPENAI, SamplingDefaults
 from prefixkv.serving.config import ListenSettings
 from prefixkv.serving.failures import answer_ended
 from prefixkv.serving.fleet import Fleet
-from prefixkv.serving.fleet_metrics import FleetMetrics
 from prefixkv.serving.http import (
     BODIES,
     ApiError,
@@ -116,7 +116,8 @@ class Front:
         most = listen.limits.max_requests_per_client
         app = make_app(everything, listen.api_key, ("/", "/health", *open_paths), most)
         collectors = [*self.metrics.collectors, self._outcomes]
-        status = status_app(self.health, (), listen, collectors, status_routes, self._fleet_routes)
+        status_routes = [Route("/sd", self._discover), *status_routes]
+        status = status_app(self.health, (), listen, collectors, status_routes)
         try:
             self.server, self.status = bind(self._outcomes.watch(app), status, listen)
         except BaseException:  # its thread has no other end
@@ -156,9 +157,17 @@ class Front:
         if self._tracing is not None:
             await self._tracing.close()
 
-    def _fleet_routes(self, front: CollectorRegistry) -> list[Route]:
-        """Return the routes of the front's status port with the metrics of the whole fleet."""
-        return FleetMetrics(self.fleet, front, lambda: self.status.url).routes
+    async def _discover(self, request: Request) -> Response:
+        """Answer GET /sd for Prometheus' `http_sd_configs`: the status port of each process, also
+        of one that has ended, which is then down."""
+        # A front bound to all addresses is reached under the name that it was asked by.
+        front = request.url.netloc or urlsplit(self.status.url).netloc
+        targets = [_target(front, "front", "front")]
+        targets += [
+            _target(urlsplit(info.status_url).netloc, info.name, info.role)
+            for _, info in sorted(self.fleet.known.items())
+        ]
+        return json_response(targets)
 
     # --- what is asked ----------------------------------------------------------------------------
 
@@ -502,6 +511,10 @@ class _FrontRequest:
                 decode_computed_tokens=usage.decode_computed_tokens,
             )  # fmt: skip
             trace.describe_answer(usage, finishes, ttft_s)
+
+
+def _target(address: str, worker: str, role: str) -> dict[str, Any]:
+    return {"targets": [address], "labels": {"worker": worker, "role": role}}
 
 
 def _raise_error(output: TokenEvent) -> None:
