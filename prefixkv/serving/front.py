@@ -55,7 +55,7 @@ from prefixkv.serving.openai import (
     unknown_model,
 )
 from prefixkv.serving.outcomes import Outcomes, RequestLine, line_of
-from prefixkv.serving.page import page_route
+from prefixkv.serving.page import PAGE_PATHS, page_routes
 from prefixkv.serving.request_file import RequestFile
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import numbered
@@ -110,11 +110,11 @@ class Front:
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/health", self._show_health, methods=["GET"]),
-            page_route("/"),
+            *page_routes(),
             *routes,
         ]
         most = listen.limits.max_requests_per_client
-        app = make_app(everything, listen.api_key, ("/", "/health", *open_paths), most)
+        app = make_app(everything, listen.api_key, (*PAGE_PATHS, "/health", *open_paths), most)
         collectors = [*self.metrics.collectors, self._outcomes]
         status_routes = [Route("/sd", self._discover), *status_routes]
         status = status_app(self.health, (), listen, collectors, status_routes)
