@@ -257,6 +257,7 @@ class PagedModel:
         starts: Sequence[int],
         ends: Sequence[int],
         wanted: Sequence[int] | None = None,
+        also: Sequence[int] = (),
         states: StateRows | None = None,
         windows: Sequence[WindowPages] = (),
         not_finite: list[int] | None = None,
@@ -271,17 +272,20 @@ class PagedModel:
             tokens: the new tokens of all sequences, one sequence after the other: [N].
             rows, starts, ends: see `Plan`.
             wanted: indices of the sequences that need logits; None: all.
+            also: indices into `tokens` of further tokens that need logits.
             states: where each sequence's state is and goes, for a model with recurrent layers.
             windows: each sequence's pages in the window group, for a model with windows.
             not_finite: gets the indices of the sequences of which a number is NaN or infinite: a
                 hidden state of any new token, or a logit (but -inf, by which a model rules a token
                 out). What was written of these is zero then. None: nothing is looked at.
-        Returns: the logits after the last new token of each wanted sequence:
-            [wanted, vocabulary].
+        Returns: the logits after the last new token of each wanted sequence, and then after each
+            token of `also`: [wanted + also, vocabulary].
         """
         plan = Plan(flat, rows, starts, ends, self.device, states, windows)
         ids = torch.as_tensor(np.asarray(tokens, np.int64)).to(self.device)[None]
         keep = plan.last if wanted is None else plan.last[list(wanted)]
+        if also:
+            keep = torch.cat([keep, torch.tensor(also, dtype=keep.dtype, device=keep.device)])
         given = {"input_ids": ids, "position_ids": plan.positions, "use_cache": False}
         inner, rows_of = self.model.base_model, list[torch.Tensor]()
         hook = inner.register_forward_hook(

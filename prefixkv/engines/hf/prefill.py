@@ -198,9 +198,9 @@ class PrefillEngine:
             starts,
             ends,
             sampled,
-            self._state_rows(parts),
-            self.model.window_pages(one.req for one, _ in parts),
-            not_finite,
+            states=self._state_rows(parts),
+            windows=self.model.window_pages(one.req for one, _ in parts),
+            not_finite=not_finite,
         )  # fmt: skip
         # Before anything of it is handed over: those end whose numbers are not finite.
         for i in not_finite:

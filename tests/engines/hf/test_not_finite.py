@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.hybrid_models import WINDOWED
 from prefixkv.config import ComputeConfig, HostConfig
-from prefixkv.engines.hf import PagedModel, Sampling, attention
+from prefixkv.engines.hf import PagedModel, Sampling
 from prefixkv.engines.hf.attention import Plan
 from prefixkv.engines.hf.models import _not_finite
 from prefixkv.errors import NotFiniteError
@@ -272,11 +272,9 @@ def test_large_numbers_whose_sum_is_not_finite_end_nothing(model: PagedModel) ->
     assert _not_finite(plan, hidden, logits, keep) == [0, 1]
 
 
-def test_memory_that_is_free_again_spoils_no_batch_that_reads_it_behind_a_mask(
-    monkeypatch: pytest.MonkeyPatch, model: PagedModel, reference: Reference
+def test_memory_that_is_free_again_spoils_no_other_answer(
+    model: PagedModel, reference: Reference
 ) -> None:
-    """As on a GPU, where a step reads whole pages, and pages of padding."""
-    monkeypatch.setattr(attention, "BATCHED", ("cuda", "cpu"))
     with World(model, pages=12, page_size=8, decode=WHERE["decode"]) as world:
         for rid in ("a", "b"):
             with moment(embedding(model)):
