@@ -150,9 +150,8 @@ class DecodeWorkerConfig:
     worker: WorkerSettings = _flat(WorkerSettings)
     node: DecodeConfig = _flat(DecodeConfig, "model")
     thinking: Annotated[
-        Literal["on", "off", "learn"],
-        doc("Cache the KV of a model's thinking: on, off, or learn from clients' next turns."),
-    ] = "learn"
+        Literal["on", "off"], doc("Cache the KV of a model's thinking: on or off.")
+    ] = "on"
 
     def __post_init__(self) -> None:
         check_fields(self)
