@@ -22,7 +22,6 @@ from prefixkv.engines.sglang import internals as sgl
 from prefixkv.engines.sglang.clock import CLOCK, RankClock
 from prefixkv.engines.sglang.events import EventTranslator
 from prefixkv.engines.sglang.keys import TOKEN_WORDS, Packer, RequestKey, namespace_of
-from prefixkv.engines.sglang.mirror import RowMirror
 from prefixkv.engines.sglang.slots import SlotTable
 from prefixkv.engines.sglang.waiting import weight_order
 from prefixkv.spi import (
@@ -72,7 +71,6 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         params: SGLang's `CacheInitParams`.
         policy: eviction policy, a name or an object.
         clock: source of the time for the policy.
-        mirror: True to mirror rows on the host, unless they are on a CPU.
     """
 
     def __init__(
@@ -80,8 +78,6 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         params: Any,
         policy: str | Policy = DEFAULT_POLICY,
         clock: RankClock = CLOCK,
-        *,
-        mirror: bool = True,
     ) -> None:
         self.disable: bool = params.disable
         self.req_to_token_pool = params.req_to_token_pool
@@ -91,8 +87,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         self.sliding_window_size = None
         self.root_node = Handle(None)
         self.counters: Counter[str] = Counter(
-            matches=0, matched_tokens=0, checkpoints=0, rows_read=0, duplicate_tokens=0,
-            evicted_tokens=0,
+            matches=0, matched_tokens=0, checkpoints=0, duplicate_tokens=0, evicted_tokens=0,
         )  # fmt: skip
         allocator = params.token_to_kv_pool_allocator
         # Page 0 is SGLang's padding, so ids go up to size // page_size, inclusive.
@@ -104,10 +99,6 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         policy.token_scale = 1 / TOKEN_WORDS
         self.tree = RadixCache(TOKEN_WORDS * self.page_size, policy, num_pages)
         self._slots = SlotTable(num_pages, self.page_size, allocator.device)
-        on_cpu = torch.device(allocator.device).type == "cpu"
-        self.mirror: RowMirror | None = None
-        if mirror and not on_cpu and not self.disable:
-            self.mirror = RowMirror(self.req_to_token_pool, self.page_size)
         # Locks of `inc_lock_ref`, which gives its caller none; `dec_lock_ref` pops one by place.
         self._held: dict[TreeNode, list[PrefixLock]] = {}
         self._nothing = sgl.MatchResult(0, self.root_node, self.root_node, self.root_node)
@@ -268,8 +259,6 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         # 4. The tree owns these pages from here on.
         kv.cache_inserted_len = max(kv.cache_inserted_len, end)
         kv.cache_protected_len = end
-        if self.mirror is not None:
-            self.mirror.forget(kv.req_pool_idx, whole)
         # 5. `insert` has moved an old lock; without one the request gets its lock here. Locked
         # before the former one is released, so that shared pages stay protected in between. A
         # finished request needs none: SGLang releases its lock next.
@@ -294,14 +283,6 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         )  # fmt: skip
         node = Handle(result) if end else self.root_node
         return sgl.InsertResult(result.old_depth * self.page_size, last_device_node=node)
-
-    def maybe_hand_to_session(self, req: Any) -> None:
-        """Have the mirror of SGLang's tree cache follow a request's row.
-
-        SGLang calls this after it has written the row for a prompt, or a chunk of it.
-        """
-        if self.mirror is not None:
-            self.mirror.written(req.kv, req.prefix_len)
 
     # --- taking back ------------------------------------------------------------------------------
 
@@ -341,11 +322,6 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
             table = self.req_to_token_pool.req_to_token
             pages = self._slots.page_ids_of_row(table, kv.req_pool_idx, start, end)
             allocator.free_page_ids(pages)
-
-    def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        """Forget, in SGLang's tree cache, the mirror of a row that is about to be given away."""
-        if self.mirror is not None:
-            self.mirror.released(req.kv.req_pool_idx)
 
     def reset(self) -> None:
         """Empty SGLang's tree cache, of locked pages too: its allocator is cleared as well.
@@ -390,8 +366,6 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     def sanity_check(self) -> None:
         """Raise InternalError for a law of SGLang's tree cache that does not hold. O(tree)."""
         self.tree.check_invariants()
-        if self.mirror is not None:
-            self.mirror.check_invariants()
 
     # --- shared -----------------------------------------------------------------------------------
 
@@ -409,14 +383,8 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return self.tree.lock(node.result, self._clock.now_s, visit=visit)
 
     def _pages_of(self, row: int, start: int, end: int) -> Pages:
-        """Return pages `start` to `end` of SGLang's row, from the cache's mirror or the device."""
         if start == end:
             return _NO_PAGES
-        if self.mirror is not None:
-            pages = self.mirror.pages(row, start, end)
-            if pages is not None:
-                return pages
-            self.counters["rows_read"] += 1
         table, size = self.req_to_token_pool.req_to_token, self.page_size
         return self._slots.pages_of_row(table, row, start * size, end * size)
 

@@ -4,14 +4,10 @@ Settings are environment variables, since SGLang's command line takes no options
 
     PREFIXKV_POLICY     eviction policy, by name; else `--radix-eviction-policy` where that is not
                         `lru`, SGLang's default; else prefixkv's default
-    PREFIXKV_HINTS      0: no hints to the tree about the prefixes of waiting requests
     PREFIXKV_ADMISSION  fifo: SGLang's order of the decode queue; hit_aware (default)
     PREFIXKV_PATIENCE_S seconds during which hit_aware lets other requests overtake one
     PREFIXKV_JOIN       0: each request of decode's queue has all missing pages sent, even where
                         another request brings them
-    PREFIXKV_PEEK       0: the head of decode's queue is matched, locked and unlocked at each step,
-                        even if it does not fit
-    PREFIXKV_MIRROR     0: each checkpoint on a GPU reads page ids back from the device
     PREFIXKV_CPU_NIXL   1: KV is in host memory, for SGLang's NIXL backend on a CPU
     PREFIXKV_TRANSFER   JSON, of the transfer backend: `transfer_options.py`
 
@@ -64,17 +60,10 @@ def load() -> None:
         # A hook is registered only where a setting needs it, so a switched-off feature costs
         # nothing.
         joins = _number("PREFIXKV_JOIN", 1)
-        if _number("PREFIXKV_HINTS", 1) or joins or _admission() == "hit_aware":
+        if joins or _admission() == "hit_aware":
             sgl.HookRegistry.register(sgl.POP_PREALLOCATED, _around_pop, sgl.HookType.AROUND)
-        if joins or _number("PREFIXKV_PEEK", 1):
+        if joins:
             sgl.HookRegistry.register(sgl.UPDATE_HANDSHAKES, _after_handshakes, sgl.HookType.AFTER)
-        if _number("PREFIXKV_HINTS", 1):
-            sgl.HookRegistry.register(sgl.CALC_PRIORITY, _after_priority, sgl.HookType.AFTER)
-        if _number("PREFIXKV_MIRROR", 1):
-            sgl.HookRegistry.register(sgl.ALLOC_FOR_DECODE, _after_decode, sgl.HookType.AFTER)
-            sgl.HookRegistry.register(
-                sgl.ALLOC_FOR_SPEC_DECODE, _after_spec_decode, sgl.HookType.AFTER
-            )
         if _number("PREFIXKV_CPU_NIXL", 0):
             sgl.HookRegistry.register(sgl.NIXL_MEMORY_KINDS, _in_host_memory, sgl.HookType.AROUND)
         _add_transfer_backend(sgl)
@@ -93,8 +82,7 @@ def build(context: Any) -> Any:
     for reason in _refusals(context):
         raise ConfigError(f"--radix-cache-backend {NAME}: {reason}")
     policy = policy_name(os.environ.get("PREFIXKV_POLICY"), context.params.eviction_policy)
-    mirror = bool(_number("PREFIXKV_MIRROR", 1))
-    cache = PrefixKVCache(context.params, policy, mirror=mirror)
+    cache = PrefixKVCache(context.params, policy)
     _log.info("prefixkv's tree: policy %s, %s pages", policy, cache.tree.pool_pages)
     return cache
 
@@ -204,69 +192,40 @@ def _with_time(
 
 
 def _around_pop(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
-    """Order SGLang's decode queue, in a hook, before SGLang admits from it.
-
-    Hints and joins are kept up to date as well.
-    """
+    """Order decode's queue before SGLang admits from it, and note what is admitted."""
     from prefixkv.engines.sglang.clock import CLOCK
 
     cache = _enabled_cache(queue.tree_cache)
     if cache is None:
         return original(queue, *args, **named)
     state = _queue_state(queue, cache)
-    # 1. Order. With priorities SGLang sorts the queue itself.
+    # With priorities SGLang sorts the queue itself.
     if _admission() == "hit_aware" and not queue.scheduler.enable_priority_scheduling:
         state.order.order(queue.queue, _request, CLOCK.now_s)
-    # 2. Hints, before and after. Before: SGLang evicts while it admits, and must spare the prefixes
-    # that wait. After: an admitted request holds a lock, and no longer waits.
-    hints = _number("PREFIXKV_HINTS", 1)
-    if hints:
-        _update_hints(queue, cache, [item.req for item in queue.queue])
     popped = original(queue, *args, **named)
-    if hints:
-        _update_hints(queue, cache, [item.req for item in queue.queue])
-    # 3. Admitted requests bring pages for others. A rebootstrap fetches its own output as well.
+    # Admitted requests bring pages for others. A rebootstrap fetches its own output as well.
     if _number("PREFIXKV_JOIN", 1):
         state.joins.begin(item.req for item in popped[0] if not item.is_rebootstrap)
     return popped
 
 
-def _after_handshakes(_result: Any, queue: Any, *some: Any, **named: Any) -> None:
-    """Keep requests of SGLang's decode queue back, in a hook, that would be tried next in vain.
+def _after_handshakes(_result: Any, queue: Any, *_args: Any, **_named: Any) -> None:
+    """Keep requests of decode's queue back that join another request.
 
-    SGLang has just marked the requests that could be admitted. Those that join another request are
-    not ready yet; and none is while the first of them does not fit.
+    SGLang has just marked the requests that could be admitted, and marks them again at each step.
     """
     cache = _enabled_cache(queue.tree_cache)
     if cache is None:
         return
     state = _queue_state(queue, cache)
     ready = [item for item in queue.queue if item.waiting_for_input and not item.req.finished()]
-    # Joins come first: the request that is tried first is the first that joins none.
-    if _number("PREFIXKV_JOIN", 1):
-        coming = [item.req for item in queue.transfer_queue.queue] + queue.scheduler.waiting_queue
-        joining = [item.req for item in ready if not item.is_rebootstrap]
-        held = state.joins.requests_to_hold(joining, coming)
-        cache.counters["joined_requests"] = state.joins.num_joined
-        _not_ready([item for item in ready if id(item.req) in held])
-        ready = [item for item in ready if item.waiting_for_input]
-    # SGLang can also call this for some requests only; then the first of `ready` need not be next.
-    all_are_tried = all(one is None for one in (*some, *named.values()))
-    if _number("PREFIXKV_PEEK", 1) and all_are_tried and ready and not ready[0].is_rebootstrap:
-        from prefixkv.engines.sglang.head_check import head_is_blocked
-
-        if head_is_blocked(queue, ready, state.depths):
-            cache.counters["blocked_steps"] += 1
-            _not_ready(ready)
-
-
-def _not_ready(items: list[Any]) -> None:
-    """Mark items of SGLang's decode queue as not ready for this step.
-
-    SGLang marks them again at the next one.
-    """
-    for item in items:
-        item.waiting_for_input = False
+    coming = [item.req for item in queue.transfer_queue.queue] + queue.scheduler.waiting_queue
+    joining = [item.req for item in ready if not item.is_rebootstrap]
+    held = state.joins.requests_to_hold(joining, coming)
+    cache.counters["joined_requests"] = state.joins.num_joined
+    for item in ready:
+        if id(item.req) in held:
+            item.waiting_for_input = False
 
 
 def _queue_state(queue: Any, cache: Any) -> Any:
@@ -281,39 +240,10 @@ def _queue_state(queue: Any, cache: Any) -> Any:
 
         depths = Depths(cache.tree, cache.key_of_waiting)
         state = queue.prefixkv_queue_state = SimpleNamespace(
-            depths=depths,
             order=NewPagesFirst(depths, _number("PREFIXKV_PATIENCE_S", 5.0)),
             joins=Joins(depths, cache.tree.page_size * TOKEN_BYTES),
         )
     return state
-
-
-def _after_priority(
-    _result: Any, policy: Any, waiting_queue: list[Any], *_args: Any, **_named: Any
-) -> None:
-    """Give the tree hints about the waiting queue, in a hook at each of SGLang's passes over it."""
-    cache = _enabled_cache(policy.tree_cache)
-    if cache is not None:
-        _update_hints(policy, cache, waiting_queue)
-
-
-def _after_decode(_slots: Any, batch: Any, *_args: Any, **_named: Any) -> None:
-    """Mirror, in a hook, the slot that SGLang gave each request of a step for its next token."""
-    cache = _enabled_cache(batch.tree_cache)
-    if cache is not None and cache.mirror is not None:
-        cache.mirror.step(batch.reqs)
-
-
-def _after_spec_decode(
-    _result: Any, tree_cache: Any, *_args: Any, reqs: list[Any], **_named: Any
-) -> None:
-    """Mirror, in a hook, the slots that SGLang gave under speculation: several per request.
-
-    They are as many as a step may need.
-    """
-    cache = _enabled_cache(tree_cache)
-    if cache is not None and cache.mirror is not None:
-        cache.mirror.grown(reqs)
 
 
 def _around_manager(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
@@ -498,16 +428,6 @@ def _check_rooms(asked: Any) -> None:
 def _in_host_memory(_original: Any, _kinds: Any, expected_len: int) -> list[str]:
     """Return "DRAM" for all KV, in a hook: SGLang's NIXL backend says VRAM even on a CPU."""
     return ["DRAM"] * expected_len
-
-
-def _update_hints(owner: Any, cache: Any, requests: list[Any]) -> None:
-    """Set the tree's hints to these requests, which wait in SGLang's queue `owner`."""
-    from prefixkv.engines.sglang.waiting import WaitingPrefixes
-
-    waiting = owner.__dict__.get("prefixkv_waiting")
-    if waiting is None:
-        waiting = owner.prefixkv_waiting = WaitingPrefixes(cache.tree, cache.key_of_waiting)
-    waiting.follow(requests)
 
 
 def _enabled_cache(cache: Any) -> Any:

@@ -87,7 +87,7 @@ class SlotTable:
     def pages_of_row(self, table: torch.Tensor, row: int, start: int, end: int) -> Pages:
         """Return the page ids of tokens `start` to `end` of a row of SGLang's table of slots.
 
-        Waits for a GPU; `RowMirror` avoids that.
+        Waits for a GPU.
         """
         if self._host is None:
             return self.pages(table[row, start:end])

@@ -1,44 +1,18 @@
-"""Hints from SGLang's queues to the tree, and the orders in which requests of a queue
-are tried.
+"""The orders in which requests of a queue are tried.
 
-SGLang has no call for prefixes that are waited for, and tries its decode queue in the order of
-arrival. Hooks around its own methods do both (`plugin.py`), and use `joins.py` in the same way.
+SGLang tries its decode queue in the order of arrival. A hook sorts the queue first (`plugin.py`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefixkv.spi import RadixCache, RadixKey, TreeNode
 
 PATIENCE_S = 5.0
 """Age in seconds from which no other request overtakes one (as `DecodeConfig.patience_s`)."""
-
-
-class WaitingPrefixes:
-    """The prefixes for which one queue waits, as hints in a tree: they are evicted last."""
-
-    def __init__(self, tree: RadixCache, key_of: Callable[[Any], RadixKey]) -> None:
-        self._tree = tree
-        self._key_of = key_of
-        # By id(request): the request, kept alive so that its id stays its own, and its want's
-        # number in the tree. Each want is given back when its request leaves the queue.
-        self._wants: dict[int, tuple[Any, int]] = {}
-
-    def follow(self, requests: Iterable[Any]) -> None:
-        """Replace the requests waiting in SGLang's queue, whose prefixes the tree has hints about.
-
-        O(requests), and O(prompt) per one that came or left.
-        """
-        now = {id(request): request for request in requests}
-        for ident in [ident for ident in self._wants if ident not in now]:
-            self._tree.unwant(self._wants.pop(ident)[1])
-        for ident, request in now.items():
-            if ident not in self._wants:
-                key = RadixKey(self._key_of(request))  # as it is now: the request's own grows
-                self._wants[ident] = (request, self._tree.want(self._tree.match_prefix(key)))
 
 
 class Depths:
