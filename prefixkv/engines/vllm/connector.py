@@ -3,51 +3,60 @@ the worker's side."""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from prefixkv import ModelConfig
 from prefixkv.engines.vllm import compat, hooks
-from prefixkv.engines.vllm.layout import is_plain, pool_of
+from prefixkv.engines.vllm.groups import BlockGroups, look_up_densely
+from prefixkv.engines.vllm.layout import (
+    check_engine,
+    check_host_memory,
+    check_windows,
+    event_on,
+    is_plain,
+    num_kv_heads,
+    pool_of,
+)
+from prefixkv.engines.vllm.metrics import PrefixKVMetrics, PrefixKVStats
 from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions
 from prefixkv.engines.vllm.orders import NO_ORDERS, StepOrders, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from prefixkv.engines.vllm.shadow import Shadow
+from prefixkv.engines.vllm.shadow import GovernedQueue, Shadow
+from prefixkv.engines.vllm.stats import share_log
+from prefixkv.engines.vllm.versions import check_overrides
 from prefixkv.engines.vllm.wakeup import EngineWait, WakeupListener
 from prefixkv.engines.vllm.worker import WorkerSide
 from prefixkv.spi import ConfigError, check_environ
 
-if TYPE_CHECKING:
-    from prefixkv.engines.vllm.metrics import PrefixKVMetrics, PrefixKVStats
+_log = logging.getLogger("vllm.prefixkv")
 
-_base = compat.require(compat.CLASSES)
 # Registered, not inherited: `orders` then needs no vLLM, and both sides are tested without it.
-_base.KVConnectorMetadata.register(StepOrders)
-_base.KVConnectorWorkerMetadata.register(WorkerReport)
+compat.KVConnectorMetadata.register(StepOrders)
+compat.KVConnectorWorkerMetadata.register(WorkerReport)
 
 
-class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: ignore[name-defined]
+class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     """The connector object: one in vLLM's scheduler, and one in each worker. See docs/vllm.md.
 
-    Raises ConfigError, which names the cause, for a wrong option, for a model or parallel setup
-    that cannot be transferred, and for a class or method that this version of vLLM lacks.
+    Raises ConfigError, which names the cause, for a wrong option, and for a model or parallel setup
+    that cannot be transferred.
     """
 
     is_prefixkv = True
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        # Checks come before the base class: its own error about an unknown version or a missing
-        # class would name neither prefixkv nor the option that is wrong.
-        compat.share_log()
-        compat.check_version()
+        # Checks come before the base class, whose errors would not name the option that is wrong.
+        share_log()
         # The connector has no settings there: it would ignore what is misspelt.
         check_environ(os.environ)
-        compat.check_engine(vllm_config, kv_cache_config)
+        check_engine(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = ConnectorOptions.of(transfer.kv_connector_extra_config, transfer.kv_port)
@@ -59,11 +68,13 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             "is_producer": transfer.is_kv_producer,
             "is_consumer": transfer.is_kv_consumer,
         }
-        self._groups = compat.groups_of(vllm_config, kv_cache_config)
+        is_one = len(kv_cache_config.kv_cache_groups) == 1
+        step_tokens = 0 if is_one else vllm_config.max_in_flight_tokens
+        self._groups = BlockGroups.of(kv_cache_config, step_tokens)
         if self._groups.windows:
-            compat.check_windows(self._options, self._groups.has_states)
+            check_windows(self._options, self._groups.has_states)
         if self._options.host is not None:
-            compat.check_host_memory(vllm_config)
+            check_host_memory(vllm_config)
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         # Exactly one of the two sides is made, by role. The worker's waits for the KV memory.
         self._scheduler: SchedulerSide | None = None
@@ -71,9 +82,10 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._wakeups: WakeupListener | None = None
         self.rest = EngineWait()
-        if role is _base.KVConnectorRole.SCHEDULER:
-            compat.require(compat.SCHEDULER)
+        if role is compat.KVConnectorRole.SCHEDULER:
             self._block_size = self._groups.block_size
+            events = vllm_config.kv_events_config
+            tells = events is not None and events.enable_kv_cache_events
             self._scheduler = SchedulerSide(
                 self._options,
                 self._block_size,
@@ -82,19 +94,13 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
                 num_ranks=self._num_ranks,
                 max_len=vllm_config.model_config.max_model_len,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-                tells_host=self._options.host is not None and compat.tells_host_memory(vllm_config),
+                tells_host=self._options.host is not None and bool(tells),
                 **self._roles,
             )
-            self._scheduler.sends.proves = compat.counts_nans()
-            # Without the resting hook nothing would listen, so no worker gets an address.
-            if hooks.install():
-                self._wakeups = WakeupListener(self.rest.ring)
-                self._scheduler.set_wakeup_address(self._wakeups.address)
-        else:
-            compat.require(compat.WORKER)
-            # Checked now, not at first use: a vLLM that lacks it fails at start, by name.
-            if self._num_ranks > 1:
-                compat.require(compat.RANKS)
+            self._scheduler.sends.proves = bool(compat.envs.VLLM_COMPUTE_NANS_IN_LOGITS)
+            hooks.install(compat.Scheduler, compat.EngineCore, compat.EngineCoreProc)
+            self._wakeups = WakeupListener(self.rest.ring)
+            self._scheduler.set_wakeup_address(self._wakeups.address)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -128,17 +134,15 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         looks for a prefix in the layers that keep every token alone."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._groups.windows:
-            compat.look_up_densely(
-                kv_cache_manager, self._groups.full, self.scheduler.ignores_windows
-            )
+            look_up_densely(kv_cache_manager, self._groups.full, self.scheduler.ignores_windows)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Give vLLM's block pool to the connector, and let a policy choose its victims if set."""
         shadow: Shadow | None = None
         # The queue is replaced before any block is cached, so the shadow misses none.
-        if self._options.policy and compat.can_govern(gpu_block_pool):
-            from prefixkv.engines.vllm.block_queue import GovernedQueue
-
+        if self._options.policy and not gpu_block_pool.enable_caching:
+            _log.warning("the policy is not used: vLLM's prefix cache is off")
+        elif self._options.policy:
             shadow = Shadow(self._block_size, self._options.policy, time.monotonic)
             GovernedQueue.install(gpu_block_pool, shadow, self.scheduler.counters)
         self.scheduler.bind(gpu_block_pool, shadow)
@@ -152,15 +156,12 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         return self.scheduler.count_loadable(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        # Only here is it known that some tokens are loaded, which vLLM counts as cached.
-        """Record in the connector that vLLM gave a request blocks, some to be loaded.
-
-        `num_external_tokens` is how many tokens are to be loaded.
-        """
+        """Record that a request was given blocks; `num_external_tokens` tokens are to be loaded."""
         pages, windows = self._groups.tables(blocks.get_block_ids())
         hosted = self.scheduler.allocated(request, pages, num_external_tokens, windows)
-        if num_external_tokens:
-            compat.count_own_cache_only(request, hosted)
+        # Of what is loaded, `usage` says of tokens from host memory alone that they were cached.
+        if num_external_tokens and (stats := request.prefill_stats) is not None:
+            stats.num_cached_tokens = stats.num_local_cached_tokens + hosted
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         return self.scheduler.orders(scheduler_output)
@@ -225,9 +226,9 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         self._worker = WorkerSide(
             options,
             model,
-            rank=compat.tensor_parallel_rank() if self._num_ranks > 1 else 0,
+            rank=compat.get_tensor_model_parallel_rank() if self._num_ranks > 1 else 0,
             num_ranks=self._num_ranks,
-            num_kv_heads=compat.num_kv_heads(config, kv_cache),
+            num_kv_heads=num_kv_heads(config, kv_cache),
             gather=compat.gather if self._num_ranks > 1 else None,
             **self._roles,
         )
@@ -261,7 +262,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         super().bind_connector_metadata(connector_metadata)
         orders = connector_metadata
         has_copies = bool(orders.copies or orders.before) or self.worker.has_work_after(NO_ORDERS)
-        ready = compat.event_on(self._kv_caches) if has_copies else None
+        ready = event_on(self._kv_caches) if has_copies else None
         self.worker.before_forward(connector_metadata, ready)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -280,7 +281,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         # chunk is read only once its KV is written.
         orders = self._get_connector_metadata()
         if self.worker.has_work_after(orders):
-            self.worker.after_forward(orders, compat.event_on(self._kv_caches))
+            self.worker.after_forward(orders, event_on(self._kv_caches))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return the loads that are over from vLLM's connector.
@@ -288,7 +289,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         vLLM waits until every rank has reported one.
         """
         results = self.worker.take_results()
-        return _base.KVConnectorTransferResults(
+        return compat.KVConnectorTransferResults(
             finished_recving=results.received, failed_recving=results.failed
         )
 
@@ -311,11 +312,6 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefixKVStats | None:
-        # The import raises without METRICS, and a server without metrics must still run.
-        if not compat.available(compat.METRICS):
-            return None
-        from prefixkv.engines.vllm.metrics import PrefixKVStats
-
         return PrefixKVStats(data=data or {})
 
     @classmethod
@@ -326,10 +322,6 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PrefixKVMetrics | None:
-        if not compat.available(compat.METRICS):
-            return None
-        from prefixkv.engines.vllm.metrics import PrefixKVMetrics
-
         return PrefixKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
@@ -340,4 +332,5 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             self._worker.close()
 
 
-compat.check_overrides(PrefixKVConnector, _base.KVConnectorBase_V1)
+for base in (compat.KVConnectorBase_V1, compat.SupportsHMA):
+    check_overrides(PrefixKVConnector, base)

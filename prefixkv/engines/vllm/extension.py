@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefixkv.engines.vllm import compat
+from prefixkv.engines.vllm.compat import get_kv_transfer_group
 
 
 class WorkerExtension:
@@ -46,5 +46,4 @@ class WorkerExtension:
 
 
 def _side() -> Any:
-    """Return the worker's side of the connector, for vLLM's worker extension."""
-    return compat.require(compat.FENCING).get_kv_transfer_group().worker
+    return get_kv_transfer_group().worker

@@ -10,10 +10,11 @@ token, so prefill computes no further either (`SchedulerSide`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Self
 
+from prefixkv.engines.vllm.versions import check_takes
 from prefixkv.spi import ConfigError, pages_for
 
 FULL: Final = ("FullAttentionSpec", "MLAAttentionSpec")
@@ -189,6 +190,35 @@ class BlockGroups(NamedTuple):
             )
             for group in self.windows
         )
+
+
+def look_up_densely(manager: Any, full: int, wanted: Callable[[Any], bool]) -> None:
+    """Have a `KVCacheManager` look for the prefix of each request that is `wanted` in the group
+    `full` alone, which keeps every token.
+
+    The windows behind the whole prompt are loaded into new blocks. vLLM itself looks for a prefix
+    that ends where all groups have what comes before.
+    """
+
+    def get_computed_blocks_for_connector(
+        request: Any, max_cache_hit_length: int | None = None
+    ) -> tuple[Any, int, int, bool]:
+        # Of 0.33.0 on; before, vLLM's own function takes none.
+        most = () if max_cache_hit_length is None else (max_cache_hit_length,)
+        if not (wanted(request) and manager.prefix_cache_lookup_enabled(request)):
+            return *manager.get_computed_blocks(request, *most), False
+        # At least one token behind the prefix is left to load: what is loaded ends before the
+        # prompt's last token, and without any vLLM would load no window either.
+        found, lengths = manager.coordinator.find_longest_cache_hit_per_group(
+            request.block_hashes, min((request.num_tokens - 2, *most))
+        )
+        blocks = tuple(one if number == full else [] for number, one in enumerate(found))
+        # True: where nothing is loaded after all, vLLM looks again in its own way.
+        return manager.create_kv_cache_blocks(blocks), lengths[full], 0, True
+
+    if theirs := getattr(manager, "get_computed_blocks_for_connector", None):
+        check_takes(get_computed_blocks_for_connector, theirs, theirs.__qualname__)
+    manager.get_computed_blocks_for_connector = get_computed_blocks_for_connector
 
 
 def _window_layers(number: int, group: Any, first: Any) -> WindowLayers:

@@ -18,6 +18,7 @@ import torch
 
 from prefixkv import KVPool, PoolGroup
 from prefixkv.engines.vllm.groups import BlockGroups
+from prefixkv.engines.vllm.options import ConnectorOptions
 from prefixkv.spi import ITEMSIZE, ConfigError
 
 _log = logging.getLogger("vllm.prefixkv")
@@ -67,6 +68,57 @@ def check_sleep(model: Any, device: str) -> None:
         _log.warning(
             "--enable-cumem-allocator: the KV memory must not be released, nor the server be put "
             "to sleep, since prefixkv's connector has registered it"
+        )
+
+
+def check_engine(config: Any, kv_cache: Any) -> None:
+    """Raise ConfigError for a server whose cache, ranks or model are not supported."""
+    check_config(config.parallel_config, kv_cache)
+    groups = BlockGroups.of(kv_cache)
+    if groups.has_states:
+        _check_states(config.cache_config, groups.block_size)
+    if config.model_config.is_encoder_decoder:
+        raise ConfigError("the model is an encoder-decoder, whose KV is not transferred")
+    check_sleep(config.model_config, config.device_config.device_type)
+
+
+def _check_states(cache: Any, block_size: int) -> None:
+    if cache.use_replayssm:
+        raise ConfigError(
+            "--use-replayssm keeps a part of each state elsewhere, which prefixkv's connector does "
+            "not transfer"
+        )
+    if cache.prefix_match_unit not in (None, block_size):
+        raise ConfigError(
+            f"--prefix-match-unit is {cache.prefix_match_unit}: with states prefixkv's connector "
+            f"takes whole blocks alone, of {block_size} tokens"
+        )
+
+
+def check_windows(options: ConnectorOptions, has_states: bool) -> None:
+    """Raise ConfigError for an option that is not for models whose layers keep a window, or a state
+    (`has_states`)."""
+    kept = "a state" if has_states else "a window"
+    instead = "" if has_states else ", or start vLLM with --disable-hybrid-kv-cache-manager"
+    for name in ("host_memory", "compute_below", "recompute_below", "policy"):
+        if value := getattr(options, name):
+            raise ConfigError(
+                f"{name}: is {value!r}; leave it out with a model whose layers keep {kept}{instead}"
+            )
+
+
+def check_host_memory(config: Any) -> None:
+    """Raise ConfigError for a server that host memory is of no use to."""
+    transfer = config.kv_transfer_config
+    if not transfer.is_kv_consumer:
+        raise ConfigError(
+            "host_memory: this server is a kv_producer alone; it is for decode, which loads from "
+            "there what prefill need not send"
+        )
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "host_memory: the prefix cache is off (--no-enable-prefix-caching), and host memory "
+            "has the blocks that it evicts"
         )
 
 
@@ -223,3 +275,22 @@ def _as_known_dtype(cache: torch.Tensor) -> torch.Tensor:
     """Return vLLM's KV tensor, as bytes where a layout has no name for its element type."""
     known = str(cache.dtype).removeprefix("torch.") in ITEMSIZE
     return cache if known else cache.view(torch.uint8)
+
+
+def num_kv_heads(config: Any, kv_cache: Any) -> int:
+    """Return the number of KV heads of the model, over all tensor parallel ranks."""
+    group = kv_cache.kv_cache_groups[BlockGroups.of(kv_cache).full]
+    if type(group.kv_cache_spec).__name__ == "MLAAttentionSpec":
+        return 1
+    return int(config.model_config.get_total_num_kv_heads())
+
+
+def event_on(kv_caches: Mapping[str, torch.Tensor]) -> Any:
+    """Record a CUDA event on the current stream, and return it; None on a CPU."""
+    # On a CPU the forward pass has returned when this is called, so its KV is written.
+    device = next(iter(kv_caches.values())).device
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Final
 
@@ -80,3 +81,11 @@ def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
     summed = {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
     return {name: other.get(name, one.get(name, 0)) if name in GAUGES else number
             for name, number in summed.items()}  # fmt: skip
+
+
+def share_log() -> None:
+    """Give prefixkv's logger the handlers of vLLM's, unless it has some already."""
+    ours = logging.getLogger("prefixkv")
+    if not ours.hasHandlers():
+        for handler in logging.getLogger("vllm").handlers:
+            ours.addHandler(handler)
