@@ -56,6 +56,8 @@ GIVEN_UP: Final = frozenset(["FINISHED_ABORTED", "FINISHED_ERROR"])
 
 NOT_FINITE: Final = "NotFiniteError"
 """In the reason of a request whose logits had NaN, as its peer hears it too."""
+NAN_LOG_EVERY_S: Final = 60.0
+"""Seconds between two lines of the log about such requests."""
 
 
 class _HostPart(NamedTuple):
@@ -113,6 +115,7 @@ class SchedulerSide:
         self._loaded_of: dict[str, tuple[int, int, int, int]] = {}
         self._hits: dict[str, int] = {}  # tokens that were cached when it was matched last
         self._spoilt: set[int] = set()  # blocks that may hold NaN
+        self._next_nan_log_s = 0.0
         # Of requests that have ended with tokens in steps under way: how many, and the hashes.
         self._in_flight: dict[str, tuple[int, list[Any]]] = {}
         self._joined: set[str] = set()  # requests that waited for another request's load
@@ -507,8 +510,11 @@ class SchedulerSide:
             for rid, count in num_nans.items()
             if count
         }
-        for error in errors.values():
-            _log.error("%s; it ends, and nothing of it is kept", error)
+        # A broken model has NaN in every request.
+        if errors and self._now_s() >= self._next_nan_log_s:
+            self._next_nan_log_s = self._now_s() + NAN_LOG_EVERY_S
+            first = next(iter(errors.values()))
+            _log.error("%s; such requests end, and nothing of them is kept", first)
         self.counters.add("requests_in_error", len(errors))
         self.sends.take_logits(step, errors, self.holds, self._orders)
         return errors, hashes
@@ -594,7 +600,7 @@ class SchedulerSide:
         report = report or WorkerReport()
         received = list(received)
         if report.has_outcomes or received:
-            self._rest.reported()
+            self._rest.stepped(is_quiet=False)
         if report.bells:
             self._rest.sent_by(report.bells)
         self.sends.address = self.sends.address or report.address
