@@ -54,18 +54,18 @@ class Handle:
 
 
 def is_aborted(req: Any) -> bool:
-    """Return whether an SGLang request has ended by an abort: its client has left, or it failed."""
+    """Return whether a request has ended by an abort: its client has left, or it failed."""
     return type(req.finished_reason).__name__ == "FINISH_ABORT"
 
 
 def is_spoilt(req: Any) -> bool:
-    """Return whether an SGLang request has ended since a token was drawn that is none; SGLang takes
-    that for NaN."""
+    """Return whether a request has ended since a token was drawn that is none; SGLang takes that
+    for NaN."""
     return getattr(req.finished_reason, "matched", None) == "NaN happened"
 
 
 class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
-    """The tree cache of one scheduler. See the module's text. Owner: SGLang's scheduler thread.
+    """The tree cache of one scheduler. See the module's text. Owner: the scheduler's thread.
 
     Args:
         params: SGLang's `CacheInitParams`.
@@ -119,10 +119,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- looking ----------------------------------------------------------------------------------
 
     def match_prefix(self, params: Any) -> Any:
-        """Return the longest prefix of whole pages in SGLang's tree cache.
-
-        Changes nothing, recency included.
-        """
+        """Return the longest cached prefix of whole pages. Changes nothing, recency included."""
         key, raw_len = params.key, _raw_len(params.key)
         if self.disable or raw_len < self.page_size:
             return self._nothing
@@ -138,13 +135,13 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.MatchResult(num_tokens, handle, handle, handle)
 
     def touch_prefix(self, key: Any) -> None:
-        """Count a use of the part of a key that is in SGLang's tree cache, but no visit."""
+        """Count a use of the part of a key that is cached, but no visit."""
         result = self.match_prefix(sgl.MatchPrefixParams(key=key)).last_device_node.result
         if result is not None:
             self.tree.unlock(self.tree.lock(result, self._clock.now_s, visit=False))
 
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
-        """Return the slots of a match in SGLang's tree cache, as `path_device_indices` does."""
+        """Return the slots of a match, as `path_device_indices` does."""
         slots = self.path_device_indices(req.last_node)
         # Mostly the match is all of the path, and a slice of a tensor costs as much as the rest.
         if len(slots) == req.prefix_len:
@@ -153,39 +150,30 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return slots[: req.prefix_len]
 
     def path_device_indices(self, node: Handle) -> torch.Tensor:
-        """Return the slots of a prefix in SGLang's tree cache, a new tensor int64 on the device."""
+        """Return the slots of a prefix, a new tensor int64 on the device."""
         return self._slots.slots_of_packed(b"" if node.result is None else node.result.packed)
 
     def dfs_weight_order(self, node_handles: Sequence[Handle]) -> list[int]:
-        """Return the indices of SGLang's cache handles, depth first. See `waiting.weight_order`."""
+        """Return the indices of handles, depth first. See `waiting.weight_order`."""
         return weight_order([self._place(handle) for handle in node_handles])
 
     def root_node_handle(self, extra_key: str | None = None) -> Handle:
-        """Return the root's handle in SGLang's tree cache; all namespaces share it."""
+        """Return the root's handle; all namespaces share it."""
         return self.root_node
 
     # --- holding ----------------------------------------------------------------------------------
 
     def lock(self, node: Handle) -> Any:
-        """Lock a prefix in SGLang's tree cache for one holder.
-
-        A request counts as a visit only at its first lock.
-        """
+        """Lock a prefix for one holder. A request counts as a visit only at its first lock."""
         return sgl.TreeLock(self._lock(node), sgl.DecLockRefParams())
 
     def unlock(self, lock: Any) -> None:
-        """Release a `TreeLock` of SGLang's tree cache.
-
-        No-op for one that was released already, or before a reset.
-        """
+        """Release a `TreeLock`. No-op for one that was released already, or before a reset."""
         if lock is not None and lock.node is not None and lock.node.held:
             self.tree.unlock(lock.node)
 
     def inc_lock_ref(self, node: Handle) -> Any:
-        """Lock a prefix in SGLang's tree cache without a lock object.
-
-        The result has the change of evictable tokens.
-        """
+        """Lock a prefix without a lock object. The result has the change of evictable tokens."""
         before = self.tree.evictable_pages
         lock = self._lock(node)
         if lock is not None:
@@ -193,10 +181,8 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.IncLockRefResult(delta=(self.tree.evictable_pages - before) * self.page_size)
 
     def dec_lock_ref(self, node: Handle, params: Any = None) -> Any:
-        """Release one lock that `inc_lock_ref` of SGLang's tree cache took at this place.
-
-        Raises LockError where there is none.
-        """
+        """Release one lock that `inc_lock_ref` took at this place. Raises LockError where there is
+        none."""
         before, place = self.tree.evictable_pages, self._place(node)
         if place is not None:
             held = self._held.get(place)
@@ -210,12 +196,10 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- adding -----------------------------------------------------------------------------------
 
     def checkpoint(self, req: Any, *, up_to: int, **_kwargs: Any) -> None:
-        """Hand the whole pages of a request's first `up_to` tokens to SGLang's tree cache.
-
-        Pages that the tree had already are freed, and the request's row then shows the tree's pages
-        instead. The request's lock moves to the end of these pages. Of a request that ends by an
-        abort, or by NaN, only the prompt is handed over, and that where a sound token came of it.
-        """
+        """Hand the whole pages of a request's first `up_to` tokens to the tree. Pages that the tree
+        had already are freed, and the request's row then shows the tree's pages instead. The
+        request's lock moves to the end of these pages. Of a request that ends by an abort, or by
+        NaN, only the prompt is handed over, and that where a sound token came of it."""
         if self.disable:
             return
         # 1. The lock tells whether the tree was reset, and how many pages it covers already.
@@ -269,10 +253,8 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         req.last_node = Handle(result, own_key) if end else self.root_node
 
     def insert(self, params: Any) -> Any:
-        """Insert slots under a key into SGLang's tree cache, for its tools and tests.
-
-        SGLang's schedulers call only `checkpoint`.
-        """
+        """Insert slots under a key, for SGLang's tools and tests. SGLang's schedulers call only
+        `checkpoint`."""
         if self.disable:
             return sgl.InsertResult(prefix_len=0)
         key, slots = params.key.maybe_to_bigram_view(self.is_eagle, params.value)
@@ -287,10 +269,8 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- taking back ------------------------------------------------------------------------------
 
     def evict(self, params: Any) -> Any:
-        """Evict whole pages from SGLang's tree cache, and free their slots in its allocator.
-
-        It takes at least `num_tokens`, or all evictable ones.
-        """
+        """Evict whole pages, and free their slots in the allocator. It takes at least `num_tokens`,
+        or all evictable ones."""
         if self.disable or params.num_tokens <= 0:
             return sgl.EvictResult()
         began = time.perf_counter()
@@ -309,11 +289,8 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.EvictResult(num_tokens_evicted=num_tokens)
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
-        """Free a request's own part of its row, for SGLang's tree cache.
-
-        One range goes to the allocator as page ids, without segments of slots in between, each of
-        which is a slice of a tensor.
-        """
+        """Free a request's own part of its row. One range goes to the allocator as page ids,
+        without segments of slots in between, each of which is a slice of a tensor."""
         allocator, size = self.token_to_kv_pool_allocator, self.page_size
         (start, end), *others = ranges
         if others or start % size or not hasattr(allocator, "free_page_ids"):
@@ -324,17 +301,15 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
             allocator.free_page_ids(pages)
 
     def reset(self) -> None:
-        """Empty SGLang's tree cache, of locked pages too: its allocator is cleared as well.
-
-        Locks from before are no longer held, which `unlock` and `checkpoint` notice.
-        """
+        """Empty the tree cache, of locked pages too: its allocator is cleared as well. Locks from
+        before are no longer held, which `unlock` and `checkpoint` notice."""
         self.tree.reset(forget_locks=True)
         self._held.clear()
 
     # --- telling ----------------------------------------------------------------------------------
 
     def take_events(self) -> list[Any]:
-        """Return the tree cache's changes since the last call, as SGLang's events."""
+        """Return the tree's changes since the last call, as SGLang's events."""
         if self._translator is None:
             return []
         self._translator.record(self.tree.drain_changes())
@@ -356,7 +331,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return self.tree.num_pages * self.page_size
 
     def all_values_flatten(self) -> torch.Tensor:
-        """Return the slots of all pages in SGLang's tree cache; those of a path are in order."""
+        """Return the slots of all pages; those of a path are in order."""
         return self._slots.slots(packed_ids([node.pages for node in self.tree.nodes()]))
 
     def pretty_print(self) -> None:
@@ -364,17 +339,16 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         print(f"{self.total_size()} tokens, {dict(self.counters)}")
 
     def sanity_check(self) -> None:
-        """Raise InternalError for a law of SGLang's tree cache that does not hold. O(tree)."""
+        """Raise InternalError for a law that does not hold. O(tree)."""
         self.tree.check_invariants()
 
     # --- shared -----------------------------------------------------------------------------------
 
     def key_of_waiting(self, req: Any) -> RadixKey:
-        """Return the key of a waiting request in SGLang's tree cache: its whole prompt, packed."""
+        """Return the key of a waiting request: its whole prompt, packed."""
         return self._key_of(req).cover(req.origin_input_ids, len(req.origin_input_ids))
 
     def _lock(self, node: Handle) -> PrefixLock | None:
-        """Lock a handle's prefix in the tree of SGLang's cache; None for the root."""
         if self.disable or node.result is None:
             return None
         visit = None
@@ -389,11 +363,9 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return self._slots.pages_of_row(table, row, start * size, end * size)
 
     def _place(self, handle: Handle) -> TreeNode | None:
-        """Return the node at which SGLang's cache handle ends now, after splits; None: the root."""
         return None if handle.result is None else self.tree.locate(handle.result)[0]
 
     def _key_of(self, req: Any) -> RequestKey:
-        """Return the key in SGLang's tree cache that grows with a request, and is kept on it."""
         own: RequestKey | None = getattr(req, "prefixkv_key", None)
         namespace = namespace_of(req.extra_key, req.cache_salt)
         if own is None or own.namespace != namespace:
@@ -401,7 +373,6 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return own
 
     def _packed(self, key: Any) -> RadixKey:
-        """Return the tree cache's key for a key of SGLang's that belongs to no request."""
         namespace = namespace_of(key.extra_key, key.cache_salt)
         return self._packer.pack(key.token_ids, _raw_len(key), namespace)
 
@@ -410,6 +381,5 @@ _NO_PAGES: Pages = np.empty(0, np.int32)
 
 
 def _raw_len(key: Any) -> int:
-    """Return how many tokens of its array a key given to SGLang's cache stands for."""
     num_tokens = len(key.token_ids)
     return num_tokens if key.limit is None else min(key.limit, num_tokens)

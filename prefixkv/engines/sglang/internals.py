@@ -80,15 +80,12 @@ CREATE_RECEIVER = (
 
 
 def fake_host() -> str:
-    """Return, of SGLang's internals, the address in its requests to itself.
-
-    These transfer nothing.
-    """
+    """Return the address in SGLang's requests to itself, which transfer nothing."""
     return str(import_module(TRANSFER_UTILS).FAKE_BOOTSTRAP_HOST)
 
 
 def refuse_request(queue: Any, req: Any, reason: str) -> None:
-    """Refuse a request with status 400, by SGLang's internals, for the tree plug-in."""
+    """Refuse a request with status 400."""
     prepare_abort = import_module(TRANSFER_UTILS).prepare_abort
     prepare_abort(req, reason, status_code=HTTPStatus.BAD_REQUEST)
     queue.scheduler.output_streamer.stream_output([req], req.return_logprob)

@@ -38,9 +38,7 @@ _log = logging.getLogger("prefixkv.sglang")
 
 def load() -> None:
     """Load the plug-in: register both backends with SGLang, and hook the methods that they need.
-
-    Only warns, and does nothing, under another version of SGLang than `TESTED`.
-    """
+    Only warns, and does nothing, under another version of SGLang than `TESTED`."""
     from importlib.metadata import version
 
     found = version("sglang")
@@ -70,7 +68,7 @@ def load() -> None:
 
 
 def build(context: Any) -> Any:
-    """Build SGLang's tree cache for `--radix-cache-backend prefixkv`, by the plug-in's settings.
+    """Build the tree cache for `--radix-cache-backend prefixkv`, by the settings.
 
     Raises:
         ConfigError: names the option or the kind of model that is not supported, or a variable
@@ -88,7 +86,7 @@ def build(context: Any) -> Any:
 
 
 def policy_name(chosen: str | None, sglang_policy: str) -> str:
-    """Return the eviction policy that the SGLang plug-in uses.
+    """Return the name of the eviction policy.
 
     It is the chosen one, else SGLang's unless that is its default, `lru`.
 
@@ -106,10 +104,6 @@ def policy_name(chosen: str | None, sglang_policy: str) -> str:
 
 
 def _refusals(context: Any) -> list[str]:
-    """Return why the plug-in cannot give this SGLang server its tree.
-
-    Each reason has the option to leave out.
-    """
     from prefixkv.engines.sglang import internals as sgl
 
     # Each is a part of SGLang that keeps KV outside of this tree, or expects another tree.
@@ -140,11 +134,9 @@ def _refusals(context: Any) -> list[str]:
 
 
 def _add_transfer_backend(sgl: Any) -> None:
-    """Register the plug-in's `--disaggregation-transfer-backend prefixkv` and its hooks.
-
-    SGLang's list of names can be extended, but its enumeration of backends is closed. So a member
-    is put into it by hand.
-    """
+    """Register `--disaggregation-transfer-backend prefixkv` and its hooks. SGLang's list of names
+    can be extended, but its enumeration of backends is closed. So a member is put into it by
+    hand."""
     # `object.__new__`, since the constructor of an Enum only looks members up. Both maps: SGLang
     # finds a backend by value, and lists them by name.
     kinds = import_module(sgl.TRANSFER_UTILS).TransferBackend
@@ -180,10 +172,8 @@ def _add_transfer_backend(sgl: Any) -> None:
 def _with_time(
     original: Any, receiver: Any, recv_reqs: list[Any] | None, *rest: Any, **named: Any
 ) -> list[Any]:
-    """Add the ranks' time to SGLang's broadcast of requests, in a hook, and remove it on each rank.
-
-    See `clock.py`. Only the rank that receives requests has a list here; the others have None.
-    """
+    """Add the ranks' time to the broadcast of requests, and remove it on each rank. See `clock.py`.
+    Only the rank that receives requests has a list here; the others have None."""
     from prefixkv.engines.sglang.clock import CLOCK
 
     if recv_reqs is not None:
@@ -192,7 +182,6 @@ def _with_time(
 
 
 def _around_pop(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
-    """Order decode's queue before SGLang admits from it, and note what is admitted."""
     from prefixkv.engines.sglang.clock import CLOCK
 
     cache = _enabled_cache(queue.tree_cache)
@@ -210,10 +199,8 @@ def _around_pop(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
 
 
 def _after_handshakes(_result: Any, queue: Any, *_args: Any, **_named: Any) -> None:
-    """Keep requests of decode's queue back that join another request.
-
-    SGLang has just marked the requests that could be admitted, and marks them again at each step.
-    """
+    """Keep requests of decode's queue back that join another request. SGLang has just marked the
+    requests that could be admitted, and marks them again at each step."""
     cache = _enabled_cache(queue.tree_cache)
     if cache is None:
         return
@@ -229,10 +216,6 @@ def _after_handshakes(_result: Any, queue: Any, *_args: Any, **_named: Any) -> N
 
 
 def _queue_state(queue: Any, cache: Any) -> Any:
-    """Return the plug-in's state for SGLang's decode queue, which is kept on the queue.
-
-    It is made at first use.
-    """
     state = queue.__dict__.get("prefixkv_queue_state")
     if state is None:
         from prefixkv.engines.sglang.joins import Joins
@@ -247,7 +230,7 @@ def _queue_state(queue: Any, cache: Any) -> Any:
 
 
 def _around_manager(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
-    """Set the layout of pages, in a hook, while SGLang makes a manager. See `shares.use_share`."""
+    # SGLang's constructor has no argument for the layout of pages.
     from prefixkv.engines.sglang import shares
 
     total_heads = int(queue.scheduler.model_config.get_total_num_kv_heads())
@@ -258,14 +241,13 @@ def _around_manager(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
 
 
 def _after_sender(is_made: bool, _queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
-    """Give a sender of ours its request, in a hook: SGLang's constructor does not pass it on."""
+    # SGLang's constructor does not pass the request on.
     begin = getattr(req.disagg_kv_sender, "prefixkv_begin", None) if is_made else None
     if begin is not None:
         begin(req)
 
 
 def _after_receiver(item: Any, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
-    """Give a receiver of ours its request, in a hook, and end SGLang's timed release of pages."""
     begin = getattr(item.kv_receiver, "prefixkv_begin", None)
     if begin is not None:
         begin(req)
@@ -278,36 +260,30 @@ def _after_receiver(item: Any, queue: Any, req: Any, *_args: Any, **_named: Any)
 def _after_add(
     _result: Any, queue: Any, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False
 ) -> None:
-    """Inform prefill, in a plug-in hook, of a request that decode refused without a receiver.
-
-    For instance a prompt that is too long.
-    """
+    """Inform prefill of a request that decode refused without a receiver. For instance a prompt
+    that is too long."""
     taken = bool(queue.queue) and queue.queue[-1].req is req
     if not (taken or is_retracted or is_rebootstrap):
         _decline(queue, req)
 
 
 def _after_prefill_add(_result: Any, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
-    """Inform decode, in a plug-in hook, of a request that prefill refused without a sender."""
+    # Refused without a sender.
     if not (queue.queue and queue.queue[-1] is req):
         _decline(queue, req)
 
 
 def _before_bootstrapped(queue: Any, *_args: Any, **_named: Any) -> None:
-    """Take in decode's announcements, in a hook at each step of SGLang's prefill.
-
-    Also where no sender is polled: an announcement may belong to a request that has ended here.
-    """
+    """Take in decode's announcements at each step of prefill, also where no sender is polled: an
+    announcement may belong to a request that has ended here."""
     pump = getattr(queue.kv_manager, "prefixkv_pump", None)
     if pump is not None:
         pump()
 
 
 def _after_request(_result: Any, scheduler: Any, asked: Any, *_args: Any, **_named: Any) -> None:
-    """Inform the other server, in a hook, of a request refused on its way into SGLang's queue.
-
-    A request that is in a queue, or waits for its grammar to compile, is not refused.
-    """
+    """Inform the other server of a request refused on its way into the queue. A request that is in
+    a queue, or waits for its grammar to compile, is not refused."""
     queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     queue = queue or getattr(scheduler, "disagg_decode_prealloc_queue", None)
     manager: Any = getattr(queue, "kv_manager", None)
@@ -323,10 +299,7 @@ def _after_request(_result: Any, scheduler: Any, asked: Any, *_args: Any, **_nam
 
 
 def _decline(queue: Any, req: Any) -> None:
-    """Decline a request with a room from a hook, where SGLang's manager is ours.
-
-    SGLang's own health checks are left alone.
-    """
+    # SGLang's own health checks are left alone.
     from prefixkv.engines.sglang import internals as sgl
 
     decline = getattr(queue.kv_manager, "decline", None)
@@ -336,23 +309,17 @@ def _decline(queue: Any, req: Any) -> None:
 
 
 def _after_waiting_abort(_result: Any, _scheduler: Any, req: Any) -> None:
-    """Clear, in a hook, the sender of an aborted waiting request, which SGLang does not clear.
-
-    SGLang does not poll it either.
-
-    Otherwise the number of its room could never be used again.
-    """
+    """Clear the sender of an aborted waiting request, which SGLang neither clears nor polls.
+    Otherwise the number of its room could never be used again."""
     if hasattr(req.disagg_kv_sender, "prefixkv_begin"):
         req.disagg_kv_sender.clear()
 
 
 def _around_capacity(original: Any, queue: Any, req: Any) -> bool:
-    """Return, in a hook of SGLang, whether decode can never admit a request; refuse it then.
-
-    SGLang compares only the prompt with the pool here, but admits a request only where the tokens
-    reserved for its output fit too. A request in between would wait at the head of the queue
-    without end, and all others behind it.
-    """
+    """Return whether decode can never admit a request; refuse it then. SGLang compares only the
+    prompt with the pool here, but admits a request only where the tokens reserved for its output
+    fit too. A request in between would wait at the head of the queue without end, and all others
+    behind it."""
     from prefixkv.engines.sglang import internals as sgl
 
     if original(queue, req):
@@ -377,13 +344,9 @@ def _around_capacity(original: Any, queue: Any, req: Any) -> bool:
 
 
 def _around_normalize(original: Any, asked: Any, *args: Any, **named: Any) -> Any:
-    """Refuse requests that cannot work, in a hook of SGLang, with status 400.
-
-    They are refused before a room is opened.
-
-    Both servers do so, by the same rules. SGLang makes `n` requests of `n` samples, all with one
-    room. Several prompts have a room each: as listed, or consecutive numbers, as SGLang counts.
-    """
+    """Refuse requests that cannot work with status 400, before a room is opened, by the same rules
+    on both servers. SGLang makes `n` requests of `n` samples, all with one room. Several prompts
+    have a room each: as listed, or consecutive numbers, as SGLang counts."""
     from prefixkv.engines.sglang import internals as sgl
 
     result = original(asked, *args, **named)
@@ -402,10 +365,8 @@ def _around_normalize(original: Any, asked: Any, *args: Any, **named: Any) -> An
 
 
 def _check_rooms(asked: Any) -> None:
-    """Raise ValueError, in the plug-in for SGLang, if `bootstrap_room` cannot be opened.
-
-    A request without any room is left to SGLang, which refuses it itself.
-    """
+    """Raise ValueError if `bootstrap_room` cannot be opened. A request without any room is left to
+    SGLang, which refuses it itself."""
     # 1. The shape: one number, or a list with one per prompt. 2. Each number: in range, and once.
     rooms = asked.bootstrap_room
     if not isinstance(rooms, list):
@@ -426,12 +387,11 @@ def _check_rooms(asked: Any) -> None:
 
 
 def _in_host_memory(_original: Any, _kinds: Any, expected_len: int) -> list[str]:
-    """Return "DRAM" for all KV, in a hook: SGLang's NIXL backend says VRAM even on a CPU."""
+    # SGLang's NIXL backend says VRAM even on a CPU.
     return ["DRAM"] * expected_len
 
 
 def _enabled_cache(cache: Any) -> Any:
-    """Return SGLang's tree cache if it is an enabled one of this plug-in, else None."""
     from prefixkv.engines.sglang.cache import PrefixKVCache
 
     return cache if isinstance(cache, PrefixKVCache) and not cache.disable else None
@@ -442,7 +402,6 @@ def _request(item: Any) -> Any:
 
 
 def _admission() -> str:
-    """Return the SGLang plug-in's PREFIXKV_ADMISSION. Raises ConfigError for an unknown value."""
     name = os.environ.get("PREFIXKV_ADMISSION", "hit_aware")
     if name not in ("fifo", "hit_aware"):
         raise ConfigError(f"PREFIXKV_ADMISSION is {name!r}, not one of fifo, hit_aware")
@@ -450,10 +409,7 @@ def _admission() -> str:
 
 
 def _number(name: str, default: float) -> float:
-    """Return a numeric setting of the SGLang plug-in from the environment.
-
-    Raises ConfigError for other text.
-    """
+    """Return a numeric setting from the environment. Raises ConfigError for other text."""
     text = os.environ.get(name, "")
     try:
         return float(text) if text else default

@@ -16,10 +16,8 @@ PATIENCE_S = 5.0
 
 
 class Depths:
-    """Cache of how many pages of each waiting prompt are in the tree.
-
-    A prompt is matched again only when pages came or went since.
-    """
+    """Cache of how many pages of each waiting prompt are in the tree. A prompt is matched again
+    only when pages came or went since."""
 
     def __init__(self, tree: RadixCache, key_of: Callable[[Any], RadixKey]) -> None:
         self._tree = tree
@@ -30,19 +28,16 @@ class Depths:
 
     @property
     def version(self) -> int:
-        """The tree's version: while it is unchanged, so are SGLang's depths of waiting prompts."""
+        """The tree's version: while it is unchanged, so are the depths."""
         return self._tree.version
 
     @property
     def page_size(self) -> int:
-        """Number of key words per page of the prompts waiting in SGLang's queue."""
         return self._tree.page_size
 
     def of(self, request: Any) -> tuple[RadixKey, int]:
-        """Return a waiting SGLang request's packed prompt, and how many of its pages are cached.
-
-        The prompt is not to be changed or kept.
-        """
+        """Return a waiting request's packed prompt, and how many of its pages are cached. The
+        prompt is not to be changed or kept."""
         if self._version != self._tree.version:
             self._version = self._tree.version
             self._found.clear()
@@ -55,10 +50,8 @@ class Depths:
 
 
 class NewPagesFirst:
-    """An order of a queue by the pages that would have to be sent, fewest first.
-
-    Requests that have waited for `patience_s` come before all others, in the order of arrival.
-    """
+    """An order of a queue by the pages that would have to be sent, fewest first. Requests that have
+    waited for `patience_s` come before all others, in the order of arrival."""
 
     def __init__(self, depths: Depths, patience_s: float = PATIENCE_S) -> None:
         self._depths = depths
@@ -66,10 +59,8 @@ class NewPagesFirst:
         self._since: dict[int, float] = {}  # by id(item): time at which it was first seen
 
     def order(self, queue: list[Any], request_of: Callable[[Any], Any], now_s: float) -> None:
-        """Sort SGLang's waiting queue in place, stably, fewest new pages first.
-
-        `now_s` is the ranks' common time, so all sort alike.
-        """
+        """Sort the waiting queue in place, stably, fewest new pages first. `now_s` is the ranks'
+        common time, so all sort alike."""
         # Forget items that left first: a new item may get the id of a former one.
         here = {id(item) for item in queue}
         for gone in self._since.keys() - here:
@@ -88,7 +79,7 @@ class NewPagesFirst:
 
 
 def weight_order(ends: Sequence[TreeNode | None]) -> list[int]:
-    """Return the indices of waiting SGLang requests in the order that shares prefixes best.
+    """Return the indices of waiting requests in the order that shares prefixes best.
 
     Depth first through the tree, at each node the branch with most requests first. O(requests *
     nodes on their paths).

@@ -142,8 +142,7 @@ def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
     """Return a tag of all that the bytes of blocks depend on besides shape and element type: the
     version, the kernels of the layers, their packing (on CPUs it depends on the instructions),
     quantization. Two servers must have equal tags; `OPTION_NAMES` maps each word to the option that
-    sets it.
-    """
+    sets it."""
     # The version too: kernels may pack differently in the next one, and no name would show it.
     # Blocks of all groups are alike, but for states.
     groups, of = BlockGroups.of(kv_cache), kv_cache.kv_cache_groups

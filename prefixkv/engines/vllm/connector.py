@@ -43,11 +43,9 @@ compat.KVConnectorWorkerMetadata.register(WorkerReport)
 
 
 class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
-    """The connector object: one in vLLM's scheduler, and one in each worker. See docs/vllm.md.
-
-    Raises ConfigError, which names the cause, for a wrong option, and for a model or parallel setup
-    that cannot be transferred.
-    """
+    """The connector object: one in the scheduler, and one in each worker. See docs/vllm.md. Raises
+    ConfigError, which names the cause, for a wrong option, and for a model or parallel setup that
+    cannot be transferred."""
 
     is_prefixkv = True
 
@@ -104,40 +102,37 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return False to vLLM: a connector's transfers do not follow KV that is mapped elsewhere.
-
-        vLLM asks this from 0.33.0 on; `check_engine` refuses sleep mode in any version.
-        """
+        """Return False: a connector's transfers do not follow KV that is mapped elsewhere. vLLM
+        asks this from 0.33.0 on; `check_engine` refuses sleep mode in any version."""
         return False
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """True for vLLM where layers keep a window: it then looks for prefixes as
-        `bind_kv_cache_manager` has it."""
+        """True where layers keep a window: it then looks for prefixes as `bind_kv_cache_manager`
+        has it."""
         return bool(self._groups.windows)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False for vLLM: the connector holds a preempted request's blocks until they are sent."""
+        """False: the connector holds a preempted request's blocks until they are sent."""
         return False
 
     # --- in the scheduler -------------------------------------------------------------------------
 
     @property
     def scheduler(self) -> SchedulerSide:
-        """The connector's scheduler side; only the connector in vLLM's scheduler has it."""
         assert self._scheduler is not None, "the scheduler's connector"
         return self._scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Take vLLM's cache manager into the connector. For requests whose windows are loaded it
-        looks for a prefix in the layers that keep every token alone."""
+        """Take the cache manager. For requests whose windows are loaded it then looks for a prefix
+        in the layers that keep every token alone."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._groups.windows:
             look_up_densely(kv_cache_manager, self._groups.full, self.scheduler.ignores_windows)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Give vLLM's block pool to the connector, and let a policy choose its victims if set."""
+        """Take the block pool, and let a policy choose its victims if one is set."""
         shadow: Shadow | None = None
         # The queue is replaced before any block is cached, so the shadow misses none.
         if self._options.policy and not gpu_block_pool.enable_caching:
@@ -196,8 +191,8 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return True
 
     def take_events(self) -> Iterable[Any]:
-        """Return the events of host memory, for vLLM's publisher: its own pool reports the blocks
-        that arrive there."""
+        """Return the events of host memory, for vLLM's publisher: vLLM's own pool reports the
+        blocks that arrive there."""
         events = self.scheduler.take_host_events()
         return compat.host_events(events, self._block_size) if events else ()
 
@@ -205,15 +200,12 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @property
     def worker(self) -> WorkerSide:
-        """The connector's worker side in vLLM; it exists from `register_kv_caches` on."""
+        """The worker's side; it exists from `register_kv_caches` on."""
         assert self._worker is not None, "a worker's connector, with its KV memory"
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Make the connector's side in a worker over vLLM's KV tensors, by layer name.
-
-        All ranks call it.
-        """
+        """Make the worker's side over the KV tensors, by layer name. All ranks call it."""
         config, kv_cache = self._vllm_config, self._kv_cache_config
         options = self._options
         model = ModelConfig(
@@ -240,13 +232,9 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._worker.register(pool_of(kv_caches, kv_cache, tag, plain=plain))
 
     def unregister_kv_caches(self) -> None:
-        """Refuse, for the connector, to let vLLM give the KV memory back.
-
-        vLLM asks for it from 0.33.0 on.
-
-        Raises ConfigError for memory of a device: a peer may still read or write what is
-        registered. On a CPU vLLM releases nothing, and this does nothing.
-        """
+        """Refuse to have the KV memory given back. vLLM asks for it from 0.33.0 on. Raises
+        ConfigError for memory of a device: a peer may still read or write what is registered. On a
+        CPU vLLM releases nothing, and this does nothing."""
         device = next(iter(self._kv_caches.values())).device.type if self._kv_caches else "cpu"
         if device != "cpu":
             raise ConfigError(
@@ -254,11 +242,8 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             )
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Carry out the connector's orders that precede vLLM's forward pass.
-
-        Here and not in `start_load_kv`, which vLLM calls after the forward where nothing is loaded
-        in this step.
-        """
+        """Carry out the orders that precede the forward pass. Here and not in `start_load_kv`,
+        which vLLM calls after the forward where nothing is loaded in this step."""
         super().bind_connector_metadata(connector_metadata)
         orders = connector_metadata
         has_copies = bool(orders.copies or orders.before) or self.worker.has_work_after(NO_ORDERS)
@@ -284,10 +269,7 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             self.worker.after_forward(orders, event_on(self._kv_caches))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return the loads that are over from vLLM's connector.
-
-        vLLM waits until every rank has reported one.
-        """
+        """Return the loads that are over. vLLM waits until every rank has reported one."""
         results = self.worker.take_results()
         return compat.KVConnectorTransferResults(
             finished_recving=results.received, failed_recving=results.failed
@@ -299,10 +281,7 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     # --- in both, and in the API server -----------------------------------------------------------
 
     def get_kv_connector_stats(self) -> PrefixKVStats | None:
-        """Return the counts of this process's vLLM connector since the last call.
-
-        None if nothing changed.
-        """
+        """Return the counts of this process since the last call. None if nothing changed."""
         counts: dict[str, float] = {}
         if self._scheduler is not None:
             counts |= self._scheduler.take_counts() | self._scheduler.take_gauges()
@@ -325,7 +304,6 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return PrefixKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Stop the threads of vLLM's connector in this process. Idempotent."""
         if self._wakeups is not None:
             self._wakeups.close()
         if self._worker is not None:

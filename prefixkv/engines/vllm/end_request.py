@@ -21,11 +21,9 @@ def end_request(scheduler: Any, rid: str, params: dict[str, Any], outputs: Any) 
 
 
 def answer(request: Any, params: dict[str, Any], outputs: Any) -> None:
-    """Answer a request that was ended here: vLLM answers only requests that it has computed.
-
-    The answer has no token, and `params` as its `kv_transfer_params`. It is added to `outputs`,
-    which maps each client to its outputs of this step.
-    """
+    """Answer a request that was ended here: vLLM answers only requests that it has computed. The
+    answer has no token, and `params` as its `kv_transfer_params`. It is added to `outputs`, which
+    maps each client to its outputs of this step."""
     output = EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],
@@ -42,10 +40,8 @@ def fail_requests(
 ) -> tuple[list[Any], set[int]]:
     """End live requests with an error, and take all blocks that hold KV of their tokens out of the
     prefix cache, with those of `ended_hashes`. Returns the requests that were ended, and these
-    blocks.
-
-    All, their hits too: a block that was wrong before must not spoil every request that finds it.
-    """
+    blocks. All, their hits too: a block that was wrong before must not spoil every request that
+    finds it."""
     manager = scheduler.kv_cache_manager
     live = [scheduler.requests[rid] for rid in rids if rid in scheduler.requests]
     # By hash: vLLM has taken back the blocks of a request that is preempted, and those that a

@@ -48,14 +48,10 @@ class Shadow:
         blocks: Sequence[int] = (),
         namespace: Hashable = None,
     ) -> None:
-        """Lock the blocks of a request that starts to run.
-
-        No-op for one that runs already.
-
+        """Lock the blocks of a request that starts to run. No-op for one that runs already.
         `blocks` are to hold the first of its `tokens`. They are entered at once: a policy takes the
         entry of new pages for a part of the last use of the pages before them, so no other request
-        may come between.
-        """
+        may come between."""
         if rid in self._locks:
             return
         match = self._tree.match_prefix(np.asarray(tokens, np.int32), namespace)
@@ -71,10 +67,8 @@ class Shadow:
     def ended(
         self, rid: str, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable = None
     ) -> None:
-        """Enter and unlock the blocks of a request that ends.
-
-        `blocks` are cached, and hold the KV of the first of its `tokens`.
-        """
+        """Enter and unlock the blocks of a request that ends. `blocks` are cached, and hold the KV
+        of the first of its `tokens`."""
         lock = self._locks.pop(rid, None)
         # A request that was never admitted here has not been counted as a use.
         if blocks:

@@ -59,19 +59,19 @@ class Counters:
         self._new: dict[str, int] = {}
 
     def add(self, name: str, number: int = 1) -> None:
-        """Add to a counter of vLLM's connector; one that stays 0 is not reported."""
+        """Add to a counter; one that stays 0 is not reported."""
         assert name in METRICS, name
         if number:
             self._new[name] = self._new.get(name, 0) + number
 
     def take(self) -> dict[str, int]:
-        """Return the counts of vLLM's connector since the last call, and start again from 0."""
+        """Return the counts since the last call, and start again from 0."""
         new, self._new = self._new, {}
         return new
 
 
 def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """Return two stats of vLLM's connector together: counters are added.
+    """Return two stats together: counters are added.
 
     The gauges of `other`, the later one, replace those of `one`.
 

@@ -22,9 +22,7 @@ from prefixkv.spi import Closing
 
 class WakeupListener(Closing):
     """A socket at which wakeups arrive. `on_ring` is called in a thread of the listener's own.
-
-    Raises OSError where there are no abstract unix sockets.
-    """
+    Raises OSError where there are no abstract unix sockets."""
 
     def __init__(self, on_ring: Callable[[], None]) -> None:
         self._on_ring = on_ring
@@ -50,11 +48,9 @@ class WakeupListener(Closing):
 
 
 class WakeupSender(Closing):
-    """A thread that wakes a listener when one of `fds` is readable, once each time it is armed.
-
-    The descriptors belong to the caller, and must stay open until `close` has returned. Raises
-    OSError where the listener cannot be reached.
-    """
+    """A thread that wakes a listener when one of `fds` is readable, once each time it is armed. The
+    descriptors belong to the caller, and must stay open until `close` has returned. Raises OSError
+    where the listener cannot be reached."""
 
     def __init__(self, address: str, fds: Sequence[int]) -> None:
         self._socket = socket(AF_UNIX, SOCK_DGRAM)
