@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefixkv.engines.vllm.compat import get_kv_transfer_group
-
 
 class WorkerExtension:
     """Methods that vLLM mixes into each worker. Called between steps, in the worker's thread."""
@@ -37,4 +35,6 @@ class WorkerExtension:
 
 
 def _side() -> Any:
+    from prefixkv.engines.vllm.compat import get_kv_transfer_group
+
     return get_kv_transfer_group().worker
