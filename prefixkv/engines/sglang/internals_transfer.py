@@ -33,23 +33,3 @@ def gather(given: object) -> list[object]:
     if parallel.attn_tp_size == 1:
         return [given]
     return cast(list[object], parallel.attn_tp_group.all_gather_object(given))
-
-
-__all__ = [
-    "CommonKVBootstrapServer",
-    "CommonKVManager",
-    "CommonKVReceiver",
-    "CommonKVSender",
-    "DisaggregationMode",
-    "KVArgs",
-    "KVClassType",
-    "KVPoll",
-    "KVTransferDestination",
-    "envs",
-    "gather",
-    "get_device",
-    "get_local_ip_auto",
-    "get_parallel",
-    "get_serving",
-    "web",
-]
