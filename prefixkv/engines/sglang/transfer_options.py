@@ -41,8 +41,8 @@ class TransferOptions:
     `bind` is where each rank of a prefill server listens, with a port of `*`; "": the loopback
     interface, or the machine's address where keys are set or `allow_remote_without_keys`. `model`
     is what both servers have to agree on; "": the last part of the model's served name.
-    `fence_folder` is where an operator declares peers dead (`fences.py`); "": nowhere.
-    `control` and `transport` are the fields of `ControlConfig` and `TransportConfig`.
+    `fence_folder` is where an operator declares peers dead (`fences.py`); "": nowhere. `control`
+    and `transport` are the fields of `ControlConfig` and `TransportConfig`.
     """
 
     name: str = ""
@@ -57,7 +57,7 @@ class TransferOptions:
 
     @classmethod
     def of(cls, text: str) -> TransferOptions:
-        """Build the options of SGLang's transfer backend from JSON.
+        """Build the options from JSON.
 
         Raises ConfigError, which names the setting, for one that is unknown or out of range.
 
@@ -71,7 +71,7 @@ class TransferOptions:
         return convert(cls, given, VARIABLE)
 
     def address(self, local_ip: str) -> str:
-        """Return the address at which an SGLang rank binds its transfers, on this machine.
+        """Return the address at which a rank binds its transfers, on this machine.
 
         `local_ip` is the machine's.
 
