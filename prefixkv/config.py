@@ -192,9 +192,7 @@ class TransportConfig:
 
     `interface` names the network that KV travels on, as UCX calls it: "eth0", or several,
     "eth0,mlx5_0:1". "": the loopback interface, for peers on this machine. UCX_NET_DEVICES in the
-    environment overrides it. With `trial_peers` a prefill rank first loads a peer's NIXL metadata
-    in a child process (40 MiB), which may die of it; without, only the known parts of the metadata
-    are checked.
+    environment overrides it.
 
     `backend`: "nixl"; "shm", which copies into mapped memory of the peer, for two workers of one
     user on one host, with decode's pool and state made with `shared=True`; or "auto": shm where
@@ -216,7 +214,6 @@ class TransportConfig:
     lease_bytes: Bytes = 16 << 20
     copy_threads: Count = 1
     interface: Annotated[str, doc('Network that KV travels on, "eth0"; none: this machine.')] = ""
-    trial_peers: bool = True
     backend: Annotated[Backend, doc("nixl, shm (memory of this host), or auto.")] = "nixl"
     max_bytes_per_s: Annotated[
         BytesOrZero, doc("Most bytes of KV sent per second, to all peers together; 0: no limit.")

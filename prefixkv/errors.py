@@ -224,8 +224,7 @@ class RefusedError(HandshakeError):
 
 
 class MetadataError(HandshakeError):
-    """A peer's NIXL metadata that is not loaded here: it differs from what is known of the peer, or
-    a trial load of it failed."""
+    """A peer's NIXL metadata that is not loaded here: it is of another agent than the peer's."""
 
     def __init__(self, why: str) -> None:
         # Past HandshakeError and its message of two values: here only one side has one.

@@ -250,7 +250,6 @@ def test_every_number_and_choice_has_a_bound() -> None:
         "curve",
         "allow_remote_without_keys",
         "interface",
-        "trial_peers",
         "prove_death",
         "topic",
         "medium",

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from prefixkv.config import CurveConfig
-from prefixkv.control.effects import FrameReceived, PeerTried
 from prefixkv.control.prefill.budgets import ROOM_BYTES, hello_bytes
 from prefixkv.memory.kv_layout import Slab
 from prefixkv.protocol.commands import AbortRoom
@@ -24,7 +23,6 @@ from prefixkv.protocol.messages import (
     Drained,
     Fenced,
     HelloReply,
-    HelloWanted,
     Outcome,
     OutcomeAck,
     Promise,
@@ -40,7 +38,6 @@ from tests.control.wire import (
     LAYOUT,
     NUM_PAGES,
     PAGE_SIZE,
-    ROUTE,
     SENT,
     TIMING,
     DecodePeer,
@@ -251,76 +248,6 @@ def test_a_worker_whose_introductions_are_too_large_is_refused() -> None:
     for life in range(6, 10):
         [reply] = of(peer.say(HELLO, PeerId(DECODE.name, life)), HelloReply)
         assert not reply.refused, "a former life's is not held any more"
-
-
-# --- what is on trial -----------------------------------------------------------------------------
-
-
-def test_sixty_hellos_of_a_megabyte_are_held_within_the_budget() -> None:
-    """Of names that are all one key's, in frames that are larger than what is in them."""
-    peer = DecodePeer(dataclasses.replace(TIMING, max_peers=1000), tries=True)
-    tried = 0
-    with growth(38 * MIB):
-        for number in range(60):
-            body = msgspec.structs.replace(HELLO, agent_metadata=bytes([number]) * MIB)
-            tried += kinds(peer.say(body, PeerId(f"d{number}", 1))).count("TryPeer")
-    assert tried == 31
-    assert peer.control.counters["dropped: BudgetError"] == 29
-    large = msgspec.structs.replace(HELLO, agent_metadata=bytes(MIB))
-    assert kinds(peer.say(large, OTHER, credential="another key")) == ["TryPeer"]
-    peer.on(PeerTried(PeerId("d0", 1)))
-    assert kinds(peer.say(body, PeerId("d59", 1))) == ["TryPeer"], "one has left its place"
-
-
-def test_a_frame_on_trial_is_not_kept_with_what_it_is_padded_with() -> None:
-    peer = DecodePeer(dataclasses.replace(TIMING, max_peers=1000), tries=True)
-    with growth(4 * MIB):
-        for number in range(20):
-            me = PeerId(f"d{number}", 1)
-            nonce = peer.say(HelloWanted(), me)[0].nonce
-            hello = msgspec.structs.replace(HELLO, nonce=nonce)
-            frame = msgspec.msgpack.decode(peer.raw(hello, me))
-            frame[4][3]["padding"] = bytes(MIB)  # of the layout, a map
-            effects = peer.on(FrameReceived(ROUTE, msgspec.msgpack.encode(frame)))
-            assert kinds(effects) == ["TryPeer"]
-            del frame, effects
-
-
-def test_lives_that_follow_each_other_on_trial_are_bounded() -> None:
-    peer = DecodePeer(tries=True)  # of two peers
-    me, tries = DECODE, []
-    for _ in range(10):
-        tries += kinds(peer.say(HELLO, me))
-        me = newer(me)
-    assert tries == ["TryPeer"] * TIMING.max_peers
-    assert peer.control.counters["dropped: ProtocolError"] == 8
-
-
-def test_what_was_tried_is_what_is_loaded() -> None:
-    """A second Hello of the same life, while the first is on trial, changes nothing of it."""
-    peer = DecodePeer(tries=True)
-    peer.say(HELLO)
-    changes: dict[str, Any] = {"agent_metadata": b"evil", "secret": bytes(20), "known": 7}
-    assert peer.say(msgspec.structs.replace(HELLO, **changes)) == []
-    late = peer.raw(Fenced())
-    peer.say(msgspec.structs.replace(HELLO, **changes))
-    added, reply = peer.on(PeerTried(DECODE))
-    assert added.metadata == HELLO.agent_metadata
-    assert reply.known == 7
-    [known] = peer.control._peers.all()
-    assert known.hello.secret == HELLO.secret
-    assert peer.on(FrameReceived(ROUTE, late)) == [], "a word from before its last Hello is late"
-
-
-def test_a_life_whose_trial_was_overtaken_does_not_take_its_verdict_for_another() -> None:
-    peer = DecodePeer(dataclasses.replace(TIMING, max_peers=10), tries=True)
-    peer.say(HELLO)
-    peer.say(HELLO, newer(DECODE))
-    peer.on(PeerTried(PeerId("unknown", 1)))
-    assert peer.say(msgspec.structs.replace(HELLO, agent_metadata=b"evil")) == []
-    assert peer.control.counters["dropped: ProtocolError"] == 1
-    assert peer.on(PeerTried(DECODE)) == []
-    assert kinds(peer.on(PeerTried(newer(DECODE)))) == ["AddPeer", "HelloReply"]
 
 
 # --- names ----------------------------------------------------------------------------------------
