@@ -135,8 +135,6 @@ class ControlConfig:
     After a fence, bytes that the kernel still holds of the dead writer are read for
     `fence_settle_s` before its pages are used again (0 where writes bypass the kernels, as RDMA's
     do). With `prove_death` a peer on this machine is fenced as soon as the kernel proves it dead.
-    On prefill `max_peer_bytes` bounds the rooms, page ids and introductions held for one decode
-    worker, all its ranks together.
     """
 
     heartbeat_s: Seconds = 1.0
@@ -155,7 +153,6 @@ class ControlConfig:
     prove_death: bool = True
     max_parked_per_peer: Count = 1024
     max_peers: Count = 1024
-    max_peer_bytes: Bytes = 32 << 20
     max_queued_frames: Count = 2_000
     max_aux_bytes: BytesOrZero = 64 << 10
     curve: CurveConfig | None = None
@@ -309,11 +306,9 @@ class KVEventsConfig:
     memory in the format's terms. `dp_rank` is the data-parallel rank that events name.
 
     The last `keep_batches` and `keep_bytes` are kept to be repeated. A subscriber that is 10,000
-    batches behind loses events, and sees a gap in the numbers; one that is `queue_bytes` behind is
-    cut off, and comes back. `queue_bytes` also bounds the unread snapshots and repeats of all
-    clients together; the next one is made when there is room. After `heartbeat_s` without events an
-    empty batch is published, so that a loss of the last events is seen. At most `max_backlog_pages`
-    wait for the publisher's thread; beyond, it starts over with a snapshot.
+    batches behind loses events, and sees a gap in the numbers. After `heartbeat_s` without events
+    an empty batch is published, so that a loss of the last events is seen. At most
+    `max_backlog_pages` wait for the publisher's thread; beyond, it starts over with a snapshot.
 
     With `checkpoint_blocks` a worker that goes on from checkpoints alone tells where they are, as
     blocks of a group of their own.
@@ -330,7 +325,6 @@ class KVEventsConfig:
     dp_rank: CountOrZero = 0
     keep_batches: CountOrZero = 10_000
     keep_bytes: BytesOrZero = 64 << 20
-    queue_bytes: Bytes = 64 << 20
     heartbeat_s: Seconds = 1.0
     max_backlog_pages: Count = 1 << 20
     epoch_frames: bool = False

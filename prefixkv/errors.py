@@ -120,9 +120,8 @@ class VersionError(ProtocolError):
         self.ours = ours
 
 
-class BudgetError(ProtocolError):
-    """A message that asks to hold more for a peer than its pool has pages, or than `max_peer_bytes`
-    allows."""
+class OverpromisedError(ProtocolError):
+    """A promise by which a peer has promised more pages at once than its pool has."""
 
 
 class FormerLifeError(ProtocolError):

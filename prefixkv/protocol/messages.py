@@ -35,8 +35,8 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateTensor
 from prefixkv.protocol.ids import PeerId, RoomKey
 
-PROTOCOL_VERSION = 6
-MAX_FRAME_BYTES = 8 << 20
+PROTOCOL_VERSION = 7
+MAX_FRAME_BYTES = 4 << 20
 MAX_METADATA_BYTES = 1 << 20
 MAX_PAGES = MAX_FRAME_BYTES // 4 - 1024
 """Page ids that one promise may name, with room for its other fields."""

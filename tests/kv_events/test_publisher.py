@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -383,47 +382,6 @@ def test_no_more_clients_wait_than_a_bound_and_the_oldest_one_makes_room(
     subscriber = make(Subscriber, publisher, PAGE_SIZE)
     assert subscriber.replay(worker.published()) == []
     until(lambda: not publisher._waiting)
-
-
-class _Unread(SimpleNamespace):
-    """A client with so many bytes unread, which has read none for `for_s` seconds. Of a real
-    one (`test_event_bounds`) neither can be set to a byte."""
-
-    def __init__(self, unread: int, for_s: float = 0.0) -> None:
-        self.cuts: list[str] = []
-        cut = lambda connection, why: self.cuts.append(why)  # noqa: E731
-        super().__init__(
-            unread=unread, stuck_s=lambda: for_s, connection=self, watched=SimpleNamespace(cut=cut)
-        )
-        self.is_over = False
-
-
-def test_unread_answers_are_bounded_for_a_client_and_in_sum(make: Make) -> None:
-    worker = make(Worker, heartbeat_s=NEVER_S, queue_bytes=2 << 20)
-    publisher = worker.publisher
-    worker.published()
-    one, other = _Unread(1000), _Unread(1 << 20)
-    publisher._readers = {"one": one, "other": other}
-    mine, in_sum = (1 << 20) - 1000, (2 << 20) - (1 << 20) - 1000
-    assert mine == in_sum
-    assert publisher._has_room(one, mine)
-    assert not publisher._has_room(one, mine + 1)  # of its own
-    assert not publisher._has_room(other, 1)
-    other.unread = (1 << 20) + 1
-    assert publisher._has_room(one, mine - 1)
-    assert not publisher._has_room(one, mine)  # in sum
-    one.unread = 0
-    assert publisher._has_room(one, (1 << 20) - 1)
-    assert not publisher._has_room(one, 1 << 20)
-    # Nothing is unread: one answer has always room.
-    other.unread = 0
-    assert publisher._has_room(one, 1 << 30)
-    assert not one.cuts
-    assert not other.cuts
-    other.unread = 2 << 20
-    other.stuck_s = lambda: 5.0
-    assert not publisher._has_room(one, 1)
-    assert (one.cuts, other.cuts) == ([], ["does not read"])
 
 
 def test_a_publisher_with_nothing_to_do_sleeps(make: Make) -> None:

@@ -295,7 +295,7 @@ class PrefillControl:
     def check_invariants(self) -> None:
         """Raise AssertionError if what the `PrefillControl` counts for decode ranks differs
         from what is held."""
-        self._rooms.check_invariants(self._peers.all(), self._aborts.held_bytes())
+        self._rooms.check_invariants(self._peers.all())
 
     def lost_peers(self, now_s: float) -> LostPeers:
         """Return the decode ranks that are suspect or over for the `PrefillControl`, what is

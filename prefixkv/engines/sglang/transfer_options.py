@@ -28,7 +28,6 @@ OPTION_NAMES: Final = {
     "lease_bytes": _JSON.format("transport.lease_bytes"),
     "slot_bytes": _JSON.format("transport.lease_bytes"),
     "decode workers": _JSON.format("control.max_peers"),
-    "bytes held for it": _JSON.format("control.max_peer_bytes"),
 }
 """Options of SGLang by field of a handshake: `ModelConfig.option_names`."""
 

@@ -1,12 +1,8 @@
-"""What a prefill rank holds for a decode worker is bounded, in bytes and in pages, whatever that
-says; others are served."""
+"""A decode worker promises no more pages at once than its pool has, and one key is one worker."""
 
 from __future__ import annotations
 
 import dataclasses
-import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -14,17 +10,14 @@ import numpy as np
 import pytest
 
 from prefixkv.config import CurveConfig
-from prefixkv.control.prefill.budgets import ROOM_BYTES, hello_bytes
 from prefixkv.memory.kv_layout import Slab
 from prefixkv.protocol.commands import AbortRoom
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
-    Fenced,
     HelloReply,
     Outcome,
-    OutcomeAck,
     Promise,
     PromiseAck,
     Topology,
@@ -33,7 +26,6 @@ from prefixkv.transport.base import WriteDrained
 from tests.control.test_several_readers import Readers, bodies
 from tests.control.test_several_readers import hello as rank_hello
 from tests.control.wire import (
-    DECODE,
     HELLO,
     LAYOUT,
     NUM_PAGES,
@@ -46,7 +38,6 @@ from tests.control.wire import (
     kinds,
     newer,
     of,
-    promise,
 )
 from tests.protocol.rooms import PROOF
 
@@ -82,7 +73,7 @@ def test_a_peers_undrained_rooms_have_no_more_pages_than_its_pool(
         error = error_of(peer.say(whole(2, 0, 7)))
         assert "10 pages are promised in rooms that are not drained and 7 more are" in error
         assert f"the pool has {NUM_PAGES}" in error
-    assert peer.control.counters["dropped: BudgetError"] == 1
+    assert peer.control.counters["dropped: OverpromisedError"] == 1
     assert kinds(peer.say(whole(2, 10, 6, ticket=1))) == ["PromiseAck"], "the rest of it is"
     assert kinds(peer.say(whole(1, 0, 10))) == ["PromiseAck"], "said again"
     assert kinds(peer.say(whole(2, 0, 16), OTHER)) == ["PromiseAck"], "each its own pool"
@@ -153,101 +144,6 @@ def test_a_promise_for_a_page_size_a_thousand_times_ours_is_a_refusal() -> None:
     peer.on(add_room(theirs, fill_len))
     [post] = peer.chunk(0, range(1024), last=True, key=theirs)
     assert post.dst_pages[-1] == 2**30 - 1
-
-
-# --- bytes ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def growth(at_most: int) -> Iterator[None]:
-    """What is traced grows by no more than that many bytes."""
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        yield
-        assert tracemalloc.get_traced_memory()[0] - before < at_most
-    finally:
-        tracemalloc.stop()
-
-
-def test_sixty_promises_of_a_million_pages_are_held_within_the_budget() -> None:
-    num_pages = 2**26
-    big = msgspec.structs.replace(
-        LAYOUT, num_pages=num_pages, regions=((2**40, 2**42),),
-        slabs=tuple(Slab(base, 32, 8, 8) for base in (2**40, 2**41)),
-    )  # fmt: skip
-    peer = DecodePeer(PARKED, msgspec.structs.replace(HELLO, layout=big)).known()
-    peer.say(HELLO, OTHER)
-    answers = []
-    with growth(36 * MIB):
-        for room in range(60):
-            answers += peer.say(whole(room, room << 20, 1 << 20))
-    assert kinds(answers) == ["PromiseAck"] * 7 + ["Outcome"] * 53
-    assert "max_peer_bytes is 33554432" in answers[-1].error
-    assert kinds(peer.say(promise(), OTHER)) == ["PromiseAck"], "another is served"
-
-
-def test_rooms_are_bounded_by_bytes_until_they_are_forgotten() -> None:
-    """Also those that are drained, whose reader never acknowledges them."""
-    room_bytes = ROOM_BYTES + 4
-    limit = hello_bytes(HELLO) + 3 * room_bytes
-    peer = DecodePeer(dataclasses.replace(PARKED, max_peer_bytes=limit)).known()
-    for room in range(3):
-        assert kinds(peer.say(whole(room, room, 1))) == ["PromiseAck"]
-    assert "max_peer_bytes" in error_of(peer.say(whole(3, 3, 1)))
-    peer.after(TIMING.parked_timeout_s)
-    assert "max_peer_bytes" in error_of(peer.say(whole(3, 3, 1, 1))), "their ends are not heard of"
-    peer.say(OutcomeAck(0, 0, 0))
-    assert kinds(peer.say(whole(3, 3, 1, 2))) == ["PromiseAck"]
-    assert "max_peer_bytes" in error_of(peer.say(whole(4, 4, 1)))
-
-
-def test_early_aborts_are_of_the_budget_and_still_answered() -> None:
-    limit = hello_bytes(HELLO) + 3000
-    peer = DecodePeer(dataclasses.replace(PARKED, max_peer_bytes=limit)).known()
-    for room in range(5):
-        assert peer.say(Abort(room, 0, "x" * 4000)) == [Drained(room, 0, 0)]
-    failed = [room for room in range(5) if peer.on(add_room(RoomKey(room, 0, SENT.decode)))]
-    assert failed == [0], "1,000 characters of a reason are kept, and of one there is room"
-    peer.say(Abort(5, 0, "enough"))
-    assert peer.on(add_room(RoomKey(5, 0, SENT.decode))), "its place is free again"
-    peer.say(Abort(6, 0, "enough"))
-    peer.after(TIMING.parked_timeout_s)
-    peer.control.check_invariants()
-    assert peer.control._peers.all()[0].budget.num_bytes < limit
-
-
-def test_the_ranks_of_a_worker_share_one_budget() -> None:
-    worker = PeerId("d", 5)
-    own = hello_bytes(rank_hello(2, 0, worker))
-    limit = 2 * own + ROOM_BYTES + 4 * 3
-    peer = Readers(tp=1, timing=dataclasses.replace(PARKED, max_peer_bytes=limit))
-    a, b = peer.greet(2)
-    first, second = (Promise(room, 0, 10, 0, ids([1, 2, 3]), proof=PROOF) for room in (1, 2))
-    assert bodies(peer.say(a, first), PromiseAck)
-    [(_, refusal)] = bodies(peer.say(b, second), Outcome)
-    assert "max_peer_bytes" in refusal.error
-
-
-def test_what_a_rank_that_has_left_introduced_itself_with_is_not_held() -> None:
-    peer = Readers(tp=1, timing=PARKED)
-    a, b = peer.greet(2)
-    budget = peer.control._peers.all()[0].budget
-    both = budget.num_bytes
-    peer.say(b, Fenced())
-    assert budget.num_bytes == both - hello_bytes(rank_hello(2, 1, a))
-    peer.control.check_invariants()
-
-
-def test_a_worker_whose_introductions_are_too_large_is_refused() -> None:
-    peer = DecodePeer(dataclasses.replace(TIMING, max_peer_bytes=4000))
-    large = msgspec.structs.replace(HELLO, agent_metadata=bytes(4000))
-    assert "max_peer_bytes" in of(peer.say(large), HelloReply)[0].refused
-    assert peer.control.peers(0.0) == {}
-    assert not of(peer.say(HELLO), HelloReply)[0].refused
-    for life in range(6, 10):
-        [reply] = of(peer.say(HELLO, PeerId(DECODE.name, life)), HelloReply)
-        assert not reply.refused, "a former life's is not held any more"
 
 
 # --- names ----------------------------------------------------------------------------------------
