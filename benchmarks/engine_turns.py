@@ -239,7 +239,7 @@ def _in_the_namespace(kind: str, folder: str, prefill: str) -> None:
     address = ADDRESSES[0]
     bind = {
         "host": address, "status_host": address, "bind": f"tcp://{address}:*",
-        "control_allow_remote_without_keys": True,
+        "control_network_is_isolated": True,
     }  # fmt: skip
     within = ("ip", "netns", "exec", prefill)
     print(json.dumps(asyncio.run(_measure(kind, Path(folder), bind, *within))))

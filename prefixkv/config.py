@@ -135,6 +135,9 @@ class ControlConfig:
     After a fence, bytes that the kernel still holds of the dead writer are read for
     `fence_settle_s` before its pages are used again (0 where writes bypass the kernels, as RDMA's
     do). With `prove_death` a peer on this machine is fenced as soon as the kernel proves it dead.
+
+    Without keys (`curve`) prefill binds to loopback only, unless `network_is_isolated` says that
+    only workers, and routers that read cache events, are on the network.
     """
 
     heartbeat_s: Seconds = 1.0
@@ -156,7 +159,7 @@ class ControlConfig:
     max_queued_frames: Count = 2_000
     max_aux_bytes: BytesOrZero = 64 << 10
     curve: CurveConfig | None = None
-    allow_remote_without_keys: bool = False
+    network_is_isolated: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -300,7 +303,7 @@ class KVEventsConfig:
     Three sockets bind: a PUB for events, a ROUTER that repeats events from a number on, a ROUTER
     that sends snapshots. "" turns the last two off, a port of `*` takes a free one. Events carry
     the tokens of prompts, and every client of the ports can read them: an address beyond loopback
-    belongs on an isolated network, and is warned of.
+    needs `ControlConfig.network_is_isolated`, also where the control plane has keys.
 
     `topic`: "" is "kv@" + the worker's name + "@" + `ModelConfig.model`. `medium` names the kind of
     memory in the format's terms. `dp_rank` is the data-parallel rank that events name.

@@ -246,7 +246,7 @@ def test_every_number_and_choice_has_a_bound() -> None:
         "admission",
         "retarget",
         "curve",
-        "allow_remote_without_keys",
+        "network_is_isolated",
         "interface",
         "prove_death",
         "topic",

@@ -96,9 +96,12 @@ class KVEventPublisher:
         model: `ModelConfig.model`, for the topic.
         page_size: tokens per page.
         has_host: it has a cache in host memory too, whose changes `host` takes.
+        network_is_isolated: as `ControlConfig.network_is_isolated`.
+
     Raises:
-        ConfigError: an address cannot be bound, a name makes no topic, or `medium` is that of host
-            memory. Nothing is left open.
+        ConfigError: an address cannot be bound, or other machines can reach it and the network is
+            not isolated; a name makes no topic, or `medium` is that of host memory. Nothing is left
+            open.
     """
 
     def __init__(
@@ -108,8 +111,10 @@ class KVEventPublisher:
         model: str,
         page_size: int,
         has_host: bool = False,
+        network_is_isolated: bool = False,
     ) -> None:
         self.config = config
+        self._is_isolated = network_is_isolated
         self.counters = Counter(dict.fromkeys(_COUNTERS, 0))
         self.topic = config.topic or default_topic(worker.name, model)
         if has_host and config.medium == BlockEvents.host_medium:
@@ -408,6 +413,12 @@ class KVEventPublisher:
         address = getattr(self.config, name)
         if not address:
             return None
+        if not (self._is_isolated or is_loopback(address)):
+            raise ConfigError(
+                f"kv_events: {name} is {address!r}, which other machines may reach, and events "
+                "carry the tokens of prompts unencrypted: set control.network_is_isolated if only "
+                "workers and routers are on that network"
+            )
         sock = self._context.socket(kind)
         sock.setsockopt(zmq.IPV6, "[" in address)
         sock.setsockopt(zmq.LINGER, int(_LINGER_S * 1000))
@@ -426,12 +437,6 @@ class KVEventPublisher:
             raise ConfigError(
                 f"kv_events: {name} is {address!r}, which cannot be bound: {error}"
             ) from error
-        if not is_loopback(address):
-            _log.warning(
-                "cache events carry the tokens of prompts, and leave by %s without encryption or "
-                "authentication: that network has to be isolated",
-                address,
-            )
         return sock
 
 

@@ -130,7 +130,7 @@ class RouterChannel(_Channel):
 
     Raises:
         ConfigError: the address cannot be bound; or other machines can reach it while no keys are
-            set, and `allow_remote_without_keys` is not.
+            set, and `network_is_isolated` is not.
     """
 
     def __init__(self, bind: str, config: ControlConfig, wake_fd: int) -> None:
@@ -140,9 +140,10 @@ class RouterChannel(_Channel):
             check_address(bind)
         except ValueError as error:
             raise ConfigError(f"bind is {bind!r}: {error}") from None
-        if config.curve is None and not config.allow_remote_without_keys and not is_loopback(bind):
+        if config.curve is None and not config.network_is_isolated and not is_loopback(bind):
             raise ConfigError(
-                f"bind is {bind!r}: other machines need CURVE keys, or allow_remote_without_keys"
+                f"bind is {bind!r}: other machines may reach it: set CURVE keys, or "
+                "network_is_isolated if only workers are on that network"
             )
         super().__init__(config, wake_fd)
         self._newcomers: Newcomers | None = None

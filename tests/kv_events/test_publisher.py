@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from tests.models.patience import NEVER_S, PATIENCE_S, lasting_address, until
 
 PAGE_SIZE = 4
 FREE = "tcp://127.0.0.1:*"
+NAMES = ("endpoint", "replay_endpoint", "snapshot_endpoint")
 LIFE = 0x1234
 
 
@@ -33,8 +33,7 @@ class Worker:
     """A tree, its feed and its publisher."""
 
     def __init__(self, life: int = LIFE, **config: Any) -> None:
-        names = ("endpoint", "replay_endpoint", "snapshot_endpoint")
-        config = {**dict.fromkeys(names, FREE), "heartbeat_s": 0.05, **config}
+        config = {**dict.fromkeys(NAMES, FREE), "heartbeat_s": 0.05, **config}
         self.cache = RadixCache(page_size=PAGE_SIZE)
         self.feed = EventFeed(self.cache, "decode-0", life)
         self.publisher = KVEventPublisher(
@@ -255,7 +254,7 @@ def test_a_request_that_is_too_long_ends_its_connection_alone(make: Make) -> Non
     agrees(worker, subscriber, range(2))
 
 
-@pytest.mark.parametrize("name", ["endpoint", "replay_endpoint", "snapshot_endpoint"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_port_in_use_is_named_and_nothing_is_left_open(make: Make, name: str) -> None:
     first = make(Worker)
     address = getattr(first.publisher, name)
@@ -298,16 +297,15 @@ def test_a_name_that_makes_no_topic_is_refused() -> None:
             KVEventPublisher(config, PeerId(worker, 1), model, 4)
 
 
-def test_another_address_than_a_loopback_one_is_warned_of(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    make(Worker)
-    assert not caplog.records
-    with caplog.at_level(logging.WARNING):
-        make(Worker, replay_endpoint="tcp://0.0.0.0:*")
-    [record] = caplog.records
-    assert "tcp://0.0.0.0:*" in record.message
-    assert "isolated" in record.message
+@pytest.mark.parametrize("name", NAMES)
+def test_an_address_that_others_may_reach_needs_an_isolated_network(name: str) -> None:
+    threads = threading.active_count()
+    config = KVEventsConfig(**{**dict.fromkeys(NAMES, FREE), name: "tcp://0.0.0.0:*"})
+    what = config, PeerId("decode-0", LIFE), "llama", PAGE_SIZE
+    with pytest.raises(ConfigError, match=f"{name} is 'tcp://0.0.0.0:.*network_is_isolated"):
+        KVEventPublisher(*what)
+    assert threading.active_count() == threads
+    KVEventPublisher(*what, network_is_isolated=True).close()
 
 
 def test_without_the_other_two_sockets_events_are_published_all_the_same(make: Make) -> None:
