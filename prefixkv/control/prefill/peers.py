@@ -108,10 +108,10 @@ class Peer:
             OverpromisedError: it has more pages than fit; raised before an array is made of them.
             ProtocolError: its prefix, number of pages, page ids or state slot cannot be.
         """
-        # 1. Has its pool so many pages? The number of bytes tells, before they are read.
+        # 1. Does it fit its pool? The number of bytes tells, before they are read.
         page_size = self.hello.topology.page_size
         self.claimed.check(self.key(promise), promise.num_pages)
-        # 2. What is cheap before what costs, and nothing that sorts: a promise may have two million
+        # 2. What is cheap before what costs, and nothing that sorts: a promise may have a million
         # pages.
         if promise.prefix_len % page_size or promise.prefix_len > promise.fill_len:
             raise ProtocolError(
