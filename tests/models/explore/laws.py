@@ -67,8 +67,7 @@ class Laws:
 
     def _new(self, slot: int, life: int) -> int:
         if slot < self.num_writers:
-            what = slot, life, self.num_writers
-            return self.table.add(actors.new_prefill(*what))
+            return self.table.add(actors.new_prefill(slot, life, self.num_writers))
         worker, rank = self.readers[slot - self.num_writers]
         return self.table.add(actors.new_decode(worker, rank, life, self.config.decode[worker]))
 
@@ -109,7 +108,7 @@ class Laws:
         state = State(
             tuple(self._new(slot, 1) for slot in slots), (1,) * self.num_slots,
             ((),) * (2 * self.num_writers * len(self.readers)), None, (), (), (), uses, (), (),
-            (), config.budget,
+            config.budget,
         )  # fmt: skip
         return tuple(self._number(i, part) for i, part in enumerate(state))
 
