@@ -84,7 +84,7 @@ _tables: dict[Any, Actors] = {}  # of this process, by what decides what control
 def _explored(task: tuple[Config, int, float]) -> tuple[Config, Found | LawError]:
     """In a process of its own."""
     config, max_states, end_s = task
-    shape = config.prefill, config.decode, config.uses, config.tries
+    shape = config.prefill, config.decode, config.uses
     table = _tables.setdefault(shape, Actors())
     try:
         left_s = max(0.0, end_s - time.monotonic())

@@ -135,8 +135,9 @@ class ControlConfig:
     After a fence, bytes that the kernel still holds of the dead writer are read for
     `fence_settle_s` before its pages are used again (0 where writes bypass the kernels, as RDMA's
     do). With `prove_death` a peer on this machine is fenced as soon as the kernel proves it dead.
-    On prefill `max_peer_bytes` bounds the rooms, page ids and introductions held for one decode
-    worker, all its ranks together.
+
+    Without keys (`curve`) prefill binds to loopback only, unless `network_is_isolated` says that
+    only workers, and routers that read cache events, are on the network.
     """
 
     heartbeat_s: Seconds = 1.0
@@ -155,11 +156,10 @@ class ControlConfig:
     prove_death: bool = True
     max_parked_per_peer: Count = 1024
     max_peers: Count = 1024
-    max_peer_bytes: Bytes = 32 << 20
     max_queued_frames: Count = 2_000
     max_aux_bytes: BytesOrZero = 64 << 10
     curve: CurveConfig | None = None
-    allow_remote_without_keys: bool = False
+    network_is_isolated: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -192,9 +192,7 @@ class TransportConfig:
 
     `interface` names the network that KV travels on, as UCX calls it: "eth0", or several,
     "eth0,mlx5_0:1". "": the loopback interface, for peers on this machine. UCX_NET_DEVICES in the
-    environment overrides it. With `trial_peers` a prefill rank first loads a peer's NIXL metadata
-    in a child process (40 MiB), which may die of it; without, only the known parts of the metadata
-    are checked.
+    environment overrides it.
 
     `backend`: "nixl"; "shm", which copies into mapped memory of the peer, for two workers of one
     user on one host, with decode's pool and state made with `shared=True`; or "auto": shm where
@@ -216,7 +214,6 @@ class TransportConfig:
     lease_bytes: Bytes = 16 << 20
     copy_threads: Count = 1
     interface: Annotated[str, doc('Network that KV travels on, "eth0"; none: this machine.')] = ""
-    trial_peers: bool = True
     backend: Annotated[Backend, doc("nixl, shm (memory of this host), or auto.")] = "nixl"
     max_bytes_per_s: Annotated[
         BytesOrZero, doc("Most bytes of KV sent per second, to all peers together; 0: no limit.")
@@ -306,17 +303,15 @@ class KVEventsConfig:
     Three sockets bind: a PUB for events, a ROUTER that repeats events from a number on, a ROUTER
     that sends snapshots. "" turns the last two off, a port of `*` takes a free one. Events carry
     the tokens of prompts, and every client of the ports can read them: an address beyond loopback
-    belongs on an isolated network, and is warned of.
+    needs `ControlConfig.network_is_isolated`, also where the control plane has keys.
 
     `topic`: "" is "kv@" + the worker's name + "@" + `ModelConfig.model`. `medium` names the kind of
     memory in the format's terms. `dp_rank` is the data-parallel rank that events name.
 
     The last `keep_batches` and `keep_bytes` are kept to be repeated. A subscriber that is 10,000
-    batches behind loses events, and sees a gap in the numbers; one that is `queue_bytes` behind is
-    cut off, and comes back. `queue_bytes` also bounds the unread snapshots and repeats of all
-    clients together; the next one is made when there is room. After `heartbeat_s` without events an
-    empty batch is published, so that a loss of the last events is seen. At most `max_backlog_pages`
-    wait for the publisher's thread; beyond, it starts over with a snapshot.
+    batches behind loses events, and sees a gap in the numbers. After `heartbeat_s` without events
+    an empty batch is published, so that a loss of the last events is seen. At most
+    `max_backlog_pages` wait for the publisher's thread; beyond, it starts over with a snapshot.
 
     With `checkpoint_blocks` a worker that goes on from checkpoints alone tells where they are, as
     blocks of a group of their own.
@@ -333,7 +328,6 @@ class KVEventsConfig:
     dp_rank: CountOrZero = 0
     keep_batches: CountOrZero = 10_000
     keep_bytes: BytesOrZero = 64 << 20
-    queue_bytes: Bytes = 64 << 20
     heartbeat_s: Seconds = 1.0
     max_backlog_pages: Count = 1 << 20
     epoch_frames: bool = False

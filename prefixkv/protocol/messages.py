@@ -35,8 +35,8 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateTensor
 from prefixkv.protocol.ids import PeerId, RoomKey
 
-PROTOCOL_VERSION = 6
-MAX_FRAME_BYTES = 8 << 20
+PROTOCOL_VERSION = 7
+MAX_FRAME_BYTES = 4 << 20
 MAX_METADATA_BYTES = 1 << 20
 MAX_PAGES = MAX_FRAME_BYTES // 4 - 1024
 """Page ids that one promise may name, with room for its other fields."""
@@ -143,6 +143,21 @@ def _check_fields(
             raise HandshakeError(of + field, getattr(ours, field), getattr(theirs, field))
 
 
+class Libraries(msgspec.Struct, frozen=True, array_like=True):
+    """Versions of the libraries by which a rank's memory is written to; "": not known."""
+
+    nixl: Version = ""
+    ucx: Version = ""
+
+    def check(self, theirs: Libraries) -> None:
+        """Compare the versions that both sides know. Raise HandshakeError for the first that
+        differs."""
+        for name in self.__struct_fields__:
+            ours, other = getattr(self, name), getattr(theirs, name)
+            if ours and other and ours != other:
+                raise HandshakeError(f"version of {name}", ours, other)
+
+
 class Topology(msgspec.Struct, frozen=True, array_like=True):
     """Fields of a handshake that may differ and are negotiated: how a side's ranks share the model,
     and its page size in tokens.
@@ -206,7 +221,7 @@ class Hello(Body, frozen=True, tag="hello"):
     the process keeps it to itself. `agent_metadata` is NIXL's, empty where NIXL does not write to
     it; `shm` is for prefill workers of this host that map the memory, empty where it is not shared.
     `age_ms` is the age of this life of the worker, as its rank 0 reports it; other ranks leave it
-    None.
+    None. `libraries` are those that `agent_metadata` is for.
     """
 
     digest: ModelDigest
@@ -223,6 +238,7 @@ class Hello(Body, frozen=True, tag="hello"):
     life: ProcessLife | None = None
     shm: ShmOffer = b""
     age_ms: U64 | None = None
+    libraries: Libraries = Libraries()
 
 
 class HelloReply(Body, frozen=True, tag="hello-reply"):

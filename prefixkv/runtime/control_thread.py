@@ -34,7 +34,6 @@ from prefixkv.control.effects import (
     Expect,
     FrameFailed,
     FrameReceived,
-    PeerTried,
     Reached,
     RemovePeer,
     Renew,
@@ -42,7 +41,6 @@ from prefixkv.control.effects import (
     Settle,
     Tick,
     To,
-    TryPeer,
     Unreached,
 )
 from prefixkv.control.peer_changes import PeerChanges
@@ -59,7 +57,6 @@ from prefixkv.protocol.events import (
     SourceFree,
 )
 from prefixkv.protocol.host_copy import HostCopyDone
-from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.copies import CopySink, StagingCopies
 from prefixkv.runtime.peer_log import PeerLog
@@ -67,7 +64,6 @@ from prefixkv.runtime.prover import Prover
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import Sink, Transport, TransportEvent, WriteJob
-from prefixkv.transport.metadata.trial import Tell, Trial
 from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.control")
@@ -76,16 +72,7 @@ _FAREWELL_S = 0.5  # seconds in which the last frames of a node that closes may 
 _RETRY_PAUSE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
 _EVENTS: Final = get_args(RoomEvent)
 
-Common = (
-    TransportEvent
-    | CopyDone
-    | ConnectFailed
-    | Reached
-    | Unreached
-    | PeerTried
-    | Tick
-    | AgentDestroyed
-)
+Common = TransportEvent | CopyDone | ConnectFailed | Reached | Unreached | Tick | AgentDestroyed
 """Inputs of either side's control object, besides commands and frames."""
 
 Effect = (
@@ -94,7 +81,6 @@ Effect = (
     | Disconnect
     | Expect
     | Settle
-    | TryPeer
     | Examine
     | AddPeer
     | RemovePeer
@@ -168,11 +154,10 @@ class ControlThread(Generic[Command, To]):
         control: Callable[[bytes], Control[Command, To]],
         channel: Callable[[int], Channel[To]],
         copies: Callable[[CopySink], StagingCopies | None],
-        trial: Callable[[Tell], Trial] | None = None,
         prover: Prover | None = None,
     ) -> None:
-        """Create the control thread's parts (transport, control object, copies, trial, sockets) and
-        start it.
+        """Create the control thread's parts (transport, control object, copies, sockets) and start
+        it.
 
         Args:
             transport: makes the transport, given where its events go.
@@ -180,8 +165,6 @@ class ControlThread(Generic[Command, To]):
             channel: makes the sockets, given a descriptor that wakes them.
             copies: makes the staging copies, given where their ends are reported, or None where
                 nothing is staged.
-            trial: makes what tries peers' metadata, given where it reports; None where the control
-                object tries nothing.
             prover: looks at processes; closed here, also if this raises.
         """
         self.inbox: Inbox[Command | FrameReceived[To] | Common | None] = Inbox()
@@ -208,9 +191,6 @@ class ControlThread(Generic[Command, To]):
             self._copies = copies(self.inbox.put)
             if self._copies is not None:
                 undo.callback(self._copies.close)
-            self.trial = None if trial is None else trial(self._tried)
-            if self.trial is not None:
-                undo.callback(self.trial.close)
             self.channel: Channel[To] = channel(self.inbox.fd)
             undo.callback(self.channel.close)
             self._thread = threading.Thread(
@@ -264,15 +244,12 @@ class ControlThread(Generic[Command, To]):
             except Exception as error:
                 self._failed(error)
                 time.sleep(_RETRY_PAUSE_S)
-        # 1. The trial: its verdicts are of no use any more.
-        if self.trial is not None:
-            self.trial.close()
-        # 2. The agent: only once it is destroyed are our writes fenced.
+        # 1. The agent: only once it is destroyed are our writes fenced.
         try:
             self.transport.close()
         except Exception as error:
             self._close_error = error  # not fenced
-        # 3. What depends on that: the socket that proves us alive (kept if writes may still land),
+        # 2. What depends on that: the socket that proves us alive (kept if writes may still land),
         # the copies, and the farewell, which tells peers that pages are free. It must not come
         # before the fence.
         try:
@@ -285,7 +262,7 @@ class ControlThread(Generic[Command, To]):
             self._log_news(time.monotonic())
         except Exception as error:
             self._close_error = self._close_error or error
-        # 4. The sockets last, with time for the farewell to leave.
+        # 3. The sockets last, with time for the farewell to leave.
         finally:
             self.channel.close(linger_s=_FAREWELL_S)
 
@@ -375,9 +352,9 @@ class ControlThread(Generic[Command, To]):
         self.events.put(ControlFailed(error))
 
     def _do(self, effect: Effect[To]) -> None:
-        """Carry out one effect of the control object: call sockets, transport, copies, trial or
-        prover for it."""
-        # Sockets, transport, copy threads, trial and prover carry them out. No call here waits for
+        """Carry out one effect of the control object: call sockets, transport, copies or prover
+        for it."""
+        # Sockets, transport, copy threads and prover carry them out. No call here waits for
         # that; the result is an input later.
         match effect:
             case SendFrame():
@@ -396,10 +373,6 @@ class ControlThread(Generic[Command, To]):
                 self.transport.settle(effect.token, effect.for_s)
             case Renew():
                 self.transport.renew()
-            case TryPeer():
-                if self.trial is None:
-                    raise InternalError("a peer is to be tried where nothing tries")
-                self.trial.submit(effect.peer, effect.metadata, effect.ranges)
             case Examine():
                 if self._prover is None:
                     raise InternalError("a process is to be looked at where nothing does")
@@ -430,11 +403,6 @@ class ControlThread(Generic[Command, To]):
                 self.events.put(effect)
             case _:
                 assert_never(effect)
-
-    def _tried(self, peer: PeerId, error: Exception | None) -> None:
-        """Put the trial's verdict on a peer into the control thread's inbox; called on the trial's
-        thread."""
-        self.inbox.put(PeerTried(peer, error))
 
     def _connect(self, address: str) -> None:
         """Connect decode's channel to an address, on the control thread; a failure is an input at

@@ -112,6 +112,7 @@ class Node(OneThread, Generic[C, To, E]):
                 config.model.model,
                 page_size,
                 has_host=self._host_feed is not None,
+                network_is_isolated=config.control.network_is_isolated,
             )
         except BaseException:  # threads run already, and the caller gets no node to close
             self.close()

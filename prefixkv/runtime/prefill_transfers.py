@@ -55,7 +55,7 @@ from prefixkv.runtime.transfers import (
 )
 from prefixkv.settings import check_callable
 from prefixkv.transport.interfaces import check_interface
-from prefixkv.transport.metadata.trial import Tell, Trial
+from prefixkv.transport.libraries import loaded_libraries
 
 _STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
 
@@ -129,7 +129,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self._last: dict[tuple[str, int], RoomKey] = {}
         memory = Memory(pool, spec, me, config.transport, transport)
         sizes = config.transport
-        tries = transport is None and sizes.backend != "shm"  # shm loads nothing of a peer's
         slots: StagingSlots | None = None
         if memory.area is not None:
             num_slots = sizes.staging_bytes // sizes.lease_bytes
@@ -145,7 +144,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 endpoints=("", *endpoints),
                 rank=rank,
                 staging=slots,
-                tries=tries,
                 secret=token_bytes(SECRET_BYTES),
                 life=prover.life,
                 backend=sizes.backend,
@@ -155,6 +153,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                     MAX_COUNT,
                 ),
                 weights_version=config.model.weights_version,
+                libraries=loaded_libraries(),
             )
 
         def channel(fd: int) -> RouterChannel:
@@ -170,9 +169,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 raise
             return self._router
 
-        def trial(tell: Tell) -> Trial:
-            return Trial(name, tell, sizes.interface, sizes.trial_peers)
-
         # Before the thread, which closes it, and before the control object, which says what it
         # holds.
         prover = Prover(name, config.control, is_written_to=False, tell=self._proved)
@@ -182,7 +178,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             control,
             channel,
             memory.copies,
-            trial if tries else None,
             prover,
         )
 

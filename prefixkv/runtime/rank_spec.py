@@ -15,8 +15,16 @@ from prefixkv.memory.state_layout import StateLayout
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.windows import WindowSpec
 from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.messages import GroupDigest, Hello, ModelDigest, ProcessLife, Topology
+from prefixkv.protocol.messages import (
+    GroupDigest,
+    Hello,
+    Libraries,
+    ModelDigest,
+    ProcessLife,
+    Topology,
+)
 from prefixkv.settings import check_kind, check_whole
+from prefixkv.transport.libraries import loaded_libraries
 from prefixkv.transport.offers import MetadataOffers
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
@@ -130,6 +138,7 @@ class RankSpec:
             self.state_layout,
             life=life,
             shm=offers.shm,
+            libraries=loaded_libraries() if offers.nixl else Libraries(),
         )
 
 

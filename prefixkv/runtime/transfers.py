@@ -263,12 +263,11 @@ class Transfers(OneThread, Generic[C, To, E]):
         """Return the number of control frames that a rank's transfers have dropped, by reason. Any
         thread may ask.
 
-        Received ones ("dropped: ..."), those not sent ("frames_not_sent: ..."), those that no
-        peer's socket sends ("frames_malformed"), and those of a peer that sends more than is read
-        at once ("frames_over_budget").
+        Received ones ("dropped: ..."), those not sent ("frames_not_sent: ..."), and those that no
+        peer's socket sends ("frames_malformed").
         """
         counters = {**self.thread.control.counters, **self.thread.channel.counters}
-        kinds = "dropped: ", "frames_not_sent: ", "frames_malformed", "frames_over_budget"
+        kinds = "dropped: ", "frames_not_sent: ", "frames_malformed"
         return {why: count for why, count in counters.items() if why.startswith(kinds)}
 
     @property

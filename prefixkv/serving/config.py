@@ -171,7 +171,6 @@ OPTION_NAMES: Final = {
     "lease_bytes": "--transport-lease-bytes",
     "slot_bytes": "--transport-lease-bytes",
     "decode workers": "--control-max-peers",
-    "bytes held for it": "--control-max-peer-bytes",
 }
 """Options of a worker's command line by field of a handshake: `ModelConfig.option_names`."""
 

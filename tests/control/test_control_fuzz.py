@@ -25,7 +25,6 @@ from prefixkv.control.effects import (
     CopyDone,
     FrameFailed,
     FrameReceived,
-    PeerTried,
     Reached,
     Renew,
     Settle,
@@ -270,7 +269,7 @@ class DecodeWorld:
             case MeetPrefill():
                 self.worker = "away"
                 self.see(self.peer.on(what))
-            case WriteDone() | WriteFailed() | WriteDrained() | PeerTried():
+            case WriteDone() | WriteFailed() | WriteDrained():
                 with pytest.raises(InternalError):
                     self.peer.on(what)
             case _:
@@ -385,7 +384,6 @@ DECODE_FEED: Feed = {
     WriteDone: (st.just(()), lambda _: WriteDone(1, 64)),
     WriteFailed: (st.just(()), lambda _: WriteFailed(1, RESET, True)),
     WriteDrained: (st.just(()), lambda _: WriteDrained(1)),
-    PeerTried: (st.just(()), lambda world: PeerTried(world.me)),
     CopyDone: (st.tuples(NTH, st.booleans()), DecodeWorld.copied),
     ConnectFailed: (st.just(()), lambda _: ConnectFailed(ADDRESS, RESET)),
     Reached: (st.just(()), lambda _: Reached(ADDRESS)),
@@ -666,7 +664,6 @@ PREFILL_FEED: Feed = {
     WriteDone: (st.tuples(NTH), lambda world, number: world.write_ended(number, None)),
     WriteFailed: (st.tuples(NTH, st.booleans()), PrefillWorld.write_ended),
     WriteDrained: (st.tuples(NTH), PrefillWorld.write_drained),
-    PeerTried: (st.just(()), lambda world: PeerTried(world.me)),
     Arrived: (st.just(()), lambda _: Arrived(b"junk")),
     Settled: (st.just(()), lambda world: Settled(world.me)),
     PeerUnreachable: (st.just(()), lambda world: PeerUnreachable(world.me, RESET)),
@@ -726,7 +723,7 @@ def test_the_effects_seen_here_are_all_there_are() -> None:
         "RoomDrained", "RoomOverdue", "Examine", "PrefillReady", "PrefillAway", "PrefillLost",
     }  # fmt: skip
     prefill = {
-        "SendFrame", "TryPeer", "AddPeer", "RemovePeer", "WriteJob", "Cancel", "Renew", "Gather",
+        "SendFrame", "AddPeer", "RemovePeer", "WriteJob", "Cancel", "Renew", "Gather",
         "Examine", "Bootstrapped", "RoomEnded", "SourceFree",
     }  # fmt: skip
     assert {effect.__name__ for effect in members(DecodeEffect)} == decode

@@ -194,7 +194,7 @@ class DecodePeer(_Opposite):
         hello: Hello = HELLO,
         topology: Topology = TOPOLOGY,
         staging: StagingSlots | None = None,
-        tries: bool = False,
+        **more: Any,
     ) -> None:
         super().__init__(DECODE)
         self.hello = hello
@@ -205,8 +205,8 @@ class DecodePeer(_Opposite):
             timing,
             (ADDRESS,),
             staging=staging,
-            tries=tries,
             secret=SECRETS[1],
+            **more,
         )
 
     def on(self, what: PrefillInput) -> list[Any]:

@@ -31,7 +31,6 @@ from prefixkv.control.effects import (
     FrameFailed,
     FrameReceived,
     Left,
-    PeerTried,
     RankDrained,
     Reached,
     Tick,
@@ -177,7 +176,7 @@ class DecodeControl:
                 self._arrived(what.tag, now_s)
             case Settled():
                 self._rooms.settled(what.token, now_s)
-            case WriteDone() | WriteFailed() | WriteDrained() | PeerTried():
+            case WriteDone() | WriteFailed() | WriteDrained():
                 raise InternalError(f"decode writes nothing, and hears {what}")
             case PeerUnreachable():
                 self.counters["peers_unreachable"] += 1

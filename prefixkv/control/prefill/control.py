@@ -31,7 +31,6 @@ from prefixkv.control.effects import (
     FrameReceived,
     LeaseGranted,
     PeerAccepted,
-    PeerTried,
     Reached,
     Renew,
     RoomAction,
@@ -41,7 +40,7 @@ from prefixkv.control.effects import (
 from prefixkv.control.effects import PrefillEffect as PrefillEffect
 from prefixkv.control.effects import PrefillInput as PrefillInput
 from prefixkv.control.former_lives import LEFT
-from prefixkv.control.prefill.admission import OnTrial, PeerAdmission
+from prefixkv.control.handshake import Accepted
 from prefixkv.control.prefill.early_aborts import EarlyAborts
 from prefixkv.control.prefill.offers import Offer, Offers
 from prefixkv.control.prefill.peers import Peer, Peers
@@ -49,6 +48,7 @@ from prefixkv.control.prefill.rooms import SenderRoom, SenderRooms
 from prefixkv.control.prefill.writes import StagingSlots, Writes
 from prefixkv.errors import (
     AbortedError,
+    ConfigError,
     FormerLifeError,
     HandshakeError,
     PeerLostError,
@@ -84,6 +84,7 @@ from prefixkv.protocol.messages import (
     Hello,
     HelloRefused,
     LeaseGrant,
+    Libraries,
     ModelDigest,
     Outcome,
     OutcomeAck,
@@ -103,6 +104,7 @@ from prefixkv.transport.base import (
     WriteFailed,
 )
 
+_NO_LIBRARIES: Final = Libraries()
 _UNKNOWN_NAME_S: Final = 0.5
 _KNOWN_NAME_S: Final = 2.0
 """Seconds that a request and a promise of one number and one prompt may name different decode
@@ -121,14 +123,13 @@ class PrefillControl:
             the ranks it is.
         endpoints: the addresses of all ranks, by rank; "" for its own.
         staging: None where slices are written one by one.
-        tries: whether a peer's metadata is tried before it is loaded. Then TryPeer is returned, and
-            a Hello is answered only after PeerTried.
         secret: 16 to 32 random bytes, drawn for this life: see `prefixkv.digest`.
         life: which process this is; None: not to be said.
         backend: as `TransportConfig.backend`.
         option_names: as of `ModelConfig`.
         max_tokens: what its pool holds; 0: not to be said.
         weights_version: of the weights that it begins with.
+        libraries: versions of what loads NIXL's metadata.
     """
 
     def __init__(
@@ -140,7 +141,6 @@ class PrefillControl:
         endpoints: tuple[str, ...] = (),
         rank: int = 0,
         staging: StagingSlots | None = None,
-        tries: bool = False,
         *,
         secret: bytes,
         life: ProcessLife | None = None,
@@ -148,12 +148,13 @@ class PrefillControl:
         option_names: Mapping[str, str] | None = None,
         max_tokens: int = 0,
         weights_version: str = "",
+        libraries: Libraries = _NO_LIBRARIES,
     ) -> None:
         self.me = me
         self.counters: Counter[str] = Counter()
         slot_bytes = 0 if staging is None else staging.slot_bytes
         what = digest, topology, rank, slot_bytes, secret, life, backend
-        self._ours = handshake.OurSide(*what, option_names or {}, max_tokens)
+        self._ours = handshake.OurSide(*what, option_names or {}, max_tokens, libraries)
         self._rank = rank
         self._weights_version = weights_version
         self._timing = timing
@@ -165,9 +166,6 @@ class PrefillControl:
             me, self._ours, endpoints, timing, self._timers, self.lost_peers, self._actions
         )
         self.news = self._peers.news
-        self._admission = PeerAdmission(
-            self._ours, self._peers, timing, tries, self.counters, self._actions
-        )
         self._aborts = EarlyAborts(timing, secret)
         self._offers = Offers(timing)
         self._rooms = SenderRooms(
@@ -254,8 +252,6 @@ class PrefillControl:
             case PeerUnreachable():
                 self.counters["peers_unreachable"] += 1
                 self._peers.deaths.doubt(what.peer, now_s)
-            case PeerTried():
-                self._tried(what, now_s)
             case ConnectFailed():
                 self.counters["handshakes_refused"] += 1
                 self.news.say("shut out", what.address, str(what.error))
@@ -299,7 +295,7 @@ class PrefillControl:
     def check_invariants(self) -> None:
         """Raise AssertionError if what the `PrefillControl` counts for decode ranks differs
         from what is held."""
-        self._rooms.check_invariants(self._peers.all(), self._aborts.held_bytes())
+        self._rooms.check_invariants(self._peers.all())
 
     def lost_peers(self, now_s: float) -> LostPeers:
         """Return the decode ranks that are suspect or over for the `PrefillControl`, what is
@@ -638,23 +634,28 @@ class PrefillControl:
         if hello.nonce != self._peers.nonce(frame.sender):
             self._peers.hello_wanted(route, frame.sender)
             return
-        # 3. Checked, and perhaps tried in another process before it is admitted.
-        self._greeted(self._admission.hello(received, frame, hello, now_s), now_s)
+        # 3. Can the two work together, and is the sender what it says it is?
+        try:
+            accepted = handshake.accept(self._ours, frame.sender, hello)
+            self._peers.check_worker(frame, received.credential, hello, now_s)
+        except (HandshakeError, ConfigError) as error:
+            why = str(handshake.named(error, self._ours.option_names))
+            self.counters["handshakes_refused"] += 1
+            self.news.say("refused", frame.sender, why)
+            self._peers.reply(route, hello, why)
+            return
+        self._admit(accepted, received, frame, hello, now_s)
 
-    def _tried(self, tried: PeerTried, now_s: float) -> None:
-        """Take the end of a trial in `PrefillControl`: a decode rank that passed is admitted."""
-        self._greeted(self._admission.tried(tried, now_s), now_s)
-
-    def _greeted(self, arrived: OnTrial | None, now_s: float) -> None:
-        """Admit to `PrefillControl` the decode rank that has passed all checks, if one has."""
-        if arrived is not None:
-            self._admit(arrived, now_s)
-
-    def _admit(self, arrived: OnTrial, now_s: float) -> None:
+    def _admit(
+        self,
+        accepted: Accepted,
+        received: FrameReceived[bytes],
+        frame: Frame,
+        hello: Hello,
+        now_s: float,
+    ) -> None:
         """Make a decode rank a peer of `PrefillControl`, in the place of its former life."""
-        accepted, received, frame, hello, came_s = arrived
-        # 1. The former life goes first, while the name still leads to it: otherwise the bytes of
-        # its Hello would stay counted.
+        # 1. The former life goes first, while the name still leads to it.
         route, peer = received.source, self._peers.get(frame.name)
         if peer is not None:
             self._peers.lives.supersede(peer.id, frame.sender)
@@ -669,7 +670,7 @@ class PrefillControl:
         self._peers.reply(route, hello, staged=accepted.cut is not None)
         # 3. Requests that are older than this life are most likely not its own.
         if hello.rank == 0 and hello.age_ms is not None:
-            self._life_began(frame.sender, came_s - hello.age_ms / 1000, now_s)
+            self._life_began(frame.sender, now_s - hello.age_ms / 1000, now_s)
 
     def _life_began(self, life: PeerId, born_s: float, now_s: float) -> None:
         """Give this life of a decode worker a while to promise requests that came to prefill's

@@ -20,7 +20,7 @@ from prefixkv.control.former_lives import IncarnationHistory, nonce
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.heartbeat import PeerClock, Stamper
 from prefixkv.control.peer_changes import PeerChanges
-from prefixkv.control.prefill.budgets import Budget, RankClaims, hello_bytes
+from prefixkv.control.prefill.claims import RankClaims
 from prefixkv.control.prefill.retired_tickets import RetiredTickets
 from prefixkv.errors import FormerLifeError, HandshakeError, NameTakenError, ProtocolError
 from prefixkv.paging import pages_for
@@ -46,7 +46,7 @@ class Peer:
 
     `readers` are the ranks of its worker that promise us pages. `writes` says whether we write KV
     to it, `staged` whether that goes through staging, `takes_state` whether we write extra state to
-    it. `budget` is shared by all ranks of its worker. `num_parked` counts its promises that wait
+    it. `num_parked` counts its promises that wait
     for their request. `met_s` is when it was met; `succeeded` is its number among the peers met
     (`Peers.num_met`) if it replaced a former life, else 0. `gone` is True once it has left or was
     replaced, and its rooms have ended.
@@ -61,7 +61,6 @@ class Peer:
     writes: bool
     staged: bool
     takes_state: bool
-    budget: Budget
     claimed: RankClaims
     past: RetiredTickets
     met_s: float = 0.0
@@ -106,13 +105,13 @@ class Peer:
         turn into addresses.
 
         Raises:
-            BudgetError: it has more pages than fit; raised before an array is made of them.
+            OverpromisedError: it has more pages than fit; raised before an array is made of them.
             ProtocolError: its prefix, number of pages, page ids or state slot cannot be.
         """
-        # 1. Is there room for it at all? The number of bytes tells, before they are read.
+        # 1. Does it fit its pool? The number of bytes tells, before they are read.
         page_size = self.hello.topology.page_size
         self.claimed.check(self.key(promise), promise.num_pages)
-        # 2. What is cheap before what costs, and nothing that sorts: a promise may have two million
+        # 2. What is cheap before what costs, and nothing that sorts: a promise may have a million
         # pages.
         if promise.prefix_len % page_size or promise.prefix_len > promise.fill_len:
             raise ProtocolError(
@@ -342,7 +341,7 @@ class Peers:
 
         Raises:
             HandshakeError: its name and key do not fit the worker, a later process has its name,
-                `max_peers` workers are known, or the worker has no `max_peer_bytes` left.
+                or `max_peers` workers are known.
             FormerLifeError: that life of the worker is over.
         """
         # 1. Its name follows from the worker and the rank.
@@ -367,14 +366,11 @@ class Peers:
         for peer in others:
             if peer.hello.topology != hello.topology:
                 raise HandshakeError("topology", peer.hello.topology, hello.topology)
-        # 5. There is room for it: workers, then bytes.
+        # 5. There is room for it.
         workers = {peer.worker.name for peer in self.all()}
         if worker.name not in workers and len(workers) >= self._timing.max_peers:
             most = self._timing.max_peers
             raise HandshakeError("decode workers", most, most + 1, "are more than max_peers allows")
-        held = hello_bytes(hello) + (others[0].budget.num_bytes if others else 0)
-        if held > (most := self._timing.max_peer_bytes):
-            raise HandshakeError("bytes held for it", most, held, "are more than max_peer_bytes")
 
     def _check_later(self, sender: PeerId, hello: Hello, now_s: float) -> None:
         """Raise NameTakenError if the Hello is of an older decode process than the peer that has
@@ -409,11 +405,6 @@ class Peers:
         route, credential = received
         self.lives.begin(frame.sender)
         self.num_met += 1
-        worker = hello.worker or frame.sender
-        # All ranks of a worker share one budget; `check_worker` found room in it for this Hello.
-        shared = [peer.budget for peer in self.all() if peer.worker == worker]
-        budget = shared[0] if shared else Budget(self._timing.max_peer_bytes)
-        budget.num_bytes += hello_bytes(hello)
         self._peers[frame.name] = Peer(
             id=frame.sender,
             route=route,
@@ -426,7 +417,6 @@ class Peers:
             writes=added is not None,
             staged=accepted.cut is not None,
             takes_state=added is not None and added.state is not None,
-            budget=budget,
             claimed=RankClaims(
                 hello.layout.num_pages
                 + sum(
@@ -434,7 +424,6 @@ class Peers:
                     for group in hello.layout.windows
                     if not hello.layout.is_shared(group)
                 ),
-                budget,
             ),
             past=RetiredTickets(self._timing.max_parked_per_peer),
             met_s=now_s,
@@ -512,7 +501,6 @@ class Peers:
         if self._peers.get(peer.id.name) is peer:
             del self._peers[peer.id.name]
             self._timers.forget(peer.id.name)
-            peer.budget.num_bytes -= hello_bytes(peer.hello)
         self._actions.add(RemovePeer(peer.id))
 
 

@@ -13,7 +13,6 @@ from prefixkv.config import ControlConfig
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.effects import EffectList, RoomAction
 from prefixkv.control.handshake import named_end
-from prefixkv.control.prefill.budgets import Budget, hello_bytes
 from prefixkv.control.prefill.peers import Peer, Peers
 from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.events import RoomEnded, SourceFree
@@ -190,7 +189,7 @@ class SenderRooms:
         # A promise counts as parked until its request comes or its room ends.
         if open_before and room.poll.ended and not room.added:
             room.unpark()
-        # From now on decode may promise these pages in another room: see `prefill/budgets.py`.
+        # From now on decode may promise these pages in another room: see `prefill/claims.py`.
         if room.drained:
             room.uncount_pages()
         # Peers that are gone drain their own pages, or never. So only the ends of our writes are
@@ -285,12 +284,10 @@ class SenderRooms:
                     found[peer.id] = what, found.get(peer.id, (what, 0))[1] + 1
         return found
 
-    def check_invariants(self, peers: list[Peer], aborts: Mapping[Budget, int]) -> None:
-        """Raise AssertionError unless prefill's rooms, claims of peers and budgets agree.
+    def check_invariants(self, peers: list[Peer]) -> None:
+        """Raise AssertionError unless prefill's rooms and the claims of peers agree.
 
-        Args:
-            peers: the peers known now. Peers that are gone are found by their claims.
-            aborts: bytes held for early aborts, by the budget that they are counted in.
+        `peers` are those known now. Peers that are gone are found by their claims.
         """
         is_drained = {key: room.drained for key, room in self._rooms.items()}
         claims = {(room.key, name) for room in self._rooms.values() for name in room.claimants}
@@ -299,11 +296,5 @@ class SenderRooms:
         claimed = self._rooms.keys() - self.unclaimed
         assert self.num_claimed == len(claimed), "rooms that are not unclaimed are counted"
         assert claims == {(key, peer.id) for peer in every for key in peer.rooms}, "both ways"
-        # Recount every budget from what is actually held, and compare with the running count.
-        held = dict(aborts)
         for peer in every:
             peer.claimed.check_invariants(is_drained)
-            own = 0 if peer.gone else hello_bytes(peer.hello)
-            held[peer.budget] = held.get(peer.budget, 0) + own + peer.claimed.num_bytes
-        for budget, num_bytes in held.items():
-            assert budget.num_bytes == num_bytes, "a worker's bytes are those of what is held"

@@ -20,7 +20,6 @@ from prefixkv.control.effects import (
     RemovePeer,
     RoomAction,
     SendFrame,
-    TryPeer,
 )
 from prefixkv.control.prefill.peers import Peers
 from prefixkv.control.prefill.rooms import SenderRooms
@@ -142,7 +141,7 @@ class Writes:
                     self._out.add(action)
                     if staging is not None:
                         self.stage(staging.remove_peer(action.peer), now_s)
-                case SendFrame() | TryPeer() | Examine():
+                case SendFrame() | Examine():
                     self._out.add(action)
                 case Bootstrapped() | RoomEnded() | SourceFree():
                     self._out.add(action)

@@ -53,7 +53,6 @@ OPTION_NAMES: Final = {
     "lease_bytes": _EXTRA.format("transport.lease_bytes"),
     "slot_bytes": _EXTRA.format("transport.lease_bytes"),
     "decode workers": _EXTRA.format("control.max_peers"),
-    "bytes held for it": _EXTRA.format("control.max_peer_bytes"),
 }
 """Options of vLLM by field of a handshake: `ModelConfig.option_names`."""
 

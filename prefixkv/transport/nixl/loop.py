@@ -38,14 +38,13 @@ from prefixkv.transport.base import (
 from prefixkv.transport.interfaces import warn_if_open
 from prefixkv.transport.jobs import ActiveJob
 from prefixkv.transport.loop import RECONNECT_S, TransportLoop, bare
-from prefixkv.transport.metadata.nixl_form import nixl_name
 from prefixkv.transport.nixl.agent import (
     CONNECTION_BROKEN,
     NEVER_POSTED,
     NixlAgent,
     error_of,
 )
-from prefixkv.transport.nixl.peer import NixlPeer, Post
+from prefixkv.transport.nixl.peer import NixlPeer, Post, nixl_name
 from prefixkv.transport.routes import PeerMemory, routes_to
 from prefixkv.wakeups import Inbox
 

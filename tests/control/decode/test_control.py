@@ -18,7 +18,6 @@ from prefixkv.control.effects import (
     Expect,
     FrameFailed,
     FrameReceived,
-    PeerTried,
     RankDrained,
     Reached,
     SendFrame,
@@ -605,7 +604,6 @@ INPUTS: dict[str, tuple[Any, list[str]]] = {
     "a write": (WriteDone(1, 64), ["InternalError"]),
     "a write that failed": (WriteFailed(1, OSError("reset"), drained=False), ["InternalError"]),
     "a write that is drained": (WriteDrained(1), ["InternalError"]),
-    "a peer that was tried": (PeerTried(PREFILL), ["InternalError"]),
 }
 
 

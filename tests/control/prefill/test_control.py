@@ -17,7 +17,6 @@ from prefixkv.control.effects import (
     CopyDone,
     FrameFailed,
     FrameReceived,
-    PeerTried,
     Reached,
     RemovePeer,
     Renew,
@@ -55,6 +54,7 @@ from prefixkv.protocol.messages import (
     Heartbeat,
     HelloReply,
     HelloWanted,
+    Libraries,
     Outcome,
     OutcomeAck,
     ProcessLife,
@@ -204,6 +204,28 @@ def test_a_peer_that_does_not_fit_is_told_why_and_not_known(
     assert text in reply.refused
     assert peer.control.peers(peer.now_s) == {}
     assert peer.control.counters["handshakes_refused"] == 1
+
+
+@pytest.mark.parametrize(
+    ("theirs", "text"),
+    [
+        (Libraries("1.5.1", "1.22.0"), "version of ucx differs: ours '1.23.0', theirs '1.22.0'"),
+        (Libraries("1.6.0", "1.23.0"), "version of nixl differs: ours '1.5.1', theirs '1.6.0'"),
+        (Libraries("1.5.1", ""), ""),  # unknown
+        (Libraries("1.5.1", "1.23.0"), ""),
+    ],
+)
+@pytest.mark.parametrize("writes_by_nixl", [True, False])
+def test_other_versions_of_the_libraries_that_write_are_refused_by_name(
+    theirs: Libraries, text: str, writes_by_nixl: bool
+) -> None:
+    hello = msgspec.structs.replace(HELLO, libraries=theirs, shm=b"pkvshm1|")
+    if not writes_by_nixl:
+        hello = msgspec.structs.replace(hello, agent_metadata=b"")
+    peer = DecodePeer(libraries=Libraries("1.5.1", "1.23.0"), backend="auto")
+    [reply] = of(peer.say(hello), HelloReply)
+    assert (text in reply.refused) if writes_by_nixl else not reply.refused
+    assert bool(reply.refused) == (writes_by_nixl and text != "")
 
 
 def test_a_hello_that_is_repeated_by_the_network_is_dropped() -> None:
@@ -969,7 +991,6 @@ INPUTS: dict[str, tuple[Any, list[str]]] = {
     "a notification": (Arrived(b"junk"), []),
     "a transport that has settled": (Settled(DECODE), []),
     "a peer that is unreachable": (PeerUnreachable(DECODE, OSError("reset")), []),
-    "a trial of no peer": (PeerTried(DECODE), []),
     "a copy of no staging": (CopyDone(1), []),
     "an address that cannot be": (ConnectFailed(ADDRESS, OSError("no such")), []),
     "a connection": (Reached(ADDRESS), []),

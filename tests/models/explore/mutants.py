@@ -16,7 +16,6 @@ from typing import Any
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.decode.rooms import ReceiverRooms
 from prefixkv.control.heartbeat import PeerClock
-from prefixkv.control.prefill.admission import PeerAdmission
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.control.prefill.rooms import SenderRoom, SenderRooms
 from prefixkv.digest import prove
@@ -137,10 +136,6 @@ MUTANTS = (
         "another life's word drains", _D._room_of,
         "link.peer is None or room.peers.get(body.rank) != link.peer", "False",
         "repeat, abort, restart",
-    ),
-    _M(
-        "a peer is loaded whatever its trial says", PeerAdmission.tried,
-        "if error is None:", "if True:", "tried: lose, fail",
     ),
     _M(
         "a peer that is heard is never asked again", _R._tick_open,
