@@ -76,8 +76,7 @@ def _tree_laws(tree: RadixTree, orphans: list[TreeNode]) -> Iterator[str]:
             not node.start < depth <= node.end for depth in depths
         ):
             yield f"hashes are of paths that end inside their node, and rise: {node} {depths}"
-        # A policy that raised left no mark.
-        if not node.children and node.mark is None and not tree.errors.num:
+        if not node.children and node.mark is None:
             yield f"a leaf has been used: {node}"
         if not node.children and not node.lock_ref and node.entry is None:
             yield f"an evictable leaf stands in a queue: {node}"

@@ -72,8 +72,7 @@ class RadixCache(RadixTree):
             own. An object serves one cache.
         pool_pages: pages in the pool. If given, ids that are out of range or in the tree already
             are refused.
-        errors: collects what the policy raises, for its owner to raise. None: the next `lock`,
-            `insert` or `evict` raises it, before it changes anything.
+        errors: counts an exception of a user's policy. The cache goes on with `lru`, for good.
     Raises:
         ConfigError: names the setting, the value and the bound.
 
@@ -104,8 +103,6 @@ class RadixCache(RadixTree):
         errors: UserErrors | None = None,
     ) -> None:
         super().__init__(page_size, policy, pool_pages, errors or UserErrors())
-        # Without a collector of errors this cache reports them itself.
-        self._raises = errors is None
         # All locks that are held, those of orphans included: `unlock` accepts no others.
         self._locks: set[PrefixLock] = set()
         # A lock of an earlier epoch holds an orphan.
@@ -204,10 +201,6 @@ class RadixCache(RadixTree):
         >>> cache.evict(1).tolist()
         [11]
         """
-        # Report what the policy raised earlier before anything changes: the caller may then call
-        # again.
-        if self.errors.due is not None and self._raises:
-            self.errors.raise_due()
         check_time(now_s)
         check_flag("visit", visit, or_none=True)
         lock = self.pin(result, now_s)
@@ -270,13 +263,10 @@ class RadixCache(RadixTree):
             if node.parent is None:
                 self._drop_root_if_idle(node)
             elif not node.lock_ref:
-                self._enqueue(node)
+                self._queue.add(node)
         else:
             self._merge_if_idle(node)
-        try:
-            self.policy.work_ahead()
-        except Exception as error:
-            self.errors.caught(error)
+        self.policy.work_ahead()
         return lock.freed
 
     def _next_use(
@@ -311,15 +301,8 @@ class RadixCache(RadixTree):
         return use
 
     def _leave_mark(self, node: TreeNode, depth: int, use: Use) -> None:
-        """Leave the policy's mark for `use` at `depth` of `node` in the radix cache; none if the
-        policy raises."""
         policy = self.policy
-        try:
-            mark = policy.mark(use)
-        except Exception as error:
-            self.errors.caught(error)
-            return
-        node.leave_mark(depth, mark, self._fold, policy.supersedes)
+        node.leave_mark(depth, policy.mark(use), policy.fold, policy.supersedes)
 
     # --- adding ----------------------------------------------------------------------------------
 
@@ -370,8 +353,6 @@ class RadixCache(RadixTree):
         (2, [10, 21])
         """
         # 1. Everything that can be refused, before anything changes.
-        if self.errors.due is not None and self._raises:
-            self.errors.raise_due()
         check_time(now_s)
         if type(priority) is not int and not isinstance(priority, Real):
             raise CallerError(f"priority is {shown(priority)}, a number is needed")
@@ -438,7 +419,7 @@ class RadixCache(RadixTree):
             # A mark at the very end of an evictable leaf changes its rank. A mark above its last
             # page does not, since a page's history is what lies at it or below.
             if num_pages == node.end and not node.lock_ref and not node.children:
-                self._enqueue(node)
+                self._queue.add(node)
         else:
             # They index all pages behind the lock: of use only if all of them are new.
             new_key = data[matched : num_pages * self._page_bytes]
@@ -491,8 +472,6 @@ class RadixCache(RadixTree):
         """
         num_pages = whole_count("num_pages", num_pages)
         check_time(now_s)
-        if self.errors.due is not None and self._raises:
-            self.errors.raise_due()
         self._now_s = max(self._now_s, now_s)
         num_pages = min(num_pages, self.evictable_pages)
         if not num_pages:
@@ -546,10 +525,7 @@ class RadixCache(RadixTree):
             for node in self._subtree(root):
                 node.wants = node.entry = None
             del self._roots[namespace]
-        try:
-            self.policy.reset()
-        except Exception as error:
-            self.errors.caught(error)
+        self.policy.reset()
         # Before the counters start again at 0. The flags of orphans stay set: a page that a lock
         # still holds must not be inserted.
         self.orphan_pages += self.protected_pages
@@ -605,7 +581,7 @@ class RadixCache(RadixTree):
         # 3. The leaf may belong to another group of the queue now, also if the mark lies above its
         # end: one insertion may leave several marks, the last of them there.
         if not node.lock_ref and not node.children:
-            self._enqueue(node)
+            self._queue.add(node)
 
     def want(self, match: MatchResult) -> int:
         """Register with the radix cache that a request waits for the tokens of `match`; soft,
@@ -645,7 +621,7 @@ class RadixCache(RadixTree):
         elif not home.children and not home.lock_ref:
             # It may stand in the queue of wanted leaves, which go last.
             forget(home)
-            self._enqueue(home)
+            self._queue.add(home)
 
     # --- listening and looking on ----------------------------------------------------------------
 

@@ -49,12 +49,8 @@ class Aside:
 
     def enter(self, waiter: Waiter) -> None:
         """Put a waiter into its prefill worker's lane, or set it aside if it may need too many
-        pages. Raises what comparing ranks raises, and then changes nothing."""
+        pages."""
         if waiter.req.max_pages > self._prospects.most_pages:
-            if not waiter.is_returned:
-                # It will stand in its lane later, in the middle of a pass, where nothing may raise.
-                # So its rank is compared now.
-                self._lanes.check_comparable(None, waiter.place)
             self._set_aside(waiter)
             return
         self._lanes.enter(waiter)

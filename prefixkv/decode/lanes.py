@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from sortedcontainers import SortedDict, SortedList
 
-from prefixkv.admission import Rank
 from prefixkv.cache.results import MatchResult
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.protocol.timers import Timers
@@ -54,13 +53,13 @@ class Waiter:
     load_end: int = 0  # end of what a load from there would bring, in pages; 0: no load
     needed_pages: int = 0
     most_pages: int = 0
-    rank: Rank = None
+    rank: tuple[float, ...] = ()
     seen_at: int = -1
     want: int = NOT_ENTERED  # number of its want, or NOT_ENTERED or LEFT
     leaves_last: bool = False  # all of it is cached or on its way; its last page is not taken
 
     @property
-    def place(self) -> tuple[Rank, int, Waiter]:
+    def place(self) -> tuple[tuple[float, ...], int, Waiter]:
         """Entry of a waiter in its lane's order: by rank, then by arrival."""
         # Arrivals differ, so a comparison never reaches the waiter itself, which has no order.
         return self.rank, self.arrival, self
@@ -97,13 +96,10 @@ class Lane:
         yield from self.waiting.values()
 
     def enter(self, waiter: Waiter) -> None:
-        """Put a waiter in line in this prefill worker's lane. Raises what comparing ranks raises,
-        with nothing changed.
-        """
+        """Put a waiter in line in this prefill worker's lane."""
         if waiter.is_returned:
             self.returned[waiter.arrival] = waiter
             return
-        # First, since it compares the user's ranks: if that raises, the other two are untouched.
         self.order.add(waiter.place)
         self.waiting[waiter.arrival] = waiter
         self.estimated[waiter] = None
@@ -117,7 +113,6 @@ class Lane:
         if self.waiting:
             self.order.remove(waiter.place)
         else:
-            # It was alone: clearing compares no ranks.
             self.order.clear()
         del self.estimated[waiter]
 
@@ -202,11 +197,9 @@ class Lanes:
 
     def enter(self, waiter: Waiter) -> None:
         """Put a waiter in line in its lane, which is busy then if it is open; else time its wait
-        for the prefill worker. Raises what comparing ranks raises, and then changes nothing.
+        for the prefill worker.
         """
         lane = waiter.lane
-        if not waiter.is_returned:
-            self.check_comparable(lane, waiter.place)
         lane.enter(waiter)
         if lane.is_open:
             # An open lane takes part in passes. In a closed one a timer runs instead, from when
@@ -215,16 +208,6 @@ class Lanes:
             self._busy[lane] = None
         elif waiter.since_s is not None:
             self._timers.wake(lane, max(waiter.since_s, lane.away_s) + self._patience_s)
-
-    def check_comparable(self, lane: Lane | None, place: tuple[Rank, int, Waiter]) -> None:
-        """Compare a place in this lane with those of the other lanes, and raise what that raises.
-
-        A pass merges the orders of the lanes, and nothing may raise there: so a rank that does not
-        compare is refused when it enters.
-        """
-        for other in self._lanes.values() if len(self._lanes) > 1 else ():
-            if other.order and other is not lane:
-                bool(place < other.order[0])
 
     def stamp(self, waiter: Waiter, now_s: float) -> None:
         """Begin the waiting time of a request that has come back to its lane."""

@@ -153,8 +153,8 @@ class DecodePreallocQueue:
         """
         lane = self._lanes.of(ALONE if req.is_alone else req.prefill)
         waiter = Waiter(req, self._num_arrivals + 1, lane, first)
-        # Ranks and their comparisons are the user's code. Everything that may raise comes before
-        # the first count; only a lane that was made for this request has to be undone.
+        # Ranks are the user's code. They come before the first count; only a lane that was made for
+        # this request has to be undone.
         try:
             # One that comes back has no rank: the order among those is by return, which no policy
             # changes.
@@ -163,11 +163,10 @@ class DecodePreallocQueue:
                 if self._policy.overtakes:
                     self._look(waiter)
                 waiter.rank = self._order.rank(req, waiter.new_pages)
-            # Comparing the rank with those of the lane may raise too.
-            self._aside.enter(waiter)
         except BaseException:
             self._lanes.forget_if_new(lane)
             raise
+        self._aside.enter(waiter)
         self._num_arrivals += 1
         self._spent_at = -1
         self._waiters[req] = waiter
@@ -198,21 +197,6 @@ class DecodePreallocQueue:
         self._lanes.forget_if_idle(waiter.lane)
         self._deadlines.forget(req)
         self.wants.forget(waiter)
-
-    def check_move(self, req: DecodeRequest, prefill: str) -> None:
-        """Compare a queued request's rank with those at another prefill worker, before the prealloc
-        queue moves it there.
-
-        Raises what that comparison raises. Not in the queue: no-op.
-        """
-        waiter = self._waiters.get(req)
-        if waiter is None or waiter.is_returned:
-            return
-        lane = self._lanes.get(prefill)
-        self._lanes.check_comparable(lane, waiter.place)
-        if lane is not None:
-            # This compares as `order.add` will in `move`.
-            lane.order.bisect(waiter.place)
 
     def move(self, req: DecodeRequest, prefill: str) -> None:
         """Move a request of the prealloc queue to another prefill worker's lane. It keeps its place

@@ -187,7 +187,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._targets = PrefillTargets(
             self.lanes, self.shares, self.waiting, self.choice, self.sources, self._refusals,
             Retries(max_retries, retarget, pages.errors), self._commands, self.counters,
-            pages.errors,
         )  # fmt: skip
         self._asking = Asking(
             pages, self.flights, self.arriving, self.shares, self.lanes, self.choice, self.sources,

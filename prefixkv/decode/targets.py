@@ -21,7 +21,7 @@ from prefixkv.decode.refusals import Refusals
 from prefixkv.decode.request import DecodeRequest, DecodeState, Retries
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.sources import Sources
-from prefixkv.errors import AbortedError, RequestError, UserErrors
+from prefixkv.errors import AbortedError, RequestError
 from prefixkv.protocol.commands import DecodeCommand, MeetPrefill
 
 
@@ -38,7 +38,6 @@ class PrefillTargets:
         retries: how often a failed one tries again, and where.
         commands: takes the commands, in order.
         counters: counts under `retries` and `failovers`.
-        errors: collects what a user's policy raises.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class PrefillTargets:
         retries: Retries,
         commands: list[DecodeCommand],
         counters: Counter[str],
-        errors: UserErrors,
     ) -> None:
         self._lanes, self._shares, self._waiting = lanes, shares, waiting
         self._choice, self._sources = choice, sources
@@ -60,7 +58,6 @@ class PrefillTargets:
         self._retries = retries
         self._commands = commands
         self._counters = counters
-        self._errors = errors
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -107,13 +104,9 @@ class PrefillTargets:
         """Send a decode request that is not on its way to another prefill worker from its next
         attempt on. One that was never admitted is refused at the worker that it named.
 
-        Raises RequestError, with nothing changed, if the worker is known to hold too little, and
-        what comparing a user's ranks raises.
+        Raises RequestError, with nothing changed, if the worker is known to hold too little.
         """
         self.check_still_holds(req, prefill)
-        # The last call that may raise: it compares the user's ranks as `move` will, before anything
-        # changes.
-        self._waiting.check_move(req, prefill)
         # The former worker may have computed the prompt, and waits for a promise that will not
         # come: a refusal ends it there. A new generation keeps its answer apart from the next
         # attempt. A retracted request has no open attempt, so nothing is refused.
@@ -125,7 +118,8 @@ class PrefillTargets:
     def go_alone(self, req: DecodeRequest) -> None:
         """Let a waiting decode request, whose prefill worker does not answer, wait to be computed
         here, if it may."""
-        if not req.is_alone and self._choice.may_take_alone(req) and self._move(req, is_alone=True):
+        if not req.is_alone and self._choice.may_take_alone(req):
+            self._move(req, is_alone=True)
             self._counters["failovers"] += 1
 
     def come_back(self, req: DecodeRequest) -> None:
@@ -142,21 +136,14 @@ class PrefillTargets:
             self._waiting.move(req, prefill)
             self.meet(prefill)
 
-    def _move(self, req: DecodeRequest, is_alone: bool) -> bool:
+    def _move(self, req: DecodeRequest, is_alone: bool) -> None:
         """Move a waiting decode request to the lane of those that are computed here, or back to
-        that of its prefill worker. False if its rank does not compare with those there."""
-        to = ALONE if is_alone else req.prefill
-        try:
-            self._waiting.check_move(req, to)
-        except Exception as error:  # the user's; it stays where it is
-            self._errors.caught(error)
-            return False
+        that of its prefill worker."""
         # The worker may have it, and may be back before this request is done.
         if is_alone and req.state is DecodeState.QUEUED:
             self._withdraw(req, AbortedError(f"request {req.rid!r} is computed by decode"))
         req.is_alone = is_alone
-        self._waiting.move(req, to)
-        return True
+        self._waiting.move(req, ALONE if is_alone else req.prefill)
 
     def _withdraw(self, req: DecodeRequest, error: Exception) -> None:
         """Refuse a waiting decode request at the prefill worker that may have it. Its next attempt

@@ -3,7 +3,7 @@
 Frames follow vLLM: an event is [topic, number, payload], the number 8 bytes, big-endian. A request
 for a repeat is ["", number], from a DEALER or REQ. Each batch from that number on is answered by
 ["", topic, number, payload], then the end by ["", "", -1, ""], with a text in its last frame if the
-request could not be read. SGLang's answers have no topic.
+request could not be read.
 
 A snapshot is requested by ["", "snapshot"] and answered by ["", number, life, payload]: the number
 of the last batch that it contains, 16 bytes that name this life of the worker, and a batch. A

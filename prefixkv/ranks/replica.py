@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from prefixkv.cache.eviction.guard import Guard
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig
 from prefixkv.errors import (
@@ -130,6 +131,7 @@ def _described(policy: Policy) -> str:
     """Return an eviction policy's name for comparing replicas' settings, with its own settings
     where it is a dataclass.
     """
+    policy = policy.asked if isinstance(policy, Guard) else policy
     return f"{policy.name} {asdict(policy)}" if is_dataclass(policy) else policy.name
 
 

@@ -84,8 +84,8 @@ class Node(OneThread, Generic[C, To, E]):
         that ends from now on.
 
         It is called on the node's thread, in the middle of the request's end: it must be quick, and
-        call nothing of the node. What it raises comes out of a later call of the engine's, as of a
-        policy, and is counted as `user_errors`.
+        call nothing of the node. What it raises comes out of a later call of the engine's, and is
+        counted as `user_errors`.
 
         Args:
             listener: gets the request's record as the request log has it, whether that is on or

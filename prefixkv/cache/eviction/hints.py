@@ -138,9 +138,6 @@ class HintedQueue:
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
         return leaf.entry[2].rank_at(leaf, now_s)
 
-    def take(self, leaf: TreeNode) -> None:
-        leaf.entry[2].take(leaf)
-
     def count_dead(self) -> None:
         """Refuse to count for the hinted queue: `TreeNode.entry` always names one of the three
         inner queues."""

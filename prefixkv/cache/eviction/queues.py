@@ -36,9 +36,6 @@ class EvictionQueue(Protocol):
         """Return the rank of a leaf in the eviction queue: the lowest goes first. Used only if the
         policy `reports_returns`."""
 
-    def take(self, leaf: TreeNode) -> None:
-        """Remove from the eviction queue the leaf that `first` has just returned."""
-
     def count_dead(self) -> None:
         """Count that one entry of this eviction queue has died."""
 
@@ -120,16 +117,6 @@ class LeafHeap:
 
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
         return self._rank(leaf.mark)
-
-    def take(self, leaf: TreeNode) -> None:
-        """Remove from the eviction heap the leaf that `first` has just returned; it is at one of
-        the two heads."""
-        run = self._run
-        if run and run[-1] is leaf.entry:
-            run.pop()
-        else:
-            heappop(self._heap)
-        leaf.entry = None
 
     def count_dead(self) -> None:
         """Count a dead entry of the eviction heap, and sweep when the dead are more than half.
@@ -258,12 +245,6 @@ class LeafOrders:
             else:
                 heappop(heap)
         return None
-
-    def take(self, leaf: TreeNode) -> None:
-        """Remove from the queue's orders the leaf that `first` has just returned."""
-        # The entry may stand in several heaps: it only dies here.
-        leaf.entry = None
-        self.count_dead()
 
     def count_dead(self) -> None:
         """Count a dead entry of the queue, and sweep when the dead outnumber the living, but not
