@@ -154,11 +154,6 @@ class SenderMachine:
         """
         return self.may_prove(event.proof, event.secrets)
 
-    def takes(self, event: Promised) -> bool:
-        """Return True if this promise is for the very prompt of the sender's request."""
-        is_proved = bool(self.digest) and proves(event.proof, self.digest, *event.secrets)
-        return is_proved and event.fill_len == self._num_tokens
-
     def parked(self) -> list[tuple[Promised, PeerId]]:
         """Return the promises to the sender's room that wait for the engine's request, each with
         its peer.
@@ -537,9 +532,15 @@ class SenderMachine:
         peer = self._promise.peer.name if self._promise is not None else "?"
         what = f"decode worker {peer!r}: {self._wait.limit} passed in {self.poll.name}"
         if self._promise is None:
-            what = f"decode worker {self.key.decode!r} has promised no pages"
+            what = (
+                f"decode worker {self.key.decode!r} (Request.decode) has promised no pages: it has "
+                "no such request, or another name"
+            )
         elif not self.added:
-            what = f"decode worker {peer!r} has promised pages, the request never came"
+            what = (
+                f"decode worker {peer!r} has promised pages, the request never came, or names "
+                "another decode worker (Request.decode)"
+            )
         return self._fail(Fail(TransferTimeoutError(what)), now_s)
 
     def _send_outcomes(self, now_s: float) -> list[SenderAction]:

@@ -14,10 +14,9 @@ drawn itself is an *offer* (`offers.py`): the first decode worker that proves th
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Final, assert_never
+from typing import assert_never
 
 from prefixkv.config import Backend, ControlConfig, short_key
 from prefixkv.control import handshake
@@ -59,7 +58,6 @@ from prefixkv.errors import (
     TransferTimeoutError,
     VersionError,
     WeightsVersionError,
-    WrongWorkerError,
 )
 from prefixkv.protocol import messages
 from prefixkv.protocol import sender_events as sender
@@ -102,12 +100,6 @@ from prefixkv.transport.base import (
     WriteDrained,
     WriteFailed,
 )
-
-_UNKNOWN_NAME_S: Final = 0.5
-_KNOWN_NAME_S: Final = 2.0
-"""Seconds that a request and a promise of one number and one prompt may name different decode
-workers, until one of the names is taken for wrong: where prefill does not know the worker that the
-request names, and where it does."""
 
 
 class PrefillControl:
@@ -349,9 +341,6 @@ class PrefillControl:
             self._actions.add(SourceFree(key))
         elif early is not None:
             self._rooms.on(room, Fail(early), now_s)
-        else:  # a promise may be here already, under another name
-            for other in self._rooms.of_numbers(key.numbers):
-                self._doubt_name(other, now_s)
 
     def _offer(self, command: OfferRoom, now_s: float) -> None:
         """Take OfferRoom, a command to `PrefillControl`: a room that the engine has drawn for a
@@ -496,12 +485,10 @@ class PrefillControl:
             if isinstance(key, str):
                 self._peers.tick(key, now_s)
             elif (room := self._rooms.get(key)) is not None:
-                self._check_name(room, now_s)
-                if self._rooms.get(key) is room:
-                    awaited = room.awaits_promise
-                    self._rooms.tick(room, now_s)
-                    if awaited and room.poll.ended:
-                        self.counters["never_promised"] += 1
+                awaited = room.awaits_promise
+                self._rooms.tick(room, now_s)
+                if awaited and room.poll.ended:
+                    self.counters["never_promised"] += 1
             elif (offer := self._offers.get(key)) is not None and not key.decode:
                 if now_s < offer.until_s:
                     self._timers.wake(key, offer.until_s)  # the timer may wake early
@@ -791,42 +778,6 @@ class PrefillControl:
             self._remember(key, event, room.error, peer, now_s)  # its request may still come
         if offer is not None:  # behind the promise: so the room is parked for no time
             self._open_offer(key, offer, now_s)
-        self._doubt_name(room, now_s)
-
-    def _doubt_name(self, parked: SenderRoom, now_s: float) -> None:
-        """Note a promise to `PrefillControl` that waits for its request, while the same request
-        waits for a promise of another decode worker: the name in it may be wrong.
-
-        May be, since each decode worker counts its own rooms. So what is missing of the two rooms
-        gets a while to come.
-        """
-        other = self._rooms.namesake(parked)
-        if other is not None:
-            # A worker that is known may be full. One that is not can only be about to say Hello.
-            is_known = self._peers.get(other.key.decode) is not None
-            until_s = now_s + (_KNOWN_NAME_S if is_known else _UNKNOWN_NAME_S)
-            parked.misnamed_s = min(parked.misnamed_s, until_s)
-            self._timers.wake(parked.key, parked.misnamed_s)
-
-    def _check_name(self, parked: SenderRoom, now_s: float) -> None:
-        """End in `PrefillControl` a promise and a request that differ in the decode worker alone,
-        once their time is over."""
-        if now_s < parked.misnamed_s:
-            return
-        parked.misnamed_s = math.inf
-        other = self._rooms.namesake(parked)
-        if other is None:
-            return
-        error = WrongWorkerError(
-            f"room {parked.key.room} generation {parked.key.generation}: the request on prefill is "
-            f"for decode worker {other.key.decode!r} (Request.decode), the pages for it are "
-            f"promised by {parked.key.decode!r}"
-        )
-        self._rooms.on(parked, Fail(error), now_s)
-        # Where names belong to keys, no worker ends a request of another, though it knows the
-        # prompt.
-        if self._timing.curve is None:
-            self._rooms.on(other, Fail(error), now_s)
 
     def _check_weights(self, peer: Peer, event: Promised, key: RoomKey, now_s: float) -> None:
         """Raise ProtocolError in `PrefillControl` for a promise of other weights than ours.

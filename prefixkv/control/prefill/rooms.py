@@ -3,7 +3,6 @@ claimants, the decode ranks that have named it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from types import MappingProxyType
@@ -44,24 +43,11 @@ class SenderRoom(SenderMachine):
         super().__init__(key, rank, page_size, next_job_id, timing, now_s)
         # The other direction of `Peer.claimed`: both are changed together (`claim`, `drop_claims`).
         self.claimants: dict[PeerId, Peer] = {}
-        # Until when a request under another decode worker's name may still turn out to be another
-        # room: see `SenderRooms.namesake`.
-        self.misnamed_s = math.inf
 
     @property
     def all_gone(self) -> bool:
         """True if the prefill room was claimed and every decode rank that claimed it has left."""
         return bool(self.claimants) and all(peer.gone for peer in self.claimants.values())
-
-    def is_for(self, promise: sender.Promised) -> bool:
-        """Return whether the prefill room waits for a promise, no decode rank has spoken of it, and
-        this promise is for its very prompt."""
-        waits = self.added and not self.poll.ended and not self.readers
-        return waits and self.takes(promise)
-
-    @property
-    def wake_s(self) -> float:
-        return min(super().wake_s, self.misnamed_s)
 
     def admits(self, peer: Peer) -> bool:
         """Return whether this decode rank may speak about this use of the prefill room.
@@ -208,20 +194,6 @@ class SenderRooms:
     def of_numbers(self, numbers: tuple[int, int]) -> list[SenderRoom]:
         """Return the prefill rooms of this number, each with another decode worker."""
         return list(self._by_numbers.get(numbers, {}).values())
-
-    def namesake(self, room: SenderRoom) -> SenderRoom | None:
-        """Return, for a prefill room with a promise that waits for its request, the room of a
-        request that waits for its promise: of the same number and the same prompt, and under
-        another decode worker's name.
-
-        Each decode worker may count its own rooms. So both may be what they say, and the request
-        of the one and the promise of the other may still come.
-        """
-        promises = [promise for promise, _ in room.parked()]
-        for other in self.of_numbers(room.key.numbers) if promises else ():
-            if other is not room and all(map(other.is_for, promises)):
-                return other
-        return None
 
     def tick(self, room: SenderRoom, now_s: float) -> None:
         """Let a prefill room look at its deadlines and repeats."""
