@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.config import MAX_VERSION_CHARS
+from prefixkv.digest import MAX_DIGEST_BYTES
 from prefixkv.errors import HandshakeError, ProtocolError, VersionError
 from prefixkv.memory.kv_layout import MAX_GROUPS, GroupName, KVLayout, PageGroup
 from prefixkv.memory.mesh import MAX_RANKS, Mesh
@@ -35,7 +36,7 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateTensor
 from prefixkv.protocol.ids import PeerId, RoomKey
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 8 << 20
 MAX_METADATA_BYTES = 1 << 20
 MAX_PAGES = MAX_FRAME_BYTES // 4 - 1024
@@ -55,8 +56,7 @@ ShmOffer = Annotated[bytes, msgspec.Meta(max_length=1024)]
 Tensors = Annotated[tuple[StateTensor, ...], msgspec.Meta(max_length=4096)]
 Stages = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_RANKS)]
 Endpoints = Annotated[tuple[Short, ...], msgspec.Meta(max_length=MAX_RANKS)]
-Secret = Annotated[bytes, msgspec.Meta(min_length=16, max_length=32)]
-Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=MAX_DIGEST_BYTES)]
 Holder = Annotated[str, msgspec.Meta(max_length=64)]
 Version = Annotated[str, msgspec.Meta(max_length=MAX_VERSION_CHARS)]
 WindowIds = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS)]
@@ -199,21 +199,18 @@ class Body(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
 class Hello(Body, frozen=True, tag="hello"):
     """A decode rank introduces itself: what it runs, and how to write to its pool.
 
-    `secret` is random, drawn by this process: see `prefixkv.digest`. `worker` is rank 0's identity:
-    the ranks of one worker name the same. `staging` is where slices may be staged, `state` where
-    the extra state that `digest` lists is kept. `nonce` is that of the last HelloWanted, `known`
-    the life that is known at this address. `life` is None where the kernel has no such thing, or
-    the process keeps it to itself. `agent_metadata` is NIXL's, empty where NIXL does not write to
-    it; `shm` is for prefill workers of this host that map the memory, empty where it is not shared.
-    `age_ms` is the age of this life of the worker, as its rank 0 reports it; other ranks leave it
-    None.
-    """
+    `worker` is rank 0's identity: the ranks of one worker name the same. `staging` is where slices
+    may be staged, `state` where the extra state that `digest` lists is kept. `nonce` is that of the
+    last HelloWanted, `known` the life that is known at this address. `life` is None where the
+    kernel has no such thing, or the process keeps it to itself. `agent_metadata` is NIXL's, empty
+    where NIXL does not write to it; `shm` is for prefill workers of this host that map the memory,
+    empty where it is not shared. `age_ms` is the age of this life of the worker, as its rank 0
+    reports it; other ranks leave it None."""
 
     digest: ModelDigest
     topology: Topology
     layout: KVLayout
     agent_metadata: Metadata
-    secret: Secret
     rank: Count = 0
     worker: PeerId | None = None
     staging: StagingArea | None = None
@@ -228,7 +225,7 @@ class Hello(Body, frozen=True, tag="hello"):
 class HelloReply(Body, frozen=True, tag="hello-reply"):
     """A prefill rank's answer. `refused` is empty, or the reason why the two cannot work together.
 
-    `endpoints` are the addresses of all ranks, by rank; "" for one's own. `secret` is as in Hello.
+    `endpoints` are the addresses of all ranks, by rank; "" for one's own.
     `staged`: its writes are staged. `known` is that of the Hello it answers. `life` is as in Hello.
     `max_tokens` is the size of its pool: a longer prompt it can never compute; 0: not given.
     """
@@ -236,7 +233,6 @@ class HelloReply(Body, frozen=True, tag="hello-reply"):
     digest: ModelDigest
     topology: Topology
     endpoints: Endpoints
-    secret: Secret
     refused: Text = ""
     rank: Count = 0
     staged: bool = False
@@ -283,21 +279,21 @@ class RoomBody(Body, frozen=True):
 class Promise(RoomBody, frozen=True, tag="promise"):
     """Decode has `prefix_len` tokens of a request and wants the rest of `fill_len` in these pages.
 
-    `proof` is that of the prompt's digest (`prefixkv.digest.prove`), for this link alone. Extra
-    state, where the model has some, is wanted in `state_slot`, whole: as it is after `fill_len`
-    tokens. `weights_version` is that of the weights that the KV is for. `windows` has, for each
-    window group, the ids of pages for the last tokens: from the page in which the window behind
-    `fill_len` tokens begins, whatever `prefix_len` is.
-    """
+    `digest` is that of the prompt. `life` names the prefill process that this is said to: to its
+    successor the promise is none. Extra state, where the model has some, is wanted in `state_slot`,
+    whole: as it is after `fill_len` tokens. `weights_version` is that of the weights that the KV is
+    for. `windows` has, for each window group, the ids of pages for the last tokens: from the page
+    in which the window behind `fill_len` tokens begins, whatever `prefix_len` is."""
 
     fill_len: Count
     prefix_len: Count
     pages: bytes
     ticket: U64 = 0
     state_slot: Slot = -1
-    proof: Proof = b""
+    digest: Digest = b""
     weights_version: Version = ""
     windows: WindowIds = ()
+    life: U64 = 0
 
     @property
     def num_pages(self) -> int:
@@ -335,14 +331,15 @@ class PromiseAck(RoomBody, frozen=True, tag="promise-ack"):
 class Abort(RoomBody, frozen=True, tag="abort"):
     """Refuse every earlier frame of this room, stop writing for it, and say when it is drained.
 
-    `versions`: as of Outcome. `proof`: as of Promise; a request of another prompt is of another use
-    of the room's number. Empty: not known.
+    `versions`: as of Outcome. `life`: as of Promise. `digest` too; a request of another prompt is
+    of another use of the room's number. Empty: not known.
     """
 
     reason: Text
     ticket: U64 = 0
     versions: tuple[Version, Version] | None = None
-    proof: Proof = b""
+    digest: Digest = b""
+    life: U64 = 0
 
 
 class Drained(RoomBody, frozen=True, tag="drained"):

@@ -35,7 +35,7 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     The control object has checked it. `readers` are all ranks that will promise. `writes` is False
     for a reader that gets none of our KV and only has to know how the room ends. Extra state is
     wanted in `state_slot` (-1: none is); `takes_state` is False where none of ours goes there.
-    `proof` is that of the prompt, under the `secrets` that the two drew: decode's and ours.
+    `digest` is that of the prompt.
     `windows` are the pages promised in each window group.
     """
 
@@ -52,8 +52,7 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     fold: int = 1
     state_slot: int = -1
     takes_state: bool = False
-    proof: bytes = b""
-    secrets: tuple[bytes, bytes] = (b"", b"")
+    digest: bytes = b""
     weights_version: str = ""
     windows: tuple[Pages, ...] = ()
 
@@ -83,7 +82,7 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """Return True if this Promised event repeats another: the same peer promises the same pages
         for the same prompt.
         """
-        same = self.peer == other.peer and self.proof == other.proof
+        same = self.peer == other.peer and self.digest == other.digest
         same &= len(self.windows) == len(other.windows)
         return same and all(
             np.array_equal(mine, its)

@@ -22,7 +22,6 @@ from typing import ClassVar
 import numpy as np
 
 from prefixkv.config import ControlConfig
-from prefixkv.digest import proves
 from prefixkv.errors import (
     PeerLostError,
     PromptMismatchError,
@@ -141,18 +140,12 @@ class SenderMachine:
         """
         return self.poll.ended and self.drained and not self.readers
 
-    def may_prove(self, proof: bytes, secrets: tuple[bytes, bytes]) -> bool:
-        """Return True if a frame with this proof may be about the request in the sender's room.
+    def may_be_about(self, digest: bytes) -> bool:
+        """Return True if a frame with this digest may be about the request in the sender's room.
 
         False only where both sides name a prompt, and the two differ.
         """
-        return not (proof and self.digest) or proves(proof, self.digest, *secrets)
-
-    def may_be_about(self, event: Promised) -> bool:
-        """Return True if this promise may be about the request in the sender's room; see
-        `may_prove`.
-        """
-        return self.may_prove(event.proof, event.secrets)
+        return not (digest and self.digest) or digest == self.digest
 
     def parked(self) -> list[tuple[Promised, PeerId]]:
         """Return the promises to the sender's room that wait for the engine's request, each with
@@ -176,9 +169,7 @@ class SenderMachine:
 
         False only where both sides name a prompt, and the two differ.
         """
-        return self.proves(
-            lambda one: not (one.proof and digest) or proves(one.proof, digest, *one.secrets)
-        )
+        return self.proves(lambda one: not (one.digest and digest) or one.digest == digest)
 
     @property
     def drained(self) -> bool:
@@ -321,9 +312,8 @@ class SenderMachine:
                 f"decode waits for {fill_len} tokens, the request here has {self._num_tokens}"
             )
         promises = [reader.promise for reader in self.readers.values() if reader.promise]
-        # The lengths agree; now the content. A proof is under the secrets of its own link, so one
-        # reader cannot use that of another.
-        if all(proves(one.proof, self.digest, *one.secrets) for one in promises):
+        # The lengths agree; now the content.
+        if all(one.digest == self.digest for one in promises):
             return None
         return PromptMismatchError(
             f"decode waits for other tokens, or another namespace, than the request here has: "

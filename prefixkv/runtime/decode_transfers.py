@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from secrets import token_bytes
 from typing import cast
 
 from prefixkv.addresses import check_prefill, is_loopback
@@ -38,7 +37,6 @@ from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.prover import Prover
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
-    SECRET_BYTES,
     MakeTransport,
     Memory,
     Transfers,
@@ -97,14 +95,13 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
 
         # Called by the control thread's constructor, once the transport has its metadata.
         def control(metadata: bytes) -> DecodeControl:
-            secret = token_bytes(SECRET_BYTES)
             offers = split_offers(metadata)
             if transport is None and config.transport.backend == "shm" and not offers.shm:
                 raise ConfigError(
                     'backend is "shm", and the pool, or the state, is not memory that a peer may '
                     "map: make it with shared=True"
                 )
-            hello = spec.hello(offers, secret, worker or me, memory.area, prover.life)
+            hello = spec.hello(offers, worker or me, memory.area, prover.life)
             return DecodeControl(me, hello, config.control, config.model.option_names, born_s)
 
         def check(address: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from secrets import token_bytes
 from typing import NamedTuple, cast
 
 from prefixkv.addresses import is_loopback
@@ -45,7 +44,6 @@ from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.prover import Prover
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
-    SECRET_BYTES,
     MakeTransport,
     Memory,
     Transfers,
@@ -146,7 +144,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 rank=rank,
                 staging=slots,
                 tries=tries,
-                secret=token_bytes(SECRET_BYTES),
                 life=prover.life,
                 backend=sizes.backend,
                 option_names=config.model.option_names,

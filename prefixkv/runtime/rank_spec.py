@@ -112,7 +112,6 @@ class RankSpec:
     def hello(
         self,
         offers: MetadataOffers,
-        secret: bytes,
         worker: PeerId,
         area: StagingArea | None,
         life: ProcessLife | None,
@@ -123,7 +122,6 @@ class RankSpec:
             self.topology,
             self.layout,
             offers.nixl,
-            secret,
             self.rank,
             worker,
             area,

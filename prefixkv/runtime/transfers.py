@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Final, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from prefixkv.config import TransportConfig, check_version
 from prefixkv.control.death_watch import LostPeers
@@ -47,10 +47,6 @@ MakeTransport = Callable[
 ]
 """Maker of a rank's transport: that of `TransportConfig.backend` (`transport.auto.make_transport`),
 or a fabric's of `prefixkv.testing`."""
-
-
-SECRET_BYTES: Final = 32
-"""Bytes that a rank draws to key the proofs of promises."""
 
 
 def room_key(room: int, generation: int, decode: str = "") -> RoomKey:

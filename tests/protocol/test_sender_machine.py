@@ -47,7 +47,6 @@ from tests.protocol.rooms import (
     KEY,
     PAGE_SIZE,
     PROMPT,
-    PROVED,
     TIMING,
     check_all_steps_are_taken,
     check_deadline,
@@ -61,7 +60,7 @@ PAGES = (3, 9, 5, 6)  # decode's, for tokens 4 to 18 of 18
 def promised(fill_len: int = 18, prefix_len: int = 4, pages: Sequence[int] = PAGES) -> Promised:
     return Promised(
         peer=DECODE, fill_len=fill_len, prefix_len=prefix_len, num_units=len(pages),
-        pages=np.array(pages, dtype=np.int32), **PROVED,
+        pages=np.array(pages, dtype=np.int32), digest=PROMPT,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -28,11 +28,9 @@ from prefixkv.control.effects import (
 )
 from prefixkv.control.heartbeat import PeerClock, Stamper
 from prefixkv.control.peer_changes import PeerChanges
-from prefixkv.digest import prove
 from prefixkv.errors import FormerLifeError, PeerLostError
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (
-    Abort,
     AnyBody,
     Fenced,
     Frame,
@@ -41,13 +39,9 @@ from prefixkv.protocol.messages import (
     HelloRefused,
     HelloReply,
     HelloWanted,
-    Promise,
 )
 from prefixkv.protocol.timers import Backoff, Timers
 from prefixkv.staging.receiver import StagingPlan
-
-Word = TypeVar("Word", bound=Promise | Abort)
-
 
 _MOST_ANSWERED: Final = 256
 """Addresses of which it is remembered what answered there last, for the message of a later loss."""
@@ -236,13 +230,6 @@ class Links:
         # Addresses come and go with restarts; those of the longest ago are forgotten.
         while len(self._answered) > _MOST_ANSWERED:
             del self._answered[next(iter(self._answered))]
-
-    def with_proof(self, link: Link, word: Word, digest: bytes) -> Word:
-        """Return the frame body with the proof for this link; its prefill rank must have answered
-        the handshake."""
-        assert link.reply is not None
-        proof = prove(digest, self._hello.secret, link.reply.secret)
-        return msgspec.structs.replace(word, proof=proof)
 
     def tick(self, address: str, now_s: float) -> None:
         """Repeat a Hello over a link, say a Heartbeat, or close a link that is silent and has no

@@ -260,18 +260,15 @@ class ReceiverRooms:
         """Send a frame about a decode room to the process that a rank of the room was promised
         to."""
         link = room.links[rank]
-        if link.peer != room.peers[rank]:  # the one it is meant for listens there no more
-            if isinstance(body, messages.Abort) and link.ready and room.digest:
-                # Another life answers there, and its engine may still get the request. The abort
-                # goes without the ticket, which only the former life knows. No other word concerns
-                # the new life.
-                word = msgspec.structs.replace(body, ticket=0)
-                word = self._links.with_proof(link, word, room.digest)
-                self._links.send(link, word, now_s)
-            return
-        if isinstance(body, messages.Promise) or (isinstance(body, messages.Abort) and room.digest):
-            body = self._links.with_proof(link, body, room.digest)
-        self._links.send(link, body, now_s)
+        is_meant = link.peer == room.peers[rank]
+        if isinstance(body, messages.Promise | messages.Abort) and link.peer is not None:
+            body = msgspec.structs.replace(body, digest=room.digest, life=link.peer.incarnation)
+        # Where another life answers by now, its engine may still get the request. So an abort goes
+        # to it too, without the ticket, which only the former life knows. No other word does.
+        if not is_meant and isinstance(body, messages.Abort) and link.ready and room.digest:
+            self._links.send(link, msgspec.structs.replace(body, ticket=0), now_s)
+        elif is_meant:
+            self._links.send(link, body, now_s)
 
     def drop(self, room: Room) -> None:
         """Forget a decode room that is over, here and at all links that it held on to."""

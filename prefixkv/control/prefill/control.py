@@ -115,7 +115,6 @@ class PrefillControl:
         staging: None where slices are written one by one.
         tries: whether a peer's metadata is tried before it is loaded. Then TryPeer is returned, and
             a Hello is answered only after PeerTried.
-        secret: 16 to 32 random bytes, drawn for this life: see `prefixkv.digest`.
         life: which process this is; None: not to be said.
         backend: as `TransportConfig.backend`.
         option_names: as of `ModelConfig`.
@@ -134,7 +133,6 @@ class PrefillControl:
         staging: StagingSlots | None = None,
         tries: bool = False,
         *,
-        secret: bytes,
         life: ProcessLife | None = None,
         backend: Backend = "nixl",
         option_names: Mapping[str, str] | None = None,
@@ -144,7 +142,7 @@ class PrefillControl:
         self.me = me
         self.counters: Counter[str] = Counter()
         slot_bytes = 0 if staging is None else staging.slot_bytes
-        what = digest, topology, rank, slot_bytes, secret, life, backend
+        what = digest, topology, rank, slot_bytes, life, backend
         self._ours = handshake.OurSide(*what, option_names or {}, max_tokens)
         self._rank = rank
         self._weights_version = weights_version
@@ -160,7 +158,7 @@ class PrefillControl:
         self._admission = PeerAdmission(
             self._ours, self._peers, timing, tries, self.counters, self._actions
         )
-        self._aborts = EarlyAborts(timing, secret)
+        self._aborts = EarlyAborts(timing)
         self._offers = Offers(timing)
         self._rooms = SenderRooms(
             rank,
@@ -455,7 +453,7 @@ class PrefillControl:
         """Remember in `PrefillControl` that a promise was answered with `error`: a request that
         comes for it ends so, at once."""
         if peer is not None:
-            self._aborts.keep_end(key, error, (event.ticket, event.proof), peer, now_s)
+            self._aborts.keep_end(key, error, (event.ticket, event.digest), peer, now_s)
 
     def _fence(self, command: Fence, now_s: float) -> None:
         """Take Fence, a command to `PrefillControl`: end all rooms of a decode process that is
@@ -566,6 +564,9 @@ class PrefillControl:
             raise ProtocolError(f"{frame.sender} has not introduced itself")
         peer.live.take(frame, now_s)
         peer.route = route
+        # What was said to a process that is gone is late: decode may have drained its pages since.
+        if isinstance(body, Promise | Abort) and body.life != self.me.incarnation:
+            raise ProtocolError(f"a {type(body).__name__} to life {body.life:x}")
         # 4. By type. What is for decode is refused by name, so that a new type is not forgotten
         # here.
         match body:
@@ -728,19 +729,19 @@ class PrefillControl:
         # anywhere. Rooms that make way in it are over in any case.
         try:
             # 1. The pages themselves.
-            event = peer.promised(promise, self._ours.topology.page_size, self._ours.secret)
+            event = peer.promised(promise, self._ours.topology.page_size)
             room = self._rooms.get(key)
             # 2. May this rank speak about this use of the room?
             if not self._may_speak(peer, key, promise.ticket, room):
                 raise ProtocolError(f"room {key.room} is over, or another life's or rank's")
             # 3. A room that has ended under this number makes way: (a) decode has done with that
             # use, if it uses the number again; (b) the request ended before decode had spoken of
-            # it, and the proof says that this promise is for another prompt, so for the next
+            # it, and the digest says that this promise is for another prompt, so for the next
             # request.
             if room is not None and room.drained and room.is_other_use(promise.ticket):
                 self._rooms.drop(room)
                 room = None
-            if room is not None and room.is_left_over and not room.may_be_about(event):
+            if room is not None and room.is_left_over and not room.may_be_about(event.digest):
                 self._rooms.drop(room)
                 room = None
             # 4. Of our weights? A room that the engine has added compares them itself.
@@ -774,7 +775,7 @@ class PrefillControl:
         # Before the room takes it, since its answers go to the peers that have claimed the room.
         room.claim(peer, event.all_pages)
         self._rooms.on(room, event, now_s)
-        if isinstance(room.error, PromptMismatchError) and not room.may_be_about(event):
+        if isinstance(room.error, PromptMismatchError) and not room.may_be_about(event.digest):
             self._remember(key, event, room.error, peer, now_s)  # its request may still come
         if offer is not None:  # behind the promise: so the room is parked for no time
             self._open_offer(key, offer, now_s)
@@ -830,8 +831,8 @@ class PrefillControl:
         peer.past.answer((key, abort.ticket))
         if room is not None and room.added and not room.readers:
             # It may be about a former use of the number, and have crossed the next request: the
-            # proof tells.
-            theirs = theirs and room.may_prove(abort.proof, peer.secrets(self._ours.secret))
+            # digest tells.
+            theirs = theirs and room.may_be_about(abort.digest)
             if not theirs:
                 room = None
         closed = False

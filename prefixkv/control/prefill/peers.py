@@ -88,11 +88,6 @@ class Peer:
                 f"{self.num_parked} promises wait for their requests, the limit is reached"
             )
 
-    def secrets(self, ours: bytes) -> tuple[bytes, bytes]:
-        """Return the two secrets that this peer's proofs of a prompt are keyed with: the decode
-        rank's own, and ours."""
-        return self.hello.secret, ours
-
     def key(self, word: RoomBody) -> RoomKey:
         """Return the key of the room that a frame of this peer, a decode rank, is about.
 
@@ -101,7 +96,7 @@ class Peer:
         """
         return RoomKey(word.room, word.generation, self.worker.name)
 
-    def promised(self, promise: Promise, our_page_size: int, our_secret: bytes) -> Promised:
+    def promised(self, promise: Promise, our_page_size: int) -> Promised:
         """Check a promise of this peer, a decode rank, and return it with page ids that are safe to
         turn into addresses.
 
@@ -158,9 +153,8 @@ class Peer:
             fold=fold,
             state_slot=slot,
             takes_state=self.takes_state,
-            proof=promise.proof,
+            digest=promise.digest,
             weights_version=promise.weights_version,
-            secrets=self.secrets(our_secret),
             windows=windows,
         )
 
@@ -450,7 +444,7 @@ class Peers:
         """Answer the Hello of a decode rank that is or becomes a peer, or refuse it or another
         frame."""
         ours, known = self._ours, hello.known if hello is not None else 0
-        said = ours.secret, refused[:1000], ours.rank, staged, known
+        said = refused[:1000], ours.rank, staged, known
         most = ours.max_tokens
         body = HelloReply(ours.digest, ours.topology, self._endpoints, *said, ours.life, most)
         self._actions.add(SendFrame(route, self._stamp.frame(body)))

@@ -51,7 +51,7 @@ from tests.control.wire import (
     of,
     promise,
 )
-from tests.protocol.rooms import PROOF
+from tests.protocol.rooms import PROMPT
 
 OTHER = PeerId("decode-1", 1)
 PARKED = dataclasses.replace(TIMING, max_parked_per_peer=10_000)
@@ -61,7 +61,7 @@ MIB = 1 << 20
 def whole(room: int, first_page: int, num_pages: int, ticket: int = 0) -> Promise:
     """That many pages from `first_page` on."""
     pages = np.arange(first_page, first_page + num_pages, dtype="<i4").tobytes()
-    return Promise(room, 0, num_pages * PAGE_SIZE, 0, pages, ticket, proof=PROOF)
+    return Promise(room, 0, num_pages * PAGE_SIZE, 0, pages, ticket, digest=PROMPT)
 
 
 def error_of(effects: list[Any]) -> str:
@@ -145,12 +145,12 @@ def test_a_promise_for_a_page_size_a_thousand_times_ours_is_a_refusal() -> None:
     assert not of(peer.say(hello, OTHER), HelloReply)[0].refused
     fill_len = 1024 * PAGE_SIZE
     for page in (2**30, 2**31 - 1, 2**20):
-        said = peer.say(Promise(1, 0, fill_len, 0, ids([page]), proof=PROOF), OTHER)
+        said = peer.say(Promise(1, 0, fill_len, 0, ids([page]), digest=PROMPT), OTHER)
         assert f"page ids {page}" in error_of(said)
     too_big = msgspec.structs.replace(big, num_pages=2**30)
     changed = msgspec.structs.replace(hello, layout=too_big)
     assert of(peer.say(changed, newer(OTHER)), HelloReply)[0].refused
-    last = Promise(1, 0, fill_len, 0, ids([2**20 - 1]), 1, proof=PROOF)
+    last = Promise(1, 0, fill_len, 0, ids([2**20 - 1]), 1, digest=PROMPT)
     assert kinds(peer.say(last, OTHER)) == ["PromiseAck"]
     theirs = RoomKey(1, 0, OTHER.name)
     peer.on(add_room(theirs, fill_len))
@@ -226,7 +226,7 @@ def test_the_ranks_of_a_worker_share_one_budget() -> None:
     limit = 2 * own + ROOM_BYTES + 4 * 3
     peer = Readers(tp=1, timing=dataclasses.replace(PARKED, max_peer_bytes=limit))
     a, b = peer.greet(2)
-    first, second = (Promise(room, 0, 10, 0, ids([1, 2, 3]), proof=PROOF) for room in (1, 2))
+    first, second = (Promise(room, 0, 10, 0, ids([1, 2, 3]), digest=PROMPT) for room in (1, 2))
     assert bodies(peer.say(a, first), PromiseAck)
     [(_, refusal)] = bodies(peer.say(b, second), Outcome)
     assert "max_peer_bytes" in refusal.error
@@ -300,15 +300,14 @@ def test_what_was_tried_is_what_is_loaded() -> None:
     """A second Hello of the same life, while the first is on trial, changes nothing of it."""
     peer = DecodePeer(tries=True)
     peer.say(HELLO)
-    changes: dict[str, Any] = {"agent_metadata": b"evil", "secret": bytes(20), "known": 7}
+    changes: dict[str, Any] = {"agent_metadata": b"evil", "known": 7}
     assert peer.say(msgspec.structs.replace(HELLO, **changes)) == []
     late = peer.raw(Fenced())
     peer.say(msgspec.structs.replace(HELLO, **changes))
     added, reply = peer.on(PeerTried(DECODE))
     assert added.metadata == HELLO.agent_metadata
     assert reply.known == 7
-    [known] = peer.control._peers.all()
-    assert known.hello.secret == HELLO.secret
+    assert len(peer.control._peers.all()) == 1
     assert peer.on(FrameReceived(ROUTE, late)) == [], "a word from before its last Hello is late"
 
 
