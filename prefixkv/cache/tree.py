@@ -148,15 +148,14 @@ class RadixTree:
     # --- shape ---------------------------------------------------------------------------------
 
     def _root(self, namespace: Hashable) -> Root:
-        """Return the radix tree's root of `namespace`, made if there is none."""
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Root(namespace)
         return root
 
     def _drop_root_if_idle(self, root: TreeNode) -> None:
-        """Drop from the radix tree a namespace that has no pages, locks or wants: namespaces come
-        and go with tenants."""
+        """Drop a namespace that has no pages, locks or wants: namespaces come and go with
+        tenants."""
         assert isinstance(root, Root)
         if not root.children and not root.lock_ref and not root.wants:
             del self._roots[root.namespace]
@@ -208,7 +207,7 @@ class RadixTree:
     # --- holding -------------------------------------------------------------------------------
 
     def _hold(self, node: TreeNode) -> None:
-        """Add a holder to `node` of the radix tree, and count its pages as protected.
+        """Add a holder to `node`, and count its pages as protected.
 
         By the law of lock_ref a held node counts 1 at its parent, however many locks are below. So
         the walk up ends at the first node that was held before.
@@ -225,8 +224,8 @@ class RadixTree:
         self.protected_pages += num_pages
 
     def _release(self, node: TreeNode) -> None:
-        """Remove a holder from `node` of the radix tree: the reverse of `_hold`. The caller
-        enqueues or merges the node."""
+        """Remove a holder from `node`: the reverse of `_hold`. The caller enqueues or merges the
+        node."""
         end = node.end
         node.lock_ref -= 1
         while node.lock_ref == 0 and node.parent is not None:
@@ -252,7 +251,6 @@ class RadixTree:
         return queue
 
     def _hint(self, mark: Mark, continues: bool) -> None:
-        """Pass on to the eviction order whether the session of the use that left `mark` goes on."""
         if self._hints is None:
             hints = Hints(self.policy.promise_s, self.policy.reports_returns)
             if self.policy.reports_returns:
@@ -291,8 +289,7 @@ class RadixTree:
         use: Use,
         lock: PrefixLock | None,
     ) -> TreeNode:
-        """Put new pages into the radix tree at `depth` of `node`, and return the node that ends
-        with them.
+        """Put new pages at `depth` of `node`, and return the node that ends with them.
 
         Nothing here may fail: the caller has checked everything.
 
@@ -359,8 +356,6 @@ class RadixTree:
         return node
 
     def _log_stored(self, node: TreeNode, pages_above: Packed, key: Packed, pages: Packed) -> None:
-        """Record for listeners that pages were stored in the tree after the last page of
-        `pages_above`."""
         assert self._log is not None
         while node.parent is not None:
             node = node.parent
@@ -464,7 +459,6 @@ class RadixTree:
     def _remove_leaf(
         self, node: TreeNode, parent: TreeNode, merge_candidates: dict[TreeNode, None]
     ) -> None:
-        """Take a leaf out of the tree. The history of its uses goes to the page above."""
         parent.disown(bytes(node.key[: self._page_bytes]))
         self.num_nodes -= 1
         # Roots have no pages, so no history either.
@@ -497,8 +491,8 @@ class RadixTree:
         return not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
 
     def _evict_all(self, merge_candidates: dict[TreeNode, None]) -> list[Packed]:
-        """Take out of the radix tree everything that no lock covers, and return its page ids, those
-        of each branch before what follows. The history of its uses goes to the page above."""
+        """Take out everything that no lock covers, and return its page ids, those of each branch
+        before what follows. The history of its uses goes to the page above."""
         freed: list[Packed] = []
         fold = self.policy.fold
         for root in list(self._roots.values()):
@@ -552,7 +546,6 @@ class RadixTree:
         return ids
 
     def _taken_out(self, runs: list[Packed]) -> Pages:
-        """Return the ids of `runs`, pages that have just left the tree, and clear their flags."""
         ids = packed_ids(runs)
         if self._in_tree is not None:
             self._in_tree.array[ids.astype(np.intp)] = False

@@ -151,5 +151,4 @@ class AdmissionOrder:
 
 
 def arrival_of(waiter: Waiter) -> int:
-    """Return the number by which waiters of decode's queue are sorted."""
     return waiter.arrival

@@ -90,13 +90,11 @@ class Lane:
 
     def waiters(self) -> Iterator[Waiter]:
         """Iterate over the waiters in line in this lane: first those that came back, each group by
-        arrival.
-        """
+        arrival."""
         yield from self.returned.values()
         yield from self.waiting.values()
 
     def enter(self, waiter: Waiter) -> None:
-        """Put a waiter in line in this prefill worker's lane."""
         if waiter.is_returned:
             self.returned[waiter.arrival] = waiter
             return
@@ -118,8 +116,7 @@ class Lane:
 
     def unanswered(self, patience_s: float, now_s: float) -> tuple[list[Waiter], float]:
         """Return the waiters of this lane that have waited `patience_s` for its prefill worker to
-        answer, and the time at which the next one will have. O(of them).
-        """
+        answer, and the time at which the next one will have. O(of them)."""
         found: list[Waiter] = []
         next_s = math.inf
         for group in (self.returned, self.waiting):
@@ -151,36 +148,29 @@ class Lanes:
         self._timers: Timers[Lane] = Timers()  # closed lanes with waiters in line
 
     def get(self, address: str) -> Lane | None:
-        """Return the lane of a prefill worker's address, or None if it has none."""
         return self._lanes.get(address)
 
     def of(self, address: str) -> Lane:
         """Return the lane of a prefill worker's address, made if there is none; a new lane is
-        closed where they are gated.
-        """
+        closed where they are gated."""
         lane = self._lanes.get(address)
         if lane is None:
             lane = self._lanes[address] = Lane(address, not self.gated or address == ALONE)
         return lane
 
     def max_tokens(self, address: str) -> int:
-        """Return the size of the pool, in tokens, of the prefill worker that has this lane; 0 where
-        that is not known.
-        """
         lane = self._lanes.get(address)
         return 0 if lane is None else lane.max_tokens
 
     def is_down(self, address: str) -> bool:
         """Return True if the prefill worker at an address has stopped answering its lane, or never
-        did; False while it may just be on its way.
-        """
+        did; False while it may just be on its way."""
         lane = self._lanes.get(address)
         return lane is not None and not lane.is_open and lane.away_s > -math.inf
 
     def all(self) -> list[Lane]:
         """Return all lanes, one for each prefill worker that requests go to. Any thread may call
-        it.
-        """
+        it."""
         return list(self._lanes.values())
 
     @property
@@ -197,8 +187,7 @@ class Lanes:
 
     def enter(self, waiter: Waiter) -> None:
         """Put a waiter in line in its lane, which is busy then if it is open; else time its wait
-        for the prefill worker.
-        """
+        for the prefill worker."""
         lane = waiter.lane
         lane.enter(waiter)
         if lane.is_open:
@@ -264,8 +253,7 @@ class Lanes:
     @property
     def wake_s(self) -> float:
         """Time at which a request in a closed lane may have waited too long for its prefill worker;
-        infinity if none does.
-        """
+        infinity if none does."""
         return self._timers.next_s
 
     def unanswered(self, now_s: float) -> list[Waiter]:

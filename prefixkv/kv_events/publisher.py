@@ -81,14 +81,10 @@ class _TierFeed:
         self.skips_until_clear = False  # the publisher's thread's
 
     def hand_over(self, changes: list[Change]) -> bool:
-        """Take a list of this tier's changes for the publisher's thread. See
-        `Listener.hand_over`."""
         return self._publisher._hand_over(self, changes)
 
     @property
     def idle(self) -> bool:
-        """True if the publisher's thread has dealt with all that was handed over, by any tier. See
-        `Listener.idle`."""
         return self._publisher.idle
 
 
@@ -179,7 +175,6 @@ class KVEventPublisher:
         return self._hand_over(self._device, changes)
 
     def _hand_over(self, tier: _TierFeed, changes: list[Change]) -> bool:
-        """Take a list of changes of one tier's cache for the publisher's thread, or refuse it."""
         # 1. A list that begins with Cleared repairs every loss before it.
         # 2. After a loss all else is refused: it would build on what routers do not have.
         # 3. Too far behind: lose this list, rather than hold changes without bound.
@@ -222,7 +217,6 @@ class KVEventPublisher:
     # --- its own thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Publish events until closed, and close the sockets, whatever happens."""
         try:
             self._serve()
         except Exception:
@@ -231,8 +225,6 @@ class KVEventPublisher:
             self._close_sockets(_LINGER_S)
 
     def _serve(self) -> None:
-        """Publish the events that are handed over, answer requests for repeats and snapshots, and
-        send heartbeats, until closed."""
         poller = zmq.Poller()
         poller.register(self._bell.fd, zmq.POLLIN)
         routers = [
@@ -314,7 +306,6 @@ class KVEventPublisher:
         self._send(self._stream.clear(time.time()))
 
     def _send(self, batch: Batch) -> None:
-        """Publish one batch of events to all subscribers."""
         frames = self._topic_frame, self._number(batch.seq), batch.payload
         self._pub.send_multipart(frames)
         self._watched[self._pub].published(_sent_bytes(frames))
@@ -322,16 +313,12 @@ class KVEventPublisher:
         self.counters["bytes"] += len(batch.payload)
 
     def _number(self, seq: int) -> bytes:
-        """Return the published frame of a batch's number, with the life of the worker behind it if
-        configured."""
         number = seq.to_bytes(SEQ_BYTES)
         return number + self._epoch if self.config.epoch_frames else number
 
     # --- answers ----------------------------------------------------------------------------------
 
     def _read_requests(self, sock: _Socket) -> None:
-        """Read up to `_REQUESTS_A_TURN` requests from the replay or the snapshot socket, and note
-        what each client waits for."""
         for _ in range(_REQUESTS_A_TURN):
             try:
                 received = receive(sock, self._watched[sock])
@@ -360,8 +347,6 @@ class KVEventPublisher:
                 del self._waiting[next(iter(self._waiting))]
 
     def _refuse(self, sock: _Socket, client: bytes, frames: list[bytes]) -> None:
-        """Answer a replay or snapshot request that cannot be read, so that the answer is not
-        mistaken for events."""
         self.counters["unreadable_requests"] += 1
         sizes = [len(frame) for frame in frames]
         if sock is self._replay:
@@ -380,8 +365,6 @@ class KVEventPublisher:
         self._send_to(sock, client, answer)
 
     def _answer(self, sock: _Socket, client: bytes) -> None:
-        """Send a client of the replay or snapshot socket the batches it waits for, as far as its
-        queue takes them."""
         now_s = time.time()
         while (sock, client) in self._waiting:
             seq = self._waiting[sock, client]
@@ -423,8 +406,6 @@ class KVEventPublisher:
         return True
 
     def _track_reader(self, sock: _Socket, client: bytes, connection: Connection | None) -> None:
-        """Remember the connection by which a client has asked the publisher, and forget those that
-        are over."""
         known = self._readers.get((sock, client))
         if connection is not None and (known is None or known.connection is not connection):
             self._readers[sock, client] = _ReplayClient(self._watched[sock], connection)
@@ -448,7 +429,6 @@ class KVEventPublisher:
         return False
 
     def _close_sockets(self, linger_s: float) -> None:
-        """Close all sockets of the publisher, giving what is queued `linger_s` to leave."""
         for sock in self._watched:
             sock.disable_monitor()
         self._watcher.close()
@@ -502,7 +482,6 @@ class _ReplayClient:
 
     @property
     def unread(self) -> int:
-        """Number of bytes sent to the replay client that its kernel has not acknowledged."""
         unread = self.watched.unread(self.connection)
         # Any change shows that it reads, or that there is something new to read: its time starts
         # again.
@@ -511,12 +490,10 @@ class _ReplayClient:
         return unread
 
     def stuck_s(self) -> float:
-        """Return for how long the replay client has not read, while there was something to read."""
         return time.monotonic() - self._since_s if self.unread else 0.0
 
 
 def _sent_bytes(frames: Iterable[bytes]) -> int:
-    """Return what a message of these frames costs a connection of the publisher."""
     return sum(message_bytes(len(frame), is_curve=False) for frame in frames)
 
 
@@ -532,5 +509,4 @@ def default_topic(worker: str, model: str) -> str:
 
 
 def _address(sock: _Socket | None) -> str:
-    """Return the address that the publisher's socket is bound to; "" without a socket."""
     return "" if sock is None else sock.getsockopt_string(zmq.LAST_ENDPOINT)

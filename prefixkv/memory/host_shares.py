@@ -56,7 +56,6 @@ class HostShares:
         self.num_bytes = sum(self._bytes_of(path) for path in folder.glob("share-*"))
 
     def enter(self, num_bytes: int) -> HostShare:
-        """Reserve bytes for another pool."""
         fd, path = tempfile.mkstemp(prefix=_mine(), dir=self._folder)
         fcntl.flock(fd, fcntl.LOCK_EX)
         return HostShare(path, fd, num_bytes)
@@ -93,7 +92,6 @@ def locked() -> Iterator[HostShares]:
 
 
 def _folder() -> Path:
-    """Return the folder of this user's shares, and make it."""
     for place in _PLACES:
         folder = Path(place, f"prefixkv-host-{os.getuid()}")
         with suppress(OSError):
@@ -109,12 +107,10 @@ def _folder() -> Path:
 
 
 def _mine() -> str:
-    """Return how the names of this process's shares begin."""
     return f"share-{os.getpid()}-"
 
 
 def _end(path: str, fd: int, pid: int) -> None:
-    """End a share: its file, and the lock on that."""
     with suppress(OSError):
         if os.getpid() == pid:  # else it is a fork, and the share is its parent's
             os.unlink(path)

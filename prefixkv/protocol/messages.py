@@ -77,7 +77,6 @@ class GroupDigest(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, group: PageGroup) -> GroupDigest:
-        """Return what a handshake compares of a rank's group of layers."""
         layout = group.layout
         return cls(
             group.name, group.window, layout.num_layers, layout.num_kv_heads, layout.head_dim,
@@ -108,8 +107,7 @@ class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
 
     def check(self, theirs: ModelDigest) -> None:
         """Compare this model digest with the peer's of the handshake. Raise HandshakeError for the
-        first field that differs.
-        """
+        first field that differs."""
         # `opaque` first: it is the reason where `attention` or `head_dim` differ too. Lists last.
         _check_fields(self, theirs, ("opaque", *self.__struct_fields__[:-2]))
         _check_lists("state", self.state, theirs.state)
@@ -136,8 +134,7 @@ def _check_fields(
     ours: msgspec.Struct, theirs: msgspec.Struct, fields: tuple[str, ...], of: str = ""
 ) -> None:
     """Compare fields of two structs of a handshake's messages. Raise HandshakeError for the first
-    field that differs; `of` is put before its name.
-    """
+    field that differs; `of` is put before its name."""
     for field in fields:
         if getattr(ours, field) != getattr(theirs, field):
             raise HandshakeError(of + field, getattr(ours, field), getattr(theirs, field))
@@ -145,8 +142,7 @@ def _check_fields(
 
 class Topology(msgspec.Struct, frozen=True, array_like=True):
     """Fields of a handshake that may differ and are negotiated: how a side's ranks share the model,
-    and its page size in tokens.
-    """
+    and its page size in tokens."""
 
     page_size: Count
     tensor_parallel: Count = 1
@@ -155,8 +151,7 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
 
     def mesh(self, digest: ModelDigest) -> Mesh:
         """Return how the model of `digest` is shared out over the ranks of this message's topology;
-        a peer's still has to pass `check_meshes`.
-        """
+        a peer's still has to pass `check_meshes`."""
         return Mesh(
             digest.num_layers,
             digest.num_kv_heads,
@@ -185,8 +180,7 @@ class ProcessLife(msgspec.Struct, frozen=True, array_like=True):
 
     def is_before(self, other: ProcessLife) -> bool:
         """Return True if this process, as its message tells, was made before the other; False where
-        that is not known.
-        """
+        that is not known."""
         same = self.boot == other.boot
         # Times of different boots do not compare.
         return same and 0 < self.opened_ns < other.opened_ns
@@ -270,9 +264,6 @@ class RoomBody(Body, frozen=True):
 
     @property
     def key(self) -> RoomKey:
-        """Key of the room that a message is about; on prefill the decode worker's name is still to
-        be added.
-        """
         return RoomKey(self.room, self.generation)
 
 
@@ -362,7 +353,6 @@ class FailureCode(enum.IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> FailureCode:
-        """Return OTHER for a failure code of a message that is unknown here."""
         # A peer of a later release may send codes that are unknown here: its frame still counts.
         return cls.OTHER
 
@@ -443,7 +433,6 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def sender(self) -> PeerId:
-        """Process that has sent the frame, as the frame claims."""
         return PeerId(self.name, self.incarnation)
 
 
@@ -461,7 +450,6 @@ _envelope = msgspec.msgpack.Decoder(_Envelope)
 
 
 def encode(sender: PeerId, seq: int, body: AnyBody) -> bytes:
-    """Encode a message of the control plane; return the bytes of its frame."""
     return _encoder.encode(Frame(PROTOCOL_VERSION, sender.name, sender.incarnation, seq, body))
 
 
@@ -494,6 +482,5 @@ def _version(raw: bytes) -> int:
 
 
 def _check_version(theirs: int) -> None:
-    """Raise VersionError for a frame's protocol version that is not ours."""
     if theirs != PROTOCOL_VERSION:
         raise VersionError(theirs, PROTOCOL_VERSION)

@@ -74,14 +74,10 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def units(self, start: int, stop: int) -> Pages:
         """Return the promised unit pages of a reader's pool from `start` to `stop`, counted from
-        the first.
-        """
+        the first."""
         return unit_pages(self.pages, self.fold, start, stop)
 
     def repeats(self, other: Promised) -> bool:
-        """Return True if this Promised event repeats another: the same peer promises the same pages
-        for the same prompt.
-        """
         same = self.peer == other.peer and self.digest == other.digest
         same &= len(self.windows) == len(other.windows)
         return same and all(
@@ -126,12 +122,10 @@ class AbortSaid(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> TransferError:
-        """Error with which the sender's room ends for this event, a reader's abort."""
         return abort_error(self.reason, self.versions)
 
 
 def abort_error(reason: str, versions: tuple[str, str] | None) -> TransferError:
-    """Return the error for the sender's request that decode's Abort stands for."""
     if versions is None:
         return AbortedError(f"decode: {reason}")
     return WeightsVersionError(*versions, "decode")
@@ -145,8 +139,7 @@ class OutcomeAcked(msgspec.Struct, frozen=True):
 
 class LifeBegan(msgspec.Struct, frozen=True):
     """The decode worker was started after the request came here: this life of it has until
-    `until_s` to promise.
-    """
+    `until_s` to promise."""
 
     peer: PeerId
     until_s: float

@@ -61,14 +61,11 @@ _READS_A_POLL = 16 * _FRAMES_A_POLL  # messages per poll: fragments, and dropped
 
 
 def _keys_differ(is_curve: bool) -> HandshakeError:
-    """Return the error of a connection of which one end alone has keys; `is_curve`: ours has."""
     ours, theirs = ("keys", "no keys") if is_curve else ("no keys", "keys")
     return HandshakeError("curve", ours, theirs, "differs (set keys on both sides, or on neither)")
 
 
 def _came_from(frame: zmq.Frame) -> str:
-    """Return the address from which a frame came over its ZeroMQ socket, "" if the socket does not
-    know it."""
     try:
         host = str(frame.get("Peer-Address"))
     except zmq.ZMQError:
@@ -121,7 +118,6 @@ class _Channel(Closing):
             sock.curve_secretkey = secret.encode()
 
     def _bounds(self) -> Bounds:
-        """Return the bounds that `connections` holds each ZeroMQ socket of a channel to."""
         # What is beyond the queue waits with the kernel, and then in the peer's own queue.
         return Bounds(
             MAX_MESSAGE_BYTES, min(_QUEUED_MESSAGES, self._config.max_queued_frames),
@@ -139,12 +135,9 @@ class _Channel(Closing):
         return [sock for sock, _ in ready if sock != self._wake_fd]
 
     def _drop(self, why: str) -> None:
-        """Count a frame that the channel could not send, by the reason."""
         self.counters[f"frames_not_sent: {why}"] += 1
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close every ZeroMQ socket of the channel; frames that are queued may leave for `linger_s`
-        more."""
         # The watcher first: it holds duplicates of the sockets' descriptors and reads their
         # monitors.
         self._watcher.close()
@@ -299,7 +292,6 @@ class RouterChannel(_Channel):
                 yield ConnectFailed(client, HandshakeError("server_key", ours, "another", why))
 
     def _note(self, route: bytes, connection: Connection | None) -> None:
-        """Remember by which connection the last message of this ROUTER route came."""
         if connection is None or self._connections.get(route) is connection:
             return
         self._connections[route] = connection
@@ -312,8 +304,6 @@ class RouterChannel(_Channel):
                     self._joiner.forget(other)
 
     def _credential(self, frame: zmq.Frame) -> str:
-        """Return the CURVE key that the sender of a frame to the ROUTER socket has proved, ""
-        without keys."""
         return str(frame.get("User-Id")) if self._config.curve is not None else ""
 
     def send(self, route: bytes, raw: bytes) -> None:
@@ -353,7 +343,6 @@ class _Probe:
 
     @property
     def is_curve(self) -> bool:
-        """True once the greeting has come, and names CURVE."""
         return self._heard[12:17] == b"CURVE"
 
     def read(self) -> None:
@@ -530,8 +519,6 @@ class DealerChannel(_Channel):
             yield ConnectFailed(address, error)
 
     def _wrong_keys(self, address: str, event: int, value: int) -> HandshakeError | None:
-        """Return how the keys of both ends do not fit, if this event of a DEALER socket's monitor
-        shows it."""
         curve = self._config.curve
         mismatch = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == mismatch:

@@ -250,7 +250,6 @@ class ControlThread(Generic[Command, To]):
             raise self._close_error
 
     def _close_inboxes(self) -> None:
-        """Close the control thread's inbox, and that of its events for the scheduler's thread."""
         self.inbox.close()
         self.events.close()
 
@@ -322,7 +321,6 @@ class ControlThread(Generic[Command, To]):
             self.num_log_errors += 1
 
     def _log_error(self, error: Exception, text: str, *args: object) -> None:
-        """Log an error of the control thread; what a log handler raises is only counted."""
         try:
             _log.error(text, *args, exc_info=error)
         except Exception:
@@ -345,7 +343,6 @@ class ControlThread(Generic[Command, To]):
         self._carry_out(self.control.last_effects)
 
     def _fail_frame(self, frame: FrameReceived[To], error: Exception, now_s: float) -> None:
-        """Log a peer's frame that raised in the control thread, and end the room that it names."""
         self._log_error(error, "a frame from %r raised", frame.source)
         try:
             self.control.on(FrameFailed(frame, error), now_s)
@@ -370,7 +367,6 @@ class ControlThread(Generic[Command, To]):
                 self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        """Hand an exception in the control thread to the scheduler's thread, and count it."""
         self.num_errors += 1
         self.events.put(ControlFailed(error))
 
@@ -432,8 +428,6 @@ class ControlThread(Generic[Command, To]):
                 assert_never(effect)
 
     def _tried(self, peer: PeerId, error: Exception | None) -> None:
-        """Put the trial's verdict on a peer into the control thread's inbox; called on the trial's
-        thread."""
         self.inbox.put(PeerTried(peer, error))
 
     def _connect(self, address: str) -> None:
@@ -446,15 +440,12 @@ class ControlThread(Generic[Command, To]):
 
     @property
     def _staging(self) -> StagingCopies:
-        """Staging copies that the control thread queues its gathers and scatters in; InternalError
-        if there are none."""
         if self._copies is None:
             raise InternalError("a copy is wanted where nothing is staged")
         return self._copies
 
     @property
     def _dealer(self) -> DealerChannel:
-        """Decode's channel, which the control thread owns; InternalError on prefill."""
         if not isinstance(self.channel, DealerChannel):
             raise InternalError("only decode connects")
         return self.channel

@@ -123,8 +123,6 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         )
 
     def _proved(self, peer: PeerId) -> None:
-        """Fence a prefill process that is proved dead, for decode's transfers. Called by the
-        prover's thread, so by the inbox."""
         self.thread.inbox.put(Fence(peer, proved=True))
 
     @property
@@ -260,7 +258,6 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self.submit(RefuseRoom(key, ticket, prefill, reason, digest))
 
     def _begin(self, key: RoomKey) -> None:
-        """Take a room's number among decode's transfers. Raise RequestError if it is in use."""
         if key in self._keys:
             raise RequestError(f"room {key.room} generation {key.generation} is not over yet")
         # Before the number is taken: a closed side would never give it back.
@@ -268,8 +265,6 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self._keys.add(key)
 
     def _follow_event(self, event: DecodeEvent) -> None:
-        """Give a room's number back to decode's transfers with the event that ends it: drained, or
-        succeeded."""
         # A failed room keeps its number until it is drained: a peer may still write its pages.
         if isinstance(event, RoomDrained) or (
             isinstance(event, RoomEnded) and event.poll is KVPoll.SUCCESS

@@ -108,6 +108,5 @@ class Joiner(Generic[From]):
 
 
 def _frame_of(pieces: list[bytes]) -> tuple[int, int]:
-    """Return the number of fragments of the frame that these begin, and its CRC-32."""
     _, _, total, check = _HEADER.unpack_from(pieces[0])
     return total, check

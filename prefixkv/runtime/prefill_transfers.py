@@ -184,8 +184,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         )
 
     def _proved(self, peer: PeerId) -> None:
-        """Fence a decode process that is proved dead, for prefill's transfers. Called by the
-        prover's thread, so by the inbox."""
         self.thread.inbox.put(Fence(peer, proved=True))
 
     @property
@@ -318,7 +316,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             self.submit(chunk)
 
     def _plans(self, num_tokens: int) -> _Plans:
-        """Return what chunks of a room of prefill's transfers will send, of a prompt this long."""
         size = self._page_size
         return _Plans(
             SendPlan(num_tokens, 0, size),
@@ -426,7 +423,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self.submit(WithdrawRoom(room_key(room, generation), reason))
 
     def _begin(self, key: RoomKey, plan: _Plans | None) -> None:
-        """Take a room's number among prefill's transfers. Raise RequestError if it is in use."""
         if key in self._rooms:
             of = f"{key.generation} of {key.decode!r}"
             raise RequestError(f"room {key.room} generation {of} is here already")

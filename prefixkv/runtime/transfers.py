@@ -103,11 +103,9 @@ class Memory:
 
     @property
     def area(self) -> StagingArea | None:
-        """Area of the staging memory under a rank's transfers, None without."""
         return None if self._buffer is None else self._buffer.area
 
     def transport(self, sink: Sink) -> Transport:
-        """Make the transport over the memory of a rank's transfers; its events go to `sink`."""
         return self._make(self._me, self._layout, sink, self._config, self.area, self._state)
 
     def copies(self, sink: CopySink) -> StagingCopies | None:
@@ -269,7 +267,6 @@ class Transfers(OneThread, Generic[C, To, E]):
 
     @property
     def _staging_counters(self) -> Mapping[str, int]:
-        """Counters of the staging machine of a rank's transfers, empty without one."""
         raise NotImplementedError
 
     def check_open(self) -> None:

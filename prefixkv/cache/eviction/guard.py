@@ -150,7 +150,6 @@ class Guard(Policy):
 def guarded(
     policy: Policy, queue: EvictionQueue, errors: UserErrors, requeue: Callable[[], EvictionQueue]
 ) -> tuple[Policy, EvictionQueue]:
-    """Guard a policy and its first queue, if they are a user's."""
     if type(policy).__module__.startswith("prefixkv."):
         return policy, queue
     guard = Guard(policy, errors, requeue)

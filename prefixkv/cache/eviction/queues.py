@@ -280,7 +280,6 @@ class LeafOrders:
         return [law for law, holds in laws.items() if not holds]
 
     def _entries(self) -> Iterable[tuple[Any, ...]]:
-        """Iterate over all entries of the queue's orders, the dead included, each once."""
         # An item of two is an entry's second place, behind another key.
         return (entry for heap in self._heaps for entry in heap if len(entry) == 4)
 
@@ -295,6 +294,4 @@ class LeafOrders:
 
 
 def _entry(item: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the entry of an item of an eviction queue's heap, in which it may stand behind another
-    key."""
     return item if len(item) == 4 else item[1]

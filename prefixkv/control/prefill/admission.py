@@ -172,8 +172,6 @@ class PeerAdmission:
         hello: Hello,
         error: Exception,
     ) -> None:
-        """Answer a decode rank that is not admitted as prefill's peer with the reason, count it,
-        and say it in the log."""
         error = handshake.named(error, self._ours.option_names)
         self.counters["handshakes_refused"] += 1
         self._peers.news.say("refused", frame.sender, str(error))

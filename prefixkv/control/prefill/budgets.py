@@ -59,8 +59,6 @@ class RankClaims:
     """The rooms that one decode rank has named, with the number of pages it promised in each."""
 
     def __init__(self, num_pages: int, budget: Budget) -> None:
-        """Start with no rooms claimed by the decode rank; `num_pages` is the size of its pool,
-        `budget` its worker's."""
         self.rooms: dict[RoomKey, int] = {}  # pages promised in each, 0 for an abort
         self.num_undrained = 0  # pages that our writes may still reach: the sum over `_undrained`
         self._num_pages = num_pages
@@ -111,7 +109,6 @@ class RankClaims:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rooms that this decode rank claims, within its worker's budget."""
         return sum(map(self._cost, self.rooms.values()))
 
     def _cost(self, num_pages: int | None) -> int:

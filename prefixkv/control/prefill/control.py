@@ -191,8 +191,6 @@ class PrefillControl:
 
     @property
     def last_effects(self) -> list[PrefillEffect]:
-        """Effects of the last `on` of the `PrefillControl`, those from before an exception
-        too."""
         return self._out.effects
 
     def _take_input(self, what: PrefillInput, now_s: float) -> None:
@@ -270,15 +268,14 @@ class PrefillControl:
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms and offers of the `PrefillControl` that an engine or a peer still has
-        something to do with.
+        """Number of rooms and offers that an engine or a peer still has something to do with.
 
         Any thread may ask.
         """
         return self._rooms.num_claimed + len(self._offers)
 
     def rooms(self) -> Iterable[SenderRoom]:
-        """Return the machines of all rooms of the `PrefillControl`, for audits."""
+        """Return the machines of all rooms, for audits."""
         return self._rooms.all()
 
     def peers(self, now_s: float) -> dict[PeerId, str]:
@@ -292,15 +289,14 @@ class PrefillControl:
         self._rooms.check_invariants(self._peers.all(), self._aborts.held_bytes())
 
     def lost_peers(self, now_s: float) -> LostPeers:
-        """Return the decode ranks that are suspect or over for the `PrefillControl`, what is
-        wrong with each, and how many rooms it is still in. Any thread may ask."""
+        """Return the decode ranks that are suspect or over, what is wrong with each, and how many
+        rooms it is still in. Any thread may ask."""
         return self._rooms.lost_peers(lambda peer: self._peers.trouble(peer, now_s))
 
     # --- commands ---------------------------------------------------------------------------------
 
     def _add(self, command: AddRoom, now_s: float) -> None:
-        """Take AddRoom, a command to `PrefillControl`: the engine's request for a room, new or
-        promised already.
+        """Take AddRoom: the engine's request for a room, new or promised already.
 
         Raises:
             RequestError: a room with its number has writes that have not ended.
@@ -341,8 +337,7 @@ class PrefillControl:
             self._rooms.on(room, Fail(early), now_s)
 
     def _offer(self, command: OfferRoom, now_s: float) -> None:
-        """Take OfferRoom, a command to `PrefillControl`: a room that the engine has drawn for a
-        computed prompt.
+        """Take OfferRoom: a room that the engine has drawn for a computed prompt.
 
         Promises for it may be here already: the first that proves the prompt opens it, rooms of the
         others end. An early abort ends it where none opens it.
@@ -372,8 +367,6 @@ class PrefillControl:
             self._close_offer(command.key, early, now_s)
 
     def _open_offer(self, key: RoomKey, offer: Offer, now_s: float) -> None:
-        """Give an offer of `PrefillControl` to the decode worker of `key`, which has proved the
-        prompt."""
         # Closed first, so that the next promise is refused and not taken for a second opening.
         why = f"room {key.room} was opened by another decode worker"
         self._offers.end(key.numbers, why, now_s)
@@ -381,8 +374,6 @@ class PrefillControl:
         self._add(AddRoom(key, offer.num_tokens, offer.digest), now_s)
 
     def _close_offer(self, key: RoomKey, error: Exception, now_s: float) -> bool:
-        """Close an offer of `PrefillControl` that no decode worker has opened; it ends with
-        `error`. Return False, and do nothing, if it is not open."""
         if not self._offers.end(key.numbers, str(error), now_s):
             return False
         offered = RoomKey(*key.numbers)
@@ -392,8 +383,8 @@ class PrefillControl:
         return True
 
     def _decline(self, command: DeclineRoom, now_s: float) -> None:
-        """Take DeclineRoom, a command to `PrefillControl`: refuse a request for the engine, so
-        that decode hears why, now or when it promises.
+        """Take DeclineRoom: refuse a request for the engine, so that decode hears why, now or when
+        it promises.
 
         A room that the engine has added is not touched.
         """
@@ -410,14 +401,13 @@ class PrefillControl:
                 self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
 
     def _chunk(self, command: SendChunk, now_s: float) -> None:
-        """Take SendChunk, a command to `PrefillControl`: pass pages that the engine hands over to
-        their room. Ended or unknown: no-op."""
+        """Take SendChunk: pass pages that the engine hands over to their room. Ended or unknown:
+        no-op."""
         if (room := self._rooms.get(command.key)) is not None:
             self._rooms.on(room, command, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
-        """Take AbortRoom, a command to `PrefillControl`: end a room that the engine wants no more.
-        Unknown: no-op."""
+        """Take AbortRoom: end a room that the engine wants no more. Unknown: no-op."""
         room = self._rooms.get(command.key)
         if room is not None:
             self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
@@ -450,14 +440,10 @@ class PrefillControl:
     def _remember(
         self, key: RoomKey, event: Promised, error: TransferError, peer: Peer | None, now_s: float
     ) -> None:
-        """Remember in `PrefillControl` that a promise was answered with `error`: a request that
-        comes for it ends so, at once."""
         if peer is not None:
             self._aborts.keep_end(key, error, (event.ticket, event.digest), peer, now_s)
 
     def _fence(self, command: Fence, now_s: float) -> None:
-        """Take Fence, a command to `PrefillControl`: end all rooms of a decode process that is
-        dead, and refuse it from now on."""
         peer_id, how = command.peer, FENCED_DEAD if command.proved else FENCED
         # First: forgetting the peer below drops what is known of its process, and the death would
         # not be counted.
@@ -474,9 +460,6 @@ class PrefillControl:
             self._end_unpromised(peer_id if peer is None else peer.worker, how, now_s)
 
     def _tick(self, now_s: float) -> None:
-        """Look, in `PrefillControl`, at the peers, rooms and offers that are due, at early aborts,
-        and at processes to examine."""
-
         def look(key: str | RoomKey) -> None:
             # Three kinds of keys: a peer's name; a room; the numbers of an offer, as a room without
             # a decode worker.
@@ -502,8 +485,8 @@ class PrefillControl:
     # --- frames -----------------------------------------------------------------------------------
 
     def _frame(self, received: FrameReceived[bytes], now_s: float) -> None:
-        """Decode a frame that came to `PrefillControl`, and take it. Malformed, stale and foreign
-        frames are counted and dropped."""
+        """Decode a frame that came, and take it. Malformed, stale and foreign frames are counted
+        and dropped."""
         try:
             frame = messages.decode(received.raw)
             self._take(received, frame, now_s)
@@ -536,8 +519,6 @@ class PrefillControl:
                 self._rooms.on(room, Fail(error), now_s)
 
     def _take(self, received: FrameReceived[bytes], frame: Frame, now_s: float) -> None:
-        """Take a decoded frame in `PrefillControl`: introductions from any process, all else only
-        from known peers."""
         route, body = received.source, frame.body
         # 1. Is the name the sender's to use, and its life not over?
         try:
@@ -612,8 +593,7 @@ class PrefillControl:
         hello: Hello,
         now_s: float,
     ) -> None:
-        """Take a Hello in `PrefillControl`: of a peer that repeats it, of a stranger, or of a
-        peer's next life."""
+        """Take a Hello: of a peer that repeats it, of a stranger, or of a peer's next life."""
         route = received.source
         # 1. The peer repeats itself: it has not had our reply. Nothing else changes.
         if peer is not None and peer.id == frame.sender:
@@ -630,16 +610,13 @@ class PrefillControl:
         self._greeted(self._admission.hello(received, frame, hello, now_s), now_s)
 
     def _tried(self, tried: PeerTried, now_s: float) -> None:
-        """Take the end of a trial in `PrefillControl`: a decode rank that passed is admitted."""
         self._greeted(self._admission.tried(tried, now_s), now_s)
 
     def _greeted(self, arrived: OnTrial | None, now_s: float) -> None:
-        """Admit to `PrefillControl` the decode rank that has passed all checks, if one has."""
         if arrived is not None:
             self._admit(arrived, now_s)
 
     def _admit(self, arrived: OnTrial, now_s: float) -> None:
-        """Make a decode rank a peer of `PrefillControl`, in the place of its former life."""
         accepted, received, frame, hello, came_s = arrived
         # 1. The former life goes first, while the name still leads to it: otherwise the bytes of
         # its Hello would stay counted.
@@ -673,8 +650,8 @@ class PrefillControl:
                 self._rooms.on(room, sender.LifeBegan(life, until_s), now_s)
 
     def _take_refusal(self, frame: Frame, word: HelloRefused, now_s: float) -> None:
-        """Take in `PrefillControl` a decode rank's refusal to work with this process. It is never
-        answered, lest two processes refuse each other without end."""
+        """Take a decode rank's refusal to work with this process. It is never answered, lest two
+        processes refuse each other without end."""
         # A refusal names the life that it is for. One meant for a former life of ours says nothing.
         if word.life != self.me.incarnation:
             raise ProtocolError(f"a refusal of life {word.life:x}")
@@ -693,8 +670,6 @@ class PrefillControl:
             self._peers.forget(peer)
 
     def _lose_peer(self, peer: Peer, error: Exception, now_s: float) -> None:
-        """End in `PrefillControl` the rooms of a peer that has left or was replaced, and forget
-        it."""
         # Before its rooms end, so that nothing more is sent to it, and each room sees whether all
         # its ranks are gone.
         peer.gone = True
@@ -703,8 +678,8 @@ class PrefillControl:
         self._peers.forget(peer)
 
     def _end_unpromised(self, worker: PeerId, how: str, now_s: float) -> None:
-        """End in `PrefillControl` the requests that wait for this life of a decode worker to
-        promise pages, which it will not do any more.
+        """End the requests that wait for this life of a decode worker to promise pages, which it
+        will not do any more.
 
         Where a later life is known, it may ask for them: see `_life_began`.
         """
@@ -718,8 +693,8 @@ class PrefillControl:
                 self._rooms.on(room, Fail(error), now_s)
 
     def _take_promise(self, peer: Peer, promise: Promise, now_s: float) -> None:
-        """Take a promise of pages in `PrefillControl`: for a room of the engine, an offer, or a
-        request that is to come.
+        """Take a promise of pages: for a room of the engine, an offer, or a request that is to
+        come.
 
         Raises:
             ProtocolError: it is refused, and decode was answered.
@@ -781,7 +756,7 @@ class PrefillControl:
             self._open_offer(key, offer, now_s)
 
     def _check_weights(self, peer: Peer, event: Promised, key: RoomKey, now_s: float) -> None:
-        """Raise ProtocolError in `PrefillControl` for a promise of other weights than ours.
+        """Raise ProtocolError for a promise of other weights than ours.
 
         A request that comes later ends likewise, and so does the offer that the promise would have
         opened.
@@ -817,13 +792,11 @@ class PrefillControl:
             self._peers.send(peer, refusal, now_s)
 
     def _may_speak(self, peer: Peer, key: RoomKey, ticket: int, room: SenderRoom | None) -> bool:
-        """Return whether `PrefillControl` lets this rank speak about this use of the room: it may
-        not if the use is over here, or if the room does not admit it."""
         return (key, ticket) not in peer.past and (room is None or room.admits(peer))
 
     def _take_abort(self, peer: Peer, abort: Abort, now_s: float) -> None:
-        """Take decode's abort of a room in `PrefillControl`: end it, remember it for a request to
-        come, answer Drained."""
+        """Take decode's abort of a room: end it, remember it for a request to come, answer
+        Drained."""
         key = peer.key(abort)
         # 1. Does this use of the room belong to the sender?
         room = self._rooms.get(key)

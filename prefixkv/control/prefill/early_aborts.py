@@ -28,8 +28,6 @@ class _Early(NamedTuple):
     budget: Budget
 
     def is_of(self, digest: bytes) -> bool:
-        """Return whether the early abort may be about this prompt: yes where either side names
-        none."""
         return not (self.digest and digest) or self.digest == digest
 
 

@@ -62,7 +62,6 @@ class Offers:
         self._open[numbers] = offer
 
     def all(self) -> list[Numbers]:
-        """Return the room numbers of this prefill rank's open offers."""
         return list(self._open)
 
     def get(self, key: RoomKey) -> Offer | None:

@@ -77,7 +77,6 @@ class Peer:
 
     @property
     def worker(self) -> PeerId:
-        """Identity of rank 0 of this peer's decode worker, which is the worker's."""
         return self.hello.worker or self.id
 
     def check_parked(self, limit: int) -> None:
@@ -238,7 +237,6 @@ class Peers:
         return len(self._peers)
 
     def get(self, name: str) -> Peer | None:
-        """Return prefill's peer of this name, whichever of its incarnations it is."""
         return self._peers.get(name)
 
     def find(self, peer_id: PeerId) -> Peer | None:
@@ -281,8 +279,6 @@ class Peers:
         return self.lives.how(peer.id) or suspect
 
     def taken(self, name: str, now_s: float) -> str:
-        """Return in words that the name of a decode rank is taken: by which process, and since
-        when; "" if no peer of prefill's has it."""
         peer = self._peers.get(name)
         if peer is None:
             return ""
@@ -511,11 +507,6 @@ class Peers:
 
 
 def _may_speak(allowed: Mapping[str, str], credential: str, name: str) -> bool:
-    """Return whether a peer's key may use the name of a decode rank.
-
-    It may if the name is listed for it. A name that is listed for no key may be used by a further
-    rank ("worker/3") of the worker that the key is listed for.
-    """
     if name in allowed.values():
         return allowed.get(credential) == name
     worker, _, rank = name.rpartition("/")

@@ -118,8 +118,6 @@ class _FieldReader:
         self._at = len(_HEAD)
 
     def take(self, tag: bytes, max_bytes: int) -> bytes:
-        """Return the value of the next field of NIXL metadata, which has this tag and at most
-        `max_bytes` bytes."""
         start = self._at + len(tag) + 8
         if not self._raw.startswith(tag, self._at) or start > len(self._raw):
             raise MetadataError(f"no field {tag.decode()!r} at byte {self._at}")
@@ -132,26 +130,21 @@ class _FieldReader:
         return self._raw[start:end]
 
     def expect(self, tag: bytes, value: bytes) -> None:
-        """Read a field of NIXL metadata that must have this value."""
         if (found := self.take(tag, len(value))) != value:
             raise MetadataError(f"{found!r} where {value.decode()!r} is known")
 
     def number(self, tag: bytes, size: int) -> int:
-        """Return a field of NIXL metadata that is a little-endian number of exactly `size`
-        bytes."""
         value = self.take(tag, size)
         if len(value) != size:
             raise MetadataError(f"a number of {len(value)} bytes, {size} are known")
         return int.from_bytes(value, "little")
 
     def count(self, tag: bytes, at_most: int) -> int:
-        """Return a field of NIXL metadata that is a count of 8 bytes, at most `at_most`."""
         number = self.number(tag, 8)
         if number > at_most:
             raise MetadataError(f"{number} of {tag.decode()!r}, at most {at_most} can be")
         return number
 
     def end(self) -> None:
-        """Raise MetadataError if bytes of NIXL metadata are left."""
         if self._at != len(self._raw):
             raise MetadataError(f"{len(self._raw) - self._at} bytes behind its end")

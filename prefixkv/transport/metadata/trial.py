@@ -77,7 +77,6 @@ class Trial:
 
     @property
     def child_pid(self) -> int | None:
-        """Process id of the trial's child, None while there is none."""
         child = self._child
         return None if child is None else child.process.pid
 
@@ -113,7 +112,6 @@ class Trial:
             self._drop_child()
 
     def _verdict(self, request: _Request) -> MetadataError | None:
-        """Return the reason why the metadata on trial must not be loaded, None if it may be."""
         # Our own check first: what it refuses never costs a child.
         try:
             check_metadata(request.metadata, request.peer, request.ranges)
@@ -174,7 +172,6 @@ class Trial:
                 _log.warning("the trial process could not be started: %r", error)
 
     def _start(self) -> _Child:
-        """Start a child process for trials, unless closed."""
         with self._lock:
             if self._closed:
                 raise OSError("the node is closed")
@@ -182,7 +179,6 @@ class Trial:
             return self._child
 
     def _drop_child(self) -> str:
-        """End the trial's child process; return how it ended."""
         # Only the handover is locked: `end` waits, and `close` must not wait for that.
         with self._lock:
             child, self._child = self._child, None
@@ -193,7 +189,6 @@ class _Child:
     """The child process and the socket to it. Owned by the trial's thread."""
 
     def __init__(self, interface: str) -> None:
-        """Start the child process that a trial needs. Raises OSError."""
         self.words, theirs = socket.socketpair()
         self._is_ready = False
         self._received = b""
@@ -230,8 +225,6 @@ class _Child:
         return self._is_ready
 
     def line(self) -> str:
-        """Return the next line that the trial's child process says, "" if it has died. Raises
-        TimeoutError."""
         while b"\n" not in self._received:
             some = self.words.recv(4096)
             if not some:
@@ -242,7 +235,6 @@ class _Child:
         return line.decode(errors="replace")
 
     def end(self) -> str:
-        """End the child process of trials and return how it ended."""
         self.words.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(0.5)  # it may be dying by itself: then its end says of what

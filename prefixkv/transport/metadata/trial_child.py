@@ -63,8 +63,6 @@ def main() -> None:
 
 
 def _agent(bindings: Any, name: str) -> tuple[Any, Any]:
-    """Return an agent for a trial in the child process, with a UCX backend, as the serving process
-    has one."""
     config = bindings.nixlAgentConfig()
     config.useProgThread = config.useListenThread = False
     config.syncMode = bindings.NIXL_THREAD_SYNC_RW

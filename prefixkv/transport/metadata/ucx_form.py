@@ -224,14 +224,10 @@ def _read_distances(data: _ByteReader, address: UcxAddress) -> None:
 
 
 def _is_nan(packed: int) -> bool:
-    """Return whether UCX's packed float is not a number. Infinity is one: a device of unknown
-    bandwidth has it."""
     return packed & 0xF == 0xF and packed > 0xF
 
 
 def _is_tcp(device: bytes, address: bytes) -> bool:
-    """Return whether this is TCP's address in UCX's form: flags, family, and an IP address or, on
-    the loopback interface, the host's identity."""
     sizes = {(0, 2): 6, (0, 10): 18, (1, 2): 14, (1, 10): 14}
     return sizes.get((device[0], device[1])) == len(device)
 
@@ -255,11 +251,9 @@ class _ByteReader:
         self._at = 0
 
     def wrong(self, why: str) -> MetadataError:
-        """Return the error for what was read last of the bytes that UCX packed."""
         return MetadataError(f"in {self._what}, before byte {self._at}: {why}")
 
     def take(self, num_bytes: int) -> bytes:
-        """Return the next bytes of what UCX packed."""
         end = self._at + num_bytes
         if end > len(self._raw):
             raise self.wrong(f"{num_bytes} bytes, {len(self._raw) - self._at} are left")
@@ -268,7 +262,6 @@ class _ByteReader:
         return taken
 
     def byte(self) -> int:
-        """Return the next byte of what UCX packed, as a number."""
         return self.take(1)[0]
 
     def packed(self, mask: int, is_extended: bool) -> tuple[int, int]:
@@ -284,7 +277,6 @@ class _ByteReader:
         return number, first & ~mask
 
     def end(self) -> None:
-        """Raise MetadataError if bytes of what UCX packed are left."""
         if self._at != len(self._raw):
             raise self.wrong(f"{len(self._raw) - self._at} bytes behind its end")
 
