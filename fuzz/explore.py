@@ -94,6 +94,7 @@ def _explored(task: tuple[Config, int, float]) -> tuple[Config, Found | LawError
 
 
 def _mutants() -> None:
+    missed = []
     for mutant in MUTANTS:
         try:
             with mutant.alive():
@@ -101,7 +102,10 @@ def _mutants() -> None:
         except LawError as error:
             print(f"{mutant.name}: {error} ({len(error.trace)} moves)", flush=True)
         else:
-            raise SystemExit(f"{mutant.name}: not found in {mutant.config!r}")
+            missed.append(f"{mutant.name}: not found in {mutant.config!r}")
+            print(missed[-1], flush=True)
+    if missed:
+        raise SystemExit("\n".join(missed))
     print(f"explore: all {len(MUTANTS)} mutants found")
 
 

@@ -263,11 +263,6 @@ class PromptMismatchError(TransferError):
     written."""
 
 
-class WrongWorkerError(TransferError):
-    """The request on prefill names another decode worker than the one that promises pages for it.
-    Nothing was written."""
-
-
 class WeightsVersionError(TransferError):
     """The weights of one side are of another version than the request's KV.
 

@@ -3,7 +3,7 @@
 Frames follow vLLM: an event is [topic, number, payload], the number 8 bytes, big-endian. A request
 for a repeat is ["", number], from a DEALER or REQ. Each batch from that number on is answered by
 ["", topic, number, payload], then the end by ["", "", -1, ""], with a text in its last frame if the
-request could not be read. SGLang's answers have no topic.
+request could not be read.
 
 A snapshot is requested by ["", "snapshot"] and answered by ["", number, life, payload]: the number
 of the last batch that it contains, 16 bytes that name this life of the worker, and a batch. A
@@ -75,14 +75,10 @@ class _TierFeed:
         self.skips_until_clear = False  # the publisher's thread's
 
     def hand_over(self, changes: list[Change]) -> bool:
-        """Take a list of this tier's changes for the publisher's thread. See
-        `Listener.hand_over`."""
         return self._publisher._hand_over(self, changes)
 
     @property
     def idle(self) -> bool:
-        """True if the publisher's thread has dealt with all that was handed over, by any tier. See
-        `Listener.idle`."""
         return self._publisher.idle
 
 
@@ -176,7 +172,6 @@ class KVEventPublisher:
         return self._hand_over(self._device, changes)
 
     def _hand_over(self, tier: _TierFeed, changes: list[Change]) -> bool:
-        """Take a list of changes of one tier's cache for the publisher's thread, or refuse it."""
         # 1. A list that begins with Cleared repairs every loss before it.
         # 2. After a loss all else is refused: it would build on what routers do not have.
         # 3. Too far behind: lose this list, rather than hold changes without bound.
@@ -219,7 +214,6 @@ class KVEventPublisher:
     # --- its own thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Publish events until closed, and close the sockets, whatever happens."""
         try:
             self._serve()
         except Exception:
@@ -228,8 +222,6 @@ class KVEventPublisher:
             self._close_sockets(_LINGER_S)
 
     def _serve(self) -> None:
-        """Publish the events that are handed over, answer requests for repeats and snapshots, and
-        send heartbeats, until closed."""
         poller = zmq.Poller()
         poller.register(self._bell.fd, zmq.POLLIN)
         routers = [sock for sock in (self._replay, self._snapshots) if sock is not None]
@@ -306,23 +298,18 @@ class KVEventPublisher:
         self._send(self._stream.clear(time.time()))
 
     def _send(self, batch: Batch) -> None:
-        """Publish one batch of events to all subscribers."""
         frames = self._topic_frame, self._number(batch.seq), batch.payload
         self._pub.send_multipart(frames)
         self.counters["batches"] += 1
         self.counters["bytes"] += len(batch.payload)
 
     def _number(self, seq: int) -> bytes:
-        """Return the published frame of a batch's number, with the life of the worker behind it if
-        configured."""
         number = seq.to_bytes(SEQ_BYTES)
         return number + self._epoch if self.config.epoch_frames else number
 
     # --- answers ----------------------------------------------------------------------------------
 
     def _read_requests(self, sock: _Socket) -> None:
-        """Read up to `_REQUESTS_A_TURN` requests from the replay or the snapshot socket, and note
-        what each client waits for."""
         for _ in range(_REQUESTS_A_TURN):
             try:
                 parts = sock.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -345,8 +332,6 @@ class KVEventPublisher:
                 del self._waiting[next(iter(self._waiting))]
 
     def _refuse(self, sock: _Socket, client: bytes, frames: list[bytes]) -> None:
-        """Answer a replay or snapshot request that cannot be read, so that the answer is not
-        mistaken for events."""
         self.counters["unreadable_requests"] += 1
         sizes = [len(frame) for frame in frames]
         if sock is self._replay:
@@ -365,8 +350,6 @@ class KVEventPublisher:
         self._send_to(sock, client, answer)
 
     def _answer(self, sock: _Socket, client: bytes) -> None:
-        """Send a client of the replay or snapshot socket the batches it waits for, as far as its
-        queue takes them."""
         now_s = time.time()
         while (sock, client) in self._waiting:
             seq = self._waiting[sock, client]
@@ -452,5 +435,4 @@ def default_topic(worker: str, model: str) -> str:
 
 
 def _address(sock: _Socket | None) -> str:
-    """Return the address that the publisher's socket is bound to; "" without a socket."""
     return "" if sock is None else sock.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -107,7 +107,6 @@ def locked() -> Iterator[HostShares]:
 
 
 def _folder() -> Path:
-    """Return the folder of this user's shares, and make it."""
     for place in _PLACES:
         folder = Path(place, f"prefixkv-host-{os.getuid()}")
         with suppress(OSError):
@@ -123,7 +122,6 @@ def _folder() -> Path:
 
 
 def _mine() -> str:
-    """Return how the names of this process's shares begin."""
     return f"share-{os.getpid()}-"
 
 

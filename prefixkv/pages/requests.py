@@ -137,7 +137,6 @@ class PagedRequest(Generic[State]):
 
     @property
     def room(self) -> int:
-        """Number of the paged request's room."""
         return self.request.room
 
     @property
@@ -166,7 +165,6 @@ class PagedRequest(Generic[State]):
 
     @property
     def row(self) -> int:
-        """Row of the page table that a paged request has, -1 while it holds no pages."""
         return -1 if self.pages_held is None else self.pages_held.row
 
     def timeline(self, side: str, outcome: str, peer: str, **found: int) -> dict[str, Any]:
@@ -268,7 +266,6 @@ class PagedScheduler(Generic[Req, Command]):
         self._deadlines: Timers[Req] = Timers()  # the requests' own
 
     def _note_deadline(self, req: Req) -> None:
-        """Start a paged request's own deadline in the scheduler of either side, if it has one."""
         if req.request.deadline_s is not None:
             self._deadlines.wake(req, req.arrived_s + req.request.deadline_s)
 

@@ -59,8 +59,7 @@ class PrefillBootstrapQueue:
 
     def add(self, req: PrefillRequest, decode_prefix_len: int) -> None:
         """Enter a promised request in prefill's bootstrap queue; decode has `decode_prefix_len`
-        tokens of it and waits for the rest.
-        """
+        tokens of it and waits for the rest."""
         req.become(PrefillState.BOOTSTRAPPED)
         req.decode_prefix_len = decode_prefix_len
         self._ready[req] = next(self._numbers)
@@ -68,17 +67,14 @@ class PrefillBootstrapQueue:
         self._look_due = True
 
     def _enter(self, req: PrefillRequest) -> None:
-        """Have a pass of the bootstrap queue look at this request."""
         if req not in self._is_due:
             self._is_due.add(req)
             heappush(self._due, (self._ready[req], req))
 
     def _leave(self) -> None:
-        """Take out the request that a pass of the bootstrap queue looks at."""
         self._is_due.discard(heappop(self._due)[1])
 
     def remove(self, req: PrefillRequest) -> None:
-        """Take a request that has ended out of prefill's bootstrap queue."""
         del self._ready[req]
         self._shared_prefixes.forget(req)
         # Nothing takes it out of the heap while one that does not fit holds up the others.
@@ -90,8 +86,7 @@ class PrefillBootstrapQueue:
 
     def look_again(self) -> None:
         """Make the next pass of the bootstrap queue look at all: a prefix may be there now, or will
-        not come.
-        """
+        not come."""
         self._blocked_at = -1
         self._look_due = True
 
@@ -110,8 +105,7 @@ class PrefillBootstrapQueue:
     @property
     def wake_s(self) -> float:
         """Time at which a wait for another's prefix ends, so that the bootstrap queue may hand out
-        a request.
-        """
+        a request."""
         # Waking earlier would be for nothing: the first that may start lacks pages or a row.
         if self._blocked_at == self._pages.version or not self._pages.table.free_rows:
             return math.inf
@@ -168,8 +162,7 @@ class PrefillBootstrapQueue:
 
     def _open(self, req: PrefillRequest, match: MatchResult | None, now_s: float) -> bool:
         """Take pages for a request of the bootstrap queue. Return False, and change nothing, if too
-        few are available.
-        """
+        few are available."""
         pages, page_size = self._pages, self._pages.page_size
         prefix_len = match.prefix_len if match is not None else 0
         unprotected = match.unprotected_pages if match is not None else 0

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.config import MAX_VERSION_CHARS
+from prefixkv.digest import MAX_DIGEST_BYTES
 from prefixkv.errors import HandshakeError, ProtocolError, VersionError
 from prefixkv.memory.kv_layout import MAX_GROUPS, GroupName, KVLayout, PageGroup
 from prefixkv.memory.mesh import MAX_RANKS, Mesh
@@ -55,8 +56,7 @@ ShmOffer = Annotated[bytes, msgspec.Meta(max_length=1024)]
 Tensors = Annotated[tuple[StateTensor, ...], msgspec.Meta(max_length=4096)]
 Stages = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_RANKS)]
 Endpoints = Annotated[tuple[Short, ...], msgspec.Meta(max_length=MAX_RANKS)]
-Secret = Annotated[bytes, msgspec.Meta(min_length=16, max_length=32)]
-Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=MAX_DIGEST_BYTES)]
 Holder = Annotated[str, msgspec.Meta(max_length=64)]
 Version = Annotated[str, msgspec.Meta(max_length=MAX_VERSION_CHARS)]
 WindowIds = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS)]
@@ -77,7 +77,6 @@ class GroupDigest(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, group: PageGroup) -> GroupDigest:
-        """Return what a handshake compares of a rank's group of layers."""
         layout = group.layout
         return cls(
             group.name, group.window, layout.num_layers, layout.num_kv_heads, layout.head_dim,
@@ -108,8 +107,7 @@ class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
 
     def check(self, theirs: ModelDigest) -> None:
         """Compare this model digest with the peer's of the handshake. Raise HandshakeError for the
-        first field that differs.
-        """
+        first field that differs."""
         # `opaque` first: it is the reason where `attention` or `head_dim` differ too. Lists last.
         _check_fields(self, theirs, ("opaque", *self.__struct_fields__[:-2]))
         _check_lists("state", self.state, theirs.state)
@@ -136,8 +134,7 @@ def _check_fields(
     ours: msgspec.Struct, theirs: msgspec.Struct, fields: tuple[str, ...], of: str = ""
 ) -> None:
     """Compare fields of two structs of a handshake's messages. Raise HandshakeError for the first
-    field that differs; `of` is put before its name.
-    """
+    field that differs; `of` is put before its name."""
     for field in fields:
         if getattr(ours, field) != getattr(theirs, field):
             raise HandshakeError(of + field, getattr(ours, field), getattr(theirs, field))
@@ -160,8 +157,7 @@ class Libraries(msgspec.Struct, frozen=True, array_like=True):
 
 class Topology(msgspec.Struct, frozen=True, array_like=True):
     """Fields of a handshake that may differ and are negotiated: how a side's ranks share the model,
-    and its page size in tokens.
-    """
+    and its page size in tokens."""
 
     page_size: Count
     tensor_parallel: Count = 1
@@ -170,8 +166,7 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
 
     def mesh(self, digest: ModelDigest) -> Mesh:
         """Return how the model of `digest` is shared out over the ranks of this message's topology;
-        a peer's still has to pass `check_meshes`.
-        """
+        a peer's still has to pass `check_meshes`."""
         return Mesh(
             digest.num_layers,
             digest.num_kv_heads,
@@ -200,8 +195,7 @@ class ProcessLife(msgspec.Struct, frozen=True, array_like=True):
 
     def is_before(self, other: ProcessLife) -> bool:
         """Return True if this process, as its message tells, was made before the other; False where
-        that is not known.
-        """
+        that is not known."""
         same = self.boot == other.boot
         # Times of different boots do not compare.
         return same and 0 < self.opened_ns < other.opened_ns
@@ -214,21 +208,19 @@ class Body(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
 class Hello(Body, frozen=True, tag="hello"):
     """A decode rank introduces itself: what it runs, and how to write to its pool.
 
-    `secret` is random, drawn by this process: see `prefixkv.digest`. `worker` is rank 0's identity:
-    the ranks of one worker name the same. `staging` is where slices may be staged, `state` where
-    the extra state that `digest` lists is kept. `nonce` is that of the last HelloWanted, `known`
-    the life that is known at this address. `life` is None where the kernel has no such thing, or
-    the process keeps it to itself. `agent_metadata` is NIXL's, empty where NIXL does not write to
-    it; `shm` is for prefill workers of this host that map the memory, empty where it is not shared.
-    `age_ms` is the age of this life of the worker, as its rank 0 reports it; other ranks leave it
-    None. `libraries` are those that `agent_metadata` is for.
+    `worker` is rank 0's identity: the ranks of one worker name the same. `staging` is where slices
+    may be staged, `state` where the extra state that `digest` lists is kept. `nonce` is that of the
+    last HelloWanted, `known` the life that is known at this address. `life` is None where the
+    kernel has no such thing, or the process keeps it to itself. `agent_metadata` is NIXL's, empty
+    where NIXL does not write to it; `shm` is for prefill workers of this host that map the memory,
+    empty where it is not shared. `age_ms` is the age of this life of the worker, as its rank 0
+    reports it; other ranks leave it None. `libraries` are those that `agent_metadata` is for.
     """
 
     digest: ModelDigest
     topology: Topology
     layout: KVLayout
     agent_metadata: Metadata
-    secret: Secret
     rank: Count = 0
     worker: PeerId | None = None
     staging: StagingArea | None = None
@@ -244,7 +236,7 @@ class Hello(Body, frozen=True, tag="hello"):
 class HelloReply(Body, frozen=True, tag="hello-reply"):
     """A prefill rank's answer. `refused` is empty, or the reason why the two cannot work together.
 
-    `endpoints` are the addresses of all ranks, by rank; "" for one's own. `secret` is as in Hello.
+    `endpoints` are the addresses of all ranks, by rank; "" for one's own.
     `staged`: its writes are staged. `known` is that of the Hello it answers. `life` is as in Hello.
     `max_tokens` is the size of its pool: a longer prompt it can never compute; 0: not given.
     """
@@ -252,7 +244,6 @@ class HelloReply(Body, frozen=True, tag="hello-reply"):
     digest: ModelDigest
     topology: Topology
     endpoints: Endpoints
-    secret: Secret
     refused: Text = ""
     rank: Count = 0
     staged: bool = False
@@ -290,30 +281,27 @@ class RoomBody(Body, frozen=True):
 
     @property
     def key(self) -> RoomKey:
-        """Key of the room that a message is about; on prefill the decode worker's name is still to
-        be added.
-        """
         return RoomKey(self.room, self.generation)
 
 
 class Promise(RoomBody, frozen=True, tag="promise"):
     """Decode has `prefix_len` tokens of a request and wants the rest of `fill_len` in these pages.
 
-    `proof` is that of the prompt's digest (`prefixkv.digest.prove`), for this link alone. Extra
-    state, where the model has some, is wanted in `state_slot`, whole: as it is after `fill_len`
-    tokens. `weights_version` is that of the weights that the KV is for. `windows` has, for each
-    window group, the ids of pages for the last tokens: from the page in which the window behind
-    `fill_len` tokens begins, whatever `prefix_len` is.
-    """
+    `digest` is that of the prompt. `life` names the prefill process that this is said to: to its
+    successor the promise is none. Extra state, where the model has some, is wanted in `state_slot`,
+    whole: as it is after `fill_len` tokens. `weights_version` is that of the weights that the KV is
+    for. `windows` has, for each window group, the ids of pages for the last tokens: from the page
+    in which the window behind `fill_len` tokens begins, whatever `prefix_len` is."""
 
     fill_len: Count
     prefix_len: Count
     pages: bytes
     ticket: U64 = 0
     state_slot: Slot = -1
-    proof: Proof = b""
+    digest: Digest = b""
     weights_version: Version = ""
     windows: WindowIds = ()
+    life: U64 = 0
 
     @property
     def num_pages(self) -> int:
@@ -351,14 +339,15 @@ class PromiseAck(RoomBody, frozen=True, tag="promise-ack"):
 class Abort(RoomBody, frozen=True, tag="abort"):
     """Refuse every earlier frame of this room, stop writing for it, and say when it is drained.
 
-    `versions`: as of Outcome. `proof`: as of Promise; a request of another prompt is of another use
-    of the room's number. Empty: not known.
+    `versions`: as of Outcome. `life`: as of Promise. `digest` too; a request of another prompt is
+    of another use of the room's number. Empty: not known.
     """
 
     reason: Text
     ticket: U64 = 0
     versions: tuple[Version, Version] | None = None
-    proof: Proof = b""
+    digest: Digest = b""
+    life: U64 = 0
 
 
 class Drained(RoomBody, frozen=True, tag="drained"):
@@ -381,7 +370,6 @@ class FailureCode(enum.IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> FailureCode:
-        """Return OTHER for a failure code of a message that is unknown here."""
         # A peer of a later release may send codes that are unknown here: its frame still counts.
         return cls.OTHER
 
@@ -462,7 +450,6 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def sender(self) -> PeerId:
-        """Process that has sent the frame, as the frame claims."""
         return PeerId(self.name, self.incarnation)
 
 
@@ -480,7 +467,6 @@ _envelope = msgspec.msgpack.Decoder(_Envelope)
 
 
 def encode(sender: PeerId, seq: int, body: AnyBody) -> bytes:
-    """Encode a message of the control plane; return the bytes of its frame."""
     return _encoder.encode(Frame(PROTOCOL_VERSION, sender.name, sender.incarnation, seq, body))
 
 
@@ -513,6 +499,5 @@ def _version(raw: bytes) -> int:
 
 
 def _check_version(theirs: int) -> None:
-    """Raise VersionError for a frame's protocol version that is not ours."""
     if theirs != PROTOCOL_VERSION:
         raise VersionError(theirs, PROTOCOL_VERSION)

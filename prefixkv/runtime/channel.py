@@ -45,14 +45,11 @@ _FRAMES_A_POLL = 256  # so that many frames do not keep the owner from its other
 
 
 def _keys_differ(is_curve: bool) -> HandshakeError:
-    """Return the error of a connection of which one end alone has keys; `is_curve`: ours has."""
     ours, theirs = ("keys", "no keys") if is_curve else ("no keys", "keys")
     return HandshakeError("curve", ours, theirs, "differs (set keys on both sides, or on neither)")
 
 
 def _came_from(frame: zmq.Frame) -> str:
-    """Return the address from which a frame came over its ZeroMQ socket, "" if the socket does not
-    know it."""
     try:
         host = str(frame.get("Peer-Address"))
     except zmq.ZMQError:
@@ -116,7 +113,6 @@ class _Channel(Closing):
         return [sock for sock, _ in ready if sock != self._wake_fd]
 
     def _drop(self, why: str) -> None:
-        """Count a frame that the channel could not send, by the reason."""
         self.counters[f"frames_not_sent: {why}"] += 1
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -236,8 +232,6 @@ class RouterChannel(_Channel):
                 yield ConnectFailed(client, HandshakeError("server_key", ours, "another", why))
 
     def _credential(self, frame: zmq.Frame) -> str:
-        """Return the CURVE key that the sender of a frame to the ROUTER socket has proved, ""
-        without keys."""
         return str(frame.get("User-Id")) if self._config.curve is not None else ""
 
     def send(self, route: bytes, raw: bytes) -> None:
@@ -423,8 +417,6 @@ class DealerChannel(_Channel):
             yield ConnectFailed(address, error)
 
     def _wrong_keys(self, address: str, event: int, value: int) -> HandshakeError | None:
-        """Return how the keys of both ends do not fit, if this event of a DEALER socket's monitor
-        shows it."""
         curve = self._config.curve
         mismatch = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == mismatch:

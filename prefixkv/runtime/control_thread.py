@@ -230,7 +230,6 @@ class ControlThread(Generic[Command, To]):
             raise self._close_error
 
     def _close_inboxes(self) -> None:
-        """Close the control thread's inbox, and that of its events for the scheduler's thread."""
         self.inbox.close()
         self.events.close()
 
@@ -299,7 +298,6 @@ class ControlThread(Generic[Command, To]):
             self.num_log_errors += 1
 
     def _log_error(self, error: Exception, text: str, *args: object) -> None:
-        """Log an error of the control thread; what a log handler raises is only counted."""
         try:
             _log.error(text, *args, exc_info=error)
         except Exception:
@@ -322,7 +320,6 @@ class ControlThread(Generic[Command, To]):
         self._carry_out(self.control.last_effects)
 
     def _fail_frame(self, frame: FrameReceived[To], error: Exception, now_s: float) -> None:
-        """Log a peer's frame that raised in the control thread, and end the room that it names."""
         self._log_error(error, "a frame from %r raised", frame.source)
         try:
             self.control.on(FrameFailed(frame, error), now_s)
@@ -347,7 +344,6 @@ class ControlThread(Generic[Command, To]):
                 self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        """Hand an exception in the control thread to the scheduler's thread, and count it."""
         self.num_errors += 1
         self.events.put(ControlFailed(error))
 
@@ -414,15 +410,12 @@ class ControlThread(Generic[Command, To]):
 
     @property
     def _staging(self) -> StagingCopies:
-        """Staging copies that the control thread queues its gathers and scatters in; InternalError
-        if there are none."""
         if self._copies is None:
             raise InternalError("a copy is wanted where nothing is staged")
         return self._copies
 
     @property
     def _dealer(self) -> DealerChannel:
-        """Decode's channel, which the control thread owns; InternalError on prefill."""
         if not isinstance(self.channel, DealerChannel):
             raise InternalError("only decode connects")
         return self.channel

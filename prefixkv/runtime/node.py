@@ -61,8 +61,6 @@ class Node(OneThread, Generic[C, To, E]):
         self.pool, self.state = pool, state
 
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
-        """Let the journal of the node's scheduler write to the request log, and put a clock around
-        eviction."""
         layout, pages = self.pool.layout, self.scheduler.pages
         self._request_log = RequestLog(
             self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size)
@@ -84,8 +82,8 @@ class Node(OneThread, Generic[C, To, E]):
         that ends from now on.
 
         It is called on the node's thread, in the middle of the request's end: it must be quick, and
-        call nothing of the node. What it raises comes out of a later call of the engine's, as of a
-        policy, and is counted as `user_errors`.
+        call nothing of the node. What it raises comes out of a later call of the engine's, and is
+        counted as `user_errors`.
 
         Args:
             listener: gets the request's record as the request log has it, whether that is on or
@@ -122,15 +120,11 @@ class Node(OneThread, Generic[C, To, E]):
             self._host_feed.listen(self.kv_events.host)
 
     def _pass_on_events(self) -> None:
-        """Hand what has changed in the node's caches, decode's or prefill's, to the publisher of
-        cache events."""
         self._feed.pass_on()
         if self._host_feed is not None:
             self._host_feed.pass_on()
 
     def _check_namespace(self, request: Request) -> None:
-        """Raise RequestError for a namespace that the node's published events cannot express, if
-        any are published."""
         if self.kv_events is not None and request.cacheable:
             self.kv_events.blocks.check(request.key.namespace)
 
@@ -147,8 +141,6 @@ class Node(OneThread, Generic[C, To, E]):
         return self.scheduler.has_results or self._wait(self.transfers.wait, timeout_s)
 
     def _wait(self, wait: Callable[[float | None], bool], timeout_s: float | None) -> bool:
-        """Wait for the node, decode's or prefill's, by `wait`, but not beyond the time when a
-        request may fail for having waited."""
         left_s = self.scheduler.wake_s - time.monotonic()
         # No event comes for a deadline of the scheduler's, so the wait has to end at it.
         if left_s < (math.inf if timeout_s is None else timeout_s):
@@ -332,12 +324,9 @@ class Node(OneThread, Generic[C, To, E]):
             self._pass_on_events()
 
     def _check_open(self) -> None:
-        """Raise ClosedError after `close` of the node, decode's or prefill's."""
         self.transfers.check_open()
 
     def _command(self, command: C) -> None:
-        """Hand one command of the node's scheduler, decode's or prefill's, to the control
-        thread."""
         self.transfers.submit(command)
 
     @abstractmethod
@@ -350,7 +339,6 @@ class Node(OneThread, Generic[C, To, E]):
 
 
 def checkpoint_counts(pages: PageManager) -> dict[str, int]:
-    """Return how many checkpoints a node has, may have, and has given up for others."""
     points = pages.checkpoints
     return {
         "checkpoints": 0 if points is None else len(points),

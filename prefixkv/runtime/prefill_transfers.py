@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from secrets import token_bytes
 from typing import NamedTuple, cast
 
 from prefixkv.addresses import is_loopback
@@ -45,7 +44,6 @@ from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.prover import Prover
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
-    SECRET_BYTES,
     MakeTransport,
     Memory,
     Transfers,
@@ -144,7 +142,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 endpoints=("", *endpoints),
                 rank=rank,
                 staging=slots,
-                secret=token_bytes(SECRET_BYTES),
                 life=prover.life,
                 backend=sizes.backend,
                 option_names=config.model.option_names,
@@ -182,8 +179,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         )
 
     def _proved(self, peer: PeerId) -> None:
-        """Fence a decode process that is proved dead, for prefill's transfers. Called by the
-        prover's thread, so by the inbox."""
         self.thread.inbox.put(Fence(peer, proved=True))
 
     @property
@@ -316,7 +311,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             self.submit(chunk)
 
     def _plans(self, num_tokens: int) -> _Plans:
-        """Return what chunks of a room of prefill's transfers will send, of a prompt this long."""
         size = self._page_size
         return _Plans(
             SendPlan(num_tokens, 0, size),
@@ -424,7 +418,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self.submit(WithdrawRoom(room_key(room, generation), reason))
 
     def _begin(self, key: RoomKey, plan: _Plans | None) -> None:
-        """Take a room's number among prefill's transfers. Raise RequestError if it is in use."""
         if key in self._rooms:
             of = f"{key.generation} of {key.decode!r}"
             raise RequestError(f"room {key.room} generation {of} is here already")

@@ -96,7 +96,6 @@ class RankSpec:
 
     @property
     def state_layout(self) -> StateLayout | None:
-        """Layout of this rank's extra state, None without."""
         return None if self.state is None else self.state.layout
 
     @property
@@ -112,26 +111,21 @@ class RankSpec:
 
     @property
     def topology(self) -> Topology:
-        """Way in which this rank's worker shares the model out over its ranks, for the
-        handshake."""
         mesh = self.mesh
         return Topology(self.layout.page_size, mesh.tp_size, mesh.pp_size, mesh.stage_layers)
 
     def hello(
         self,
         offers: MetadataOffers,
-        secret: bytes,
         worker: PeerId,
         area: StagingArea | None,
         life: ProcessLife | None,
     ) -> Hello:
-        """Return a decode rank's Hello, filled from its spec; `worker` is rank 0's identity."""
         return Hello(
             self.digest,
             self.topology,
             self.layout,
             offers.nixl,
-            secret,
             self.rank,
             worker,
             area,
@@ -143,7 +137,6 @@ class RankSpec:
 
 
 def window_specs(pool: KVPool) -> list[WindowSpec]:
-    """Return the window groups of a node's pool."""
     return [
         WindowSpec(group.name, group.window, group.pool.layout.num_pages, group.step_tokens)
         for group in pool.groups

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Final, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from prefixkv.config import TransportConfig, check_version
 from prefixkv.control.death_watch import LostPeers
@@ -47,10 +47,6 @@ MakeTransport = Callable[
 ]
 """Maker of a rank's transport: that of `TransportConfig.backend` (`transport.auto.make_transport`),
 or a fabric's of `prefixkv.testing`."""
-
-
-SECRET_BYTES: Final = 32
-"""Bytes that a rank draws to key the proofs of promises."""
 
 
 def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
@@ -107,11 +103,9 @@ class Memory:
 
     @property
     def area(self) -> StagingArea | None:
-        """Area of the staging memory under a rank's transfers, None without."""
         return None if self._buffer is None else self._buffer.area
 
     def transport(self, sink: Sink) -> Transport:
-        """Make the transport over the memory of a rank's transfers; its events go to `sink`."""
         return self._make(self._me, self._layout, sink, self._config, self.area, self._state)
 
     def copies(self, sink: CopySink) -> StagingCopies | None:
@@ -272,7 +266,6 @@ class Transfers(OneThread, Generic[C, To, E]):
 
     @property
     def _staging_counters(self) -> Mapping[str, int]:
-        """Counters of the staging machine of a rank's transfers, empty without one."""
         raise NotImplementedError
 
     def check_open(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -32,7 +31,7 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.prefill.control import PrefillEffect, PrefillInput
-from prefixkv.errors import InternalError, ProtocolError, RequestError
+from prefixkv.errors import InternalError, RequestError
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import (
     AbortRoom,
@@ -100,7 +99,7 @@ from tests.control.wire import (
     send_chunk,
     write_ended,
 )
-from tests.protocol.rooms import PROMPT, SECRETS
+from tests.protocol.rooms import PROMPT
 
 VERSIONS = st.sampled_from(["", "v2"])
 ROOMS = st.builds(RoomKey, st.integers(0, 1), st.integers(0, 1))
@@ -224,9 +223,6 @@ class DecodeWorld:
     def frame(self, body: Any, damage: Any) -> FrameReceived[str]:
         raw = body if isinstance(body, bytes) else self.peer.raw(self.body(body), self.me)
         raw = damaged(raw, damage)
-        with suppress(ProtocolError):
-            if damage and isinstance(reply := messages.decode(raw).body, HelloReply):
-                self.peer.secrets.add(reply.secret)
         return FrameReceived(ADDRESS, raw)
 
     def frame_failed(self, body: Any, _: Any) -> FrameFailed[str]:
@@ -454,7 +450,7 @@ class PrefillWorld:
     def body(self, body: Any) -> Any:
         if not isinstance(body, str):
             return body
-        reply = HelloReply(self.peer.hello.digest, TOPOLOGY, (), SECRETS[1])
+        reply = HelloReply(self.peer.hello.digest, TOPOLOGY, ())
         return self.peer.hello if body == "hello" else reply
 
     def frame(self, body: Any, damage: Any) -> FrameReceived[bytes]:

@@ -6,7 +6,6 @@ from typing import Final, NamedTuple
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.prefill.peers import Peer
-from prefixkv.digest import proves
 from prefixkv.errors import TransferError
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Abort
@@ -20,22 +19,17 @@ class _Early(NamedTuple):
 
     until_s: float
     error: TransferError
-    proof: bytes  # of the aborted prompt; b"": of any prompt
-    secrets: tuple[bytes, bytes]
+    digest: bytes  # of the aborted prompt; b"": of any prompt
 
     def is_of(self, digest: bytes) -> bool:
-        """Return whether the early abort may be about this prompt: yes where either side names
-        none."""
-        return not (self.proof and digest) or proves(self.proof, digest, *self.secrets)
+        return not (self.digest and digest) or self.digest == digest
 
 
 class EarlyAborts:
     """Owned by a `PrefillControl`."""
 
-    def __init__(self, timing: ControlConfig, secret: bytes) -> None:
-        """Start without early aborts; `secret` is this process's, as for `PrefillControl`."""
+    def __init__(self, timing: ControlConfig) -> None:
         self._timing = timing
-        self._secret = secret
         # By the decode worker's name, so that no other worker can fill its limit. Within one, in
         # the order of arrival, which is that of the deadlines: `expire` looks only at the first.
         self._aborted: dict[str, dict[RoomKey, _Early]] = {}
@@ -47,14 +41,14 @@ class EarlyAborts:
         Bounded per worker.
         """
         error = abort_error(abort.reason[:_MAX_REASON], abort.versions)
-        self.keep_end(key, error, (abort.ticket, abort.proof), peer, now_s)
+        self.keep_end(key, error, (abort.ticket, abort.digest), peer, now_s)
 
     def keep_end(
         self, key: RoomKey, error: TransferError, use: tuple[int, bytes], peer: Peer, now_s: float
     ) -> None:
         """Remember, like an early abort, that a use of the room has ended with `error`; `use` is
-        its ticket and the proof of its prompt. See `keep`."""
-        ticket, proof = use
+        its ticket and the digest of its prompt. See `keep`."""
+        ticket, digest = use
         # Even if the abort finds no space below, the use is over: a late promise for it is refused.
         peer.past.add((key, ticket), answered=True)
         # Before the limit is looked at: an earlier abort of this room gives its place back.
@@ -64,8 +58,7 @@ class EarlyAborts:
         # peer only time. Nothing of another worker is ever evicted for it.
         if len(kept) < self._timing.max_parked_per_peer:
             until_s = now_s + self._timing.parked_timeout_s
-            secrets = peer.secrets(self._secret)
-            kept[key] = _Early(until_s, error, proof, secrets)
+            kept[key] = _Early(until_s, error, digest)
 
     def take(self, key: RoomKey, digest: bytes = b"") -> TransferError | None:
         """Remove and return the error of an early abort of the room; None if there is none.

@@ -76,7 +76,6 @@ class Peer:
 
     @property
     def worker(self) -> PeerId:
-        """Identity of rank 0 of this peer's decode worker, which is the worker's."""
         return self.hello.worker or self.id
 
     def check_parked(self, limit: int) -> None:
@@ -87,11 +86,6 @@ class Peer:
                 f"{self.num_parked} promises wait for their requests, the limit is reached"
             )
 
-    def secrets(self, ours: bytes) -> tuple[bytes, bytes]:
-        """Return the two secrets that this peer's proofs of a prompt are keyed with: the decode
-        rank's own, and ours."""
-        return self.hello.secret, ours
-
     def key(self, word: RoomBody) -> RoomKey:
         """Return the key of the room that a frame of this peer, a decode rank, is about.
 
@@ -100,7 +94,7 @@ class Peer:
         """
         return RoomKey(word.room, word.generation, self.worker.name)
 
-    def promised(self, promise: Promise, our_page_size: int, our_secret: bytes) -> Promised:
+    def promised(self, promise: Promise, our_page_size: int) -> Promised:
         """Check a promise of this peer, a decode rank, and return it with page ids that are safe to
         turn into addresses.
 
@@ -157,9 +151,8 @@ class Peer:
             fold=fold,
             state_slot=slot,
             takes_state=self.takes_state,
-            proof=promise.proof,
+            digest=promise.digest,
             weights_version=promise.weights_version,
-            secrets=self.secrets(our_secret),
             windows=windows,
         )
 
@@ -243,7 +236,6 @@ class Peers:
         return len(self._peers)
 
     def get(self, name: str) -> Peer | None:
-        """Return prefill's peer of this name, whichever of its incarnations it is."""
         return self._peers.get(name)
 
     def find(self, peer_id: PeerId) -> Peer | None:
@@ -286,8 +278,6 @@ class Peers:
         return self.lives.how(peer.id) or suspect
 
     def taken(self, name: str, now_s: float) -> str:
-        """Return in words that the name of a decode rank is taken: by which process, and since
-        when; "" if no peer of prefill's has it."""
         peer = self._peers.get(name)
         if peer is None:
             return ""
@@ -439,7 +429,7 @@ class Peers:
         """Answer the Hello of a decode rank that is or becomes a peer, or refuse it or another
         frame."""
         ours, known = self._ours, hello.known if hello is not None else 0
-        said = ours.secret, refused[:1000], ours.rank, staged, known
+        said = refused[:1000], ours.rank, staged, known
         most = ours.max_tokens
         body = HelloReply(ours.digest, ours.topology, self._endpoints, *said, ours.life, most)
         self._actions.add(SendFrame(route, self._stamp.frame(body)))
@@ -505,11 +495,6 @@ class Peers:
 
 
 def _may_speak(allowed: Mapping[str, str], credential: str, name: str) -> bool:
-    """Return whether a peer's key may use the name of a decode rank.
-
-    It may if the name is listed for it. A name that is listed for no key may be used by a further
-    rank ("worker/3") of the worker that the key is listed for.
-    """
     if name in allowed.values():
         return allowed.get(credential) == name
     worker, _, rank = name.rpartition("/")

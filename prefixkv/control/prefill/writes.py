@@ -86,8 +86,6 @@ class Writes:
         drained: bool,
         now_s: float,
     ) -> None:
-        """Take the end of one of prefill's writes: a staged piece's goes to staging, any other to
-        its room."""
         if self._staging is not None and self._staging.owns(job_id):
             ended = self._staging.on_write_ended(job_id, error, drained, now_s)
             self.stage(ended, now_s)
@@ -200,7 +198,6 @@ class Writes:
                     assert_never(action)
 
     def _staged_write(self, post: PostStaged) -> WriteJob:
-        """Return prefill's write of one gathered slot into a lease, in blocks of BLOCK_BYTES."""
         # Rounded up: slots and leases are whole blocks, so the last one stays inside both.
         blocks = np.arange(-(-post.num_bytes // BLOCK_BYTES), dtype=np.int32)
         src = blocks + np.int32(post.slot * self._slot_blocks)

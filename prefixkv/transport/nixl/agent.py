@@ -146,7 +146,6 @@ class NixlAgent:
 
 
 def memory_type_of(layout: KVLayout) -> str:
-    """Return the name that a NIXL agent has for the memory of the layout's device."""
     return "DRAM" if layout.device == "cpu" else "VRAM"
 
 

@@ -25,7 +25,7 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.prefill.control import PrefillInput
-from prefixkv.digest import prompt_digest, prove
+from prefixkv.digest import prompt_digest
 from prefixkv.errors import (
     InternalError,
     PeerLostError,
@@ -96,9 +96,9 @@ from tests.control.wire import (
     promise,
     send_chunk,
 )
-from tests.protocol.rooms import PROMPT, SECRETS
+from tests.protocol.rooms import PROMPT
 
-WELCOME = HelloReply(DIGEST, TOPOLOGY, (ADDRESS,), SECRETS[1])
+WELCOME = HelloReply(DIGEST, TOPOLOGY, (ADDRESS,))
 OTHER = PeerId("decode-1", 1)
 ENOUGH = AbortRoom(SENT, "enough")
 ACK = PromiseAck(*SENT.numbers, 0)
@@ -602,28 +602,33 @@ def test_a_request_of_another_length_fails_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize(
-    "proof",
-    [
-        b"",
-        PROMPT,
-        prove(PROMPT, *SECRETS[::-1]),
-        prove(PROMPT, bytes(16), SECRETS[1]),
-        prove(PROMPT, SECRETS[0], bytes(16)),
-    ],
-    ids=["none", "the digest itself", "of the other side", "of another decode", "of another"],
+    "digest",
+    [b"", PROMPT[:-1], PROMPT + b"\0", bytes(32)],
+    ids=["none", "a part", "more", "another"],
 )
-def test_a_proof_is_of_the_link_that_it_is_said_on(proof: bytes) -> None:
+def test_a_promise_without_the_digest_of_the_prompt_is_for_another(digest: bytes) -> None:
     peer = DecodePeer().known()
     peer.on(add_room())
-    said = peer.say(msgspec.structs.replace(promise(), proof=proof))
+    said = peer.say(msgspec.structs.replace(promise(), digest=digest))
     [outcome] = of(said, Outcome)
     assert outcome.code is FailureCode.PROMPT_MISMATCH
 
 
-def test_another_proof_is_another_promise() -> None:
+@pytest.mark.parametrize("life", [PREFILL.incarnation - 1, PREFILL.incarnation + 1])
+def test_what_is_said_to_another_life_of_prefill_is_dropped(life: int) -> None:
+    """A promise that is late: its pages may be drained."""
+    peer = DecodePeer().known()
+    peer.on(add_room())
+    for word in (promise(), messages.Abort(*SENT.numbers, "test")):
+        assert peer.say(msgspec.structs.replace(word, life=life)) == []
+    assert peer.control.counters["dropped: ProtocolError"] == 2
+    assert [type(body) for body in peer.say(promise())] == [PromiseAck, Bootstrapped]
+
+
+def test_another_digest_is_another_promise() -> None:
     peer = DecodePeer().bootstrapped()
-    other = prove(ANOTHER["other tokens"], *SECRETS)
-    assert peer.say(msgspec.structs.replace(promise(), proof=other)) == []
+    other = ANOTHER["other tokens"]
+    assert peer.say(msgspec.structs.replace(promise(), digest=other)) == []
     assert peer.control.counters["dropped: ProtocolError"] == 1
     assert peer.say(promise()) == [ACK], "the first one stands"
 

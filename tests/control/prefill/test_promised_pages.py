@@ -39,7 +39,7 @@ from tests.control.wire import (
     newer,
     of,
 )
-from tests.protocol.rooms import PROOF
+from tests.protocol.rooms import PROMPT
 
 OTHER = PeerId("decode-1", 1)
 PARKED = dataclasses.replace(TIMING, max_parked_per_peer=10_000)
@@ -49,7 +49,7 @@ MIB = 1 << 20
 def whole(room: int, first_page: int, num_pages: int, ticket: int = 0) -> Promise:
     """That many pages from `first_page` on."""
     pages = np.arange(first_page, first_page + num_pages, dtype="<i4").tobytes()
-    return Promise(room, 0, num_pages * PAGE_SIZE, 0, pages, ticket, proof=PROOF)
+    return Promise(room, 0, num_pages * PAGE_SIZE, 0, pages, ticket, digest=PROMPT)
 
 
 def error_of(effects: list[Any]) -> str:
@@ -133,12 +133,12 @@ def test_a_promise_for_a_page_size_a_thousand_times_ours_is_a_refusal() -> None:
     assert not of(peer.say(hello, OTHER), HelloReply)[0].refused
     fill_len = 1024 * PAGE_SIZE
     for page in (2**30, 2**31 - 1, 2**20):
-        said = peer.say(Promise(1, 0, fill_len, 0, ids([page]), proof=PROOF), OTHER)
+        said = peer.say(Promise(1, 0, fill_len, 0, ids([page]), digest=PROMPT), OTHER)
         assert f"page ids {page}" in error_of(said)
     too_big = msgspec.structs.replace(big, num_pages=2**30)
     changed = msgspec.structs.replace(hello, layout=too_big)
     assert of(peer.say(changed, newer(OTHER)), HelloReply)[0].refused
-    last = Promise(1, 0, fill_len, 0, ids([2**20 - 1]), 1, proof=PROOF)
+    last = Promise(1, 0, fill_len, 0, ids([2**20 - 1]), 1, digest=PROMPT)
     assert kinds(peer.say(last, OTHER)) == ["PromiseAck"]
     theirs = RoomKey(1, 0, OTHER.name)
     peer.on(add_room(theirs, fill_len))

@@ -138,19 +138,14 @@ def new_prefill(rank: int, life: int, num_ranks: int) -> PrefillControl:
     topology = Topology(PAGE_SIZE, num_ranks)
     me = prefill_id(rank, life)
     what = me, _DIGEST, topology, TIMING, endpoints, rank
-    return PrefillControl(*what, secret=_secret(me))
-
-
-def _secret(peer: PeerId) -> bytes:
-    """Of this life alone."""
-    return route(peer).ljust(16)
+    return PrefillControl(*what)
 
 
 def new_decode(worker: int, rank: int, life: int, num_ranks: int) -> DecodeControl:
     layout, _ = mesh_layout("layer_major", 16, PAGE_SIZE, 1, HEADS // num_ranks, head_bytes=8)
     me, topology = decode_id(worker, rank, life), Topology(PAGE_SIZE, num_ranks)
     leader = decode_id(worker, 0, life)
-    what = _DIGEST, topology, layout, b"agent", _secret(me), rank
+    what = _DIGEST, topology, layout, b"agent", rank
     hello = Hello(*what, leader if num_ranks > 1 else None)
     return DecodeControl(me, hello, TIMING)
 
