@@ -599,7 +599,7 @@ class DecodeEngine:
                 self.kept[slot] = int(computed[at - 1])
         if spoils:
             if sim.random.random() < 0.5:
-                self.scheduler.computed(req, end, sim.now_s)
+                self.computed(req, start, end)
             del self.local[req]
             self.fail(req)
             return
@@ -609,7 +609,7 @@ class DecodeEngine:
             del self.local[req]
             if not req.resumed:
                 aux = self.next_token(tokens).to_bytes(4, "little")
-        self.scheduler.computed(req, end, sim.now_s, aux)
+        self.computed(req, start, end, aux)
         sim.counters["chunks computed on decode"] += 1
 
     def _keep(self, req: DecodeRequest) -> None:
@@ -620,6 +620,9 @@ class DecodeEngine:
             for rank in self._each_rank(req):
                 rank.check_bytes(req, req.pages, hashes, source)
             self.kept[slot] = int(hashes[-1])
+
+    def computed(self, req: DecodeRequest, start: int, end: int, aux: bytes = b"") -> None:
+        self.scheduler.computed(req, end, self.sim.now_s, aux)
 
     def finish(self, req: DecodeRequest) -> None:
         self.scheduler.finish(req, self.sim.now_s)
