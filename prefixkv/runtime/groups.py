@@ -172,8 +172,8 @@ class DecodeGroup(DecodeNode):
                 other.apply(raw)
 
     def pages_of(self, req: DecodeRequest) -> list[Pages]:
-        """Return the request's page ids as each rank of the decode group knows them; none on any
-        rank, if it holds none. Raises RequestError for a request that is not the group's."""
+        """Return the request's page ids as each rank knows them; none on any rank, if it holds
+        none. Raises RequestError for a request that is not the group's."""
         self.scheduler.check_own(req)
         self._hand_log()
         if req.pages_held is None:
@@ -186,32 +186,29 @@ class DecodeGroup(DecodeNode):
         raise CallerError(f"rank {shown(rank)} of a group is of this process, which lives")
 
     def lost_peers(self) -> LostPeers:
-        """Return the lost peers of all ranks of the decode group, merged; see
-        `DecodeNode.lost_peers`."""
+        """Return the lost peers of all ranks, merged; see `DecodeNode.lost_peers`."""
         return merged_lost_peers(
             [super().lost_peers(), *(rank.lost_peers() for rank in self.others)]
         )
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for events of any rank of the decode group; see `DecodeNode.wait`."""
+        """Wait for events of any rank; see `DecodeNode.wait`."""
         check_timeout(timeout_s)
         self._check_open()
         return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable for any rank of the decode group. See
-        `Node.fileno`."""
+        """Return a descriptor that is readable for any rank. See `Node.fileno`."""
         return self._readiness.fd if self.others else super().fileno()
 
     def audit(self) -> None:
-        """Check the laws on every rank of the decode group. Raises InternalError."""
+        """Check the laws on every rank. Raises InternalError."""
         super().audit()
         for other in self.others:
             other.audit()
 
     def close(self) -> None:
-        """Close every rank of the decode group, rank 0 first: its scheduler tells the others
-        nothing after that."""
+        """Close every rank, rank 0 first: its scheduler tells the others nothing after that."""
         # Callbacks run in reverse: readiness, rank 0, then the others. All run even if one raises.
         with ExitStack() as closing:
             for other in self.others:
@@ -281,7 +278,7 @@ class PrefillGroup(RankGroup[PrefillNode], OneThread):
         states: Sequence[StatePool | None] = (),
         usable_prefix: UsablePrefix | None = None,
     ) -> None:
-        """Build every rank of the prefill group in this process, the last one first.
+        """Build every rank in this process, the last one first.
 
         `states` are by rank, where requests have extra state. `usable_prefix` is as for
         PrefillNode; each rank asks it.
@@ -317,12 +314,12 @@ class PrefillGroup(RankGroup[PrefillNode], OneThread):
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of the prefill group."""
+        """Number of ranks."""
         return len(self._all_ranks)
 
     def ranks_of(self, rid: str) -> list[PrefillRequest]:
-        """Return the request on each prefill rank of the group; see `RankGroup.ranks_of`. With one
-        cache it is rank 0's on all: the others have the same pages."""
+        """Return the request on each rank; see `RankGroup.ranks_of`. With one cache it is rank 0's
+        on all: the others have the same pages."""
         reqs = super().ranks_of(rid)
         return reqs * self.num_ranks if self.others else reqs
 
@@ -330,8 +327,7 @@ class PrefillGroup(RankGroup[PrefillNode], OneThread):
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
         ready: DeviceEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
-        """Send a chunk on every prefill rank of the group; return the sum of the pages. See
-        `PrefillNode.send_chunk`."""
+        """Send a chunk on every rank; return the sum of the pages. See `PrefillNode.send_chunk`."""
         leader = self.nodes[0]
         if not isinstance(leader, _LeadingNode):
             return super().send_chunk(req, end, last, aux, ready, state_slot)
@@ -342,8 +338,8 @@ class PrefillGroup(RankGroup[PrefillNode], OneThread):
             leader.chunk_ready = None
 
     def save_state(self, req: PrefillRequest, end: int) -> int:
-        """Return the slot of every rank's StatePool into which the prefill group's engine copies a
-        request's extra state behind `end` tokens. See `PrefillNode.save_state`.
+        """Return the slot of every rank's StatePool into which the engine copies a request's extra
+        state behind `end` tokens. See `PrefillNode.save_state`.
 
         Raises RequestError without checkpoints, and as that.
         """
@@ -351,29 +347,28 @@ class PrefillGroup(RankGroup[PrefillNode], OneThread):
 
     @property
     def endpoint(self) -> str:
-        """Address of the prefill group's rank 0, which `Request.prefill` names."""
+        """Address of rank 0, which `Request.prefill` names."""
         return self.nodes[0].endpoint
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for events of any rank of the prefill group; see `PrefillNode.wait`."""
+        """Wait for events of any rank; see `PrefillNode.wait`."""
         check_timeout(timeout_s)
         if self._ready or any(node.scheduler.has_results for node in self.nodes):
             return True
         return self.nodes[0]._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable for any rank of the prefill group. See
-        `Node.fileno`."""
+        """Return a descriptor that is readable for any rank. See `Node.fileno`."""
         return self._readiness.fd
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of the prefill group's nodes, summed over the ranks; with one cache,
-        those of its requests and pages are rank 0's."""
+        """Return the counters of the nodes, summed over the ranks; with one cache, those of its
+        requests and pages are rank 0's."""
         all_stats = [rank.stats() for rank in self._all_ranks]
         return {name: sum(stats.get(name, 0) for stats in all_stats) for name in all_stats[0]}
 
     def audit(self) -> None:
-        """Check the laws on every rank of the prefill group. Raises InternalError."""
+        """Check the laws on every rank. Raises InternalError."""
         for node in self.nodes:
             node.audit()
         for leader in self.nodes:
@@ -381,8 +376,7 @@ class PrefillGroup(RankGroup[PrefillNode], OneThread):
                 leader.audit_others()
 
     def close(self) -> None:
-        """Close every rank of the prefill group. An InternalError comes once all are closed; others
-        are its context."""
+        """Close every rank. An InternalError comes once all are closed; others are its context."""
         with ExitStack() as closing:
             # Callbacks run in reverse: rank 0 first, where there is one cache.
             for rank in (*self.others, *self.nodes):

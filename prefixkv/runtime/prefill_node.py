@@ -154,11 +154,11 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
 
     @property
     def endpoint(self) -> str:
-        """Bound address of the prefill node, which `Request.prefill` names."""
+        """Bound address, which `Request.prefill` names."""
         return self.transfers.endpoint
 
     def add(self, request: Request) -> PrefillRequest:
-        """Take a request of the engine into the prefill node; it waits for decode's promise.
+        """Take a request of the engine; it waits for decode's promise.
 
         Raises:
             RequestError: nothing was changed here. Decode hears of it as by `refuse`, unless the
@@ -177,7 +177,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             self._tell()
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
-        """Tell decode at once that the prefill node will not take this request.
+        """Tell decode at once that the node will not take this request.
 
         If decode promises its pages later, it hears it then, for `parked_timeout_s`.
 
@@ -191,8 +191,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self._tell()
 
     def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
-        """Return the requests for the prefill node's engine to compute now: `decode_prefix_len` and
-        `prefix_len` are known, `pages` are there.
+        """Return the requests for the engine to compute now: `decode_prefix_len` and `prefix_len`
+        are known, `pages` are there.
 
         At most `limit`, first come first served. But one that needs a prefix which another request
         computes comes when that is there, or will not come.
@@ -205,8 +205,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
         ready: DeviceEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
-        """Send from the prefill node what decode lacks of a request's KV up to token `end`,
-        computed once `ready.query()` is True.
+        """Send what decode lacks of a request's KV up to token `end`, computed once `ready.query()`
+        is True.
 
         With `last`, the extra state in `state_slot`, the outcome and `aux` follow. Returns the
         number of pages queued.
@@ -219,9 +219,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return queued
 
     def save_state(self, req: PrefillRequest, end: int) -> int:
-        """Return the slot of the StatePool into which the prefill node's engine copies the extra
-        state of a request behind `end` tokens, one of its `stops`, which it has just computed; -1
-        if it need not.
+        """Return the slot of the StatePool into which the engine copies the extra state of a
+        request behind `end` tokens, one of its `stops`, which it has just computed; -1 if it need
+        not.
 
         Before the chunk up to there is handed over by `send_chunk`. The copy has to be queued
         before any later work on that slot. The slot is the library's from then on.
@@ -232,11 +232,11 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.scheduler.save_state(req, end, self._pump())
 
     def pop_sent(self) -> list[PrefillRequest]:
-        """Return the requests that are done on the prefill node: decode has all of their KV."""
+        """Return the requests that are done: decode has all of their KV."""
         return self.scheduler.pop_sent(self._pump())
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
-        """Return the prefill node's requests that failed or were aborted; `req.error` says why.
+        """Return the requests that failed or were aborted; `req.error` says why.
 
         The engine has to stop computing them. One with extra state handed over comes when no write
         reads that any more. `after`: device work launched for them before this call has ended once
@@ -245,8 +245,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.scheduler.pop_failed(self._pump(), after)
 
     def abort(self, rid: str) -> bool:
-        """End a request of the prefill node; it comes out of `pop_failed`. Returns False if it is
-        unknown or has ended.
+        """End a request; it comes out of `pop_failed`. Returns False if it is unknown or has ended.
 
         What its chunks have brought is cached by the next `pop_bootstrapped`, unless this comes
         before that.
@@ -268,8 +267,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return known
 
     def flush(self, weights_version: str | None = None) -> int:
-        """Empty the prefill node's prefix cache, after a weight update. Returns the pages freed at
-        once.
+        """Empty the prefix cache, after a weight update. Returns the pages freed at once.
 
         Without `weights_version`, or with the version that the node has already, requests that run
         now finish but cache nothing. With another version everything that was promised pages under
@@ -287,8 +285,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self._flush(weights_version, self.scheduler.move_weights)
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this decode process is dead: its requests on the prefill node
-        fail."""
+        """Take the caller's word that this decode process is dead: its requests fail."""
         self._check_open()
         self._command(Fence(peer_id(peer, incarnation)))
 
@@ -327,13 +324,13 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self._rank_rooms
 
     def peers(self) -> dict[PeerId, str]:
-        """Return "ready" or "suspect" for each decode rank that the prefill node knows. Any thread
-        may ask."""
+        """Return "ready" or "suspect" for each decode rank that the node knows. Any thread may
+        ask."""
         return self.transfers.peers()
 
     def lost_peers(self) -> LostPeers:
-        """Return the decode processes to think of fencing on the prefill node: suspect or over, and
-        still in rooms here. Any thread may ask.
+        """Return the decode processes to think of fencing: suspect or over, and still in rooms
+        here. Any thread may ask.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
         """
@@ -341,12 +338,12 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
 
     @property
     def bytes_sent(self) -> int:
-        """KV bytes that the prefill node has written to decode workers. Any thread may ask."""
+        """KV bytes that the node has written to decode workers. Any thread may ask."""
         return self.transfers.bytes_sent
 
     def stats(self) -> dict[str, int]:
-        """Return the prefill node's counters, pages by state, checkpoints, and the bytes that were
-        not sent because decode had them."""
+        """Return the counters, pages by state, checkpoints, and the bytes that were not sent
+        because decode had them."""
         stats = super().stats()
         stats |= checkpoint_counts(self.scheduler.pages)
         layout = self.pool.layout
@@ -358,16 +355,15 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.scheduler.take_commands()
 
     def _command(self, command: PrefillCommand) -> None:
-        """Hand a command of the prefill node's scheduler to its control thread, and log it for the
-        ranks that follow."""
+        """Hand a command of the scheduler to its control thread, and log it for the ranks that
+        follow."""
         super()._command(command)
         if self._ranks is not None:
             self._ranks.command(command)
 
     def take_log(self) -> bytes:
-        """Return what the ranks that follow have to apply of this prefill node's pass, for the
-        engine to broadcast: once a pass, before they compute, and once the chunks of a pass were
-        handed over.
+        """Return what the ranks that follow have to apply of this pass, for the engine to
+        broadcast: once a pass, before they compute, and once the chunks of a pass were handed over.
 
         Raises:
             CallerError: the node was built without `ranks`.
@@ -377,8 +373,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self._ranks.take(self.scheduler.requests.values())
 
     def apply_rank_events(self, raw: bytes) -> None:
-        """Take the events of a `PrefillRank` (its `take_rank_events`) into the prefill node, rank
-        0; b"" is nothing.
+        """Take the events of a `PrefillRank` (its `take_rank_events`) into rank 0; b"" is nothing.
 
         Raises:
             CallerError: a batch of this rank is missing or doubled: each has to come, in order; or
@@ -410,8 +405,6 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             self._hear(joined, now_s)
 
     def _hear(self, event: PrefillEvent, now_s: float) -> None:
-        """Tell the prefill node's scheduler what became of a room: bootstrapped, ended, or its
-        source free."""
         match event:
             case Bootstrapped():
                 peer = event.peer.name
