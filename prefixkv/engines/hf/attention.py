@@ -236,9 +236,9 @@ class GroupPlan:
         # 1. Places to write to. Slots are counted in pages of the pool; a token's row is counted in
         # its memory, where K and V of a page need not be adjacent.
         slots = slot_mapping(rows, starts, ends, size)
-        first = slots // size * flat.page_rows * size + slots % size
-        self._k_to = torch.from_numpy(first + flat.k_row * size).to(device)
-        self._v_to = torch.from_numpy(first + flat.v_row * size).to(device)
+        tokens = slots // size * flat.page_rows * size + slots % size
+        self._k_to = torch.from_numpy(tokens + flat.k_row * size).to(device)
+        self._v_to = torch.from_numpy(tokens + flat.v_row * size).to(device)
         # 2. Pages to read. The memory of the longest sequence is made first: a later, larger one
         # would replace it.
         used = [row[: pages_for(end, size)] for row, end in zip(rows, ends, strict=True)]
@@ -296,7 +296,7 @@ class GroupPlan:
         source, outs = self.flat.pages[layer], list[torch.Tensor]()
         _, heads, num, dim = query.shape
         grouped = query[0].transpose(0, 1).reshape(num, self.flat.layout.num_kv_heads, -1, dim)
-        queries = iter(grouped.split(self._sizes))
+        queries = iter(torch.split(grouped, self._sizes))
         for part in self._parts:
             torch.index_select(source, 0, part.rows, out=part.copies)
             outs += [_attend_block(next(queries), block, scale, sinks) for block in part.blocks]
