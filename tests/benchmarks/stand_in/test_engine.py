@@ -69,9 +69,6 @@ class FakePrefill(FakeNode):
         self.bootstrapped, self.sent, self.next_page = [], [], 0
         self.reqs = {}
 
-    def ranks_of(self, rid):
-        return [self.reqs[rid]]
-
     def add(self, request):
         with self.pair.lock:
             self.pair.asked[request.room, request.generation] = request
