@@ -9,10 +9,8 @@ give that folder as `--peer` and the folder of the stubs for what it imports (`s
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
-import subprocess
 import sys
 import time
 from array import array
@@ -55,10 +53,6 @@ def _turn_about(calls: dict[str, Call], rounds: int) -> dict[str, float]:
             for name, call in calls.items():
                 samples[name] += [_time_us(call) for _ in range(3)]
     return {name: median(values) for name, values in samples.items()}
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # --- the other side -------------------------------------------------------------------------------
@@ -164,8 +158,6 @@ class Bench:
             )
         for policy in policy_names():
             self.evict_all(policy)
-        for policy in ("lru", DEFAULT_POLICY):
-            self.memory(policy)
         self.probes()
 
     def _add(
@@ -307,48 +299,13 @@ class Bench:
         return took["ours"]
 
     def evict_all(self, policy: str) -> None:
-        """Leaves of 64 tokens, all at once; and nine tenths of them, which needs their order."""
-        leaves = 9_000 if self._quick else 90_000
-        for share in (1.0, 0.9):
-            took, cpu_s = [], []
-            for _ in range(1 if self._quick else 3):
-                cache = bushy(leaves, policy)
-                num_pages = int(cache.num_pages * share)
-                with no_collector():
-                    cpu_s.append(-time.process_time())
-                    took.append(_time_us(partial(cache.evict, num_pages)) / (leaves * share))
-                    cpu_s[-1] += time.process_time()
-            per_leaf = median(took)
-            self._add(
-                "evict_all" if share == 1 else "evict_most",
-                per_leaf,
-                None,
-                2.0 if share == 1 else None,
-                policy=policy,
-                leaves=leaves,
-                leaves_per_s=round(1e6 / per_leaf),
-                leaves_per_cpu_s=round(leaves * share / median(cpu_s)),
-            )
-
-    def memory(self, policy: str) -> None:
-        """In a process of its own: here, what was freed before would be used again and count for
-        nothing."""
-        code = f"from benchmarks.radix import leaf_bytes; print(leaf_bytes({policy!r}))"
-        size = float(
-            subprocess.run(
-                [sys.executable, "-c", code], check=True, capture_output=True, text=True
-            ).stdout
-        )
-        row = {
-            "name": "memory_per_leaf",
-            "policy": policy,
-            "leaf_tokens": LEAF_TOKENS,
-            "bytes": round(size),
-            "target_bytes": 1000,
-            "met": size < 1000,
-        }
-        self.rows.append(row)
-        self._tell(row)
+        """Leaves of 64 tokens, all at once."""
+        leaves, took = 9_000 if self._quick else 90_000, []
+        for _ in range(1 if self._quick else 3):
+            cache = bushy(leaves, policy)
+            with no_collector():
+                took.append(_time_us(partial(cache.evict, cache.num_pages)) / leaves)
+        self._add("evict_all", median(took), None, 2.0, policy=policy, leaves=leaves)
 
     def probes(self) -> None:
         """Looking must not fragment: partial matches, and the nodes before and after."""
@@ -368,18 +325,6 @@ class Bench:
         }
         self.rows.append(row)
         self._tell(row)
-
-
-def leaf_bytes(policy: str, leaves: int = 50_000) -> float:
-    """Resident bytes a leaf of 64 tokens (page 16), the tree's overhead included; wants a fresh
-    process."""
-    bushy(1, policy)
-    gc.collect()
-    before = _resident_bytes()
-    cache = bushy(leaves, policy)
-    gc.collect()
-    assert cache.num_nodes == leaves
-    return (_resident_bytes() - before) / leaves
 
 
 def bushy(leaves: int, policy: str) -> RadixCache:

@@ -553,8 +553,7 @@ def sched(
         bool, typer.Option(help="With --against: first tokens of the stand-in engine, too.")
     ] = False,
     cpu: Annotated[
-        bool,
-        typer.Option(help="With --against: processor time, for a machine with other work."),
+        bool, typer.Option(help="With --against: processor time, for a machine with other work.")
     ] = False,
 ) -> None:
     """What decode's scheduler costs the engine's thread: admission, commit, growth, end, abort."""

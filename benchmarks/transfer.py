@@ -10,7 +10,7 @@ raw posts of the very descriptors that it makes. The ratio is taken in each repe
 pages come from an empty pool; `aged` ones after 10,000 random requests through both sides' pages,
 evictions included; of `random` ones no two are neighbours.
 
-`staging`: between unequal ranks (`staging.py`). `full_hit`: nothing is sent (`full_hit.py`).
+`full_hit`: nothing is sent (`full_hit.py`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import numpy as np
 import typer
 
-from benchmarks import full_hit, staging
-from benchmarks.pair import (
-    Stuck,
-    Watch,
-    load_of,
-    paired_ratio,
-    run_pair,
-    spread,
-    turn_about,
-)
+from benchmarks import full_hit
+from benchmarks.pair import Stuck, Watch, load_of, paired_ratio, run_pair, spread, turn_about
 from benchmarks.report import JsonFile, Row, check_json, tell, write
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
@@ -327,7 +319,6 @@ def decode_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
 
 class Part(StrEnum):
     goodput = "goodput"
-    staging = "staging"
     full_hit = "full_hit"
 
 
@@ -358,7 +349,6 @@ def transfer(
     check_json(json_file)
     parts: dict[Part, Callable[[], Iterator[Row]]] = {
         Part.goodput: lambda: measure(quick, backend.value),
-        Part.staging: lambda: staging.measure(quick, backend.value),
         Part.full_hit: lambda: iter(
             [full_hit.measured(full_hit.SMALL if quick else full_hit.Hits())]
         ),

@@ -16,9 +16,9 @@ Parts:
 - `turns`: conversations whose prompts grow, one request at a time; then a burst: requests with one
   new prompt and a few tokens of their own, all at once.
 - `long`: one prompt of 8,192 tokens at a time.
-- `pool`: working sets 1.5 times as large as decode's pool, and with `--trace` recorded ones: the
-  block hit ratio of vLLM's block manager and our scheduler's side without a model, on the
-  workload's own clock.
+- `pool`: generated agents and chats, and with `--trace` recorded ones, in a pool of two thirds of
+  their working set: the block hit ratio of vLLM's block manager and our scheduler's side without a
+  model, on the trace's own clock.
 - `host`: conversations that come back, with host memory and own compute (`vllm_host.py`). Only if
   it is named.
 
@@ -49,9 +49,10 @@ from typing import Annotated, Any, Final
 import typer
 
 from benchmarks.report import ROOT, JsonFile, check_json, write
-from benchmarks.vllm_pair import BLOCK, LARGE, POLICY, SYSTEMS, Pair, Shape
+from benchmarks.vllm_pair import LARGE, POLICY, SYSTEMS, Pair, Shape
 from benchmarks.vllm_servers import TINY, NotStartedError, Sizes, make_model
-from benchmarks.vllm_sets import KINDS, drawn
+from benchmarks.vllm_sets import drawn
+from benchmarks.workloads import SEED, generate
 from prefixkv.errors import ConfigError
 
 POOL_POLICIES: Final = ("own", "gated", POLICY)
@@ -76,7 +77,7 @@ class Load:
     long: int = 8192
     long_chunk: int = 512
     long_prompts: int = 3
-    pool_requests: int = 4000
+    pool_requests: int = 12_000
 
 
 QUICK: Final = Load(TINY, 2, 2, 200, 64, 4, 64, 4, 128, 600, 128, 1, 300)
@@ -165,19 +166,19 @@ class Bench:
             return {"long": long(pair, load)}
 
     def pool(self, system: str, number: int) -> dict[str, Any]:
-        """`system` is a policy. Each run has seeds of its own; recorded traces have none."""
-        requests = self.load.pool_requests
-        found = {
-            f"pool {kind}": self._replay(kind, requests, BLOCK, number, system) for kind in KINDS
-        }
-        for trace in self._traces if not number else ():
-            found[f"pool {trace.stem}"] = self._replay(str(trace), 1 << 20, 16, 0, system)
-        return found
+        """`system` is a policy. Generated traces have a seed for each run; recorded ones have one
+        run."""
+        traces = [] if number else list(self._traces)
+        for kind in ("agents", "chat"):
+            traces.append(self._folder / f"{kind}.jsonl")
+            entries = generate(kind, SEED + number)
+            traces[-1].write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        return {f"pool {trace.stem}": self._replay(trace, system) for trace in traces}
 
-    def _replay(self, kind: str, requests: int, block: int, seed: int, policy: str) -> Any:
+    def _replay(self, trace: Path, policy: str) -> Any:
         command = [
-            self.python, "-m", "benchmarks.vllm_pool", kind, str(requests), str(block), str(seed),
-            "" if policy == "own" else policy,
+            self.python, "-m", "benchmarks.vllm_pool", str(trace.absolute()),
+            str(self.load.pool_requests), "16", "" if policy == "own" else policy,
         ]  # fmt: skip
         around = {**os.environ, "PYTHONPATH": str(ROOT)}
         out = subprocess.check_output(command, env=around, cwd=ROOT, text=True)

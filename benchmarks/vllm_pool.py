@@ -1,10 +1,8 @@
-"""Runs in vLLM's environment: a workload of `vllm_sets` through vLLM's real `KVCacheManager` and
-the scheduler's side of our connector, without a model, on a clock of its own. Prints one line of
-JSON for each policy; "" is vLLM's own order.
+"""Runs in vLLM's environment: a trace through vLLM's real `KVCacheManager` and the scheduler's side
+of our connector, without a model, on a clock of its own. Prints a line of JSON; "" is vLLM's own
+order.
 
-    python -m benchmarks.vllm_pool KIND REQUESTS BLOCK SEED POLICY ...
-
-KIND is one of `vllm_sets.KINDS`, or the file of a recorded trace.
+    python -m benchmarks.vllm_pool TRACE REQUESTS BLOCK POLICY
 """
 
 from __future__ import annotations
@@ -24,15 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 import benchmarks.policies.gated  # noqa: F401  makes it known by name
-from benchmarks.vllm_sets import (
-    KINDS,
-    TRACE_BLOCK,
-    Recorded,
-    Workload,
-    drawn,
-    pool_blocks,
-    workload,
-)
+from benchmarks.vllm_sets import TRACE_BLOCK, Recorded, drawn, pool_blocks
 from prefixkv.cache.eviction.policy import make_policy
 from prefixkv.engines.vllm import compat
 from prefixkv.engines.vllm.block_queue import GovernedQueue
@@ -44,14 +34,9 @@ RUNNING = 2
 """Requests that are decoded at any time."""
 
 
-def made(kind: str, requests: int, block: int, seed: int) -> Workload | Recorded:
-    if kind in KINDS:
-        return workload(kind, requests, seed)
-    return Recorded(Path(kind), block, requests)
-
-
-def replay(kind: str, requests: int, block: int, seed: int, name: str) -> dict[str, Any]:
-    blocks = pool_blocks(made(kind, requests, block, seed), block)
+def replay(trace: Path, requests: int, block: int, name: str) -> dict[str, Any]:
+    asks = Recorded(trace, block, requests)
+    blocks = pool_blocks(asks, block)
     spec = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=32, dtype=torch.float32)
     config = KVCacheConfig(
         num_blocks=blocks + 1,
@@ -70,8 +55,7 @@ def replay(kind: str, requests: int, block: int, seed: int, name: str) -> dict[s
     shadow = None
     if name:
         policy = make_policy(name)
-        if kind not in KINDS:
-            policy.token_scale = TRACE_BLOCK // block
+        policy.token_scale = TRACE_BLOCK // block
         assert compat.can_govern(manager.block_pool)
         shadow = Shadow(block, policy, lambda: now.s)
         GovernedQueue.install(manager.block_pool, shadow, side.counters)
@@ -85,13 +69,12 @@ def replay(kind: str, requests: int, block: int, seed: int, name: str) -> dict[s
         side.finished(ended, manager.get_block_ids(ended.request_id)[0])
         manager.free(ended)
 
-    asks = made(kind, requests, block, seed)
     for i, ask in enumerate(asks):
         now.s = ask.now_s
         request: Any = Request(
             request_id=str(i),
             prompt_token_ids=ask.prompt,
-            sampling_params=SamplingParams(max_tokens=ask.num_tokens),
+            sampling_params=SamplingParams(max_tokens=1),
             pooling_params=None,
             block_hasher=hasher,
         )
@@ -104,7 +87,7 @@ def replay(kind: str, requests: int, block: int, seed: int, name: str) -> dict[s
         ) is None:  # fmt: skip
             end()
         side.allocated(request, manager.get_block_ids(request.request_id)[0], 0)
-        answer = drawn(10_000_000 + i, ask.num_tokens)
+        answer = drawn(10_000_000 + i, 1)
         request.num_computed_tokens = num_prompt
         for token in answer:  # the KV of the last is never computed
             request.append_output_token_ids(token)
@@ -113,22 +96,20 @@ def replay(kind: str, requests: int, block: int, seed: int, name: str) -> dict[s
             request.num_computed_tokens += 1
         found.append((num_cached // block, num_prompt // block))
         running.append(request)
-        asks.answered(ask, answer)
         while len(running) > RUNNING:
             end()
     half = found[len(found) // 2 :]
     hits, asked = sum(one[0] for one in half), sum(one[1] for one in half)
     return {
-        "kind": Path(kind).stem, "policy": name, "blocks": blocks, "requests": len(found),
+        "kind": trace.stem, "policy": name, "blocks": blocks, "requests": len(found),
         "hit_ratio": round(hits / asked, 4), **side.take_counts(),
     }  # fmt: skip
 
 
 def main() -> None:
     init_none_hash(sha256)
-    kind, requests, block, seed, *policies = sys.argv[1:]
-    for policy in policies:
-        print(json.dumps(replay(kind, int(requests), int(block), int(seed), policy)), flush=True)
+    trace, requests, block, policy = sys.argv[1:]
+    print(json.dumps(replay(Path(trace), int(requests), int(block), policy)), flush=True)
 
 
 if __name__ == "__main__":

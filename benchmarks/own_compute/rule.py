@@ -9,9 +9,9 @@ chunks, its promises, what arrives, its own queues. A fixed number of tokens com
 here that lacks at most that many. A ratio is the rule's by the best of five fixed numbers, which
 is another one from row to row.
 
-Rows with a host tier: a fixed number always loads what the host has. The rule may also have all
-sent (`rule`), or loads always, too (`rule, loads always`). `rule, all known`: prefill's seconds are
-those that the model will give, which no node knows; so no estimate could do better.
+Rows with a host tier: a fixed number always loads what the host has, the rule may also have all
+sent. `rule, all known`: prefill's seconds are those that the model will give, which no node knows;
+so no estimate could do better.
 
 Held out: rows that no constant of the rule was chosen by. `mix` is the conversation, with the
 agents' second half beside it. Deterministic: no time is looked at.
@@ -132,11 +132,10 @@ class Node:
     Args:
         queues: of the model. Those of decode are its own; of prefill's it knows nothing.
         sources: the rule.
-        loads_always: all that the host has is loaded.
     """
 
-    def __init__(self, queues: Queues, sources: Sources, loads_always: bool = False) -> None:
-        self._queues, self._sources, self._loads_always = queues, sources, loads_always
+    def __init__(self, queues: Queues, sources: Sources) -> None:
+        self._queues, self._sources = queues, sources
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._number = self._due = 0
 
@@ -155,8 +154,6 @@ class Node:
         if host_tokens:
             load_s = queues.load_s(host_tokens, one.time_s)
             lacks.insert(0, Lack(missing - host_tokens, host_tokens, load_s))
-        if self._loads_always:
-            del lacks[1:]
         if isinstance(self._sources, Knowing):
             self._sources.takes_s = lambda lack: (
                 queues.copy().serve(one, lack.loaded, False, cached).first_token_s - one.time_s
@@ -230,10 +227,6 @@ def measure(case: Case, with_host: bool) -> dict[str, Any]:
         "rule": lambda queues: Node(queues, Sources(ComputeConfig())).serve,
         "rule, all known": lambda queues: Node(queues, Knowing(ComputeConfig())).serve,
     }
-    if with_host:
-        rules["rule, loads always"] = lambda queues: (
-            Node(queues, Sources(ComputeConfig()), loads_always=True).serve
-        )
     by_number = {most: play(fixed(most)) for most in FIXED}
     best = {
         key: min(one[key] for one in by_number.values()) for key in ("ttft_s_p50", "ttft_s_p99")
@@ -252,7 +245,7 @@ def measure(case: Case, with_host: bool) -> dict[str, Any]:
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the medians and the largest of the rows' ratios, by what they are of."""
     found: dict[str, Any] = {"rows": len(rows)}
-    for name in ("rule", "rule, loads always", "rule, all known"):
+    for name in ("rule", "rule, all known"):
         for key in ("ttft_s_p50_by_best_fixed", "ttft_s_p99_by_best_fixed"):
             ratios = [row[name][key] for row in rows if name in row]
             if ratios:

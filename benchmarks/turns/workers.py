@@ -193,10 +193,7 @@ def _prefill_worker(end: Connection, options: StandInOptions, asks: Connection) 
         with PrefillGroup(pools, config, mesh) as node:
             end.send(("endpoint", node.endpoint))
             engine = PrefillEngine(
-                node,
-                make_patterns(pools, mesh, plan.salt),
-                asks,
-                chunk_tokens=options.chunk_tokens,
+                node, make_patterns(pools, mesh, plan.salt), asks, chunk_tokens=options.chunk_tokens
             )
             engine.run()
             stats = _settled(node)

@@ -22,7 +22,8 @@ from benchmarks.radix import Bench
 from benchmarks.turns import MODES
 from benchmarks.workloads import generate
 
-RENAMED = ("json_file", "traces", "unequal_ranks", "with_generated")  # options with a name of their own
+# Options with a name of their own.
+RENAMED = ("json_file", "traces", "unequal_ranks", "with_generated")
 ROOT = Path(benchmarks.__path__[0]).parent
 
 
@@ -112,7 +113,7 @@ def traces(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     "command",
     [
-        "turns --quick", "transfer --quick --part staging --part full_hit",
+        "turns --quick", "transfer --quick --part full_hit",
         "transfer --quick --part goodput --backend shm", "host --quick --part copies",
         "gpu --quick --device cpu", "sched --quick --part waiting --part publishing",
     ],

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from benchmarks.ports import free_port
+from benchmarks.serve import cpu_share
 from benchmarks.vllm_servers import (
     MODEL,
     TINY,
@@ -27,7 +28,6 @@ from benchmarks.vllm_servers import (
     token_ids,
     transfer_config,
 )
-from benchmarks.serve import cpu_share
 from tests.engines.vllm.test_vllm import PYTHON, prompt_of, started, until
 
 BLOCKS, LONG, OUT = 25, 440, 8  # one is vLLM's null block; tokens
