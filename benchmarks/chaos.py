@@ -479,11 +479,6 @@ def verdict(result: Row) -> str:
     )
 
 
-class Tls(StrEnum):
-    tcp = "tcp"
-    default = "default"
-
-
 class Transport(StrEnum):
     nixl = "nixl"
     shm = "shm"
@@ -493,9 +488,6 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 1,
     seeds: Annotated[int, typer.Option(min=1, help="Storms, of this seed and the next ones.")] = 1,
     duration: Annotated[float, typer.Option(help="Of a storm, in seconds.")] = 60.0,
-    tls: Annotated[
-        Tls | None, typer.Option(help="UCX_TLS.", show_default="tcp for odd seeds")
-    ] = None,
     transport: Annotated[
         Transport, typer.Option(help="TransportConfig.backend of all workers.")
     ] = Transport.nixl,
@@ -506,8 +498,7 @@ def chaos(
     check_json(json_file)
     rows = []
     for number in range(seed, seed + seeds):
-        chosen = tls or (Tls.tcp if number % 2 else Tls.default)
-        way = SHM if transport is Transport.shm else chosen.value
+        way = SHM if transport is Transport.shm else "tcp" if number % 2 else "default"
         rows.append(run(number, duration, way, verbose))
         for name in ("violations", "left", "findings"):
             for text in rows[-1][name]:

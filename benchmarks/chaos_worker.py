@@ -211,9 +211,6 @@ class _Engine:
 
     # --- what the orchestrator asks for -----------------------------------------------------------
 
-    def on_abort(self, rid: str) -> None:
-        self.abort(rid, "asked")
-
     def on_sleep(self, seconds: float, spin: bool) -> None:
         """The scheduler's thread is slow; with `spin` it keeps the interpreter busy meanwhile."""
         if spin:
@@ -253,12 +250,8 @@ class _Engine:
                 "late_writes": self.allocator.num_findings,
                 "pages_verified": self.pages_verified,
                 "free_pages_checked": self.allocator.pages_checked,
-                "aborts": dict(self.aborts),
-                "open": sorted(self.began),
-                "cpu_s": time.process_time(),
                 "peers": repr(node.peers()),
                 "rooms": self._rooms(),
-                "taken_s": self.taken_s,
             },
         )
 

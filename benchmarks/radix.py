@@ -140,7 +140,6 @@ class Bench:
         for page_size in (1, 16, 64):
             for num_tokens, depth in ((32_768, 1), (32_768, 32), (131_072, 64)):
                 self.match(num_tokens, depth, page_size)
-        self.miss()
         for page_size in (1, 16, 64):
             self.insert(page_size)
         for depth in (1, 64):
@@ -158,7 +157,6 @@ class Bench:
             )
         for policy in policy_names():
             self.evict_all(policy)
-        self.probes()
 
     def _add(
         self,
@@ -226,14 +224,6 @@ class Bench:
             **where,
         )
         self._add("match.pages", took["pages"], **where)
-
-    def miss(self) -> None:
-        """A prebuilt key against a root with many children."""
-        leaves = 10_000 if self._quick else 100_000
-        cache = bushy(leaves, DEFAULT_POLICY)
-        key = RadixKey(np.full(32_768, VOCABULARY + leaves, np.int32))
-        took = _turn_about({"ours": lambda: cache.match_prefix(key)}, self._rounds(500))
-        self._add("match_prefix_miss", took["ours"], None, 1.5, root_children=leaves)
 
     def insert(self, page_size: int) -> None:
         """A new leaf of 32,768 tokens."""
@@ -306,25 +296,6 @@ class Bench:
             with no_collector():
                 took.append(_time_us(partial(cache.evict, cache.num_pages)) / leaves)
         self._add("evict_all", median(took), None, 2.0, policy=policy, leaves=leaves)
-
-    def probes(self) -> None:
-        """Looking must not fragment: partial matches, and the nodes before and after."""
-        num_tokens, looks = 4096, 10_000 if self._quick else 100_000
-        run = self._rng.integers(0, 4, num_tokens, dtype=np.int32)
-        cache = RadixCache(16, DEFAULT_POLICY)
-        cache.insert(run, np.arange(num_tokens // 16))
-        key, nodes = RadixKey(run).data, cache.num_nodes
-        for cut in self._rng.integers(0, num_tokens, looks).tolist():
-            cache.match_prefix(np.frombuffer(key[: 4 * cut], np.int32))
-        row = {
-            "name": "nodes_after_partial_matches",
-            "looks": looks,
-            "nodes": cache.num_nodes,
-            "nodes_before": nodes,
-            "met": cache.num_nodes == nodes,
-        }
-        self.rows.append(row)
-        self._tell(row)
 
 
 def bushy(leaves: int, policy: str) -> RadixCache:

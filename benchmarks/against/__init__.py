@@ -60,6 +60,9 @@ class Plan:
     quick: bool = False
     cpu: bool = False  # calls of one thread by its processor time
 
+    def order(self, part: str) -> Order:
+        return Order(part, self.calls, self.seed, self.policy, self.quick, self.cpu)
+
     def rounds_of(self, part: str, start: int) -> int:
         """Return how many rounds of a part are due after this start."""
         rounds = self.rounds if part in CALLS else max(1, self.rounds // 4)
@@ -257,7 +260,6 @@ def compare(commit: str, plan: Plan, tell: Callable[[str], None]) -> tuple[list[
     """Measure both commits turn about; return the figures, and why a part has none."""
     rounds: dict[str, Rounds] = {part: {side: [] for side in SIDES} for part in plan.parts}
     failed: dict[str, str] = {}
-    rate: float | None = None
     with tree_of(commit) as other:
         trees = dict(zip(SIDES, (ROOT, other, ROOT), strict=True))
         for start in range(plan.starts):
@@ -269,14 +271,11 @@ def compare(commit: str, plan: Plan, tell: Callable[[str], None]) -> tuple[list[
                 for part in plan.parts:
                     began_s = time.monotonic()
                     for number in range(-1, plan.rounds_of(part, start)):  # the first warms up
-                        # A pair has processes of its own, so nothing of it stays warm; but the
-                        # demo's first round of all finds the rate for the others.
-                        is_pair = part in PAIRS
-                        is_due = number >= 0 or not is_pair or (part == "demo" and rate is None)
-                        if part in failed or not is_due:
+                        # A pair has processes of its own, so nothing of it stays warm.
+                        if part in failed or (number < 0 and part in PAIRS):
                             continue
                         order = Order(
-                            part, plan.calls, plan.seed, plan.policy, plan.quick, rate, plan.cpu
+                            part, plan.calls, plan.seed, plan.policy, plan.quick, plan.cpu
                         )
                         for side in turn_about(SIDES, number + 1):
                             try:
@@ -284,9 +283,6 @@ def compare(commit: str, plan: Plan, tell: Callable[[str], None]) -> tuple[list[
                             except InternalError as error:
                                 failed[part] = f"{part}, {side}: {error}"
                                 break
-                            if "rate" in took:
-                                rate = took.pop("rate")[0]
-                                order = order._replace(rate=rate)
                             if number >= 0:
                                 rounds[part][side].append(took)
                     tell(f"start {start + 1}, {part}: {time.monotonic() - began_s:.0f} s")
@@ -294,15 +290,11 @@ def compare(commit: str, plan: Plan, tell: Callable[[str], None]) -> tuple[list[
     return rows, list(failed.values())
 
 
-def parts_of(names: Sequence[str], demo: bool) -> list[str]:
-    """Return the parts to measure: those named, or all, the demo only if asked for.
-
-    Raises ConfigError for a name that is no part.
-    """
+def parts_of(names: Sequence[str]) -> list[str]:
+    """Return the parts to measure: those named, or all. Raises ConfigError for a name of none."""
     if unknown := set(names) - set(PARTS):
         raise ConfigError(f"--part is {min(unknown)!r}, the parts are {', '.join(PARTS)}")
-    chosen = names or [part for part in PARTS if part != "demo"]
-    return [part for part in PARTS if part in chosen or (demo and part == "demo")]
+    return [part for part in PARTS if part in (names or PARTS)]
 
 
 def against_command(commit: str, plan: Plan, json_file: Path | None, console: Console) -> None:

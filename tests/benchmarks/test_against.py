@@ -87,12 +87,11 @@ def test_rounds_are_shared_by_the_starts_and_pairs_get_fewer() -> None:
     assert [plan.rounds_of("goodput", start) for start in range(3)] == [1, 1, 0]
 
 
-def test_the_demo_is_measured_only_if_asked_for() -> None:
-    assert "demo" not in parts_of([], demo=False)
-    assert parts_of([], demo=True) == list(against.PARTS)
-    assert parts_of(["evict"], demo=True) == ["evict", "demo"]
+def test_a_part_of_an_unknown_name_is_refused() -> None:
+    assert parts_of([]) == list(against.PARTS)
+    assert parts_of(["evict"]) == ["evict"]
     with pytest.raises(ConfigError, match="nonsense"):
-        parts_of(["nonsense"], demo=False)
+        parts_of(["nonsense"])
 
 
 # --- both trees -----------------------------------------------------------------------------------
