@@ -80,14 +80,9 @@ def specs_of(seed: int, tls: str) -> dict[str, Spec]:
                     transport=TransportConfig(backend=backend),
                 )  # fmt: skip
             specs[name] = Spec(
-                side,
-                pool,
-                config,
-                chance.getrandbits(32),
-                chunk_tokens=chance.choice((24, 64)),
-                env=env,
-                post_s=POST_S if side == "prefill" and number else 0.0,
-            )
+                side, pool, config, chance.getrandbits(32), chunk_tokens=chance.choice((24, 64)),
+                env=env, post_s=POST_S if side == "prefill" and number else 0.0,
+            )  # fmt: skip
     return specs
 
 
@@ -176,15 +171,9 @@ class Run:
         sizes = Sizes(output=(2, 96))  # long answers: more than the pools have room for
         endless = iter(lambda: Conversation(self.chance, systems, sizes), None)
         self.clients = Clients(
-            self.cluster,
-            self.ledger,
-            self.chance,
-            endless,
-            STORM_OPEN,
-            sizes,
-            trouble=0.15,
+            self.cluster, self.ledger, self.chance, endless, STORM_OPEN, sizes, trouble=0.15,
             prefix="s",
-        )
+        )  # fmt: skip
         self.storming = True
         self.clients.fill()
         end_s = time.monotonic() + self.duration_s
@@ -404,31 +393,19 @@ class Run:
 def _left(worker: Worker, report: dict[str, Any]) -> str:
     stats = report["stats"]
     names = (
-        "requests",
-        "rooms",
-        "locks",
-        "protected_pages",
-        "pages_owned",
-        "pages_held",
+        "requests", "rooms", "locks", "protected_pages", "pages_owned", "pages_held",
         "pages_quarantined",
-    )
+    )  # fmt: skip
     left = {name: stats[name] for name in names if stats.get(name)}
     return f"{worker} has {left}: {report['rooms'][:3]}, {report['peers']}" if left else ""
 
 
 _FAULTS: dict[str, tuple[float, Callable[[Run], bool]]] = {
-    "kill": (2, Run.kill),
-    "stop": (2, Run.stop),
-    "stop between writes": (2, Run.stop_inside),
-    "kill between writes": (1, Run.kill_inside),
-    "replace": (1, Run.replace),
-    "cut": (3, Run.cut),
-    "stall": (3, Run.stall),
-    "refuse": (2, Run.refuse),
-    "sleep": (4, Run.sleep),
-    "cut data": (2, Run.cut_data),
-    "flush": (1, Run.flush),
-}
+    "kill": (2, Run.kill), "stop": (2, Run.stop), "stop between writes": (2, Run.stop_inside),
+    "kill between writes": (1, Run.kill_inside), "replace": (1, Run.replace), "cut": (3, Run.cut),
+    "stall": (3, Run.stall), "refuse": (2, Run.refuse), "sleep": (4, Run.sleep),
+    "cut data": (2, Run.cut_data), "flush": (1, Run.flush),
+}  # fmt: skip
 
 
 def run(seed: int, duration_s: float, tls: str, verbose: bool) -> Row:

@@ -27,7 +27,6 @@ from benchmarks.report import JsonFile, Row, check_json, tell, write
 from benchmarks.samples import no_collector
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
 from prefixkv.cache.radix_cache import RadixCache
-from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import ConfigError
 
 LEAF_TOKENS = 64
@@ -146,15 +145,8 @@ class Bench:
             self.lock(depth)
         for policy in ("lru", DEFAULT_POLICY):
             sizes = (1_000, 10_000) if self._quick else (1_000, 100_000, 1_000_000)
-            took = [self.evict_one(policy, leaves) for leaves in sizes]
-            self._add(
-                "evict_one_page_most_leaves",
-                took[-1],
-                None,
-                3 * took[0],
-                policy=policy,
-                fewest_us=took[0],
-            )
+            for leaves in sizes:
+                self.evict_one(policy, leaves)
         for policy in policy_names():
             self.evict_all(policy)
 
@@ -188,17 +180,9 @@ class Bench:
         locks = [
             cache.lock(cache.insert(tokens[:end], np.arange(end // page_size))) for end in ends
         ]
-        key = RadixKey(tokens)
-        copy = bytes(bytearray(key.data))
-        match = cache.match_prefix(key)
-        assert match.prefix_len == num_tokens
+        assert cache.match_prefix(tokens).prefix_len == num_tokens
         assert cache.num_nodes == depth
-        calls: dict[str, Call] = {
-            "ours": lambda: cache.match_prefix(tokens),
-            "walk": lambda: cache.match_prefix(key),
-            "memcmp": lambda: key.data.startswith(copy),
-            "pages": lambda: match.pages,
-        }
+        calls: dict[str, Call] = {"ours": lambda: cache.match_prefix(tokens)}
         if self._peer is not None:
             import torch
 
@@ -215,15 +199,6 @@ class Bench:
         self._add(
             "match_prefix", took["ours"], theirs_us, theirs_us / 2 if theirs_us else None, **where
         )
-        self._add(
-            "walk",
-            took["walk"],
-            None,
-            4 * took["memcmp"],
-            memcmp_us=round(took["memcmp"], 3),
-            **where,
-        )
-        self._add("match.pages", took["pages"], **where)
 
     def insert(self, page_size: int) -> None:
         """A new leaf of 32,768 tokens."""
@@ -245,17 +220,12 @@ class Bench:
                     took[name].append(_time_us(insertions[at]))
         theirs_us = median(took["peer"]) if "peer" in took else None
         self._add(
-            "insert_new_leaf",
-            median(took["ours"]),
-            theirs_us,
-            theirs_us / 2 if theirs_us else None,
-            tokens=num_tokens,
-            page_size=page_size,
-        )
+            "insert_new_leaf", median(took["ours"]), theirs_us,
+            theirs_us / 2 if theirs_us else None, tokens=num_tokens, page_size=page_size,
+        )  # fmt: skip
 
     def lock(self, depth: int) -> None:
-        """Lock and unlock the end of a path of nodes that branches keep apart; not held, then
-        held inside."""
+        """Lock and unlock the end of a path of nodes that branches keep apart."""
         page_size, run_tokens = 16, 64
         run = self._tokens(depth * run_tokens)
         cache = RadixCache(page_size, DEFAULT_POLICY)
@@ -277,16 +247,11 @@ class Bench:
         took = _turn_about(calls, self._rounds(500))
         theirs_us = took.get("peer")
         self._add("lock_unlock", took["ours"], theirs_us, theirs_us, depth=depth)
-        holder = cache.lock(cache.match_prefix(run))
-        took = _turn_about({"ours": calls["ours"]}, self._rounds(500))
-        cache.unlock(holder)
-        self._add("lock_unlock_held_inside", took["ours"], depth=depth)
 
-    def evict_one(self, policy: str, leaves: int) -> float:
+    def evict_one(self, policy: str, leaves: int) -> None:
         cache = bushy(leaves, policy)
         took = _turn_about({"ours": lambda: cache.evict(1)}, self._rounds(100))
         self._add("evict_one_page", took["ours"], None, 20.0, policy=policy, leaves=leaves)
-        return took["ours"]
 
     def evict_all(self, policy: str) -> None:
         """Leaves of 64 tokens, all at once."""

@@ -9,7 +9,7 @@ Systems: `pull` (NixlConnector), `push` (NixlPushConnector), `ours`, `governed` 
 that names decode's victims), `computes` (ours, decode may compute a few tokens itself). A run
 starts a prefill and a decode server of one system, which is not counted, and puts one part through
 them; the systems take turns, `--repeat` times. What is in the file already is not run again, so it
-can be cut off and gone on with; `--minutes` begins no run after so long.
+can be cut off and gone on with.
 
 Parts:
 
@@ -210,7 +210,6 @@ def vllm(
     systems: Annotated[str, typer.Option(help="Of these alone, by commas.")] = ",".join(SYSTEMS),
     part: Annotated[str, typer.Option(help="Of these parts alone.")] = ",".join(PARTS),
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each, turn about.")] = 3,
-    minutes: Annotated[float, typer.Option(help="Begin no run after so long.")] = 1e9,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, to try it.")] = False,
 ) -> int:
     """vLLM's own connectors and ours: TTFT and bytes; conversations with host memory."""
@@ -232,12 +231,9 @@ def vllm(
     load, runs = QUICK if quick else Load(), {}
     if json_file is not None and json_file.exists():
         runs = json.loads(json_file.read_text(encoding="utf-8"))["recipe"]["runs"]
-    end_s = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(python, load, Path(folder))
         for name, system, i in missing(runs, part.split(","), systems.split(","), repeat):
-            if time.monotonic() > end_s:
-                break
             try:
                 runs[f"{name} {system} {i}"] = PARTS[name](bench, system)
             except NotStartedError as error:

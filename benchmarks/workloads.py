@@ -149,13 +149,9 @@ def agents(seed: int = SEED) -> list[Entry]:
             return draw.around(90, 1.1, 3, 3000)
 
         draw.talk(
-            begin_s,
-            kind + task,
-            returns=lambda _: 0.97,
-            most=600,
-            pause_s=pause_s,
+            begin_s, kind + task, returns=lambda _: 0.97, most=600, pause_s=pause_s,
             added=lambda: draw.size(3, 1.0, 60),
-        )
+        )  # fmt: skip
     return draw.trace(10_800)
 
 
@@ -230,12 +226,8 @@ def retrieval(seed: int = SEED) -> list[Entry]:
 
 
 WORKLOADS: dict[str, Callable[[int], list[Entry]]] = {
-    "chat": chat,
-    "agents": agents,
-    "flood": flood,
-    "drift": drift,
-    "retrieval": retrieval,
-}
+    "chat": chat, "agents": agents, "flood": flood, "drift": drift, "retrieval": retrieval,
+}  # fmt: skip
 
 
 def generate(name: str, seed: int = SEED) -> list[Entry]:

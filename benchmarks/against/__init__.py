@@ -10,7 +10,6 @@ tree are not equally fast.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -32,8 +31,7 @@ from rich.table import Table
 
 from benchmarks.against.today import CALLS, PAIRS, Order, Seconds
 from benchmarks.pair import turn_about
-from benchmarks.report import ROOT
-from prefixkv.cli.figures import machine
+from benchmarks.report import ROOT, write
 from prefixkv.errors import ConfigError, InternalError
 
 FROZEN: Final = Path(__file__).with_name("driver_76518cc8.py")
@@ -126,15 +124,10 @@ def row_of(
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     same = [a / b for a, b in zip(ours, again, strict=True)]
     return Row(
-        name,
-        statistics.median(ours),
-        statistics.median(theirs),
-        round(statistics.median(ratios), 4),
-        quartiles(ratios),
-        round(statistics.median(same), 4),
-        quartiles(same),
-        len(ratios),
-    )
+        name, statistics.median(ours), statistics.median(theirs),
+        round(statistics.median(ratios), 4), quartiles(ratios), round(statistics.median(same), 4),
+        quartiles(same), len(ratios),
+    )  # fmt: skip
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
@@ -162,15 +155,10 @@ def table_of(rows: Sequence[Row], ours: str, theirs: str) -> Table:
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
-            row.name,
-            shown(row.name, row.ours_s),
-            shown(row.name, row.theirs_s),
-            f"{row.ratio:.3f}",
-            "{:.3f} {:.3f}".format(*row.quartiles),
-            f"{row.same_ratio:.3f}",
-            f"{row.spread:.3f}",
-            row.verdict,
-        )
+            row.name, shown(row.name, row.ours_s), shown(row.name, row.theirs_s),
+            f"{row.ratio:.3f}", "{:.3f} {:.3f}".format(*row.quartiles), f"{row.same_ratio:.3f}",
+            f"{row.spread:.3f}", row.verdict,
+        )  # fmt: skip
     return table
 
 
@@ -300,25 +288,14 @@ def parts_of(names: Sequence[str]) -> list[str]:
 def against_command(commit: str, plan: Plan, json_file: Path | None, console: Console) -> None:
     """Compare, print the table, and write the figures. Raises InternalError if a part failed."""
     theirs, ours = commit_of(commit), commit_of("HEAD")
-    recipe = {
-        "command": f"python -m benchmarks sched --against {commit}",
-        "statistic": "medians over rounds of a round's P50 or P99, and of the ratio within a "
-        "round; ours beside ours again is A against A",
-        "ours": ours,
-        "ours_is_changed": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "theirs": theirs,
-        "clock": "the thread's processor time, of pairs the wall" if plan.cpu else "the wall",
-        "plan": asdict(plan),
-        "date": time.strftime("%Y-%m-%d"),
-        **machine(),
-    }
-    rows, failed = compare(
-        theirs, plan, lambda line: console.print(line, highlight=False, soft_wrap=True)
-    )
+    rows, failed = compare(theirs, plan, lambda line: print(line, flush=True))
     wide = Console(width=max(console.width, 110))  # names in one line, also into a file
     wide.print(table_of(rows, ours[:7], theirs[:7]))
-    if json_file is not None:
-        content = {"recipe": recipe, "rows": [row.as_json() for row in rows], "failed": failed}
-        json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write(
+        json_file, f"sched --against {commit}", [row.as_json() for row in rows], failed=failed,
+        statistic="medians over rounds of a round's P50 or P99, and of the ratio within a round; "
+        "ours beside ours again is A against A", ours=ours, theirs=theirs, plan=asdict(plan),
+        ours_is_changed=bool(git("status", "--porcelain", "--untracked-files=no")),
+    )  # fmt: skip
     if failed:
         raise InternalError("\n".join(failed))

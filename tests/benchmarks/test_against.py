@@ -110,7 +110,7 @@ def test_a_part_is_compared_with_a_commit(
     assert [row["name"] for row in written["rows"]] == ["match, P50", "match, cold, P50"]
     assert {row["rounds"] for row in written["rows"]} == {2}
     assert written["recipe"]["theirs"] == written["recipe"]["ours"]
-    assert "processor time" in written["recipe"]["clock"]
+    assert written["recipe"]["plan"]["cpu"]
     assert "spread" in capfd.readouterr().out
     assert against.git("worktree", "list") == before
 

@@ -43,11 +43,6 @@ def test_one_request_passes_prefill_and_link() -> None:
     assert first_tokens((0.0, 1000, 0, 0), speeds=fast)[0] == [pytest.approx(1.1)]
 
 
-def test_what_the_device_has_is_neither_computed_nor_sent() -> None:
-    """400 tokens missing: computed after .4 s, sent after .8."""
-    assert first_tokens((0.0, 1000, 600, 0))[0] == [pytest.approx(0.8)]
-
-
 def test_what_the_host_has_is_computed_but_not_sent() -> None:
     """Prefill lacks what decode's pool lacks: .4 s; 300 tokens are loaded in .15 s and 100 sent
     behind those .4 s."""

@@ -64,7 +64,7 @@ def test_an_unknown_one_is_one_line_and_status_2(capfd: pytest.CaptureFixture[st
         ("sched --part nonsense", "the parts are life, "),
         ("sched --against no-such-commit", "--against is 'no-such-commit'"),
         ("turns --layers 0", "--layers is 0"),
-        ("own_compute one.jsonl", "two or three traces"),
+        ("own_compute one.jsonl", "two traces are needed"),
         ("chaos --transport rdma", "rdma"),
         ("replay none.jsonl", "none.jsonl"),
         ("gpu --device cuda:77", "--device is cuda:77"),
