@@ -198,8 +198,6 @@ def decode_side(pipe: Connection, watch: Watch, case: Staging) -> Row:
                 name=f"decode-{variant}", reserve_tokens=0, transport=case.transport(variant)
             )
             groups[variant] = open_groups.enter_context(DecodeGroup(pools[variant], config, mesh))
-            for rank in groups[variant].others:
-                case.scatter(rank.replica.page_manager)
             case.scatter(groups[variant].scheduler.pages)
         rooms, bare_lease = 0, 0
         if case.beside_bare:

@@ -1,7 +1,7 @@
 """All ranks of a worker in one process, behind the calls of one node: for engines with ranks in
 threads, and to try meshes on one machine.
 
-Where ranks are processes, the engine itself carries the same bytes (ranks/replica.py).
+Where ranks are processes, the engine itself carries the same bytes (ranks/row_log.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from prefixkv.paging import Pages
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.rank_group import RankGroup
 from prefixkv.prefill.request import PrefillRequest
-from prefixkv.ranks.prefill_log import PrefillLog
-from prefixkv.ranks.replica import RankLog
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.decode_rank import DecodeRank
@@ -118,7 +117,6 @@ class DecodeGroup(DecodeNode):
 
     Args:
         pools: by rank; each holds its rank's share, all have as many pages.
-        digest_every: see RankLog.
         states: by rank, where requests have extra state; all have as many slots.
 
     Raises:
@@ -131,27 +129,21 @@ class DecodeGroup(DecodeNode):
         pools: Sequence[KVPool],
         config: DecodeConfig,
         mesh: Mesh,
-        digest_every: int = 0,
         states: Sequence[StatePool | None] = (),
     ) -> None:
         check_kind("config", config, DecodeConfig)
         check_kind("mesh", mesh, Mesh)
         states = _check_ranks(pools, states, mesh.num_ranks)
-        # Before rank 0 makes use of its policy.
-        config, *configs = _rank_configs(config, len(pools))
         self.others: list[DecodeRank] = []
         self._readiness = _Readiness()
-        self._log = RankLog(digest_every)
+        self._log = RankLog()
         super().__init__(
             pools[0], config, self._log if mesh.num_ranks > 1 else None, mesh, states[0]
         )
         # Rank 0 exists: others name it as their worker. If one fails, all are closed.
         try:
             for rank, pool in enumerate(pools[1:], start=1):
-                of_rank = configs[rank - 1]
-                self.others.append(
-                    DecodeRank(pool, of_rank, mesh, rank, self.peer_id, states[rank])
-                )
+                self.others.append(DecodeRank(pool, config, mesh, rank, self.peer_id, states[rank]))
         except BaseException:
             self.close()
             raise
@@ -170,12 +162,12 @@ class DecodeGroup(DecodeNode):
         """Hand on commands, and to the decode group's other ranks the log of what rank 0 has
         done."""
         super()._tell()
-        self._hand_log()
+        if self.others and self._log.has_news(self.scheduler.pages):
+            self._hand_log()
 
     def _hand_log(self) -> None:
-        """Apply rank 0's log on all other ranks of the decode group, if there is anything in it."""
-        if self.others and self._log:
-            # Taken once, applied by each: all ranks do the same operations in the same order.
+        """Apply rank 0's log on all other ranks of the decode group."""
+        if self.others:
             raw = self.take_log()
             for other in self.others:
                 other.apply(raw)
@@ -213,10 +205,13 @@ class DecodeGroup(DecodeNode):
         return self._readiness.fd if self.others else super().fileno()
 
     def audit(self) -> None:
-        """Check the laws on every rank of the decode group. Raises InternalError."""
+        """Check the laws of the decode group, and that every rank has rank 0's rows. Raises
+        InternalError."""
         super().audit()
+        self._hand_log()
         for other in self.others:
-            other.audit()
+            is_like = other.follower.is_like(self.scheduler.pages)
+            check_laws({"each rank has the rows of rank 0": is_like}, other.peer_id)
 
     def close(self) -> None:
         """Close every rank of the decode group, rank 0 first: its scheduler tells the others
@@ -240,7 +235,7 @@ class _LeadingNode(PrefillNode):
         self.others: Sequence[PrefillRank] = ()
         self.chunk_ready: DeviceEvent | None = None  # of the chunk that is handed over now
         endpoints = [other.endpoint for other in others]
-        super().__init__(pool, config, mesh, 0, endpoints, state, ranks=PrefillLog())
+        super().__init__(pool, config, mesh, 0, endpoints, state, ranks=RankLog())
         self.others = others
 
     def _pump(self) -> float:
@@ -258,22 +253,17 @@ class _LeadingNode(PrefillNode):
         """Hand on commands, and to the prefill group's other ranks the log of what rank 0 has
         done."""
         super()._tell()
-        if self.others and self._ranks:
+        if self.others and self._ranks is not None and self._ranks.has_news(self.scheduler.pages):
             self.hand_log()
 
     def audit_others(self) -> None:
         """Check that the other ranks of the prefill group know what rank 0's requests have. Raises
         InternalError."""
         self.hand_log()
-        held = [req for req in self.scheduler.requests.values() if req.pages_held is not None]
+        pages, requests = self.scheduler.pages, self.scheduler.requests.values()
         for other in self.others:
-            laws = {
-                "each rank knows the requests that have pages": len(other.follower) == len(held),
-                "it has the same pages, stops and windows": all(
-                    other.follower.is_like(req) for req in held
-                ),
-            }
-            check_laws(laws, other.peer_id)
+            is_like = other.follower.is_like(pages, requests)
+            check_laws({"each rank has the rows and requests of rank 0": is_like}, other.peer_id)
 
     def hand_log(self) -> None:
         """Apply rank 0's log on all other ranks of the prefill group."""

@@ -29,7 +29,8 @@ from prefixkv.protocol.events import (
     SourceFree,
 )
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.prefill_log import PrefillLog, PrefillRankRooms, settings_of
+from prefixkv.ranks.prefill_rooms import PrefillRankRooms
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent, Request, check_request
 from prefixkv.runtime.node import COUNTERS, Node, check_windows, checkpoint_counts
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
@@ -37,6 +38,7 @@ from prefixkv.runtime.rank_spec import (
     RankSpec,
     check_own_memory,
     checked_config,
+    rank_sizes,
     window_specs,
 )
 from prefixkv.runtime.transfers import MakeTransport, peer_id
@@ -92,7 +94,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         state: StatePool | None = None,
         usable_prefix: UsablePrefix | None = None,
         transport: MakeTransport | None = None,
-        ranks: PrefillLog | None = None,
+        ranks: RankLog | None = None,
     ) -> None:
         super().__init__(pool, state)
         config = checked_config(config, PrefillConfig)
@@ -100,9 +102,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         spec = RankSpec.of(pool, config.model, mesh, rank, state)
         check_callable("usable_prefix", usable_prefix)
         if ranks is not None:
-            check_kind("ranks", ranks, PrefillLog)
+            check_kind("ranks", ranks, RankLog)
             if rank:
-                raise ConfigError(f"ranks: rank {rank} that follows a PrefillLog is a PrefillRank")
+                raise ConfigError(f"ranks: rank {rank} that follows a RankLog is a PrefillRank")
         num_ranks = spec.mesh.num_ranks
         _check_checkpoints(config.checkpoints, spec, usable_prefix, ranks is not None)
         layout = pool.layout
@@ -144,8 +146,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self._ranks = ranks
         self._rank_rooms: PrefillRankRooms | None = None
         if ranks is not None:
-            sizes = layout.num_pages, layout.page_size, spec.num_slots
-            ranks.settings = settings_of(*sizes, window_specs(pool))
+            ranks.sizes = rank_sizes("prefill", pool, config.max_running, spec.num_slots)
             self._rank_rooms = PrefillRankRooms(num_ranks)
         self._observe(prefill_journal.timeline)
         # The ranks cache the same, so one of them publishes.
@@ -325,7 +326,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         """Rooms of the ranks that follow the prefill node. Raises CallerError where there are
         none."""
         if self._rank_rooms is None:
-            raise CallerError("this node was built without ranks=PrefillLog()")
+            raise CallerError("this node was built without ranks=RankLog()")
         return self._rank_rooms
 
     def peers(self) -> dict[PeerId, str]:
@@ -376,8 +377,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             CallerError: the node was built without `ranks`.
         """
         if self._ranks is None:
-            raise CallerError("this node was built without ranks=PrefillLog()")
-        return self._ranks.take(self.scheduler.requests.values())
+            raise CallerError("this node was built without ranks=RankLog()")
+        return self._ranks.take(self.scheduler.pages, self.scheduler.requests.values())
 
     def apply_rank_events(self, raw: bytes) -> None:
         """Take the events of a `PrefillRank` (its `take_rank_events`) into the prefill node, rank
@@ -449,7 +450,7 @@ def _check_checkpoints(
     elif spec.mesh.num_ranks > 1 and not has_log:
         why = (
             "a prefill worker of several ranks keeps them on rank 0 alone, built with "
-            "ranks=PrefillLog(); the others are PrefillRanks"
+            "ranks=RankLog(); the others are PrefillRanks"
         )
     elif usable_prefix is not None:
         why = "usable_prefix says where the engine goes on"

@@ -29,7 +29,7 @@ from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.ranks.prefill_log import PrefillLog
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
@@ -337,11 +337,11 @@ STATE = StateTensor("s", 0, 1, (1,))
         ),
         (
             lambda: PrefillNode(grouped(), PrefillConfig(checkpoints=2), mesh=Mesh(1, 2, 2)),
-            r"keeps them on rank 0 alone, built with ranks=PrefillLog\(\)",
+            r"keeps them on rank 0 alone, built with ranks=RankLog\(\)",
         ),
         (
-            lambda: PrefillNode(grouped(), mesh=Mesh(1, 2, 2), rank=1, ranks=PrefillLog()),
-            "rank 1 that follows a PrefillLog is a PrefillRank",
+            lambda: PrefillNode(grouped(), mesh=Mesh(1, 2, 2), rank=1, ranks=RankLog()),
+            "rank 1 that follows a RankLog is a PrefillRank",
         ),
         (lambda: PrefillNode(grouped(), usable_prefix=lambda req, num: num), "usable_prefix: "),
         (lambda: DecodeNode(grouped(60)), "'sliding' has 12 pages; one request may need 17"),
