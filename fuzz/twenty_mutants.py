@@ -1,5 +1,5 @@
-"""Invariant tested: each of twenty-two mistakes against the laws, and of eight against those of
-host memory, is noticed, before and after a change.
+"""Invariant tested: each of twenty-two mistakes against the laws, of eight against those of host
+memory, and of four against those of ranks, is noticed, before and after a change.
 
 Run it before a refactoring and after it. A mutant is one edit of one function; a law is broken by
 it (numbers as in docs/architecture.md), and one test has to fail. Functions are found by their
@@ -268,6 +268,26 @@ MUTANTS = (
         "T3", "one rank's good end is that of all", ("RankCopies.on",),
         "next(errors, None)", "ranks[0].error",
         ("decode/test_host_tier.py::test_a_second_rank_that_failed_ends_the_load",),
+    ),
+    Mutant(
+        "ranks", "a row that was overwritten is not told", ("RankLog.take",),
+        "goes_on = was_in_use & (now.writes == told.writes)", "goes_on = was_in_use",
+        ("ranks/test_row_log.py::test_a_row_that_is_overwritten_is_told",),
+    ),
+    Mutant(
+        "ranks", "a row that has ended is not told", ("RankLog.take",),
+        "np.flatnonzero(was_in_use & ~in_use).tolist()", "[]",
+        ("ranks/test_row_log.py::test_after_any_pass_of_a_storm_the_rows_are_equal",),
+    ),
+    Mutant(
+        "ranks", "a message that was left out is not missed", ("RowFollower.apply",),
+        "check_next(message.number, self.num_batches)", "pass",
+        ("ranks/test_row_log.py::test_messages_are_read_once_each_and_in_order",),
+    ),
+    Mutant(
+        "ranks", "commands come in another order", ("RowFollower.apply",),
+        "for one in message.commands]", "for one in reversed(message.commands)]",
+        ("ranks/test_row_log.py::test_all_commands_of_schedulers_travel_in_order_and_no_other",),
     ),
 )  # fmt: skip
 

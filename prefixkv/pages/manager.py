@@ -125,6 +125,7 @@ class PageManager:
         self.allocator = PageAllocator(num_pages, reserved_pages)
         self.slots = PageAllocator(num_slots) if num_slots else None
         self.table = PageTable(max_requests, max_pages_per_request or self.num_pages, spare_rows)
+        self.slot_of_row = [-1] * max_requests  # of extra state, by row in use
         self.windows = WindowGroups(windows, page_size, max_requests, num_checkpoints > 0)
         # Last: a policy object serves one cache, so nothing that could fail may come after it.
         self.cache = RadixCache(page_size, policy, num_pages, self.errors)
@@ -279,7 +280,7 @@ class PageManager:
         num_pages = self.table.fill(row, runs)
         slot = -1
         if self.slots is not None and not is_load:
-            slot = int(self.slots.alloc(1)[0])
+            slot = self.slot_of_row[row] = int(self.slots.alloc(1)[0])
         return RequestPages(row, lock, num_locked, num_joined, num_pages, self.epoch, slot)
 
     def lock_joined(

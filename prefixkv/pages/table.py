@@ -51,8 +51,10 @@ class PageTable:
         self.array = np.full((num_rows, max_pages_per_request), UNUSED, np.int32)
         self._lengths = np.full(num_rows, _NO_ROW, np.int32)
         self._length = self._lengths.data  # the same memory, faster for single rows
-        # By row: how often ids in it were put in place of others, or of none at once.
-        self._num_writes = [0] * num_rows
+        # By row: how often ids in it were put in place of others, or of none at once. While this
+        # number and the row's length are the same, so are its ids.
+        self.writes = np.zeros(num_rows, np.int64)
+        self._num_writes = self.writes.data
         # The same memory as `array`, as bytes, for packed ids: little-endian, like every machine
         # that NIXL runs on. It spans all rows, so each write has to stay within its row.
         self._packed = self.array.data.cast("B")
@@ -107,11 +109,10 @@ class PageTable:
             raise CallerError(f"row {row} of the page table is not in use")
         return self._length[row]
 
-    def num_writes(self, row: int) -> int:
-        """Return how often the page table's row was filled or overwritten, ever: while this number
-        and the row's length are the same, so are its ids. O(1)."""
-        self.length(row)  # raises for a row that is not in use
-        return self._num_writes[row]
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Number of pages by row of the page table, below 0 where it is not in use; read only."""
+        return self._lengths
 
     def pages(self, row: int) -> Pages:
         """Return the page ids in the page table's row: a read-only view, valid until the row

@@ -99,7 +99,9 @@ class WindowGroup:
         self._first_page = self.first_pages.data  # the same memory, faster for single rows
         self._lengths = np.full(num_requests, _NO_ROW, np.int32)
         self._length_of = self._lengths.data
-        self._num_changes = [0] * num_requests  # by row
+        # By row: how often what it names has changed, ever.
+        self.changes = np.zeros(num_requests, np.int64)
+        self._num_changes = self.changes.data
         # By page: how many checkpoints and rows have it, and how many of these may not give it up:
         # rows, checkpoints that are locked, and those that are not entered yet.
         self.is_shared = is_shared
@@ -162,12 +164,6 @@ class WindowGroup:
         view = self.array[row, : self._length(row)]
         view.flags.writeable = False
         return WindowPages(int(self.first_pages[row]), view)
-
-    def num_changes(self, row: int) -> int:
-        """Return how often what the window group's row names has changed, ever: while this number
-        is the same, so is `row`. O(1)."""
-        self._length(row)  # raises for a row that is not in use
-        return self._num_changes[row]
 
     def _length(self, row: int) -> int:
         if not 0 <= row < len(self._length_of) or self._length_of[row] == _NO_ROW:

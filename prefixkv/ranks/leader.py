@@ -24,8 +24,8 @@ from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.ranks.copies import RankCopies
 from prefixkv.ranks.messages import check_bytes
-from prefixkv.ranks.replica import RankLog
 from prefixkv.ranks.rooms import RankRooms
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent
 
 
@@ -83,7 +83,7 @@ class RankLeader:
         """
         self._submit(command)
         if self._log is not None and not isinstance(command, MeetPrefill):
-            self._log.rooms.append(command)
+            self._log.command(command)
 
     def on(self, event: DecodeEvent | WorkerEvent, now_s: float) -> None:
         """Take an event of rank 0's own control object: pass it to the leader's scheduler, or join
