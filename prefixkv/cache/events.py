@@ -113,9 +113,7 @@ class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def _with_tuples(event: CacheEvent) -> CacheEvent:
     """Return the cache event with tuples in its namespace again: msgpack turns them into lists.
-
-    Raises TypeError for a namespace that cannot be hashed, which a peer may send.
-    """
+    Raises TypeError for a namespace that cannot be hashed, which a peer may send."""
     if isinstance(event, Cleared):
         return event
     namespace = _as_tuple(event.namespace)
@@ -337,11 +335,9 @@ class EventFeed:
         self._num_untaken_pages = 0
 
     def take(self, snapshot: bool = False) -> EventBatch:
-        """Return the cache's events since the last batch, possibly none. O(pages) of those.
-
-        The first batch is the whole tree, and so is any with `snapshot` and one after too many
-        changes.
-        """
+        """Return the cache's events since the last batch, possibly none. O(pages) of those. The
+        first batch is the whole tree, and so is any with `snapshot` and one after too many
+        changes."""
         snapshot = snapshot or not self._seq or self._num_untaken_pages > UNTAKEN_LIMIT_PAGES
         # The listener hears of these too: the cache will not give them again. A full list begins
         # with `Cleared`, which also repairs a listener that had lost something.
@@ -363,10 +359,8 @@ class EventFeed:
         )
 
     def pass_on(self) -> None:
-        """Hand the listener what has changed in the cache since. O(changes), without hashing.
-
-        A listener that lost something gets the whole tree, once it has dealt with the rest.
-        """
+        """Hand the listener what has changed in the cache since. O(changes), without hashing. A
+        listener that lost something gets the whole tree, once it has dealt with the rest."""
         listener = self._listener
         if listener is None:
             return
@@ -486,11 +480,8 @@ class EventLog:
 
 
 def stored_pages(changes: list[Change]) -> int:
-    """Return how many pages these changes of the cache have stored.
-
-    It measures a backlog: pages taken out must have been stored, so in the long run they are no
-    more.
-    """
+    """Return how many pages these changes of the cache have stored. It measures a backlog: pages
+    taken out must have been stored, so in the long run they are no more."""
     num_bytes = 0
     for change in changes:
         if type(change) is Inserted:

@@ -128,10 +128,8 @@ class DecodeTransferQueue:
         return len(self._flights)
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
-        """Commit the complete flights of the transfer queue, and return their requests.
-
-        The whole pages of each become cached prefix, which its request holds by a lock.
-        """
+        """Commit the complete flights of the transfer queue, and return their requests. The whole
+        pages of each become cached prefix, which its request holds by a lock."""
         # A commit may complete flights that joined it, so the queue grows as it is worked off.
         committed, unwritten = [], []
         while self._complete:

@@ -147,10 +147,7 @@ class PageAllocator:
 
     def cache_owned(self, where: Where, num_pages: int) -> None:
         """Mark pages in the allocator as the tree's, like `cache`, without checking again what
-        `owned` has returned.
-
-        No page may have changed its state since.
-        """
+        `owned` has returned. No page may have changed its state since."""
         self._move(where, num_pages, _OWNED, _CACHED)
 
     def uncache(self, pages: PageIds | bytes) -> None:
@@ -239,10 +236,7 @@ class PageAllocator:
 
     def _undo(self, pages: Where | None, before: Any) -> None:
         """Give `pages` of an interrupted transition of the allocator their state back, and rebuild
-        counts and runs.
-
-        O(num_pages of the pool). `before` is one state, or one per page.
-        """
+        counts and runs. O(num_pages of the pool). `before` is one state, or one per page."""
         if pages is not None:
             self._state[pages] = before
         self._counts[:] = np.bincount(self._state, minlength=6).tolist()

@@ -142,10 +142,7 @@ class WindowGroup:
 
     def open(self, row: int, num_tokens: int, num_own: int, shared: Pages = _NONE) -> None:
         """Give a request its row in the window group: `num_own` pages of the allocator, behind
-        those of a checkpoint.
-
-        Raises OutOfPagesError, with nothing changed.
-        """
+        those of a checkpoint. Raises OutOfPagesError, with nothing changed."""
         own = self.allocator.alloc(num_own)
         if len(shared):
             self.refs[shared] += 1
@@ -232,10 +229,8 @@ class WindowGroup:
     def share(self, row: int, depth: int, end_pages: int) -> Pages:
         """Let a checkpoint have the window group's pages before the end of a request's first
         `depth` pages, all of them whole; nothing before them is read any more. Return them; they
-        are pinned for the checkpoint.
-
-        Raises OutOfPagesError if too few are free for those that the request needs instead.
-        """
+        are pinned for the checkpoint. Raises OutOfPagesError if too few are free for those that the
+        request needs instead."""
         # First, so that the row has room for what comes instead.
         self.slide(row, depth * self.page_size)
         new = self.allocator.alloc(self.num_replaced(row, depth, end_pages))

@@ -64,11 +64,9 @@ class JoinedRooms(ABC, Generic[R, E]):
         return len(self._rooms)
 
     def unpack(self, raw: bytes) -> Iterator[tuple[int, Any]]:
-        """Return the events of another rank's message to rank 0, as (rank, event) for `on`.
-
-        Each rank's messages have to come in order, and none may be left out: else it raises
-        CallerError, with nothing changed. Of a rank that was fenced there are no events.
-        """
+        """Return the events of another rank's message to rank 0, as (rank, event) for `on`. Each
+        rank's messages have to come in order, and none may be left out: else it raises CallerError,
+        with nothing changed. Of a rank that was fenced there are no events."""
         message = decoded(raw, type(self).decode, "a rank")
         self._messages.take(message.rank, message.number)
         if message.rank in self._messages.fenced:

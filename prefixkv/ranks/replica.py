@@ -248,10 +248,8 @@ class DecodeReplica:
         return self.page_manager.table.array
 
     def pages(self, row: int) -> Pages:
-        """Return the page ids, on this replica rank, of the request in this row, in order.
-
-        They are a view that is valid until the next `apply`.
-        """
+        """Return the page ids, on this replica rank, of the request in this row, in order. They are
+        a view that is valid until the next `apply`."""
         return self._replica.pages(row)
 
     def window_pages(self, row: int, name: str) -> WindowPages:

@@ -193,10 +193,8 @@ class RouterChannel(_Channel):
 
     def poll(self, timeout_s: float) -> list[FrameReceived[bytes] | ConnectFailed]:
         """Wait for decode workers' frames on the ROUTER socket, or for the wake-up descriptor, and
-        return the frames, and the clients that were not let in.
-
-        One worker's frames beyond its bytes per poll are dropped: all workers share the socket.
-        """
+        return the frames, and the clients that were not let in. One worker's frames beyond its
+        bytes per poll are dropped: all workers share the socket."""
         frames: list[FrameReceived[bytes] | ConnectFailed] = []
         assert self._sock is not None
         # Only an empty socket is slept on, see `Watched.may_sleep`. Awake, the watcher must know at

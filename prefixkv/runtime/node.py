@@ -129,10 +129,7 @@ class Node(OneThread, Generic[C, To, E]):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a `pop_*` of the node, decode's or prefill's, may have something for the
-        engine, at most `timeout_s`.
-
-        Returns True if one may.
-        """
+        engine, at most `timeout_s`. Returns True if one may."""
         check_timeout(timeout_s)
         self._check_open()
         if self.kv_events is not None:
@@ -148,13 +145,11 @@ class Node(OneThread, Generic[C, To, E]):
 
     def drain(self, timeout_s: float = 0.0) -> bool:
         """Take no new requests on the node, decode's or prefill's, from now on (`add` raises
-        DrainingError); return True once all have ended.
-
-        True once no request lives, nothing is left to pop, and no peer may still write here or read
-        from here: then `close` harms nothing. Waits for that up to `timeout_s`, but not while a
-        `pop_*` has something: the engine's loop goes on, and asks again. Pages in quarantine
-        (`stats`) keep it from being True until they are fenced.
-        """
+        DrainingError); return True once all have ended. True once no request lives, nothing is left
+        to pop, and no peer may still write here or read from here: then `close` harms nothing.
+        Waits for that up to `timeout_s`, but not while a `pop_*` has something: the engine's loop
+        goes on, and asks again. Pages in quarantine (`stats`) keep it from being True until they
+        are fenced."""
         at_least(-math.inf, timeout_s=timeout_s)  # before anything changes
         check_timeout(timeout_s)
         self._check_open()
@@ -173,11 +168,9 @@ class Node(OneThread, Generic[C, To, E]):
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while a `pop_*` of the node, decode's or prefill's,
-        may have something, for the engine's own poller. Any thread may ask.
-
-        Now and then it is readable once more when all has been popped already. It does not become
-        readable when a request has waited too long: call `pop_preallocated` from time to time.
-        """
+        may have something, for the engine's own poller. Any thread may ask. Now and then it is
+        readable once more when all has been popped already. It does not become readable when a
+        request has waited too long: call `pop_preallocated` from time to time."""
         return self.transfers.fileno()
 
     @property
@@ -214,10 +207,8 @@ class Node(OneThread, Generic[C, To, E]):
     def take_cache_events(self, snapshot: bool = False) -> EventBatch:
         """Return what the node's prefix cache, on decode or prefill, stored and removed since the
         last call, for a router (`BoundedAffinityRouter.apply`); behind it what its host memory did.
-
         The first batch, and one with `snapshot`, gives the whole content. Before the first call
-        nothing is recorded.
-        """
+        nothing is recorded."""
         check_flag("snapshot", snapshot)
         self._pump()
         batch = self._feed.take(snapshot)
@@ -239,10 +230,8 @@ class Node(OneThread, Generic[C, To, E]):
 
     def stats(self) -> dict[str, int]:
         """Return the counters of the node, decode's or prefill's, and how many pages are in each
-        state.
-
-        All keys are there from the start, but for `dropped: ...` and rare ones of staging.
-        """
+        state. All keys are there from the start, but for `dropped: ...` and rare ones of
+        staging."""
         self._pump()
         page_manager = self.scheduler.pages
         pages, slots = page_manager.allocator, page_manager.slots
@@ -308,11 +297,8 @@ class Node(OneThread, Generic[C, To, E]):
 
     def _tell(self) -> None:
         """Hand the commands of the node's scheduler, decode's or prefill's, to the control thread,
-        and mark what is left for the engine.
-
-        Any call takes in what has happened, but only some pop it: the descriptor has been read by
-        then, so it is made readable again.
-        """
+        and mark what is left for the engine. Any call takes in what has happened, but only some pop
+        it: the descriptor has been read by then, so it is made readable again."""
         # 1. Commands first: the control thread works on them while the rest is done here.
         for command in self._take_commands():
             self._command(command)

@@ -59,11 +59,8 @@ def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
 
 def peer_id(peer: str, incarnation: int) -> PeerId:
     """Return the identity of a peer's process that a caller of the transfers names. Raise
-    RequestError for what names none.
-
-    Checked here, since an error in the control thread could not be raised by the call that caused
-    it.
-    """
+    RequestError for what names none. Checked here, since an error in the control thread could not
+    be raised by the call that caused it."""
     if not isinstance(peer, str) or not travels(peer):
         raise RequestError(f"peer is {shown(peer)}, a string that UTF-8 has bytes for is needed")
     return PeerId(peer, whole_number("incarnation", incarnation, 0, 2**64))
@@ -185,10 +182,7 @@ class Transfers(OneThread, Generic[C, To, E]):
 
     def take_raw(self) -> tuple[list[E], Exception | None]:
         """Return the events that came to a rank's transfers since the last call, and the first
-        error of their control thread.
-
-        For a node, which knows its rooms itself.
-        """
+        error of their control thread. For a node, which knows its rooms itself."""
         self.check_open()
         queue = self.thread.events
         # The usual case, without a system call.
@@ -255,12 +249,9 @@ class Transfers(OneThread, Generic[C, To, E]):
 
     def dropped_frames(self) -> dict[str, int]:
         """Return the number of control frames that a rank's transfers have dropped, by reason. Any
-        thread may ask.
-
-        Received ones ("dropped: ..."), those not sent ("frames_not_sent: ..."), those that no
-        peer's socket sends ("frames_malformed"), and those of a peer that sends more than is read
-        at once ("frames_over_budget").
-        """
+        thread may ask. Received ones ("dropped: ..."), those not sent ("frames_not_sent: ..."),
+        those that no peer's socket sends ("frames_malformed"), and those of a peer that sends more
+        than is read at once ("frames_over_budget")."""
         counters = {**self.thread.control.counters, **self.thread.channel.counters}
         kinds = "dropped: ", "frames_not_sent: ", "frames_malformed", "frames_over_budget"
         return {why: count for why, count in counters.items() if why.startswith(kinds)}

@@ -133,10 +133,8 @@ class TransportLoop(ABC, Generic[P]):
 
     def _serve_peer(self, peer: P, now_s: float) -> bool:
         """Transfer one part to a peer of the loop, by NIXL or shm, of the first room in turn that
-        is ready; connect first if that is due.
-
-        Returns whether anything moved. One part only, so that peers take turns.
-        """
+        is ready; connect first if that is due. Returns whether anything moved. One part only, so
+        that peers take turns."""
         if peer.routes is None:
             if not self._may_connect(peer) or now_s < peer.retry_at:
                 return False
@@ -188,10 +186,8 @@ class TransportLoop(ABC, Generic[P]):
 
     def _guarded(self, step: Callable[[], bool | None]) -> bool | None:
         """Run a step of the loop, NIXL's or shm's, and return its result; log an exception and
-        return None.
-
-        Such an exception is a bug of ours. The thread goes on, since it serves other rooms too.
-        """
+        return None. Such an exception is a bug of ours. The thread goes on, since it serves other
+        rooms too."""
         try:
             return step()
         except Exception:
@@ -201,10 +197,8 @@ class TransportLoop(ABC, Generic[P]):
 
 def bare(error: BaseException) -> Exception:
     """Return an error of a transport's loop without tracebacks: their frames would keep NIXL agents
-    and mapped memory.
-
-    An exception that is no `Exception` (KeyboardInterrupt, say) comes back wrapped.
-    """
+    and mapped memory. An exception that is no `Exception` (KeyboardInterrupt, say) comes back
+    wrapped."""
     # Causes and contexts have tracebacks of their own.
     seen: BaseException | None = error
     while seen is not None:

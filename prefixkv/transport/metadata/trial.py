@@ -82,9 +82,7 @@ class Trial:
 
     def submit(self, peer: PeerId, metadata: bytes, ranges: Collection[Range]) -> None:
         """Queue a trial of this peer's metadata; `ranges` is the memory that its Hello names.
-
-        Closed: no-op.
-        """
+        Closed: no-op."""
         self._requests.put(_Request(peer, metadata, ranges))
 
     def close(self) -> None:
@@ -211,10 +209,8 @@ class _Child:
             undo.pop_all()
 
     def is_ready(self) -> bool:
-        """Wait until the child process is ready for a trial; return whether it is.
-
-        Raises OSError or TimeoutError if it never will be.
-        """
+        """Wait until the child process is ready for a trial; return whether it is. Raises OSError
+        or TimeoutError if it never will be."""
         self.words.settimeout(_START_LIMIT_S)
         if not self._is_ready:
             self._is_ready = self.line() == "ready"

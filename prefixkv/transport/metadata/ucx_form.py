@@ -76,11 +76,8 @@ class _Transport(NamedTuple):
 
 def read_address(raw: bytes) -> UcxAddress:
     """Read the address of a UCX worker, as it is packed. O(its bytes). Raise MetadataError for
-    anything unknown.
-
-    Transports that are not in the table have a form of their own, and only their lengths are read:
-    UCX skips them unless it has them itself.
-    """
+    anything unknown. Transports that are not in the table have a form of their own, and only their
+    lengths are read: UCX skips them unless it has them itself."""
     data = _ByteReader(raw, "the UCX address")
     is_second = _read_head(data)
     known: dict[int, _Transport] = {}
@@ -209,9 +206,7 @@ def _read_transport(
 
 def _read_distances(data: _ByteReader, address: UcxAddress) -> None:
     """Read the distances in a UCX key from the memory to system devices, in the order of these.
-
-    Each is latency and bandwidth, floats of 8 bits.
-    """
+    Each is latency and bandwidth, floats of 8 bits."""
     if address.highest_device >= _MAX_DEVICES:
         raise data.wrong(f"distances, and an address with device {address.highest_device}")
     former = -1
@@ -265,11 +260,9 @@ class _ByteReader:
         return self.take(1)[0]
 
     def packed(self, mask: int, is_extended: bool) -> tuple[int, int]:
-        """Return a number that UCX packed in the low bits of a byte, and the flags above it.
-
-        In the second version a number that has no room there is in the byte behind. One that would
-        have had room is refused: UCX never packs it so.
-        """
+        """Return a number that UCX packed in the low bits of a byte, and the flags above it. In the
+        second version a number that has no room there is in the byte behind. One that would have
+        had room is refused: UCX never packs it so."""
         first = self.byte()
         number = first & mask
         if is_extended and number == mask and (number := self.byte()) < mask:

@@ -109,10 +109,7 @@ class NixlAgent:
 
     def prepare(self, name: str, runs: Runs, layout: KVLayout) -> tuple[Any, Any]:
         """Return the descriptor lists of both sides that this NIXL agent has prepared; `layout` is
-        the peer's.
-
-        Raises what NIXL raises, for memory that is not registered, say.
-        """
+        the peer's. Raises what NIXL raises, for memory that is not registered, say."""
         local = self.api.prep_xfer_dlist("", runs.src, self._memory_type)
         return local, self.api.prep_xfer_dlist(name, runs.dst, memory_type_of(layout))
 
@@ -135,9 +132,7 @@ class NixlAgent:
 
     def destroy(self) -> bool:
         """Destroy this NIXL agent; return True if it is gone: only then are its writes fenced.
-
-        Every handle and list of it has to be dropped before.
-        """
+        Every handle and list of it has to be dropped before."""
         # A weak reference tells whether anything still holds the agent: then NIXL goes on writing.
         self.lists.clear()
         alive = weakref.ref(self.api.agent)

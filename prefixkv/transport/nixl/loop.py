@@ -234,10 +234,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
 
     def _connect(self, peer: NixlPeer) -> None:
         """Connect NIXL's loop to the peer: make it known to the agent, again if need be, and
-        prepare its lists.
-
-        Never with a post in flight: NIXL forgets the state of a handle if its peer is removed.
-        """
+        prepare its lists. Never with a post in flight: NIXL forgets the state of a handle if its
+        peer is removed."""
         try:
             # Unloaded first, also what an attempt before has half done.
             peer.unload(self._agent)
@@ -357,10 +355,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
     # --- notifications and events -----------------------------------------------------------------
 
     def _poll_notifications(self) -> bool:
-        """Poll the notifications of the loop's NIXL agent once; return whether any came.
-
-        This is also what makes NIXL progress on a side that only receives.
-        """
+        """Poll the notifications of the loop's NIXL agent once; return whether any came. This is
+        also what makes NIXL progress on a side that only receives."""
         if self._linger_until and time.monotonic() >= self._linger_until:
             self._linger_until = 0.0
         try:
@@ -405,10 +401,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return NixlAgent(name, self._layout, self._staging, self._state, interface)
 
     def _renew(self) -> None:
-        """Replace the NIXL agent of the loop, if a job has failed undrained on it.
-
-        If none can be created, the present one goes on, and another attempt follows.
-        """
+        """Replace the NIXL agent of the loop, if a job has failed undrained on it. If none can be
+        created, the present one goes on, and another attempt follows."""
         self._renew_wanted = False  # first: a call from here on asks for one more renewal
         if not self._agent.unproven:
             return
@@ -430,11 +424,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
 
     def _end_former(self, former: NixlAgent) -> None:
         """Destroy the NIXL agent that the loop has replaced, once its posts have ended or have had
-        their time.
-
-        Then none of them can land any more. The order of the steps matters; the reasons stand at
-        each.
-        """
+        their time. Then none of them can land any more. The order of the steps matters; the reasons
+        stand at each."""
         posts = [post for post in self._posts if post.agent is former]
         now = time.monotonic()
         if posts and now < self._former_until:
@@ -473,11 +464,9 @@ class NixlLoop(TransportLoop[NixlPeer]):
 
     def _tell_if_proven(self, job_id: int) -> None:
         """Emit WriteDrained if the loop has no NIXL agent left that could still write for the job.
-
         Called when the job has ended, and when an agent was destroyed. The later of the two finds
         no such agent and emits; the earlier one finds one and does nothing. So there is one
-        WriteDrained.
-        """
+        WriteDrained."""
         if not any(job_id in agent.unproven for agent in [*self._agents, *self._outlived]):
             self.emit(WriteDrained(job_id))
 
@@ -485,10 +474,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
 
     def destroy(self) -> Exception | None:
         """End NIXL's loop: drop every handle, destroy the agents, then end every job; from then on
-        nothing can land.
-
-        Returns the InternalError to raise if an agent could not be destroyed, else None.
-        """
+        nothing can land. Returns the InternalError to raise if an agent could not be destroyed,
+        else None."""
         # 1. Handles and lists: each that is kept keeps its agent.
         while self._posts:
             self._release(self._posts.pop())  # popped: the list itself would keep the handle

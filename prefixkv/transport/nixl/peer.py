@@ -28,10 +28,8 @@ class NixlPeer(LoopPeer):
         self.in_flight = 0  # posts of the present agent under way
 
     def load(self, agent: NixlAgent, routes: Routes) -> None:
-        """Load the peer into the NIXL agent and prepare its lists.
-
-        Raises HandshakeError, or what NIXL raises; `unload` undoes what was done by then.
-        """
+        """Load the peer into the NIXL agent and prepare its lists. Raises HandshakeError, or what
+        NIXL raises; `unload` undoes what was done by then."""
         name = nixl_name(self.peer)
         agent.load(name, self.metadata)
         self.loaded = True
@@ -56,9 +54,7 @@ class NixlPeer(LoopPeer):
 
     def detach_agent(self) -> list[Any]:
         """Forget what the peer has of a NIXL agent that is destroyed elsewhere; return its lists.
-
-        Posts under way may still need them.
-        """
+        Posts under way may still need them."""
         lists = [prepared for pair in self.lists.values() for prepared in pair]
         self.lists.clear()
         self.routes, self.loaded, self.in_flight, self.retry_at = None, False, 0, 0.0

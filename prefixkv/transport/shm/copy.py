@@ -274,9 +274,7 @@ def _places(
     plan: _GroupPlan, part: Part, src_pages: Pages, dst_pages: Pages
 ) -> tuple[Int64s, Int64s]:
     """Return the places on both sides, in units, of the blocks that an shm copy of the part moves.
-
-    Ordered bundle by bundle, page by page inside a bundle, run by run inside a page.
-    """
+    Ordered bundle by bundle, page by page inside a bundle, run by run inside a page."""
     size, num_pages = plan.bundle, len(src_pages)
     a_bundle = size * num_pages
     first, last = part.start // a_bundle, (part.stop - 1) // a_bundle

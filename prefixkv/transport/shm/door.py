@@ -57,10 +57,7 @@ class ShmListener:
         epoll: select.epoll,
     ) -> None:
         """Open the door of the shm transport: start to listen for writers; `ranges` of the blocks
-        may be written.
-
-        Raises OSError if the system has no such sockets.
-        """
+        may be written. Raises OSError if the system has no such sockets."""
         self._blocks, self._ranges = blocks, tuple(dict.fromkeys(ranges))
         self._epoll = epoll
         self._token = secrets.token_bytes(TOKEN_BYTES)
@@ -150,9 +147,7 @@ class ShmListener:
 
     def _make_room(self) -> None:
         """Close the oldest stranger at the shm door if there are too many links or strangers.
-
-        Raises HandshakeError if all links are writers.
-        """
+        Raises HandshakeError if all links are writers."""
         strangers = [fd for fd, (_, until_s) in self._links.items() if until_s is not None]
         if len(strangers) < _MAX_STRANGERS and len(self._links) < _MAX_LINKS:
             return

@@ -94,10 +94,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         self, ready: Iterable[tuple[int, int]], commands: Iterable[Callable[[ShmLoop], None] | None]
     ) -> bool | None:
         """Make one round of shm's loop: what came at sockets, then commands, then a part for each
-        peer.
-
-        Returns whether anything was done for peers; None if a command was to end.
-        """
+        peer. Returns whether anything was done for peers; None if a command was to end."""
         for fd, events in ready:
             self._guarded(partial(self._on_ready, fd, events))
         for command in commands:
@@ -205,10 +202,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
 
     def _advance_connect(self, peer: ShmPeer, now: float) -> bool:
         """Make the next step for a peer that shm's loop is not connected to yet; return whether it
-        moved.
-
-        Its answer, then its pages a stretch at a time, then its routes.
-        """
+        moved. Its answer, then its pages a stretch at a time, then its routes."""
         link = peer.link
         assert link is not None
         try:
@@ -235,10 +229,8 @@ class ShmLoop(TransportLoop[ShmPeer]):
 
     def _lose(self, peer: ShmPeer, error: Exception) -> None:
         """Treat the peer as gone for shm's loop: what waits for it fails, a later write tries
-        again.
-
-        If it was connected and nothing waits, nothing is reported: the next write finds out.
-        """
+        again. If it was connected and nothing waits, nothing is reported: the next write finds
+        out."""
         connected = peer.routes is not None
         # Its frames may hold the maps of the peer's memory.
         error = error.with_traceback(None)

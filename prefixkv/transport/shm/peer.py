@@ -81,10 +81,7 @@ class ShmLink:
 
     def on_ready(self, events: int) -> None:
         """Take what came from an shm peer: the answer to the greeting, room for more tags, or the
-        end.
-
-        Raises BlockingIOError if nothing came, HandshakeError, or PeerLostError.
-        """
+        end. Raises BlockingIOError if nothing came, HandshakeError, or PeerLostError."""
         # 1. Answered already, and the connection is up: room for tags.
         if self.answered and not events & (select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
             if events & select.EPOLLOUT:
@@ -218,10 +215,7 @@ class ShmLink:
 
     def close(self) -> None:
         """Close the connection to an shm peer and unmap its memory; plans of it must not be used
-        any more.
-
-        They hold addresses, not the maps.
-        """
+        any more. They hold addresses, not the maps."""
         with suppress(OSError):
             self._epoll.unregister(self.fd)
         self.socket.close()

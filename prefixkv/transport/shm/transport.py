@@ -73,10 +73,7 @@ class ShmTransport(ThreadedTransport[ShmLoop]):
 
     def settle(self, token: Hashable, for_s: float) -> None:
         """Have the shm transport's thread emit Settled as soon as all tags that were sent are read.
-        See `base.Transport.settle`.
-
-        No kernel holds a copy back, so `for_s` is not needed.
-        """
+        See `base.Transport.settle`. No kernel holds a copy back, so `for_s` is not needed."""
         self._call(lambda loop: loop.settle(token))
 
     def say(self, event: TransportEvent) -> None:

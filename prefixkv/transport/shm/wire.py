@@ -106,9 +106,7 @@ def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
 
 def boot_id() -> str:
     """Return the kernel's id of this boot, which an shm offer names, "" if it has none to be read.
-
-    Raises OSError: it cannot be read now, without descriptors, say.
-    """
+    Raises OSError: it cannot be read now, without descriptors, say."""
     try:
         return _BOOT.read_text().strip()
     except (FileNotFoundError, PermissionError):
@@ -131,10 +129,8 @@ def listen(door: str) -> socket.socket:
 
 
 def connect(door: str) -> socket.socket:
-    """Return a connection to this door of another shm transport.
-
-    Raises OSError if there is no listener, HandshakeError if it runs as another user.
-    """
+    """Return a connection to this door of another shm transport. Raises OSError if there is no
+    listener, HandshakeError if it runs as another user."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         # Any process could listen under this name: the user is checked before the token is said.
@@ -148,10 +144,8 @@ def connect(door: str) -> socket.socket:
 
 def check_user(link: socket.socket) -> None:
     """Raise HandshakeError unless the process at the other end of an shm connection runs as this
-    process's user.
-
-    The kernel remembers the user from when the other end connected, or began to listen.
-    """
+    process's user. The kernel remembers the user from when the other end connected, or began to
+    listen."""
     raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(raw)
     if user != os.geteuid():
@@ -221,10 +215,8 @@ def take(link: socket.socket, max_ranges: int) -> Handed:
 
 def check_file(block: SharedBlock) -> None:
     """Raise HandshakeError unless the file that an shm peer handed over is as long as was said and
-    can never become shorter.
-
-    Otherwise the peer could cut it, and a copy into it would end this process by SIGBUS.
-    """
+    can never become shorter. Otherwise the peer could cut it, and a copy into it would end this
+    process by SIGBUS."""
     try:
         seals = fcntl.fcntl(block.fd, fcntl.F_GET_SEALS)
         size, page = os.fstat(block.fd).st_size, os.fstatvfs(block.fd).f_bsize
