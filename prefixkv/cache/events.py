@@ -96,13 +96,12 @@ class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     at_checkpoints: bool = False
 
     def encode(self) -> bytes:
-        """Return the batch of cache events as msgpack."""
+        """Return the batch as msgpack."""
         return msgspec.msgpack.encode(self)
 
     @staticmethod
     def decode(raw: bytes) -> EventBatch:
-        """Decode a batch of cache events that `encode` made. Raises ProtocolError for anything
-        else."""
+        """Decode a batch that `encode` made. Raises ProtocolError for anything else."""
         try:
             batch = _DECODER.decode(raw)
             events = tuple(map(_with_tuples, batch.events))
@@ -453,25 +452,24 @@ class EventLog:
         self.changes: list[Change] = []
 
     def stored(self, namespace: Hashable, above: Packed, key: Packed, pages: Packed) -> None:
-        """Record for cache events pages with these packed tokens, which follow the last page of
-        `above` (empty at the root)."""
+        """Record pages with these packed tokens, which follow the last page of `above` (empty at
+        the root)."""
         # Copies: nodes grow in ref, and a reader may look at this later in another thread.
         last = bytes(above[-PAGE_ID_BYTES:])
         self.changes.append(_new(Inserted, (namespace, last, bytes(key), bytes(pages))))
         self.num_pages += len(pages) // PAGE_ID_BYTES
 
     def removed(self, runs: list[Packed]) -> None:
-        """Record for cache events that these pages were taken out, see `TakenOut`. The caller must
-        not change the runs any more."""
+        """Record that these pages were taken out, see `TakenOut`. The caller must not change the
+        runs any more."""
         self.changes.append(TakenOut(runs))
 
     def noted(self, change: CheckpointSaved | CheckpointEvicted) -> None:
-        """Record for cache events what became of a checkpoint beside the tree."""
+        """Record what became of a checkpoint beside the tree."""
         self.changes.append(change)
 
     def cleared(self) -> None:
-        """Record for cache events that the tree was emptied, or that the listener must start
-        over."""
+        """Record that the tree was emptied, or that the listener must start over."""
         self.changes.append(Cleared())
 
     def drain(self) -> list[Change]:

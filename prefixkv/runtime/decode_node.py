@@ -242,7 +242,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
                 self._recorder.close()
 
     def add(self, request: Request) -> DecodeRequest:
-        """Queue a request of the engine on the decode node.
+        """Queue a request of the engine.
 
         Raises:
             RequestError: it cannot be taken; DrainingError is one of them. Nothing was changed, and
@@ -332,8 +332,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
     def save_state(self, req: DecodeRequest, end: int) -> int:
         """Return the slot into which the engine copies the extra state behind `end` tokens of a
-        request of `pop_local`, one of `req.stops`, for the decode node to go on from; -1 if it need
-        not.
+        request of `pop_local`, one of `req.stops`, to go on from; -1 if it need not.
 
         Before `computed(req, end)` or a later one: with that its stops up to there are over.
 
@@ -345,8 +344,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
     def save_states(self, reqs: Sequence[DecodeRequest]) -> list[tuple[int, int]]:
         """Return the copies of extra state that the engine makes before a step of these running
-        requests of the decode node: (from, to) slots of the StatePool, for those of them that are
-        at a page boundary.
+        requests: (from, to) slots of the StatePool, for those of them that are at a page boundary.
 
         A request keeps one state so: the next one takes its place, and `finish` and `retract` enter
         the last in the cache. Call it where `req.state_slot` has the state behind `req.kv_len`
@@ -359,9 +357,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
     @property
     def chunk_tokens(self) -> int:
-        """Most tokens of prompts that the decode node's engine should compute in its next step, so
-        that those that run wait no longer for it than `ComputeConfig.itl_share` says; 0 where that
-        step has to go without, and without a `DecodeConfig.compute`."""
+        """Most tokens of prompts that the engine should compute in its next step, so that those
+        that run wait no longer for it than `ComputeConfig.itl_share` says; 0 where that step has to
+        go without, and without a `DecodeConfig.compute`."""
         return self.scheduler.chunk_tokens
 
     @property
@@ -400,8 +398,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return self.scheduler.pop_needs_prefill()
 
     def append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]) -> None:
-        """Add the token that the engine has newly sampled to each request of the decode node;
-        afterwards the page for its KV is there.
+        """Add the token that the engine has newly sampled to each request; afterwards the page for
+        its KV is there.
 
         The exception is the token that completes `max_new_tokens`: finish that request, no step
         writes its KV. Requests that were aborted meanwhile are left out.
@@ -414,8 +412,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self.scheduler.append_many(reqs, token_ids, self._pump())
 
     def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int) -> None:
-        """Take pages of the decode node for the KV of `num_tokens` tokens from the `kv_len` of each
-        request on, as far as its `max_new_tokens` goes.
+        """Take pages for the KV of `num_tokens` tokens from the `kv_len` of each request on, as far
+        as its `max_new_tokens` goes.
 
         For a step that writes more KV than that of the newest token: drafts, or a step that is
         launched before the last one's tokens are known. `append_many` gives pages for one token.
@@ -439,7 +437,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         continues: bool | None = None,
         keep_tokens: int | None = None,
     ) -> None:
-        """End a request that is done on the decode node: what has KV becomes cached prefix.
+        """End a request that is done: what has KV becomes cached prefix.
 
         Nothing is released before `after.query()` is True. `continues` says whether the
         conversation will go on, if known. With `keep_tokens` only the whole pages of the first that
@@ -450,13 +448,12 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def retract(self, rid: str, after: DeviceEvent | None = None) -> None:
-        """Take a running request's pages back on the decode node; it queues again and resumes where
-        it was."""
+        """Take a running request's pages back; it queues again and resumes where it was."""
         self.scheduler.retract(rid, self._pump(), after)
         self._tell()
 
     def abort(self, rid: str, after: DeviceEvent | None = None) -> bool:
-        """End a request wherever it is in the decode node; it comes out of `pop_failed`.
+        """End a request wherever it is; it comes out of `pop_failed`.
 
         Nothing of it is cached but its prompt, and what a retraction has cached. Returns False if
         it is unknown or has ended.
@@ -466,9 +463,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return known
 
     def fail(self, rid: str, error: Exception, after: DeviceEvent | None = None) -> bool:
-        """End a request of the decode node of which the engine has computed what must not be used:
-        NaN, say (`NotFiniteError`). It comes out of `pop_failed` with `error`; prefill is told its
-        name and its text.
+        """End a request of which the engine has computed what must not be used: NaN, say
+        (`NotFiniteError`). It comes out of `pop_failed` with `error`; prefill is told its name and
+        its text.
 
         Nothing is cached that the engine has computed of it since it came out of `pop_transferred`
         or was retracted; before, nothing of what `computed` was told. Otherwise as `abort`.
@@ -503,8 +500,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         )
 
     def retarget(self, rid: str, prefill: str) -> None:
-        """Send a request of the decode node to the prefill worker at another address from its next
-        attempt on.
+        """Send a request to the prefill worker at another address from its next attempt on.
 
         One that waits to be admitted is refused where it was submitted, and comes out of
         `pop_needs_prefill` once admitted.
@@ -517,8 +513,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def stats(self) -> dict[str, int]:
-        """Return the decode node's counters, and pages by state. `skipped_tokens` counts tokens on
-        their way with another's flight too, `DecodeRequest.hit_tokens` does not."""
+        """Return the counters, and pages by state. `skipped_tokens` counts tokens on their way with
+        another's flight too, `DecodeRequest.hit_tokens` does not."""
         stats = super().stats()
         if (recorder := self._recorder) is not None:
             stats |= {"recorded": recorder.recorded, "record_lost": recorder.lost}
@@ -547,8 +543,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return self._ranks.take(self.scheduler.pages)
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this prefill process is dead: its rooms on the decode node
-        end, and their held pages come back."""
+        """Take the caller's word that this prefill process is dead: its rooms end, and their held
+        pages come back."""
         self._check_open()
         self._command(Fence(peer_id(peer, incarnation)))
 
@@ -577,13 +573,13 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return {} if self._leader.rooms is None else self._leader.rooms.awaited()
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
-        """Return the prefill workers of the decode node: by address, the identity, and "ready",
-        "suspect" or "connecting". Any thread may ask."""
+        """Return the prefill workers: by address, the identity, and "ready", "suspect" or
+        "connecting". Any thread may ask."""
         return self.transfers.peers()
 
     def lost_peers(self) -> LostPeers:
-        """Return the prefill processes to think of fencing on the decode node: suspect or over, and
-        may still write pages. Any thread may ask.
+        """Return the prefill processes to think of fencing: suspect or over, and may still write
+        pages. Any thread may ask.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many pages. Fence
         those that are dead.
@@ -605,8 +601,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             self._leader.on(event, now_s)
 
     def _tell(self) -> None:
-        """Hand the commands and copies of the decode node's scheduler to their threads. See
-        `Node._tell`."""
+        """Hand the commands and copies of the scheduler to their threads. See `Node._tell`."""
         if self._host is not None:
             for order in self.scheduler.take_copies():
                 self._host.submit(order)
@@ -615,8 +610,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         super()._tell()
 
     def apply_rank_events(self, raw: bytes) -> None:
-        """Take the events of a `DecodeRank` (its `take_rank_events`) into the decode node, rank 0;
-        b"" is nothing.
+        """Take the events of a `DecodeRank` (its `take_rank_events`), rank 0; b"" is nothing.
 
         Raises:
             CallerError: a batch of this rank is missing or doubled: each has to come, in order.

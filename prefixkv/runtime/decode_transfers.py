@@ -206,8 +206,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self.submit(OpenRoom(promise, prefill, digest))
 
     def _window_ids(self, num_tokens: int, windows: Sequence[PageIds]) -> tuple[bytes, ...]:
-        """Return what a room of decode's transfers promises in each window group, packed. Raises as
-        `open`."""
+        """Return what a room promises in each window group, packed. Raises as `open`."""
         groups = self._windows
         if not isinstance(windows, tuple | list):
             raise RequestError(f"windows is {shown(windows)}, a list of page ids is needed")
@@ -283,8 +282,8 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
-        """Return the prefill processes to think of fencing in decode's transfers: suspect or over,
-        and may still write pages. Any thread may ask.
+        """Return the prefill processes to think of fencing: suspect or over, and may still write
+        pages. Any thread may ask.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many pages.
         """

@@ -147,11 +147,11 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
 
     @property
     def endpoint(self) -> str:
-        """Bound address of the prefill node, which `Request.prefill` names."""
+        """Bound address, which `Request.prefill` names."""
         return self.transfers.endpoint
 
     def add(self, request: Request) -> PrefillRequest:
-        """Take a request of the engine into the prefill node; it waits for decode's promise.
+        """Take a request of the engine; it waits for decode's promise.
 
         Raises:
             RequestError: nothing was changed here. Decode hears of it as by `refuse`, unless the
@@ -184,8 +184,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self._tell()
 
     def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
-        """Return the requests for the prefill node's engine to compute now: `decode_prefix_len` and
-        `prefix_len` are known, `pages` are there.
+        """Return the requests for the engine to compute now: `decode_prefix_len` and `prefix_len`
+        are known, `pages` are there.
 
         At most `limit`, first come first served. But one that needs a prefix which another request
         computes comes when that is there, or will not come.
@@ -198,8 +198,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
         ready: DeviceEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
-        """Send from the prefill node what decode lacks of a request's KV up to token `end`,
-        computed once `ready.query()` is True.
+        """Send what decode lacks of a request's KV up to token `end`, computed once `ready.query()`
+        is True.
 
         With `last`, the extra state in `state_slot`, the outcome and `aux` follow. Returns the
         number of pages queued.
@@ -212,9 +212,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return queued
 
     def save_state(self, req: PrefillRequest, end: int) -> int:
-        """Return the slot of the StatePool into which the prefill node's engine copies the extra
-        state of a request behind `end` tokens, one of its `stops`, which it has just computed; -1
-        if it need not.
+        """Return the slot of the StatePool into which the engine copies the extra state of a
+        request behind `end` tokens, one of its `stops`, which it has just computed; -1 if it need
+        not.
 
         Before the chunk up to there is handed over by `send_chunk`. The copy has to be queued
         before any later work on that slot. The slot is the library's from then on.
@@ -225,11 +225,11 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.scheduler.save_state(req, end, self._pump())
 
     def pop_sent(self) -> list[PrefillRequest]:
-        """Return the requests that are done on the prefill node: decode has all of their KV."""
+        """Return the requests that are done: decode has all of their KV."""
         return self.scheduler.pop_sent(self._pump())
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
-        """Return the prefill node's requests that failed or were aborted; `req.error` says why.
+        """Return the requests that failed or were aborted; `req.error` says why.
 
         The engine has to stop computing them. One with extra state handed over comes when no write
         reads that any more. `after`: device work launched for them before this call has ended once
@@ -238,8 +238,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.scheduler.pop_failed(self._pump(), after)
 
     def abort(self, rid: str) -> bool:
-        """End a request of the prefill node; it comes out of `pop_failed`. Returns False if it is
-        unknown or has ended.
+        """End a request; it comes out of `pop_failed`. Returns False if it is unknown or has ended.
 
         What its chunks have brought is cached by the next `pop_bootstrapped`, unless this comes
         before that.
@@ -249,9 +248,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return known
 
     def fail(self, rid: str, error: Exception) -> bool:
-        """End a request of the prefill node of which the engine has computed what must not be used:
-        NaN, say (`NotFiniteError`). It comes out of `pop_failed` with `error`; decode is told its
-        name and its text.
+        """End a request of which the engine has computed what must not be used: NaN, say
+        (`NotFiniteError`). It comes out of `pop_failed` with `error`; decode is told its name and
+        its text.
 
         Caches no more than `abort`. Before its last chunk is sent: decode goes on from that at
         once.
@@ -280,8 +279,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self._flush(weights_version, self.scheduler.move_weights)
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this decode process is dead: its requests on the prefill node
-        fail."""
+        """Take the caller's word that this decode process is dead: its requests fail."""
         self._check_open()
         self._command(Fence(peer_id(peer, incarnation)))
 
@@ -325,8 +323,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.transfers.peers()
 
     def lost_peers(self) -> LostPeers:
-        """Return the decode processes to think of fencing on the prefill node: suspect or over, and
-        still in rooms here. Any thread may ask.
+        """Return the decode processes to think of fencing: suspect or over, and still in rooms
+        here. Any thread may ask.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
         """
@@ -338,8 +336,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.transfers.bytes_sent
 
     def stats(self) -> dict[str, int]:
-        """Return the prefill node's counters, pages by state, checkpoints, and the bytes that were
-        not sent because decode had them."""
+        """Return the counters, pages by state, checkpoints, and the bytes that were not sent
+        because decode had them."""
         stats = super().stats()
         stats |= checkpoint_counts(self.scheduler.pages)
         layout = self.pool.layout
@@ -351,8 +349,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.scheduler.take_commands()
 
     def _command(self, command: PrefillCommand) -> None:
-        """Hand a command of the prefill node's scheduler to its control thread, and log it for the
-        ranks that follow."""
+        """Hand a command of the scheduler to its control thread, and log it for the ranks that
+        follow."""
         super()._command(command)
         if self._ranks is not None:
             self._ranks.command(command)
@@ -370,8 +368,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self._ranks.take(self.scheduler.requests.values())
 
     def apply_rank_events(self, raw: bytes) -> None:
-        """Take the events of a `PrefillRank` (its `take_rank_events`) into the prefill node, rank
-        0; b"" is nothing.
+        """Take the events of a `PrefillRank` (its `take_rank_events`), rank 0; b"" is nothing.
 
         Raises:
             CallerError: a batch of this rank is missing or doubled: each has to come, in order; or
@@ -403,8 +400,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             self._hear(joined, now_s)
 
     def _hear(self, event: PrefillEvent, now_s: float) -> None:
-        """Tell the prefill node's scheduler what became of a room: bootstrapped, ended, or its
-        source free."""
+        """Tell the scheduler what became of a room: bootstrapped, ended, or its source free."""
         match event:
             case Bootstrapped():
                 peer = event.peer.name

@@ -208,8 +208,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         return self.control.counters["bytes_sent"]
 
     def add(self, room: int, generation: int, num_tokens: int, decode: str, digest: bytes) -> None:
-        """Add a room, whose request the engine has, to prefill's transfers. Bootstrapped follows
-        once decode has promised its pages; chunks may be handed over before.
+        """Add a room, whose request the engine has. Bootstrapped follows once decode has promised
+        its pages; chunks may be handed over before.
 
         Args:
             room, generation: the transfer, and which attempt at it.
@@ -244,8 +244,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         generation: int | None = None,
         windows: Sequence[tuple[int, PageIds]] | None = (),
     ) -> None:
-        """Send what decode lacks of the KV in the engine's `pages`, by prefill's transfers, up to
-        token `end`, computed once `ready.query()` is True.
+        """Send what decode lacks of the KV in the engine's `pages` up to token `end`, computed once
+        `ready.query()` is True.
 
         Args:
             room, decode, generation: as added; None: the generation that was added last. One that
@@ -328,8 +328,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     def _window_chunks(
         self, plans: _Plans, end: int, last: bool, windows: Sequence[tuple[int, PageIds]]
     ) -> tuple[WindowChunk, ...]:
-        """Return what a chunk of prefill's transfers sends in each window group. Raises as
-        `send_chunk`, with nothing changed."""
+        """Return what a chunk sends in each window group. Raises as `send_chunk`, with nothing
+        changed."""
         if not isinstance(windows, tuple | list) or not all(
             isinstance(one, tuple | list) and len(one) == 2 for one in windows
         ):
@@ -362,8 +362,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             self.submit(AbortRoom(key, reason))
 
     def refuse(self, room: int, generation: int, reason: str = "refused", *, decode: str) -> None:
-        """Refuse a room in prefill's transfers: decode is told now, or once it promises pages for
-        it.
+        """Refuse a room: decode is told now, or once it promises pages for it.
 
         RoomEnded and SourceFree follow.
 
@@ -381,8 +380,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     def offer(
         self, room: int, generation: int, num_tokens: int, digest: bytes, timeout_s: float
     ) -> None:
-        """Offer a room of prefill's transfers, drawn by the engine for a prompt that it has
-        computed, to any decode worker.
+        """Offer a room drawn by the engine for a prompt that it has computed, to any decode worker.
 
         The engine has named it where the request is placed. The first decode worker with a promise
         that proves the digest opens the room; from then on it is like one that was added for that
@@ -431,8 +429,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self._rooms[key] = plan
 
     def _follow_event(self, event: PrefillEvent) -> None:
-        """Follow an event of prefill's transfers that the engine gets: an offer is opened, a room
-        ends or is free."""
+        """Follow an event that the engine gets: an offer is opened, a room ends or is free."""
         # An offer has no decode worker in its key; the first event of its room brings the name.
         offered = RoomKey(*event.key.numbers)
         if event.key not in self._rooms and offered in self._rooms:  # a decode worker opens it
@@ -459,8 +456,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
-        """Return the decode processes to think of fencing in prefill's transfers: suspect or over,
-        and still in rooms here. Any thread may ask.
+        """Return the decode processes to think of fencing: suspect or over, and still in rooms
+        here. Any thread may ask.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
         """

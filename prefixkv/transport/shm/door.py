@@ -56,8 +56,8 @@ class ShmListener:
         ranges: Sequence[tuple[int, int]],
         epoll: select.epoll,
     ) -> None:
-        """Open the door of the shm transport: start to listen for writers; `ranges` of the blocks
-        may be written. Raises OSError if the system has no such sockets."""
+        """Open the door: start to listen for writers; `ranges` of the blocks may be written. Raises
+        OSError if the system has no such sockets."""
         self._blocks, self._ranges = blocks, tuple(dict.fromkeys(ranges))
         self._epoll = epoll
         self._token = secrets.token_bytes(TOKEN_BYTES)
