@@ -77,10 +77,8 @@ class RankLeader:
 
     def command(self, command: DecodeCommand) -> None:
         """Send a command of rank 0's scheduler, the leader, to the control object of every rank.
-
         But rank 0 alone asks which prefill workers answer; the others greet them with their first
-        room.
-        """
+        room."""
         self._submit(command)
         if self._log is not None and not isinstance(command, MeetPrefill):
             self._log.command(command)
@@ -104,10 +102,8 @@ class RankLeader:
                 self._on_rank_event(self.rooms, 0, event, now_s)
 
     def on_rank_events(self, raw: bytes, now_s: float) -> None:
-        """Take another rank's message of events to the leader, rank 0; b"" holds no event.
-
-        Each rank's messages have to come in order, and none may be left out: else CallerError.
-        """
+        """Take another rank's message of events to the leader, rank 0; b"" holds no event. Each
+        rank's messages have to come in order, and none may be left out: else CallerError."""
         check_bytes(raw)
         if not raw:
             return

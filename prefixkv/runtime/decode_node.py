@@ -448,9 +448,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return known
 
     def fail(self, rid: str, error: Exception, after: DeviceEvent | None = None) -> bool:
-        """End a request of the decode node of which the engine has computed what must not be used:
-        NaN, say (`NotFiniteError`). It comes out of `pop_failed` with `error`; prefill is told its
-        name and its text.
+        """End a request of which the engine has computed what must not be used: NaN, say
+        (`NotFiniteError`). It comes out of `pop_failed` with `error`; prefill is told its name and
+        its text.
 
         Nothing is cached that the engine has computed of it since it came out of `pop_transferred`
         or was retracted; before, nothing of what `computed` was told. Otherwise as `abort`.

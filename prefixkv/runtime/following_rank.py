@@ -42,11 +42,9 @@ class FollowingRank(OneThread):
 
     def take_rank_events(self) -> bytes:
         """Return what became of this rank's rooms (and of decode's copies) since the last call,
-        packed for rank 0's `apply_rank_events`.
-
-        Each result has to be applied, in order; empty if nothing happened. Raises InternalError for
-        an exception in the control thread; the events come next time.
-        """
+        packed for rank 0's `apply_rank_events`. Each result has to be applied, in order; empty if
+        nothing happened. Raises InternalError for an exception in the control thread; the events
+        come next time."""
         events = self.transfers.take_events()
         if not events:
             return b""

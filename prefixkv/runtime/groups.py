@@ -146,8 +146,8 @@ class DecodeGroup(DecodeNode):
                 other.apply(raw)
 
     def pages_of(self, req: DecodeRequest) -> list[Pages]:
-        """Return the request's page ids as each rank of the decode group knows them; none on any
-        rank, if it holds none. Raises RequestError for a request that is not the group's."""
+        """Return the request's page ids as each rank knows them; none on any rank, if it holds
+        none. Raises RequestError for a request that is not the group's."""
         self.scheduler.check_own(req)
         self._hand_log()
         if req.pages_held is None:
@@ -155,26 +155,23 @@ class DecodeGroup(DecodeNode):
         return [req.pages, *(other.pages(req.row) for other in self.others)]
 
     def fence_rank(self, rank: int, after: DeviceEvent | None = None) -> None:
-        """Raise CallerError: the ranks of a decode group are of this process, and live as it
-        does."""
+        """Raise CallerError: the ranks are of this process, and live as it does."""
         raise CallerError(f"rank {shown(rank)} of a group is of this process, which lives")
 
     def lost_peers(self) -> LostPeers:
-        """Return the lost peers of all ranks of the decode group, merged; see
-        `DecodeNode.lost_peers`."""
+        """Return the lost peers of all ranks, merged; see `DecodeNode.lost_peers`."""
         return merged_lost_peers(
             [super().lost_peers(), *(rank.lost_peers() for rank in self.others)]
         )
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for events of any rank of the decode group; see `DecodeNode.wait`."""
+        """Wait for events of any rank; see `DecodeNode.wait`."""
         check_timeout(timeout_s)
         self._check_open()
         return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable for any rank of the decode group. See
-        `Node.fileno`."""
+        """Return a descriptor that is readable for any rank. See `Node.fileno`."""
         return self._readiness.fd if self.others else super().fileno()
 
     def audit(self) -> None:
@@ -187,8 +184,7 @@ class DecodeGroup(DecodeNode):
             check_laws({"each rank has the rows of rank 0": is_like}, other.peer_id)
 
     def close(self) -> None:
-        """Close every rank of the decode group, rank 0 first: its scheduler tells the others
-        nothing after that."""
+        """Close every rank, rank 0 first: its scheduler tells the others nothing after that."""
         # Callbacks run in reverse: readiness, rank 0, then the others. All run even if one raises.
         with ExitStack() as closing:
             for other in self.others:

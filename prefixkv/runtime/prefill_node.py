@@ -249,9 +249,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return known
 
     def fail(self, rid: str, error: Exception) -> bool:
-        """End a request of the prefill node of which the engine has computed what must not be used:
-        NaN, say (`NotFiniteError`). It comes out of `pop_failed` with `error`; decode is told its
-        name and its text.
+        """End a request of which the engine has computed what must not be used: NaN, say
+        (`NotFiniteError`). It comes out of `pop_failed` with `error`; decode is told its name and
+        its text.
 
         Caches no more than `abort`. Before its last chunk is sent: decode goes on from that at
         once.
