@@ -42,6 +42,7 @@ class StateTensor(msgspec.Struct, frozen=True, array_like=True):
     head_shape: Shape
     """Shape of one head in one slot."""
     dtype: str = "float32"
+    """Data type, as torch names it."""
 
     @property
     def head_bytes(self) -> int:

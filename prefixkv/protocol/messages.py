@@ -398,6 +398,7 @@ class Drained(RoomBody, frozen=True, tag="drained"):
     """Prefill to decode: no write of this rank for this use of the room can land any more."""
 
     rank: Count
+    """The prefill rank that sends it."""
     ticket: U64 = 0
     settle: bool = False
     """An agent was destroyed for it: decode must continue to read for a moment before it uses the
@@ -421,6 +422,7 @@ class Outcome(RoomBody, frozen=True, tag="outcome"):
     """Prefill to decode: how this rank's side of the room ended."""
 
     rank: Count
+    """The prefill rank that sends it."""
     ok: bool
     """True: SUCCESS, sent only after every write has ended DONE. False: FAILED."""
     num_chunks: Count
@@ -446,7 +448,7 @@ class Outcome(RoomBody, frozen=True, tag="outcome"):
 
 
 class OutcomeAck(RoomBody, frozen=True, tag="outcome-ack"):
-    """Decode to prefill: the outcome has arrived. Sent for a room that decode has forgotten, too."""
+    """Decode to prefill: the outcome has arrived. Also for a room that decode has forgotten."""
 
     rank: Count
     """The prefill rank whose outcome it was."""
