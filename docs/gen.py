@@ -40,7 +40,7 @@ from prefixkv.serving import config as serving
 from prefixkv.settings import Field, fields_of, sentences_of
 
 ROOT = Path(__file__).parents[1]
-KEYS = re.compile(r"(?ms)^- ((?:`[^`]+`,?\s+)*`[^`]+`): (.*?)(?=\n- |\n\n|\Z)")
+KEYS = re.compile(r"(?ms)^- ((?:`[^`]+`,?\s+)*`[^`]+`):\s(.*?)(?=\n- |\n\n|\Z)")
 LAWS = re.compile(r"(?ms)^(?:- \*\*(\w+)\.\*\*|(\d+)\.) (.*?)(?=\n(?:- |\d+\.)|\n\n|\Z)")
 
 

@@ -176,7 +176,7 @@ class ControlConfig:
     max_peers: Count = 1024
     """Decode workers that a prefill rank accepts; further ones are refused in the handshake."""
     max_peer_bytes: Bytes = 32 << 20
-    """What a prefill rank holds for one decode worker: 4 kB a room and 4 bytes a page promised,
+    """What a prefill rank holds for one decode worker: 4 kB per room and 4 bytes per page promised,
     what its ranks introduced themselves with, early aborts. Promises beyond are refused, and
     counted as `dropped: BudgetError`. Raise it where a decode worker's ranks have more than 5
     million pages in all."""
@@ -505,7 +505,7 @@ class DecodeConfig:
     Lower it for fairness, raise it for throughput. At most half of `waiting_timeout_s` counts."""
     waiting_timeout_s: Seconds | None = None
     """How long a request without a `deadline_s` waits to be admitted; then it fails with
-    `AdmissionTimeoutError`, and prefill is told. After a retraction or a retry it counts anew.
+    `AdmissionTimeoutError`, and prefill is told. After a retraction or a retry it counts again from 0.
     None: `control.longest_wait_s`, the largest value, since prefill waits no longer."""
     evict_reserve: Share = 1 / 256
     """Share of the pool that an eviction frees beyond the missing pages, so that new pages are

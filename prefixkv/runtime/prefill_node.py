@@ -356,7 +356,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         - `decode_hit_tokens`, `bytes_skipped`: What decode had already.
         - `bytes_sent`: KV written to decode workers.
         - `never_promised`: Requests and offers that ended since no decode worker promised
-          pages for them: it had died, was started anew and did not know them, or did not
+          pages for them: it had died, was restarted and did not know them, or did not
           ask in time.
         - `refused_by_peers`: Decode ranks that do not work with this process: they do not
           fit, or hold it for dead. The log `prefixkv.peers` says why.
