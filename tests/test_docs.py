@@ -43,7 +43,8 @@ README = ROOT / "README.md"
 NOT_RUN = re.compile(r"<!-- (not run: .+|quoted: .+|file: .+|example) -->")
 QUOTED = re.compile(r"<!-- quoted: (\S+) -->")
 # Names of loggers, none of modules.
-LOGGERS = {"prefixkv.requests", "prefixkv.transport", "prefixkv.peers", "prefixkv.record"}
+LOGGERS = {"prefixkv.requests", "prefixkv.transport", "prefixkv.peers", "prefixkv.record",
+           "prefixkv.kv_events"}  # fmt: skip
 # Modules that import vLLM, which is not installed here, and what is imported from them.
 VLLM = tuple(f"prefixkv.engines.vllm.{name}" for name in (
     "block_queue", "compat", "connector", "metrics", "PrefixKVConnector"))  # fmt: skip
