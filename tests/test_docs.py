@@ -2,8 +2,7 @@
 
 A Python block runs, after those before it in the same document, unless the line above it is a
 comment `<!-- not run: why -->`, or `<!-- example -->`: those lines tests/test_example_scheduler.py
-runs; or `<!-- quoted: NAME -->`: it is the source of that object, as it stands; or
-`<!-- file: NAME -->`: a file that the reader makes, which a test of its own runs.
+runs; or `<!-- file: NAME -->`: a file that the reader makes, which a test of its own runs.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 README = ROOT / "README.md"
-NOT_RUN = re.compile(r"<!-- (not run: .+|quoted: .+|file: .+|example) -->")
-QUOTED = re.compile(r"<!-- quoted: (\S+) -->")
+NOT_RUN = re.compile(r"<!-- (not run: .+|file: .+|example) -->")
 # Names of loggers, none of modules.
 LOGGERS = {"prefixkv.requests", "prefixkv.transport", "prefixkv.peers", "prefixkv.record",
            "prefixkv.kv_events"}  # fmt: skip
@@ -221,20 +219,6 @@ def test_integrate_shows_the_loop_that_is_tested() -> None:
     source = inspect.getsource(serve)
     shown = source.partition("    # example: begin\n")[2].partition("    # example: end")[0]
     assert textwrap.indent(textwrap.dedent(shown), "    ") in read("docs/integrate.md")
-
-
-def test_what_is_quoted_is_the_code_as_it_stands() -> None:
-    quoted: list[str] = []
-    for document in DOCUMENTS:
-        for block in blocks(document.read_text()):
-            if found := QUOTED.fullmatch(block.above.strip()):
-                source = textwrap.dedent(inspect.getsource(resolve(found[1])))
-                assert block.code == source.rstrip("\n"), f"{document.name}: {found[1]}"
-                quoted.append(found[1])
-    # The engine is the worked example for those who integrate: both loops, and their thread.
-    assert {name.rpartition(".")[0].rpartition(".")[2] for name in quoted} >= {
-        "PrefillEngine", "DecodeEngine", "EngineLoop",
-    }  # fmt: skip
 
 
 def test_the_changelog_and_the_guide_fit_a_page() -> None:
