@@ -102,11 +102,10 @@ RECIPES: Final = {
     ),
     # Clients of OpenAI's API, for tests/engines/clients: the server is of another environment.
     Engine.clients: Recipe(
-        imports=("openai", "litellm", "langchain_openai", "llm", "locust", "lm_eval", "guidellm",
-                 "aiperf"),
+        imports=("openai", "litellm", "langchain_openai", "llm", "locust", "guidellm", "aiperf"),
         packages=(
             "openai==3.57.0", "litellm==1.110.2", "langchain-openai==1.7.4", "llm==0.36",
-            "locust==2.47.0", "lm-eval[api]==0.4.13", "guidellm==0.8.1", "aiperf==0.13.0",
+            "locust==2.47.0", "guidellm==0.8.1", "aiperf==0.13.0",
         ),
         checkout=False,
     ),

@@ -1,178 +1,362 @@
-"""`python -m benchmarks gpu`: what moving KV costs in VRAM on one GPU, and what it costs a model.
+"""What a GPU is lent for: at most eight minutes on one card, each part by itself.
 
-Shapes of an 8B-class model (32 layers, 8 KV heads of 128, bfloat16: 128 KiB of KV a token). Two
-processes share the GPU, as a prefill and a decode worker on one card would; UCX copies between them
-by cuda_ipc. Parts, each in processes of its own, a part that fails being told in the place of its
-figures:
+    python -m benchmarks gpu --json benchmarks/results/gpu.json
+    python -m benchmarks gpu --device cpu --quick               # whether it works
 
-- `copies`: the card's copy bandwidth, and the staging copies (Triton's gather and scatter) against
-  it, by shape.
-- `transfer`: VRAM to VRAM, from `send_chunk` to `pop_transferred`, beside raw NIXL
-  (`benchmarks/transfer.py`), and staged between unequal ranks (`benchmarks/claim_staging.py`).
-- `step`: a decode step's matrix products with and without transfers beside it.
-- `turns`: conversations of several turns, decode's cache on and off, every byte verified.
-- `host`: the host tier's copies between VRAM and pinned memory, against plain copies of as many
-  bytes (`benchmarks/gpu_host.py`).
-- `agents`: the chats of `benchmarks/own_compute.py` and `benchmarks/host_turns.py` with a model of
-  the engine of Hugging Face's models on the card, as its workers run it.
+- `host`: the host tier's copies between VRAM and pinned memory, in pieces of 4 and 16 MiB, by one
+  thread and by two, beside a plain copy of as many bytes. What was loaded is compared with what was
+  written.
+- `stream`: writes to host memory behind work of the engine's stream. A page is written by a stream
+  that is kept busy; the copy is ordered at once with the event behind that work. No old byte may
+  reach host memory. It says how long after the event the copy ended.
+- `attend`: a step of decode by the engine's own way to attend, beside one padded batch over the
+  same pages, for batches whose contexts are alike, and for one long among short ones.
+- `own`: the chats of `own_compute`, decode's own compute on and off by today's rule, with a model
+  of the engine of Hugging Face's models on the card. Prefill keeps all in the first case, and a
+  third in the second.
 
-But for `agents` no model is run: the KV is a pattern or random, and computing it costs nothing.
-`--device cpu` with `--quick` tries the whole of it where there is no GPU.
+The parts come in this order, so that what is most wanted is there if the time ends: a part is begun
+only if `--minutes` have not passed. What failed is told in the place of its figures.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import statistics
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from functools import partial
 from itertools import product
-from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any, Final
 
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
 import typer
 
-from benchmarks import claim_staging, gpu_agents, gpu_copies, gpu_host, gpu_step, gpu_turns
-from benchmarks import transfer as transfers
-from benchmarks.pair import Row, run_pair
-from prefixkv.cli.figures import machine
+from benchmarks import own_compute
+from benchmarks.report import JsonFile, Row, check_json, tell, write
+from prefixkv.engines.hf.attention import FlatPool, Plan
 from prefixkv.errors import ConfigError
+from prefixkv.memory.host_pool import HostPool
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.runtime.host_copies import HostCopies
 
-CORES: Final = 4  # a side, where there are so many
-PAGE_SIZES: Final = (16, 64)
-PAGES: Final = ("fresh", "random")
+PAGE_SIZE, LAYERS, HEADS, HEAD_DIM, QUERY_HEADS = 16, 32, 8, 128, 32
+POOL_MIB, ROUND_MIB, ROUNDS, WAIT_S = 1024, 64, 11, 60.0
+PIECES_MIB: Final = (4, 16)
+THREADS: Final = (1, 2)
+ORDERS: Final = ("layer_major", "page_major")
+CONTEXTS: Final = {
+    "8 of 2,048": (2048,) * 8, "64 of 1,024": (1024,) * 64,
+    "31 of 256, one of 8,192": (8192,) + (256,) * 31,
+}  # fmt: skip
+MODEL: Final = {
+    "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 16,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "dtype": "bfloat16",
+}  # fmt: skip
+CORES: Final = 4  # of prefill, and of decode, where there are so many
+_cuda: Any = torch.cuda
 
 
 class Part(StrEnum):
-    copies = "copies"
-    transfer = "transfer"
-    step = "step"
-    turns = "turns"
     host = "host"
-    agents = "agents"
+    stream = "stream"
+    attend = "attend"
+    own = "own"
 
 
-def measure_copies(device: str, quick: bool) -> list[Callable[[], Row]]:
-    return [partial(gpu_copies.measure, device, quick)]
-
-
-def measure_transfer(device: str, quick: bool) -> list[Callable[[], Row]]:
-    """A row for each layout, page size and order of pages; then unequal ranks."""
-
-    def pair(case: transfers.Transfer, tls: str) -> Row:
-        env = {"UCX_TLS": tls} if tls else None
-        cores = 1 if quick else CORES
-        row: Row = run_pair(
-            transfers.decode_side, transfers.prefill_side, case, env=env, cores=cores
-        )
-        return {"page_size": case.page_size, "tokens": case.tokens, "ucx_tls": tls, **row}
-
-    def unequal(meshes: str) -> Row:
-        case = claim_staging.small(meshes) if quick else claim_staging.Staging(meshes)
-        case = replace(case, device=device, pages="random", patience_s=1.0)
-        sides = claim_staging.decode_side, claim_staging.prefill_side
-        row: Row = run_pair(*sides, case, cores=1 if quick else CORES)
-        return row
-
-    calls: list[Callable[[], Row]] = []
-    make = transfers.small if quick else transfers.Transfer
-    for layout, page_size, pages in product(transfers.LAYOUTS, PAGE_SIZES, PAGES):
-        case = make(layout, pages)
-        case = replace(
-            case, device=device, page_size=page_size, patience_s=1.0,
-            num_pages=case.num_pages * 16 // page_size,
-        )  # fmt: skip
-        calls.append(partial(pair, case, ""))
+def settle(device: str) -> None:
     if device != "cpu":
-        over_tcp = replace(case, layout="page_major", tokens=512, repeats=3, warm_up=1)
-        calls.append(partial(pair, over_tcp, "tcp,cuda_copy"))
-    for meshes in claim_staging.MESHES:
-        calls.append(partial(unequal, meshes))
-    return calls
+        _cuda.synchronize(torch.device(device))
 
 
-def measure_step(device: str, quick: bool) -> list[Callable[[], Row]]:
-    case = gpu_step.small(device) if quick else gpu_step.Steps(device)
-    sides, cores = (gpu_step.decode_side, gpu_step.prefill_side), 1 if quick else CORES
-    return [
-        partial(run_pair, *sides, replace(case, batch=batch, layout=layout), cores=cores)
-        for batch in ((4,) if quick else (64, 1024))
-        for layout in transfers.LAYOUTS
-    ]
+def timed_s(act: Callable[[], object], device: str, rounds: int) -> float:
+    """The median of some rounds, to the end of the device's work; two more come before."""
+    took = []
+    for _ in range(rounds + 2):
+        settle(device)
+        begin_s = time.perf_counter()
+        act()
+        settle(device)
+        took.append(time.perf_counter() - begin_s)
+    return statistics.median(took[2:])
 
 
-def measure_turns(device: str, quick: bool) -> list[Callable[[], Row]]:
-    case = gpu_turns.small(device) if quick else gpu_turns.Turns(device)
-    sides, cores = (gpu_turns.decode_side, gpu_turns.prefill_side), 1 if quick else CORES
-    return [
-        partial(run_pair, *sides, replace(case, cache=cache), cores=cores)
-        for cache in (True, False)
-    ]
+class Tier:
+    """A pool on the device, host pages, and threads that copy between them."""
+
+    def __init__(self, device: str, order: str, quick: bool) -> None:
+        layers, pool_mib, round_mib = (2, 8, 2) if quick else (LAYERS, POOL_MIB, ROUND_MIB)
+        self.device, self.layers = device, layers
+        self.page_bytes = layers * HEADS * HEAD_DIM * PAGE_SIZE * 4
+        self.num_pages, self.count = (
+            mib * 2**20 // self.page_bytes for mib in (pool_mib, round_mib)
+        )
+        self.pool = KVPool.create(
+            self.num_pages, PAGE_SIZE, layers, HEADS, HEAD_DIM, order=order, device=device
+        )
+        for layer in range(layers):
+            self.pool.k(layer).normal_()
+            self.pool.v(layer).normal_()
+        began_s = time.perf_counter()
+        self.host = HostPool(self.pool.layout, self.num_pages, self.pool.device)
+        self.host.wait_until_ready()
+        self.pinned_s = time.perf_counter() - began_s
+        self.done: SimpleQueue[HostCopyDone] = SimpleQueue()
+        self.random = np.random.default_rng(1)
+
+    def copies(self, threads: int, piece_mib: int) -> HostCopies:
+        return HostCopies(
+            self.pool.layout, self.host, threads, self.done.put, self.pool.device, piece_mib << 20
+        )
+
+    def pages(self) -> Any:
+        return self.random.permutation(self.num_pages)[: self.count].astype(np.int32)
+
+    def end(self) -> None:
+        """Wait for the end of an order. Raises its error."""
+        ended = self.done.get(timeout=WAIT_S)
+        if ended.error is not None:
+            raise ended.error
+
+    def same(self, first: Any, second: Any) -> bool:
+        """Whether these pages of the pool have the same bytes as those."""
+        one, two = (torch.from_numpy(pages.astype(np.int64)) for pages in (first, second))
+        return all(
+            torch.equal(part[one.to(part.device)], part[two.to(part.device)])
+            for layer in range(self.layers)
+            for part in (self.pool.k(layer), self.pool.v(layer))
+        )
 
 
-MEASURES: Final[dict[Part, Callable[[str, bool], list[Callable[[], Row]]]]] = {
-    Part.copies: measure_copies,
-    Part.transfer: measure_transfer,
-    Part.step: measure_step,
-    Part.turns: measure_turns,
-    Part.host: gpu_host.measures,
-    Part.agents: gpu_agents.measures,
-}
+def host(device: str, quick: bool) -> Iterator[Callable[[], Row]]:
+    for order in ORDERS:
+        yield partial(_host, device, order, quick)
+
+
+def _host(device: str, order: str, quick: bool) -> Row:
+    tier, rounds = Tier(device, order, quick), 2 if quick else ROUNDS
+    ways = {
+        f"{threads} threads, {mib} MiB": tier.copies(threads, mib)
+        for threads, mib in product(THREADS, PIECES_MIB)
+    }
+    num_bytes = tier.count * tier.page_bytes
+    there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device != "cpu")
+    times: dict[str, list[float]] = {}
+    try:
+        for number in range(rounds + 1):
+            names = [*ways, "plain"]
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                rows, kept, other = tier.pages(), tier.pages(), tier.pages()
+                for what, pages in (("write", kept), ("load", other)):
+                    settle(device)
+                    began_s = time.perf_counter()
+                    if name == "plain":
+                        target, source = (there, here) if what == "load" else (here, there)
+                        target.copy_(source, non_blocking=True)
+                        settle(device)
+                    else:
+                        ways[name].submit(HostCopy(0, what == "load", rows, pages))
+                        tier.end()
+                    if number:  # the first compiles the kernels
+                        times.setdefault(f"{what}, {name}", []).append(
+                            time.perf_counter() - began_s
+                        )
+                # What the load itself has overwritten is not compared.
+                keep = ~np.isin(kept, other)
+                if name != "plain" and not number and not tier.same(kept[keep], other[keep]):
+                    raise AssertionError(f"{order}, {name}: a page came back with other bytes")
+    finally:
+        for one in ways.values():
+            one.close()
+        tier.host.close()
+    return {
+        "layout": order, "mib": num_bytes / 2**20, "pinned_s": round(tier.pinned_s, 3),
+        "gb_s": {
+            way: round(num_bytes / statistics.median(took) / 1e9, 2) for way, took in times.items()
+        },
+    }  # fmt: skip
+
+
+def stream(device: str, quick: bool) -> Iterator[Callable[[], Row]]:
+    for order in ORDERS:
+        yield partial(_stream, device, order, quick)
+
+
+class _Done:
+    """The event of a device that works at once."""
+
+    def query(self) -> bool:
+        return True
+
+
+def _stream(device: str, order: str, quick: bool) -> Row:
+    tier, rounds = Tier(device, order, quick), 2 if quick else 20
+    copies, late, waits_ms = tier.copies(2, 16), 0, []
+    busy = torch.randn(64 if quick else 8192, 64 if quick else 8192, device=device)
+    try:
+        for number in range(rounds):
+            rows, pages, back = tier.pages(), *np.split(
+                tier.random.permutation(tier.num_pages)[: 2 * tier.count].astype(np.int32), 2
+            )  # fmt: skip
+            at = torch.from_numpy(pages.astype(np.int64)).to(tier.pool.device)
+            event: Any = _Done()
+            engine = _cuda.Stream() if device != "cpu" else None
+            settle(device)
+            with _cuda.stream(engine):  # nothing, where there is no stream
+                for _ in range(1 if quick else 8):
+                    busy @ busy
+                for layer in range(tier.layers):
+                    tier.pool.k(layer)[at] = float(number)
+                    tier.pool.v(layer)[at] = float(-number)
+                if engine is not None:
+                    event = _cuda.Event()
+                    event.record(engine)
+            copies.submit(HostCopy(2 * number, False, rows, pages), event)
+            while not event.query():
+                pass
+            began_s = time.perf_counter()
+            tier.end()
+            waits_ms.append(1e3 * (time.perf_counter() - began_s))
+            copies.submit(HostCopy(2 * number + 1, True, rows, back))
+            tier.end()
+            late += not tier.same(pages, back)
+    finally:
+        copies.close()
+        tier.host.close()
+    if late:
+        raise AssertionError(f"{order}: {late} of {rounds} writes took bytes from before the event")
+    return {"layout": order, "rounds": rounds, "late_reads": late,
+            "ms_from_event_to_end": round(statistics.median(waits_ms), 3)}  # fmt: skip
+
+
+def attend(device: str, quick: bool) -> Iterator[Callable[[], Row]]:
+    for name in CONTEXTS:
+        yield partial(_attend, device, name, quick)
+
+
+@torch.inference_mode()
+def _attend(device: str, name: str, quick: bool) -> Row:
+    """Attention of all layers for one new token a sequence, planning included."""
+    layers, share = (2, 32) if quick else (LAYERS, 1)
+    dtype = "bfloat16" if device != "cpu" else "float32"
+    ends = [context // share for context in CONTEXTS[name]]
+    each = [-(-end // PAGE_SIZE) for end in ends]
+    ids = np.random.default_rng(1).permutation(sum(each)).astype(np.int32)
+    rows = np.split(ids, np.cumsum(each)[:-1])
+    pool = KVPool.create(sum(each), PAGE_SIZE, layers, HEADS, HEAD_DIM, dtype=dtype, device=device)
+    for layer in range(layers):
+        pool.k(layer).normal_()
+        pool.v(layer).normal_()
+    flat, batch = FlatPool(pool), len(ends)
+    starts, kind = [end - 1 for end in ends], getattr(torch, dtype)
+    # As transformers hands them on: [1, heads, tokens, dim].
+    query = torch.randn(1, QUERY_HEADS, batch, HEAD_DIM, device=device, dtype=kind)
+    key, value = (
+        torch.randn(1, HEADS, batch, HEAD_DIM, device=device, dtype=kind) for _ in range(2)
+    )
+
+    def engine() -> list[torch.Tensor]:
+        plan = Plan(flat, rows, starts, ends, device)
+        return [plan.attend(layer, query, key, value, None) for layer in range(layers)]
+
+    def padded() -> list[torch.Tensor]:
+        table = np.zeros((batch, max(each)), np.int64)
+        for row, pages in zip(table, rows, strict=True):
+            row[: len(pages)] = pages
+        at = torch.from_numpy(table).to(device)
+        lens = torch.tensor(ends, device=device)[:, None]
+        mask = (torch.arange(max(each) * PAGE_SIZE, device=device) < lens)[:, None, None]
+        queries = query[0].transpose(0, 1)[:, :, None]
+        found = []
+        for layer in range(layers):
+            k, v = (
+                part[at].reshape(batch, -1, HEADS, HEAD_DIM).transpose(1, 2)
+                for part in (pool.k(layer), pool.v(layer))
+            )
+            found.append(
+                F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, enable_gqa=True)
+            )
+        return found
+
+    ours, theirs = engine()[0], padded()[0]  # the new tokens' KV is written by the first
+    apart = float((ours.reshape(batch, -1) - theirs.reshape(batch, -1)).abs().max())
+    if apart > 0.05:
+        raise AssertionError(f"{name}: the two ways differ by {apart:.3f}")
+    rounds = 3 if quick else 31
+    took = {"engine": [], "padded": []}  # type: dict[str, list[float]]
+    for _ in range(3):
+        for way, act in (("engine", engine), ("padded", padded)):
+            took[way].append(timed_s(act, device, rounds // 3))
+    ms = {way: round(1e3 * statistics.median(times), 3) for way, times in took.items()}
+    return {"contexts": name, "layers": layers, "ms": ms, "differ_by": round(apart, 5),
+            "engine_by_padded": round(ms["engine"] / ms["padded"], 3)}  # fmt: skip
+
+
+def own(device: str, quick: bool) -> Iterator[Callable[[], Row]]:
+    for case in ["keeps all"] if quick else ["keeps all", "as pool"]:
+        yield partial(_own, device, case, quick)
+
+
+def _own(device: str, case: str, quick: bool) -> Row:
+    cores, within = sorted(os.sched_getaffinity(0)), [(), ()]  # type: list[int], list[tuple[str, ...]]
+    if len(cores) >= 2 * CORES:
+        parts = cores[:CORES], cores[CORES : 2 * CORES]
+        within = [("taskset", "-c", ",".join(map(str, part))) for part in parts]
+    sizes = {} if quick else MODEL
+    with own_compute.served(within, {"device": device}, **sizes) as model:
+        found = asyncio.run(own_compute.measured(model, case, 1 if quick else 2, 2048))
+    return {"prefill": case, "model": sizes, **found}
+
+
+PARTS: Final = {Part.host: host, Part.stream: stream, Part.attend: attend, Part.own: own}
 
 
 def gpu(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
-    ] = None,
-    only: Annotated[list[Part] | None, typer.Option(help="These parts; may be repeated.")] = None,
+    json_file: JsonFile = None,
+    part: Annotated[list[Part] | None, typer.Option(help="Only this; may be given again.")] = None,
     device: Annotated[str, typer.Option(help="cuda or cuda:N; cpu to try it out.")] = "cuda",
+    minutes: Annotated[float, typer.Option(help="No part is begun after so long.")] = 6.0,
     quick: Annotated[
         bool, typer.Option(help="Tiny sizes: whether it works, not how fast it is.")
     ] = False,
-) -> None:
-    """What KV in VRAM costs to move between two processes on one GPU, and a model beside it."""
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ConfigError(f"--json is {json_file}, there is no such folder")
-    name = device_name(device)
-    recipe = {
-        "command": "python -m benchmarks gpu" + (" --quick" if quick else ""),
-        "device": name,
-        "statistic": "medians; where two things are compared, of the ratio within a repetition",
-        "transfer": asdict(transfers.Transfer("", "")),
-        "step": asdict(gpu_step.Steps(device)),
-        "turns": asdict(gpu_turns.Turns(device)),
-        **machine(),
-    }
-    found: dict[str, list[Row]] = {}
-    for part in only or list(Part):
-        found[part.value] = rows = []
-        for call in MEASURES[part](device, quick):
+) -> int:
+    """Host copies, writes behind a stream, ways to attend and own compute, on one GPU."""
+    check_json(json_file)
+    name, end_s, rows = device_name(device), time.monotonic() + 60 * minutes, []
+    for one in part or Part:
+        for call in PARTS[one](device, quick):
+            if time.monotonic() > end_s:
+                tell({"part": one.value, "not_begun": f"{minutes:g} minutes have passed"})
+                continue
             began_s = time.monotonic()
             try:
                 row = call()
             except Exception:
                 row = {"failed": traceback.format_exc()[-2000:]}
-            rows.append(row)
-            took_s = time.monotonic() - began_s
-            print(f"{part.value}, {took_s:.0f} s: {json.dumps(row)}", flush=True)
-            if json_file is not None:  # what there is, should a later part not end
-                text = json.dumps({"recipe": recipe, "measured": found}, indent=1)
-                json_file.write_text(text + "\n", encoding="utf-8")
-    if any("failed" in row for rows in found.values() for row in rows):
-        raise typer.Exit(1)
+            rows.append({"part": one.value, "took_s": round(time.monotonic() - began_s, 1), **row})
+            print(json.dumps(rows[-1]), flush=True)
+            # After each row: what there is, should a later one not end.
+            write(
+                json_file, "gpu" + " --quick" * quick, rows, device=name,
+                statistic="medians; what is compared takes turns",
+            )  # fmt: skip
+    return 1 if any("failed" in row for row in rows) else 0
 
 
 def device_name(device: str) -> str:
     """What the card calls itself. Raises ConfigError for one that is not there."""
     if device == "cpu":
         return "cpu"
-    import torch
-
-    cuda: Any = torch.cuda
     try:
-        return str(cuda.get_device_name(torch.device(device)))
+        return str(_cuda.get_device_name(torch.device(device)))
     except (RuntimeError, AssertionError, ValueError) as error:
         raise ConfigError(f"--device is {device}: {str(error).splitlines()[0]}") from None

@@ -1,42 +1,30 @@
-"""Claim: the host tier's copies between a pool and host pages, in random pages, take at most a
-little longer than a memcpy of the same rows, one by one.
-
-    python -m benchmarks host_copies --json benchmarks/results/host_copies.json
+"""Copies between a pool and host pages on the CPU, beside a memcpy of the same rows.
 
 Pools of bf16 in pages of 16 tokens, 512 MiB of the device's (here the CPU's) and as much host
-memory, one rank: a model of 8B (32 layers, 8 KV heads of 128), a rank of its TP4, one with its
-heads before its pages, and MLA (61 layers of 576). A round moves the same 64 MiB of random pages in
-every way, in both directions; ways turn about. Times are of the clock, and of the processor (all
-threads), which other processes disturb less.
+memory, one rank: a model of 8B (32 layers, 8 KV heads of 128), a rank of its TP4, and MLA (61
+layers of 576). A round moves the same 64 MiB of random pages in every way, in both directions; ways
+turn about. Times are of the clock, and of the processor (all threads), which other processes
+disturb less. `benchmarks/gpu.py` has copies to VRAM.
 
     rows    numpy's copy of each row (the bytes of a page that lie together in the pool), in a loop
             over arrays that are made before: what is measured against
     rows'   the same again: A against A
     copy    `PageCopy` on this thread, in pieces of 4 MiB
     order   `HostCopies`, one order, to its end, with one thread and with two
-    busy    the same, beside a thread that runs Python and never waits
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import torch
-import typer
 
-from prefixkv.cli.figures import machine
-from prefixkv.errors import ConfigError
+from benchmarks.report import Row
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.page_copy import CpuPageCopy, page_runs
@@ -45,14 +33,6 @@ from prefixkv.runtime.host_copies import HostCopies
 
 POOL_BYTES, ROUND_BYTES, PIECE_BYTES, PAGE_SIZE = 512 << 20, 64 << 20, 4 << 20, 16
 WAIT_S = 60.0
-
-
-def _heads_before_pages(num_pages: int) -> KVPool:
-    k, v = (
-        [torch.zeros(8, num_pages, PAGE_SIZE, 128, dtype=torch.bfloat16) for _ in range(32)]
-        for _ in range(2)
-    )
-    return KVPool.from_tensors(k, v, axes=("head", "page", "token", "dim"), page_size=PAGE_SIZE)
 
 
 def _made(
@@ -67,33 +47,16 @@ SHAPES: dict[str, tuple[int, Callable[[int], KVPool]]] = {
     "8B, layer_major": (2 << 20, _made(32, 8, 128)),
     "8B, page_major": (2 << 20, _made(32, 8, 128, "page_major")),
     "8B, TP4, layer_major": (512 << 10, _made(32, 2, 128)),
-    "8B, heads before pages": (2 << 20, _heads_before_pages),
     "MLA, layer_major": (61 * PAGE_SIZE * 576 * 2, _made(61, 1, 576, attention="mla")),
 }
 """By name: bytes per page, and the pool of so many pages."""
 
 
-@contextmanager
-def _busy() -> Iterator[None]:
-    """Keep one thread running Python."""
-    stop = False
-
-    def spin() -> None:
-        while not stop:
-            pass
-
-    thread = threading.Thread(target=spin, daemon=True)
-    thread.start()
-    yield
-    stop = True
-    thread.join()
-
-
 class _Case:
     """One pool, its host pages, and the ways to copy between them."""
 
-    def __init__(self, page_bytes: int, make: Callable[[int], KVPool]) -> None:
-        self.num_pages = POOL_BYTES // page_bytes
+    def __init__(self, page_bytes: int, make: Callable[[int], KVPool], pool_bytes: int) -> None:
+        self.num_pages = pool_bytes // page_bytes
         self.pool = make(self.num_pages)
         layout = self.pool.layout
         assert layout.page_bytes == page_bytes
@@ -152,10 +115,10 @@ def _by_rows(rows: list[tuple[np.ndarray, np.ndarray]], is_load: bool) -> None:
             host[:] = device
 
 
-def _measure(shape: str, rounds: int, seed: int) -> list[dict[str, Any]]:
-    case = _Case(*SHAPES[shape])
+def _measure(shape: str, rounds: int, seed: int, pool_bytes: int) -> list[dict[str, Any]]:
+    case = _Case(*SHAPES[shape], pool_bytes)
     random = np.random.default_rng(seed)
-    count = ROUND_BYTES // case.host.page_bytes
+    count = min(ROUND_BYTES, pool_bytes // 4) // case.host.page_bytes
     total = count * case.host.page_bytes
     times: dict[tuple[str, str], list[float]] = {}
     cpu: dict[tuple[str, str], list[float]] = {}
@@ -176,8 +139,6 @@ def _measure(shape: str, rounds: int, seed: int) -> list[dict[str, Any]]:
             names = list(ways)
             names = names[number % len(names) :] + names[: number % len(names)]
             took = {name: _timed_s(ways[name]) for name in names}
-            with _busy():
-                took |= {f"busy_{name}": _timed_s(ways[name]) for name in ("rows", "order_1")}
             if number:  # the first touches the memory
                 for name, (wall_s, cpu_s) in took.items():
                     times.setdefault((what, name), []).append(wall_s)
@@ -186,6 +147,7 @@ def _measure(shape: str, rounds: int, seed: int) -> list[dict[str, Any]]:
     case.close()
     return [
         {
+            "part": "copies",
             "shape": shape,
             "what": what,
             "rows_per_page": len(lengths),
@@ -198,7 +160,7 @@ def _measure(shape: str, rounds: int, seed: int) -> list[dict[str, Any]]:
             # Of each round: speed by the speed of the loop over rows.
             **{
                 f"{name}_by_rows": _quartiles(times, what, name)
-                for name in ("rows_again", "copy", "order_1", "order_2", "busy_order_1")
+                for name in ("rows_again", "copy", "order_1", "order_2")
             },
             **{
                 f"{name}_by_rows_cpu": _quartiles(cpu, what, name)
@@ -212,8 +174,7 @@ def _measure(shape: str, rounds: int, seed: int) -> list[dict[str, Any]]:
 def _quartiles(times: dict[tuple[str, str], list[float]], what: str, name: str) -> list[float]:
     """The median, and the quartiles around it, of the rounds' times of the loop over rows by those
     of this way."""
-    rows = times[what, "busy_rows" if name.startswith("busy") else "rows"]
-    values = np.array(rows) / np.array(times[what, name])
+    values = np.array(times[what, "rows"]) / np.array(times[what, name])
     return [round(float(np.percentile(values, at)), 2) for at in (50, 25, 75)]
 
 
@@ -224,32 +185,7 @@ def _timed_s(act: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def host_copies(
-    rounds: Annotated[int, typer.Option(help="Of which the median counts.")] = 25,
-    seed: Annotated[int, typer.Option(help="Of the pages that are drawn.")] = 1,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
-    ] = None,
-) -> None:
-    """Copies between a pool and host pages on the CPU, beside a memcpy of the same rows."""
-    if rounds < 1:
-        raise ConfigError("--rounds must be at least 1")
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ConfigError(f"--json is {json_file}, there is no such folder")
-    load_before = os.getloadavg()
-    rows = []
+def measure(rounds: int, seed: int, pool_bytes: int = POOL_BYTES) -> Iterator[Row]:
+    """A row for each shape and direction, over rounds of which the median counts."""
     for shape in SHAPES:
-        for row in _measure(shape, rounds, seed):
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    if json_file is not None:
-        recipe: dict[str, Any] = {
-            "command": f"python -m benchmarks host_copies --rounds {rounds} --seed {seed}",
-            "statistic": "GB/s: medians of rounds; by_rows: median and quartiles of the rounds' "
-            "ratios, speed by that of the loop over rows in the same round; cpu: by processor time",
-            "piece_bytes": PIECE_BYTES,
-            "load_average": [load_before[0], os.getloadavg()[0]],
-            **machine(),
-        }
-        text = json.dumps({"recipe": recipe, "rows": rows}, indent=1)
-        json_file.write_text(text + "\n", encoding="utf-8")
+        yield from _measure(shape, rounds, seed, pool_bytes)

@@ -2,7 +2,7 @@
 else was at work.
 
 A scenario runs in two spawned processes, each pinned to a core of its own where there are two, with
-a pipe between them; the one that measures returns the figures. `Claim` is one line of the table.
+a pipe between them; the one that measures returns the figures.
 The machine may have other work: a scenario repeats until enough repetitions were left alone, and
 its figures come from those disturbed least. What decides is what others used meanwhile, never what
 was measured.
@@ -19,7 +19,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final
@@ -27,8 +26,8 @@ from typing import Any, Final
 import numpy as np
 import psutil
 
-from benchmarks.stand_in.workers import WorkerError
-from prefixkv.errors import InternalError
+from benchmarks.report import Row
+from prefixkv.errors import InternalError, PrefixKVError
 
 PATIENCE_S: Final = 900.0  # of one scenario
 _PR_SET_PDEATHSIG: Final = 1
@@ -39,28 +38,10 @@ QUIET_CORES: Final = 0.1  # that others may keep busy during a repetition that c
 Side = Callable[
     ..., Any
 ]  # (pipe to the other side, Watch, *arguments); what the first returns are the figures
-Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Claim:
-    """One line of the table. Without a target it is stated only."""
-
-    claim: str
-    case: str
-    measured: float
-    unit: str
-    target: float | None = None
-    at_least: bool = True  # else at most
-
-    @property
-    def met(self) -> bool | None:
-        if self.target is None:
-            return None
-        return self.measured >= self.target if self.at_least else self.measured <= self.target
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "met": self.met}
+class WorkerError(PrefixKVError):
+    """A process failed; the message is its traceback, or says how it ended."""
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -136,10 +117,7 @@ def _child(
     pipe: Connection,
     args: tuple[Any, ...],
 ) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call
-            os._exit(1)
+    die_with(parent)
     cores = sorted(os.sched_getaffinity(0))
     first = number * num_cores
     os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(num_cores)})
@@ -153,6 +131,14 @@ def _child(
     except BaseException:
         results.send(("error", traceback.format_exc()))
         sys.exit(1)
+
+
+def die_with(parent: int) -> None:
+    """Have Linux kill this process when its parent is gone, however that came about."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call
+            os._exit(1)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`python -m benchmarks radix`: what the radix cache costs, beside SGLang's trees where they can be
+"""What the radix cache costs, beside SGLang's trees where they can be
 imported.
 
 Both sides run in one process, turn about, on the same tokens, the collector off; figures are
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -26,10 +24,9 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.yardsticks import no_collector
+from benchmarks.report import JsonFile, Row, check_json, tell, write
+from benchmarks.samples import no_collector
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
@@ -38,10 +35,6 @@ from prefixkv.errors import ConfigError
 LEAF_TOKENS = 64
 VOCABULARY = 150_000
 
-WHERE = ("policy", "tokens", "nodes", "page_size", "depth", "leaves", "root_children", "bytes")
-"""What tells two rows of one name apart."""
-
-Row = dict[str, Any]
 Call = Callable[[], Any]
 
 
@@ -173,7 +166,6 @@ class Bench:
             self.evict_all(policy)
         for policy in ("lru", DEFAULT_POLICY):
             self.memory(policy)
-        self.keys()
         self.probes()
 
     def _add(
@@ -246,7 +238,7 @@ class Bench:
     def miss(self) -> None:
         """A prebuilt key against a root with many children."""
         leaves = 10_000 if self._quick else 100_000
-        cache = _bushy(leaves, DEFAULT_POLICY)
+        cache = bushy(leaves, DEFAULT_POLICY)
         key = RadixKey(np.full(32_768, VOCABULARY + leaves, np.int32))
         took = _turn_about({"ours": lambda: cache.match_prefix(key)}, self._rounds(500))
         self._add("match_prefix_miss", took["ours"], None, 1.5, root_children=leaves)
@@ -309,7 +301,7 @@ class Bench:
         self._add("lock_unlock_held_inside", took["ours"], depth=depth)
 
     def evict_one(self, policy: str, leaves: int) -> float:
-        cache = _bushy(leaves, policy)
+        cache = bushy(leaves, policy)
         took = _turn_about({"ours": lambda: cache.evict(1)}, self._rounds(100))
         self._add("evict_one_page", took["ours"], None, 20.0, policy=policy, leaves=leaves)
         return took["ours"]
@@ -320,7 +312,7 @@ class Bench:
         for share in (1.0, 0.9):
             took, cpu_s = [], []
             for _ in range(1 if self._quick else 3):
-                cache = _bushy(leaves, policy)
+                cache = bushy(leaves, policy)
                 num_pages = int(cache.num_pages * share)
                 with no_collector():
                     cpu_s.append(-time.process_time())
@@ -358,30 +350,6 @@ class Bench:
         self.rows.append(row)
         self._tell(row)
 
-    def keys(self) -> None:
-        import torch
-
-        tokens = self._tokens(32_768)
-        words, listed, tensor = (
-            array("q", tokens.tolist()),
-            tokens.tolist(),
-            torch.from_numpy(tokens),
-        )
-        grown = {size: RadixKey(self._tokens(size)) for size in (1024, 131_072)}
-        calls: dict[str, Call] = {
-            "numpy int32": lambda: RadixKey(tokens),
-            "numpy int64": lambda: RadixKey(tokens64),
-            "torch int32": lambda: RadixKey(tensor),
-            "array": lambda: RadixKey(words),
-            "list": lambda: RadixKey(listed),
-        }
-        tokens64 = tokens.astype(np.int64)
-        for source, took in _turn_about(calls, self._rounds(50)).items():
-            self._add("build_key", took, source=source, tokens=len(tokens))
-        extend: dict[str, Call] = {str(size): partial(key.append, 7) for size, key in grown.items()}
-        for size, took in _turn_about(extend, self._rounds(2000)).items():
-            self._add("extend_key_by_one", took, key_tokens=int(size))
-
     def probes(self) -> None:
         """Looking must not fragment: partial matches, and the nodes before and after."""
         num_tokens, looks = 4096, 10_000 if self._quick else 100_000
@@ -405,16 +373,16 @@ class Bench:
 def leaf_bytes(policy: str, leaves: int = 50_000) -> float:
     """Resident bytes a leaf of 64 tokens (page 16), the tree's overhead included; wants a fresh
     process."""
-    _bushy(1, policy)
+    bushy(1, policy)
     gc.collect()
     before = _resident_bytes()
-    cache = _bushy(leaves, policy)
+    cache = bushy(leaves, policy)
     gc.collect()
     assert cache.num_nodes == leaves
     return (_resident_bytes() - before) / leaves
 
 
-def _bushy(leaves: int, policy: str) -> RadixCache:
+def bushy(leaves: int, policy: str) -> RadixCache:
     """So many leaves of 64 tokens, page 16, under one root."""
     cache = RadixCache(16, policy)
     pages = LEAF_TOKENS // 16
@@ -427,9 +395,7 @@ def _bushy(leaves: int, policy: str) -> RadixCache:
 
 
 def radix(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write recipe and rows there.")
-    ] = None,
+    json_file: JsonFile = None,
     peer: Annotated[Path | None, typer.Option(help="Folder of the unpacked SGLang wheel.")] = None,
     peer_stubs: Annotated[
         Path | None, typer.Option(help="Folder of the stubs for what it imports.")
@@ -439,45 +405,15 @@ def radix(
 ) -> None:
     """What the radix cache costs: time an operation, memory a leaf, beside SGLang's tree if it is
     there."""
+    check_json(json_file)
     if (peer is None) != (peer_stubs is None):
         raise ConfigError("--peer and --peer-stubs go together")
-    console = Console()
-
-    def tell(row: Row) -> None:
-        console.print("  ".join(f"{name}={value}" for name, value in row.items()), highlight=False)
-
-    bench = Bench(
-        seed,
-        quick,
-        Peer(peer, peer_stubs) if peer is not None and peer_stubs is not None else None,
-        tell,
-    )
+    other = Peer(peer, peer_stubs) if peer is not None and peer_stubs is not None else None
+    bench = Bench(seed, quick, other, tell)
     bench.run()
-    table = Table(
-        "operation", "us", "peer us", "ratio", "target us", "met", title="what has a target"
-    )
-    for row in bench.rows:
-        if "met" in row:
-            where = " ".join(str(row[name]) for name in WHERE if name in row)
-            figures = (
-                row.get(name, "") for name in ("us", "peer_us", "ratio_to_peer", "target_us", "met")
-            )
-            table.add_row(f"{row['name']} {where}", *map(str, figures))
-    console.print(table)
-    if json_file is not None:
-        recipe = {
-            "command": "python -m benchmarks radix",
-            "seed": seed,
-            "quick": quick,
-            "statistic": "median of all calls, three in a row each round; collector off; turn "
-            "about with the peer",
-            "default_policy": DEFAULT_POLICY,
-            "peer": None if peer is None else "SGLang 0.5.23 UnifiedRadixCache, compiled core",
-            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "date": time.strftime("%Y-%m-%d"),
-        }
-        json_file.write_text(
-            json.dumps({"recipe": recipe, "rows": bench.rows}, indent=1) + "\n", encoding="utf-8"
-        )
+    write(
+        json_file, "radix" + " --quick" * quick, bench.rows, seed=seed,
+        statistic="median of all calls, three in a row each round; collector off; turn about with "
+        "the peer", default_policy=DEFAULT_POLICY,
+        peer=None if peer is None else "SGLang 0.5.23 UnifiedRadixCache, compiled core",
+    )  # fmt: skip

@@ -3,6 +3,7 @@ nothing of it in the caches, as a post or a step of the model does."""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,17 @@ T = TypeVar("T")
 Row = dict[str, Any]
 
 
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Collect garbage now, and none in what follows."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class Samples:
     """Times of one kind of call."""
 
@@ -28,8 +40,8 @@ class Samples:
     _copied = np.ones(COLD_BYTES, np.uint8), np.zeros(COLD_BYTES, np.uint8)
 
     def __init__(self) -> None:
-        self._wall: list[int] = []
-        self._thread: list[int] = []
+        self._wall: list[float] = []
+        self._thread: list[float] = []
 
     def take(self, call: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
         """Make the call and note its times; returns what it returns."""
@@ -40,6 +52,17 @@ class Samples:
         self._wall.append(time.perf_counter_ns() - wall)
         self._thread.append(time.thread_time_ns() - thread)
         return result
+
+    def seconds(self, is_cpu: bool = False) -> list[float]:
+        """Each call's time: on the wall, or of the thread."""
+        return [ns * 1e-9 for ns in (self._thread if is_cpu else self._wall)]
+
+    def shared_by(self, count: int) -> Samples:
+        """Each of `count` things' share of the times."""
+        found = Samples()
+        found._wall = [ns / count for ns in self._wall]
+        found._thread = [ns / count for ns in self._thread]
+        return found
 
     def clear(self) -> None:
         self._wall.clear()

@@ -1,4 +1,4 @@
-"""`python -m benchmarks sglang`: prefixkv's tree beside SGLang's own, as its scheduler calls them.
+"""prefixkv's tree beside SGLang's own, as its scheduler calls them.
 
 Run by an interpreter that has SGLang's wheel: `python -m benchmarks env sglang-trees`. Both sides
 run in one process, turn about, ours twice, on SGLang's own pools and allocator and through its own
@@ -10,11 +10,7 @@ its traces in the caches.
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import signal
-import subprocess
 import sys
 import time
 from array import array
@@ -26,10 +22,9 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.yardsticks import no_collector
+from benchmarks.report import JsonFile, Row, check_json, tell, write
+from benchmarks.samples import no_collector
 from prefixkv.errors import ConfigError
 
 SIDES: Final = ("prefixkv", "unified-rust", "again")
@@ -41,8 +36,6 @@ TURN: Final = 512
 IN_A_ROW: Final = 3
 SETTLING_BYTES: Final = 1 << 16
 GOALS: Final = {"match and indices": 1.0, "checkpoint and release": 0.5}
-
-Row = dict[str, Any]
 
 
 class Side:
@@ -173,52 +166,17 @@ def sglang(
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks of each server, with --serve.")] = 1,
     decode_tp: Annotated[int, typer.Option(min=0, help="Decode's, if not as many.")] = 0,
-    transfers: Annotated[
-        Path | None,
-        typer.Option(help="Run servers for bursts, aborts and kills instead; a folder."),
-    ] = None,
-    table: Annotated[
-        Path | None,
-        typer.Option(help="Run servers for a --part of the table instead; a folder."),
-    ] = None,
-    part: Annotated[str, typer.Option(help="agents, chat or queue.")] = "queue",
-    side: Annotated[
-        list[str] | None, typer.Option(help="Only these of the part, in this order.")
-    ] = None,
-    kills: Annotated[int, typer.Option(min=0, help="Of prefill, with --transfers.")] = 10,
-    out: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """What SGLang's scheduler pays for prefixkv's tree, beside its own; or servers with each."""
+    check_json(json_file)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended
     if serve is not None:
         from benchmarks import sglang_serve
 
-        ranks = tp, decode_tp or tp
-        result = {"commit": _commit(), **sglang_serve.serve(serve, ranks)}
-        Console().print(result)
-        if out is not None:
-            _write(out, {"servers" if ranks == (1, 1) else f"servers_tp{tp}_tp{ranks[1]}": result})
-        return
-    if transfers is not None:
-        from benchmarks import sglang_transfers
-
-        found = sglang_transfers.measure(transfers, kills, min(kills, 2), aborts=6)
-        result = {"commit": _commit(), "load": round(os.getloadavg()[0], 1), **found}
-        Console().print(result)
-        if out is not None:
-            _write(out, {"transfers": result})
-        return
-    if table is not None:
-        from benchmarks import sglang_table
-
-        sides = side or list(sglang_table.PARTS.get(part, ()))
-        load = round(os.getloadavg()[0], 1)
-        of_sides = sglang_table.measure(table, part, sides)
-        told = {one: {"commit": _commit(), "load": load, **row} for one, row in of_sides.items()}
-        Console().print(told)
-        if out is not None:
-            before = json.loads(out.read_text()).get("table", {}) if out.is_file() else {}
-            _write(out, {"table": {**before, part: {**before.get(part, {}), **told}}})
+        row = sglang_serve.serve(serve, (tp, decode_tp or tp))
+        tell(row)
+        write(json_file, f"sglang --serve FOLDER --tp {tp} --decode-tp {decode_tp or tp}", [row])
         return
     import torch
 
@@ -226,30 +184,10 @@ def sglang(
     sys.dont_write_bytecode = True
     desk = _desk()
     rows = [row for num_tokens in SIZES for row in measure(desk, num_tokens, rounds)]
-    columns = ("what", "name", "tokens", "us", "peer_us", "ratio_to_peer", "goal", "again")
-    shown = Table(*columns)
     for row in rows:
-        shown.add_row(*(str(row.get(column, "")) for column in columns))
-    Console().print(shown)
-    if out is not None:
-        recipe = {
-            "command": "python -m benchmarks sglang", "rounds": rounds, "page_size": PAGE_SIZE,
-            "statistic": "median", "in_a_row": IN_A_ROW, "clock": "CPU time of the thread",
-            "peer": "SGLang 0.5.23, UnifiedRadixCache, compiled core",
-            "policy": "adaptive, against LRU", "commit": _commit(), "cpus": os.cpu_count(),
-            "machine": platform.machine(), "load": round(os.getloadavg()[0], 1),
-            "python": platform.python_version(), "torch": str(torch.__version__),
-        }  # fmt: skip
-        _write(out, {"recipe": recipe, "trees": rows})
-
-
-def _write(out: Path, found: dict[str, Any]) -> None:
-    """Into a result's file; its other parts stay."""
-    whole = json.loads(out.read_text()) if out.is_file() else {}
-    out.write_text(json.dumps({**whole, **found}, indent=1) + "\n")
-
-
-def _commit() -> str:
-    return subprocess.check_output(
-        ["git", "describe", "--always", "--dirty"], text=True, cwd=Path(__file__).parent
-    ).strip()
+        tell(row)
+    write(
+        json_file, f"sglang --rounds {rounds}", rows, page_size=PAGE_SIZE, statistic="median",
+        in_a_row=IN_A_ROW, clock="CPU time of the thread", policy="adaptive, against LRU",
+        peer="SGLang 0.5.23, UnifiedRadixCache, compiled core",
+    )  # fmt: skip

@@ -1,19 +1,22 @@
-"""`python -m benchmarks transfer`: how fast KV goes through the whole stack, beside raw NIXL.
+"""How fast KV goes from node to node, beside raw NIXL.
 
-A prefill and a decode process, each pinned to a core of its own; 16-token pages of an 8B-class
-model (32 layers, 8 KV heads of 128, bfloat16: 2 MiB a page), 2,048 tokens a request: 256 MiB, from
-`send_chunk` to `pop_transferred`. Beside it, between the same processes and turn about: one raw
-NIXL write of as many contiguous bytes, raw posts of the size that the transport makes, and raw
-posts of the very descriptors that it makes. The ratio is taken in each repetition. `fresh` pages
-come from an empty pool; `aged` ones after 10,000 random requests through both sides' pages,
+    python -m benchmarks transfer --json benchmarks/results/transfer.json
+
+`goodput`: a prefill and a decode process, each pinned to a core of its own; 16-token pages of an
+8B-class model (32 layers, 8 KV heads of 128, bfloat16: 2 MiB a page), 2,048 tokens a request: 256
+MiB, from `send_chunk` to `pop_transferred`. Beside it, between the same processes and turn about:
+one raw NIXL write of as many contiguous bytes, raw posts of the size that the transport makes, and
+raw posts of the very descriptors that it makes. The ratio is taken in each repetition. `fresh`
+pages come from an empty pool; `aged` ones after 10,000 random requests through both sides' pages,
 evictions included; of `random` ones no two are neighbours.
+
+`staging`: between unequal ranks (`staging.py`). `full_hit`: nothing is sent (`full_hit.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import statistics
 import time
@@ -21,17 +24,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import numpy as np
 import typer
-from rich.console import Console
 
-from benchmarks import claim_staging
+from benchmarks import full_hit, staging
 from benchmarks.pair import (
-    Claim,
-    Row,
     Stuck,
     Watch,
     load_of,
@@ -40,10 +39,10 @@ from benchmarks.pair import (
     spread,
     turn_about,
 )
+from benchmarks.report import JsonFile, Row, check_json, tell, write
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.cli.figures import machine
 from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
-from prefixkv.errors import ConfigError, InternalError, OutOfPagesError
+from prefixkv.errors import InternalError, OutOfPagesError
 from prefixkv.pages.manager import PageManager, RequestPages
 
 if TYPE_CHECKING:
@@ -54,9 +53,8 @@ if TYPE_CHECKING:
 SIDES: Final = ("stack", "one", "many", "same")
 LAYOUTS: Final = ("layer_major", "page_major")
 PAGES: Final = ("fresh", "aged", "random")
-TARGETS: Final = {"fresh": 0.85, "aged": 0.85, "random": 0.7}  # the last for layer_major
-SAME_TARGET: Final = 0.95  # of raw posts of the same descriptors
-SHM_TARGET: Final = 1.2
+AIMS: Final = {"fresh": 0.85, "aged": 0.85, "random": 0.7}  # the last for layer_major
+SHM_AIM: Final = 1.2
 _AGED_PAGES: Final = 64  # the longest of the requests that age a pool
 
 
@@ -130,12 +128,11 @@ class Transfer:
             )  # the others never come back
 
 
-def small(layout: str, pages: str, backend: Backend = "nixl") -> Transfer:
+def small(layout: str, pages: str) -> Transfer:
     """As small as it still works."""
     return Transfer(
         layout, pages, tokens=128, num_pages=200, num_layers=4, num_kv_heads=2, head_dim=64,
         post_bytes=64 << 10, ageing_requests=200, repeats=2, warm_up=1, patience_s=0.0,
-        backend=backend,
     )  # fmt: skip
 
 
@@ -328,93 +325,53 @@ def decode_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
 # --- all cases ------------------------------------------------------------------------------------
 
 
-def measure(quick: bool, tell: Callable[[Row], None], backend: Backend = "nixl") -> list[Row]:
+class Part(StrEnum):
+    goodput = "goodput"
+    staging = "staging"
+    full_hit = "full_hit"
+
+
+def measure(quick: bool, backend: Backend = "nixl") -> Iterator[Row]:
     """A row for each layout and order of pages."""
-    rows = []
     for layout in LAYOUTS:
         for pages in PAGES:
-            case = small(layout, pages, backend) if quick else Transfer(layout, pages)
-            case = replace(case, backend=backend)
-            row: Row = run_pair(decode_side, prefill_side, case)
-            tell(row)
-            rows.append(row)
-    return rows
-
-
-def shm_claims(rows: list[Row]) -> list[Claim]:
-    """Against one raw NIXL write of as many bytes, in pages as small."""
-    return [
-        Claim(
-            "goodput of shm", f"{row['layout']}, {row['pages']} pages, of one raw write",
-            row["of_one_raw_write"], "ratio", SHM_TARGET,
-        )
-        for row in rows
-    ]  # fmt: skip
-
-
-def claims(rows: list[Row]) -> list[Claim]:
-    found = []
-    for row in rows:
-        for against in ("of_one_raw_write", "of_raw_posts", "of_raw_posts_of_the_same_descriptors"):
-            stated = (row["layout"], row["pages"]) == ("page_major", "random")
-            target = None if stated else TARGETS[row["pages"]]
-            if against.endswith("descriptors"):
-                target = SAME_TARGET
-            case = f"{row['layout']}, {row['pages']} pages, {against.replace('_', ' ')}"
-            found.append(Claim("goodput", case, row[against], "ratio", target))
-    return found
+            case = small(layout, pages) if quick else Transfer(layout, pages)
+            row: Row = run_pair(decode_side, prefill_side, replace(case, backend=backend))
+            aim = SHM_AIM if backend == "shm" else AIMS[pages]
+            if (layout, pages) != ("page_major", "random") or backend == "shm":
+                row |= {"aim": aim, "met": row["of_one_raw_write"] >= aim}
+            yield {"part": "goodput", **row}
 
 
 def transfer(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
-    ] = None,
+    json_file: JsonFile = None,
     quick: Annotated[
         bool, typer.Option(help="Tiny sizes: whether it works, not how fast it is.")
     ] = False,
     backend: Annotated[
         Way, typer.Option(help="Of both nodes; raw NIXL beside it in any case.")
     ] = Way.nixl,
+    part: Annotated[list[Part] | None, typer.Option(help="Only this; may be given again.")] = None,
 ) -> None:
     """How fast KV goes from node to node, beside raw NIXL. UCX_TLS=tcp in the environment measures
-    TCP. With `--backend shm` also unequal tensor parallelism, beside equal."""
-    console = Console()
-    shm = backend is Way.shm
-
-    def tell(row: Row) -> None:
-        console.print(
-            "  ".join(f"{name}={value}" for name, value in row.items()),
-            highlight=False,
-            soft_wrap=True,
-        )
-
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ConfigError(f"--json is {json_file}, there is no such folder")
-    recipe = {
-        "command": "python -m benchmarks transfer"
-        + (" --quick" if quick else "")
-        + (" --backend shm" if shm else ""),
-        "statistic": "medians, over the repetitions that others disturbed least, of the ratio "
-        "within one",
-        "nice": os.nice(0),
-        "ucx_tls": os.environ.get("UCX_TLS", "default"),
-        "case": asdict(
-            small("", "", backend.value) if quick else Transfer("", "", backend=backend.value)
+    TCP."""
+    check_json(json_file)
+    parts: dict[Part, Callable[[], Iterator[Row]]] = {
+        Part.goodput: lambda: measure(quick, backend.value),
+        Part.staging: lambda: staging.measure(quick, backend.value),
+        Part.full_hit: lambda: iter(
+            [full_hit.measured(full_hit.SMALL if quick else full_hit.Hits())]
         ),
-        **machine(),
     }
-    rows = measure(quick, tell, backend.value)
-    found = shm_claims(rows) if shm else claims(rows)
-    if shm:
-        sliced, meshes = claim_staging.measure_shm(quick)
-        found += sliced
-        for row in meshes["rows"]:
-            tell(row)
+    rows = []
+    for one in part or Part:
+        for row in parts[one]():
             rows.append(row)
-    if json_file is not None:
-        content = {
-            "recipe": recipe,
-            "claims": [claim.as_json() for claim in found],
-            "rows": rows,
-        }
-        json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            tell(row)
+    case = small("", "") if quick else Transfer("", "")
+    write(
+        json_file, "transfer" + " --quick" * quick + " --backend shm" * (backend is Way.shm), rows,
+        statistic="medians, over the repetitions that others disturbed least, of the ratio "
+        "within one", nice=os.nice(0), ucx_tls=os.environ.get("UCX_TLS", "default"),
+        case=asdict(replace(case, backend=backend.value)),
+    )  # fmt: skip

@@ -1,13 +1,8 @@
-"""Claim: under vLLM conversations that come back find in decode's host memory what its blocks have
-forgotten, so that over a slow link their first token is there sooner and little is sent.
+"""Conversations that come back to vLLM: with host memory and own compute on decode, and without.
 
-    python -m benchmarks env vllm --folder .venv-vllm
-    python -m benchmarks vllm_host --python .venv-vllm/bin/python --json \\
-        benchmarks/results/vllm_host.json
-
-One prefill server, whose connector sends at most `LINK_BYTES_PER_S`, and three decode servers, each
-with blocks for a part of the conversations: as today, with host memory, and with host memory and
-`compute_below`. One is asked at a time; the others rest. Each pass has a cache salt of its own, so
+One prefill server, whose connector sends at most `LINK_BYTES_PER_S`, and two decode servers, each
+with blocks for a part of the conversations: as today, and with host memory and `compute_below`. One
+is asked at a time; the others rest. Each pass has a cache salt of its own, so
 prefill has nothing of the others'. A round is a pass with each, and one more as today (A against
 A); the order changes from round to round. Two conversations are active at a time, and their turns
 come in an order that is drawn. All tokens of a round have to be equal.
@@ -16,8 +11,6 @@ come in an order that is drawn. All tokens of a round have to be equal.
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import random
 import statistics
 import tempfile
@@ -27,14 +20,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-import typer
-
+from benchmarks.own_compute import ratios
 from benchmarks.ports import free_port
+from benchmarks.report import Row
 from benchmarks.vllm_pair import stream
 from benchmarks.vllm_servers import Server, Sizes, make_model, transfer_config
-from prefixkv.errors import ConfigError
 
 SIZES: Final = Sizes(512, 8, 8, 4, 64, "float32")
 FIRST, MORE, OUT, TURNS = 1200, 150, 16, 4
@@ -46,10 +38,9 @@ SHARE: Final = 0.25
 HOST: Final = "8x"
 BELOW: Final = 2048
 LINK_BYTES_PER_S: Final = 125_000_000
-TODAY, AGAIN, WITH_HOST, BOTH = "today", "today again", "host memory", "host memory and own compute"
+TODAY, AGAIN, BOTH = "today", "today again", "host memory and own compute"
 OPTIONS: Final[dict[str, dict[str, Any]]] = {
     TODAY: {},
-    WITH_HOST: {"host_memory": HOST},
     BOTH: {"host_memory": HOST, "compute_below": BELOW},
 }
 
@@ -186,30 +177,14 @@ def _pass(servers: _Servers, kind: str, sessions: int, number: int) -> dict[str,
     }
 
 
-def vllm_host(
-    python: Annotated[str, typer.Option(help="The interpreter of `env vllm`.")],
-    pairs: Annotated[int, typer.Option(help="Rounds of four passes.")] = 2,
-    sessions: Annotated[int, typer.Option(help="Conversations.")] = 12,
-    both_only: Annotated[
-        bool, typer.Option(help="Without host memory alone: a server and a pass a round less.")
-    ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write recipe and rows there.")
-    ] = None,
-) -> int:
-    """First tokens and bytes sent of conversations that come back to vLLM, with host memory."""
-    if pairs < 1 or sessions < ACTIVE:
-        raise ConfigError(f"--pairs must be at least 1, and --sessions at least {ACTIVE}")
-    from prefixkv.cli.figures import machine
-
-    load_before = os.getloadavg()
-    names = [name for name in OPTIONS if name != WITH_HOST or not both_only]
-    kinds = [*names, AGAIN]
+def measure(python: str, pairs: int, sessions: int) -> tuple[Row, Row]:
+    """Rounds of passes; the ratios of each, and the recipe."""
+    kinds = [*OPTIONS, AGAIN]
     passes: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     equal = True
     with tempfile.TemporaryDirectory(prefix="prefixkv-vllm-host-") as folder, ExitStack() as stack:
-        servers = _Servers(os.path.abspath(python), Path(folder), sessions, names, stack)
-        for name in names:  # so that no pass has the servers' first steps in it
+        servers = _Servers(python, Path(folder), sessions, [*OPTIONS], stack)
+        for name in OPTIONS:  # so that no pass has the servers' first steps in it
             servers.ask(name, list(range(10, 200)), "first")
         for number in range(pairs):
             said = {}
@@ -219,24 +194,11 @@ def vllm_host(
                 passes[kind].append(row)
                 print(kind, row, flush=True)
             equal &= all(tokens == said[TODAY] for tokens in said.values())
-    found: dict[str, Any] = {"tokens_equal": equal, "decode_blocks": servers.blocks}
-    for kind in kinds[1:]:
-        for key in ("later_ttft_p50_ms", "later_ttft_p90_ms", "sent_mib"):
-            ratios = [
-                round(mine[key] / theirs[key], 4)
-                for mine, theirs in zip(passes[kind], passes[TODAY], strict=True)
-            ]
-            median = round(statistics.median(ratios), 4)
-            found[f"{kind}: {key} by today's"] = {"median": median, "ratios": ratios}
-    print(json.dumps(found, indent=1))
-    if json_file is not None:
-        recipe = {
-            "command": f"python -m benchmarks vllm_host --python PYTHON --pairs {pairs} "
-            f"--sessions {sessions}{' --both-only' if both_only else ''}",
-            "first": FIRST, "more": MORE, "out": OUT, "turns": TURNS, "active": ACTIVE,
-            "host": HOST, "share": SHARE, "below": BELOW, "link_bytes_per_s": LINK_BYTES_PER_S,
-            "load_average": [load_before[0], os.getloadavg()[0]], **machine(),
-        }  # fmt: skip
-        content = {"recipe": recipe, "rows": [{**found, "passes": passes}]}
-        json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return 0 if equal else 1
+    found: Row = {"tokens_equal": equal, "decode_blocks": servers.blocks}
+    keys = ("later_ttft_p50_ms", "later_ttft_p90_ms", "sent_mib")
+    found |= ratios(passes, BOTH, TODAY, AGAIN, keys)
+    return {**found, "passes": passes}, {
+        "sessions": sessions, "first": FIRST, "more": MORE, "out": OUT, "turns": TURNS,
+        "active": ACTIVE, "host": HOST, "share": SHARE, "below": BELOW,
+        "link_bytes_per_s": LINK_BYTES_PER_S,
+    }  # fmt: skip

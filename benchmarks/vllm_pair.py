@@ -25,18 +25,13 @@ from typing import Any, Final
 from benchmarks.ports import free_port
 from benchmarks.vllm_servers import MODEL, Server, Sizes, transfer_config
 
-SYSTEMS: Final = ("pull", "push", "ours", "governed")
-DRAWN: Final = "drawn"
-BEFORE: Final = "before"
+SYSTEMS: Final = ("pull", "push", "ours", "governed", "computes")
 POLICY: Final = "adaptive"
 """What `governed` lets name decode's victims."""
 BLOCK: Final = 32
-COMPUTES: Final = "computes"
 COMPUTE_BELOW: Final = 2 * BLOCK
 """Tokens up to which decode of `computes` may compute what it lacks itself."""
 LARGE: Final = Sizes(1024, 12, 16, 8, 64, "bfloat16")  # 121 M parameters
-NOT_CONNECTED: Final = ""
-"""A server without a connector, as a system."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +48,6 @@ class Answer:
     def after_prefill_s(self) -> float:
         return self.ttft_s - self.prefill_s
 
-    @property
-    def step_s(self) -> float:
-        """The mean time between its tokens: a step of decode, of this request alone if it is the
-        only one there."""
-        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -69,10 +58,6 @@ class Shape:
     blocks: int = 1024
     decode_blocks: int = 1024
     max_len: int = 4096
-    policy: str = POLICY
-    plain_prefill: bool = False  # it has no connector
-    pinned: bool = False  # leave NixlConnector's worker where it puts itself
-    around: dict[str, str] = field(default_factory=dict, hash=False)  # of the servers' environment
 
 
 @dataclass(frozen=True)
@@ -113,13 +98,11 @@ class Pair:
         return Server(
             self._python, self._model, log, transfer, port=ports.http,
             blocks=blocks, block_size=BLOCK, chunk=shape.chunk, dtype=shape.sizes.dtype,
-            max_len=shape.max_len, environment={**(around if self.is_nixl else {}), **shape.around},
+            max_len=shape.max_len, environment=around if self.is_nixl else {},
         )  # fmt: skip
 
     def _start_prefill(self) -> Server:
         transfer = self._transfer("kv_producer", "prefill-0", self._prefill_at.kv)
-        if self.shape.plain_prefill:
-            transfer = None
         return self._server("prefill", transfer, self._prefill_at, self.shape.blocks)
 
     def _start_decode(self) -> Server:
@@ -131,8 +114,6 @@ class Pair:
         return self.system in ("pull", "push")
 
     def _transfer(self, role: str, name: str, port: int) -> dict[str, Any] | None:
-        if self.system == NOT_CONNECTED:
-            return None
         if self.is_nixl:
             kind = "NixlConnector" if self.system == "pull" else "NixlPushConnector"
             return {
@@ -141,8 +122,8 @@ class Pair:
             }  # fmt: skip
         governed = (self.system, role) == ("governed", "kv_consumer")
         return transfer_config(
-            role, name, port, policy=self.shape.policy if governed else "",
-            compute_below=COMPUTE_BELOW if self.system == COMPUTES else 0,
+            role, name, port, policy=POLICY if governed else "",
+            compute_below=COMPUTE_BELOW if self.system == "computes" else 0,
         )  # fmt: skip
 
     def __enter__(self) -> Pair:
@@ -157,18 +138,8 @@ class Pair:
     def wait(self, server: Server) -> None:
         """Until it answers, and may use all cores."""
         server.wait()
-        if self.is_nixl and not self.shape.pinned:
+        if self.is_nixl:
             unpin(server, self.system)
-
-    def restart_prefill(self) -> None:
-        self.prefill.kill()
-        self.prefill = self._start_prefill()
-        self.wait(self.prefill)
-
-    def restart_decode(self) -> None:
-        self.decode.kill()
-        self.decode = self._start_decode()
-        self.wait(self.decode)
 
     @property
     def kv_address(self) -> str:
@@ -187,14 +158,8 @@ class Pair:
     # --- requests ---------------------------------------------------------------------------------
 
     def ask(self, prompt: list[int], num_tokens: int) -> Future[Answer]:
-        asked_in_turn = self.is_nixl or self.system == DRAWN
-        ask = self._ask_in_turn if asked_in_turn else self._ask_ours
+        ask = self._ask_in_turn if self.is_nixl else self._ask_ours
         return self._threads.submit(ask, prompt, num_tokens)
-
-    def alone(self, prompt: list[int], num_tokens: int, salt: str = "") -> Answer:
-        """What decode says without prefill."""
-        more = {"cache_salt": salt} if salt else {}
-        return self.streamed(self.decode, prompt, num_tokens, None, time.perf_counter(), **more)
 
     def _both(
         self,
@@ -264,13 +229,6 @@ class Pair:
             name = "vllm:nixl_bytes_transferred_sum"
             return int(sum(one.metrics().get(name, 0) for one in (self.prefill, self.decode)))
         return self.prefill.counter("bytes_sent")
-
-    def usage(self, server: Server) -> float:
-        """Of a server's blocks, the share that is in use."""
-        return server.metrics()["vllm:kv_cache_usage_perc"]
-
-    def decode_usage(self) -> float:
-        return self.usage(self.decode)
 
 
 def stream(

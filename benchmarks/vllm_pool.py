@@ -34,11 +34,9 @@ from benchmarks.vllm_sets import (
     workload,
 )
 from prefixkv.cache.eviction.policy import make_policy
-from prefixkv.engines.vllm import compat
-from prefixkv.engines.vllm.block_queue import GovernedQueue
 from prefixkv.engines.vllm.options import ConnectorOptions
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from prefixkv.engines.vllm.shadow import Shadow
+from prefixkv.engines.vllm.shadow import GovernedQueue, Shadow
 
 RUNNING = 2
 """Requests that are decoded at any time."""
@@ -72,7 +70,6 @@ def replay(kind: str, requests: int, block: int, seed: int, name: str) -> dict[s
         policy = make_policy(name)
         if kind not in KINDS:
             policy.token_scale = TRACE_BLOCK // block
-        assert compat.can_govern(manager.block_pool)
         shadow = Shadow(block, policy, lambda: now.s)
         GovernedQueue.install(manager.block_pool, shadow, side.counters)
     side.bind(manager.block_pool, shadow)

@@ -21,10 +21,8 @@ from prefixkv.engines.hf import PagedModel, make_model
 from tests.models.hf_workload import Found, run_round
 from tests.models.hf_world import TINY, Reference
 
-DRAFTED = "llama_draft"  # with a draft head
 KINDS = (
     "llama", "qwen3", "mistral", "qwen3_next", "granitemoehybrid", "gemma3_text", "gpt_oss",
-    DRAFTED,
 )  # fmt: skip
 
 
@@ -57,10 +55,6 @@ def main() -> None:
 def _make(kind: str, seed: int) -> PagedModel:
     if kind in FAMILIES:
         return make_model(config_of(kind), seed)
-    if kind == DRAFTED:
-        made = make_model("llama", seed, **TINY)
-        made.add_draft(seed)
-        return made
     return make_model(kind, seed, **TINY, **EXTRA.get(kind, {}))
 
 

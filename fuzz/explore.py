@@ -84,7 +84,7 @@ _tables: dict[Any, Actors] = {}  # of this process, by what decides what control
 def _explored(task: tuple[Config, int, float]) -> tuple[Config, Found | LawError]:
     """In a process of its own."""
     config, max_states, end_s = task
-    shape = config.prefill, config.decode, config.uses, config.tries
+    shape = config.prefill, config.decode, config.uses
     table = _tables.setdefault(shape, Actors())
     try:
         left_s = max(0.0, end_s - time.monotonic())
@@ -94,6 +94,7 @@ def _explored(task: tuple[Config, int, float]) -> tuple[Config, Found | LawError
 
 
 def _mutants() -> None:
+    missed = []
     for mutant in MUTANTS:
         try:
             with mutant.alive():
@@ -101,7 +102,10 @@ def _mutants() -> None:
         except LawError as error:
             print(f"{mutant.name}: {error} ({len(error.trace)} moves)", flush=True)
         else:
-            raise SystemExit(f"{mutant.name}: not found in {mutant.config!r}")
+            missed.append(f"{mutant.name}: not found in {mutant.config!r}")
+            print(missed[-1], flush=True)
+    if missed:
+        raise SystemExit("\n".join(missed))
     print(f"explore: all {len(MUTANTS)} mutants found")
 
 

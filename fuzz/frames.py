@@ -87,7 +87,7 @@ class Bodies:
     def __init__(self, rng: random.Random, hello: Hello) -> None:
         self.rng = rng
         self.hello = hello
-        self.reply = HelloReply(hello.digest, hello.topology, ("",), b"s" * 16)
+        self.reply = HelloReply(hello.digest, hello.topology, ("",))
         self.rooms: deque[tuple[int, int, int]] = deque([(1, 0, 0)], maxlen=64)
         self.promises: deque[Promise] = deque(maxlen=64)
 
@@ -117,8 +117,8 @@ class Bodies:
         fill_len = num_pages * page_size if rng.random() < 0.8 else self.number()
         prefix_len = 0 if rng.random() < 0.8 else self.number()
         slot = -1 if rng.random() < 0.9 else self.number()
-        proof = rng.randbytes(rng.choice((0, 32, 32, 33)))
-        return Promise(room, generation, fill_len, prefix_len, pages, ticket, slot, proof)
+        digest = rng.randbytes(rng.choice((0, 32, 32, 65)))
+        return Promise(room, generation, fill_len, prefix_len, pages, ticket, slot, digest)
 
     def hostile_hello(self) -> Hello:
         rng, hello = self.rng, self.hello
@@ -134,7 +134,6 @@ class Bodies:
                 {"layout": msgspec.structs.replace(layout, regions=layout.regions * 4096)},
                 {"layout": msgspec.structs.replace(layout, slabs=layout.slabs * 1000)},
                 {"agent_metadata": rng.randbytes(rng.choice((0, 10, 1000, 1 << 20)))},
-                {"secret": bytes(rng.choice((0, 15, 32, 33)))},
                 {"nonce": self.number(), "known": self.number()},
             )
         )

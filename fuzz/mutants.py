@@ -8,9 +8,7 @@ dependency of the project. It needs a virtual environment that sees the project'
     echo PACKAGES > ENV/lib/python3.11/site-packages/project.pth  # the project's site-packages
     python fuzz/mutants.py kv_events --mutmut ENV/bin/mutmut [--sample 80] [--seed 28]
 
-A mutant that makes a test hang is found when the test's patience ends; the copy has less of it. A
-test that is slow and about memory (`test_event_bounds`) is left out: what survives may be tried on
-it by hand.
+A mutant that makes a test hang is found when the test's patience ends; the copy has less of it.
 
 Run of November 2026 with mutmut 3.8.1, Python 3.11, 2 processes on 2 shared cores, seed 28, against
 the tests of that moment:

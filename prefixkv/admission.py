@@ -8,14 +8,29 @@ cannot break that. Write one by deriving from `AdmissionPolicy`; `register_admis
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
+from prefixkv.errors import CallerError, shown
 from prefixkv.registry import Registry
 
 DEFAULT_ADMISSION = "hit_aware"
 
-Rank: TypeAlias = Any
-"""Anything that compares with `<`: the least is tried first, and equal ones by arrival."""
+Rank: TypeAlias = float | tuple[float, ...]
+"""The least is tried first, and equal ones by arrival. A number is a tuple of one."""
+
+
+def rank_as_tuple(rank: Any) -> tuple[float, ...]:
+    """Check what an admission policy has returned.
+
+    >>> rank_as_tuple(3), rank_as_tuple((1, 2.5))
+    ((3,), (1, 2.5))
+    """
+    numbers = rank if type(rank) is tuple else (rank,)
+    for number in numbers:
+        if not isinstance(number, Real) or number != number:
+            raise CallerError(f"the admission policy ranks a request {shown(rank)}")
+    return numbers
 
 
 class Admission(Protocol):
@@ -106,4 +121,5 @@ class HighestPriority(AdmissionPolicy):
     name = "priority"
 
     def rank(self, req: Any, new_pages: int) -> Rank:
-        return -req.request.priority
+        priority: int = req.request.priority
+        return -priority

@@ -175,22 +175,18 @@ class ControlConfig:
     """Promises of one peer that may wait for their requests; further ones are refused."""
     max_peers: Count = 1024
     """Decode workers that a prefill rank accepts; further ones are refused in the handshake."""
-    max_peer_bytes: Bytes = 32 << 20
-    """What a prefill rank holds for one decode worker: 4 kB per room and 4 bytes per page promised,
-    what its ranks introduced themselves with, early aborts. Promises beyond are refused, and
-    counted as `dropped: BudgetError`. Raise it where a decode worker's ranks have more than 5
-    million pages in all."""
     max_queued_frames: Count = 2_000
     """Length of each socket's queue towards a peer. A frame that finds it full is dropped and
-    counted; a frame of more than 64 KiB counts as several. Of what a peer sends, at most 16 times
-    64 KiB wait here unread; the rest waits in the kernel and in that peer's own queue."""
+    counted. Of what a peer sends, at most 16 frames wait here unread; the rest waits in the kernel
+    and in that peer's own queue."""
     max_aux_bytes: BytesOrZero = 64 << 10
     """Most that `aux` of the last chunk may have."""
     curve: CurveConfig | None = None
     """Keys of the control plane. None: neither encrypted nor authenticated."""
-    allow_remote_without_keys: bool = False
-    """Bind to an address that other machines reach although there are no keys. Only on an isolated
-    network."""
+    network_is_isolated: bool = False
+    """Says that only workers, and routers that read cache events, are on the network. Without keys
+    a node binds beyond loopback only with it; ports of cache events, which have no keys, need it in
+    any case."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -241,9 +237,6 @@ class TransportConfig:
     """The network that KV travels on, as UCX calls it: "eth0", or several, "eth0,mlx5_0:1". It must
     be an isolated network. Empty: loopback and shared memory, for peers on this machine.
     `UCX_NET_DEVICES` overrides it."""
-    trial_peers: bool = True
-    """Prefill loads a peer's NIXL metadata in a child process first, which may die of it (the
-    trial): 40 MiB. `False` where all peers are trusted."""
     backend: Annotated[Backend, doc("nixl, shm (memory of this host), or auto.")] = "nixl"
     """What KV travels by. "nixl"; "shm": prefill copies into decode's memory, which it maps, for
     two workers of one user on one host; "auto": shm where both sides can, else NIXL."""
@@ -337,8 +330,8 @@ class KVEventsConfig:
     """Cache events for routers, in vLLM's format (`docs/fleet.md`).
 
     Each address is bound; a port of `*` takes a free one. Events carry the tokens of prompts, and
-    every client of the ports can read them: an address beyond loopback belongs on an isolated
-    network, and is warned of.
+    every client of the ports can read them: an address beyond loopback needs
+    `ControlConfig.network_is_isolated`, also where the control plane has keys.
     """
 
     endpoint: str = "tcp://127.0.0.1:5557"
@@ -361,10 +354,6 @@ class KVEventsConfig:
     snapshot."""
     keep_bytes: BytesOrZero = 64 << 20
     """The same, in bytes of all kept batches."""
-    queue_bytes: Bytes = 64 << 20
-    """A subscriber that is this far behind is cut off, and reconnects. A subscriber that is 10,000
-    batches behind loses events, and sees the gap in the numbers. Also bounds the unread snapshots
-    and repeats of all clients together."""
     heartbeat_s: Seconds = 1.0
     """After this long without events an empty batch is published, so that a loss of the last events
     is seen. llm-d gives up after 5 s of silence."""
@@ -505,7 +494,7 @@ class DecodeConfig:
     Lower it for fairness, raise it for throughput. At most half of `waiting_timeout_s` counts."""
     waiting_timeout_s: Seconds | None = None
     """How long a request without a `deadline_s` waits to be admitted; then it fails with
-    `AdmissionTimeoutError`, and prefill is told. After a retraction or a retry it counts again from 0.
+    `AdmissionTimeoutError`, and prefill is told. After a retraction or a retry it starts again.
     None: `control.longest_wait_s`, the largest value, since prefill waits no longer."""
     evict_reserve: Share = 1 / 256
     """Share of the pool that an eviction frees beyond the missing pages, so that new pages are

@@ -1,16 +1,12 @@
-"""Digests and proofs by which two workers know that they mean the same prompt.
+"""Digests by which two workers know that they mean the same prompt.
 
 The digest is a cryptographic hash, since clients choose prompts, and an offer's nonce is part of
 what is hashed: no other prompt may have it, and nothing may be learnt from it. It is a stream: a
 `PathHash` of a prompt's beginning goes on to the digest of any prompt that begins so.
-
-A promise carries a proof: the prompt's digest, keyed with what the two ranks drew for each other in
-their handshake. So it says nothing to others, and is of no use on another link.
 """
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Hashable
 from hashlib import blake2b
 from typing import TypeAlias
@@ -67,20 +63,6 @@ def _begin(named: bytes) -> PathHash:
     """Return the path hash, and digest, of a namespace's canonical bytes alone."""
     # The length first: else a longer namespace with fewer tokens could give the same bytes.
     return blake2b(len(named).to_bytes(8, "little") + named, digest_size=DIGEST_BYTES)
-
-
-def prove(digest: bytes, decode_secret: bytes, prefill_secret: bytes) -> bytes:
-    """Return the proof of a prompt's digest on the link of two ranks that drew these secrets, at
-    most 32 bytes each."""
-    # Both secrets: a proof overheard or received on one link proves nothing on another.
-    key = decode_secret + prefill_secret
-    return blake2b(digest, key=key, digest_size=DIGEST_BYTES).digest()
-
-
-def proves(proof: bytes, digest: bytes, decode_secret: bytes, prefill_secret: bytes) -> bool:
-    """Return whether the proof is of this prompt's digest. Takes the same time for any proof of its
-    length."""
-    return hmac.compare_digest(proof, prove(digest, decode_secret, prefill_secret))
 
 
 def check_digest(digest: bytes) -> bytes:

@@ -120,9 +120,8 @@ class VersionError(ProtocolError):
         self.ours = ours
 
 
-class BudgetError(ProtocolError):
-    """A message that asks to hold more for a peer than its pool has pages, or than `max_peer_bytes`
-    allows."""
+class OverpromisedError(ProtocolError):
+    """A promise by which a peer has promised more pages at once than its pool has."""
 
 
 class FormerLifeError(ProtocolError):
@@ -224,8 +223,7 @@ class RefusedError(HandshakeError):
 
 
 class MetadataError(HandshakeError):
-    """A peer's NIXL metadata that is not loaded here: it differs from what is known of the peer, or
-    a trial load of it failed."""
+    """A peer's NIXL metadata that is not loaded here: it is of another agent than the peer's."""
 
     def __init__(self, why: str) -> None:
         # Past HandshakeError and its message of two values: here only one side has one.
@@ -263,11 +261,6 @@ class PeerLostError(TransferError):
 class PromptMismatchError(TransferError):
     """Decode and prefill were given different prompts, or namespaces, for one room. Nothing was
     written."""
-
-
-class WrongWorkerError(TransferError):
-    """The request on prefill names another decode worker than the one that promises pages for it.
-    Nothing was written."""
 
 
 class WeightsVersionError(TransferError):

@@ -28,7 +28,7 @@ _OF_SERVING: Final = (
 _OTHERS: Final = (
     "DEBUG",  # nodes check that they are called from their own thread
     # The plug-in for SGLang (engines/sglang/plugin.py).
-    "POLICY", "HINTS", "ADMISSION", "PATIENCE_S", "JOIN", "PEEK", "MIRROR", "CPU_NIXL", "TRANSFER",
+    "POLICY", "ADMISSION", "PATIENCE_S", "JOIN", "CPU_NIXL", "TRANSFER",
     # Tests and benchmarks.
     "ENGINE_PYTHON", "TEST_DEVICE", "TEST_BACKEND", "TEST_OF_ENV", "JUNK_EXAMPLES", "KILLS",
     "RECORD", "BENCHMARKS_MARKS",

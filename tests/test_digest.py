@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import prefixkv
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.digest import check_digest, prompt_digest, prove, proves
+from prefixkv.digest import check_digest, prompt_digest
 from prefixkv.errors import RequestError, TokenError
 from prefixkv.request import Request
 
@@ -84,18 +84,6 @@ def test_what_is_no_prompt_has_no_digest() -> None:
     for tokens in ([-1], [1.5], "text", np.array([-1], np.int32)):
         with pytest.raises(TokenError):
             prompt_digest(tokens)
-
-
-def test_a_proof_is_of_one_digest_under_both_secrets() -> None:
-    digest, other = prompt_digest([1]), prompt_digest([2])
-    ours, theirs = bytes(32), bytes(range(32))
-    proof = prove(digest, ours, theirs)
-    assert proves(proof, digest, ours, theirs)
-    assert len(proof) == 32
-    assert digest not in proof
-    for args in ((other, ours, theirs), (digest, theirs, ours), (digest, ours, ours)):
-        assert not proves(proof, *args)
-    assert not proves(b"", digest, ours, theirs)
 
 
 def test_an_engines_own_digest_is_16_to_64_bytes() -> None:

@@ -21,7 +21,6 @@ SHORT = {
     "host_tier.py": ["--steps", "4000"],
     "lock_leaks.py": ["--seconds", "3"],
     "mesh_pair.py": ["--seconds", "2", "--schedulers"],
-    "metadata.py": ["--changes", "20"],
     "pair.py": ["--seconds", "2", "--backend", "shm"],
     "radix.py": ["--seconds", "2"],
     "scheduler.py": ["--steps", "5000"],

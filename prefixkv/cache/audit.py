@@ -32,8 +32,7 @@ def broken_laws(tree: RadixTree, locks: Collection[PrefixLock], epoch: int) -> l
 
 
 def _tree_laws(tree: RadixTree, orphans: list[TreeNode]) -> Iterator[str]:
-    """Yield the laws of the radix tree that an audit finds broken: of nodes, counters and the
-    bitmap."""
+    """Yield the laws that an audit finds broken: of nodes, counters and the bitmap."""
     page_bytes = tree._page_bytes
     nodes = list(tree.nodes())
     # 1. Roots.
@@ -76,8 +75,7 @@ def _tree_laws(tree: RadixTree, orphans: list[TreeNode]) -> Iterator[str]:
             not node.start < depth <= node.end for depth in depths
         ):
             yield f"hashes are of paths that end inside their node, and rise: {node} {depths}"
-        # A policy that raised left no mark.
-        if not node.children and node.mark is None and not tree.errors.num:
+        if not node.children and node.mark is None:
             yield f"a leaf has been used: {node}"
         if not node.children and not node.lock_ref and node.entry is None:
             yield f"an evictable leaf stands in a queue: {node}"
@@ -96,7 +94,6 @@ def _tree_laws(tree: RadixTree, orphans: list[TreeNode]) -> Iterator[str]:
 def _lock_laws(
     tree: RadixTree, locks: Collection[PrefixLock], orphans: list[TreeNode]
 ) -> Iterator[str]:
-    """Yield the laws of prefix locks that an audit finds broken, of the tree's and of orphans."""
     ends_on = Counter(lock.node for lock in locks)
     nodes = [*tree.nodes(), *tree._roots.values()]
     # The law of lock_ref, worked out from the locks themselves.
@@ -122,8 +119,6 @@ def _lock_laws(
 
 
 def _want_laws(tree: RadixTree) -> Iterator[str]:
-    """Yield the laws of wants that an audit of the radix tree finds broken, by walking each one's
-    prefix from the root."""
     page_bytes = tree._page_bytes
     nodes = [*tree.nodes(), *tree._roots.values()]
     attached = [want for node in nodes for some in (node.wants or {}).values() for want in some]
@@ -141,8 +136,6 @@ def _want_laws(tree: RadixTree) -> Iterator[str]:
 
 
 def _orphans(locks: Collection[PrefixLock], epoch: int) -> list[TreeNode]:
-    """Return, for an audit, every node of a path that was locked when the radix tree was reset and
-    still is."""
     found: dict[TreeNode, None] = {}
     for lock in locks:
         node = lock.node
@@ -153,8 +146,7 @@ def _orphans(locks: Collection[PrefixLock], epoch: int) -> list[TreeNode]:
 
 
 def picture(tree: RadixTree, limit: int = 200) -> str:
-    """Return every node of the radix tree in full, one per line, for an audit's report of a broken
-    law."""
+    """Return every node in full, one per line, for an audit's report of a broken law."""
     lines = "".join(
         f"\n{node!r} mark={node.mark} steps={node.steps} parent={id(node.parent):x} id={id(node):x}"
         for node in islice(tree.nodes(), limit)

@@ -46,9 +46,7 @@ class WindowKeeper(Protocol):
     """The counts of the window pages that checkpoints keep. `PageManager` has those of its
     allocators."""
 
-    def pin(self, windows: Windows, count: int) -> None:
-        """Add `count`, 1 or -1, to the pins of these pages: what is pinned may not be given up."""
-        ...
+    def pin(self, windows: Windows, count: int) -> None: ...
 
     def drop(self, windows: Windows) -> None:
         """Take away one count of these pages; what has none is free."""
@@ -117,8 +115,8 @@ class Checkpoints:
     # --- looking ----------------------------------------------------------------------------------
 
     def find(self, match: MatchResult) -> Checkpoint | None:
-        """Return the deepest checkpoint on a matched path of the radix cache. Changes nothing.
-        O(nodes walked), and a memchr over their pages."""
+        """Return the deepest checkpoint on a matched path. Changes nothing. O(nodes walked), and a
+        memchr over their pages."""
         node, depth = self._cache.locate(match)
         depth = min(depth, match.depth)
         while node is not None and node.parent is not None:
@@ -159,7 +157,6 @@ class Checkpoints:
         return not keeper.lacks(needs)
 
     def give_back(self, slot: int) -> None:
-        """Return a slot of `take` in which no checkpoint is saved."""
         windows = self._taken.pop(slot)
         self._free.append(slot)
         if self._keeper is not None:
@@ -167,8 +164,8 @@ class Checkpoints:
             self._keeper.drop(windows)
 
     def save(self, page: int, depth: int, slot: int, parent: Checkpoint | None = None) -> None:
-        """Enter a checkpoint of the radix cache: `slot`, of `take`, has the state behind the page
-        `page` of the pool, the `depth`-th of a path in the tree.
+        """Enter a checkpoint: `slot`, of `take`, has the state behind the page `page` of the pool,
+        the `depth`-th of a path in the tree.
 
         `parent`: the one from which the request went on that saves this. If there is a checkpoint
         already, the slot is free again, and that one counts as used.
@@ -193,7 +190,6 @@ class Checkpoints:
     # --- holding ----------------------------------------------------------------------------------
 
     def use(self, checkpoint: Checkpoint) -> None:
-        """Count a use of a checkpoint."""
         checkpoint.uses += 1
         checkpoint.is_superseded = False
         self._touch(checkpoint)
@@ -259,13 +255,11 @@ class Checkpoints:
             self._release(checkpoint)
 
     def _release(self, checkpoint: Checkpoint) -> None:
-        """Free what a checkpoint that is gone has kept."""
         self._free.append(checkpoint.slot)
         if self._keeper is not None:
             self._keeper.drop(checkpoint.windows)
 
     def _touch(self, checkpoint: Checkpoint) -> None:
-        """Put a checkpoint last in the order of eviction."""
         self._tick += 1
         checkpoint.tick = self._tick
         self._push(checkpoint)

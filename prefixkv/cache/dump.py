@@ -10,8 +10,8 @@ from prefixkv.errors import shown_namespace
 
 
 def lines(tree: RadixTree, max_nodes: int) -> Iterator[str]:
-    """Yield the lines of a dump of the radix tree: the roots and the first `max_nodes` nodes, each
-    before its children.
+    """Yield the lines of a dump: the roots and the first `max_nodes` nodes, each before its
+    children.
 
     The indentation stops at 40 levels, so that a long chain stays readable.
     """

@@ -124,7 +124,6 @@ def _with_tuples(event: CacheEvent) -> CacheEvent:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Turn lists in a cache event's namespace into tuples, at every level."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
@@ -276,7 +275,6 @@ class PagePaths:
 
 
 def as_stored(run: list[PageRef], is_host: bool = False) -> Stored:
-    """Return the cache event that a run of new pages is stored."""
     return Stored(run[0].namespace, run[0].parent, tuple(ref.key for ref in run), is_host)
 
 
@@ -392,7 +390,6 @@ class EventFeed:
                 self._untaken = []
 
     def _hand_over(self, changes: list[Change], snapshot: bool) -> None:
-        """Hand changes of the cache to the feed's listener, if there is one that can use them."""
         if (
             self._listener is not None
             and changes
@@ -401,7 +398,6 @@ class EventFeed:
             self._listener_missed_changes = not self._listener.hand_over(changes)
 
     def _events(self, changes: list[Change]) -> Iterator[CacheEvent]:
-        """Turn changes of the cache into events, hashing each new page."""
         for change in changes:
             match change:
                 case Inserted():
@@ -485,7 +481,6 @@ class EventLog:
         self.changes.append(Cleared())
 
     def drain(self) -> list[Change]:
-        """Return all changes of the cache in the log, and forget them."""
         changes, self.changes, self.num_pages = self.changes, [], 0
         return changes
 
@@ -504,5 +499,4 @@ def stored_pages(changes: list[Change]) -> int:
 
 
 def _ids(pages: Packed) -> list[int]:
-    """Return packed page ids of a change of the cache as ints."""
     return np.frombuffer(pages, np.int32).tolist()  # type: ignore[no-any-return]

@@ -51,9 +51,8 @@ def _size(namespace: object) -> int:
 
 
 def _is_name(text: object) -> bool:
-    """Return whether a part of a namespace can be its name: a string, not empty, that events
-    carry. Of the exact type: a subclass may compare and hash as it likes, and this is a key for
-    life."""
+    """Return whether a part of a namespace can be its name: a string, not empty, that events carry.
+    Of the exact type: a subclass may compare and hash as it likes, and this is a key for life."""
     return type(text) is str and bool(text) and travels(text)
 
 

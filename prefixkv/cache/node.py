@@ -83,8 +83,7 @@ class TreeNode:
         # The law of lock_ref. It makes lock and unlock stop at the first ancestor that is held
         # anyway: the count of an ancestor changes only when a child's count leaves or reaches 0.
         self.lock_ref = 0  # locks that end here + children with lock_ref > 0
-        # The staircase of uses, see the top of the file. Every leaf of the tree has a mark, unless
-        # the policy raised: a leaf without one has no rank.
+        # The staircase of uses, see the top of the file. Every leaf of the tree has a mark.
         self.mark: Mark = None  # uses that end at the last page; None: none did
         # (depth, mark) of uses that end inside, ascending
         self.steps: list[tuple[int, Mark]] | None = None

@@ -53,7 +53,6 @@ class PageFlags:
         return runs
 
     def set_runs(self, runs: Runs) -> None:
-        """Flag pages that have come into the tree."""
         for first, end in runs:
             self._flags[first:end] = b"\1" * (end - first)
 
@@ -103,6 +102,4 @@ def _common(known: bytes, rest: Packed) -> int:
 
 
 def _seem_short(at: int, end: int) -> bool:
-    """Return whether the first runs of a tree's packed page ids, up to byte `at`, are short, and
-    many ids are left."""
     return at < _FIRST_RUNS * SHORT_PAGES * PAGE_ID_BYTES < end // MAX_RUNS

@@ -72,8 +72,7 @@ class RadixCache(RadixTree):
             own. An object serves one cache.
         pool_pages: pages in the pool. If given, ids that are out of range or in the tree already
             are refused.
-        errors: collects what the policy raises, for its owner to raise. None: the next `lock`,
-            `insert` or `evict` raises it, before it changes anything.
+        errors: counts an exception of a user's policy. The cache goes on with `lru`, for good.
     Raises:
         ConfigError: names the setting, the value and the bound.
 
@@ -104,8 +103,6 @@ class RadixCache(RadixTree):
         errors: UserErrors | None = None,
     ) -> None:
         super().__init__(page_size, policy, pool_pages, errors or UserErrors())
-        # Without a collector of errors this cache reports them itself.
-        self._raises = errors is None
         # All locks that are held, those of orphans included: `unlock` accepts no others.
         self._locks: set[PrefixLock] = set()
         # A lock of an earlier epoch holds an orphan.
@@ -145,8 +142,8 @@ class RadixCache(RadixTree):
     # --- hashes of paths -------------------------------------------------------------------------
 
     def keep_hash(self, lock: PrefixLock, depth: int, path_hash: Any) -> None:
-        """Keep in the radix cache a hash of a lock's path, of its namespace and its first `depth`
-        pages. It goes with the path's pages.
+        """Keep a hash of a lock's path, of its namespace and its first `depth` pages. It goes with
+        the path's pages.
 
         A prompt that goes on from there need not be hashed from its beginning. The tree looks at no
         hash. Ignored unless the lock ends at `depth`. O(1).
@@ -179,8 +176,7 @@ class RadixCache(RadixTree):
     def lock(
         self, result: MatchResult, now_s: float = 0.0, *, visit: bool | None = None
     ) -> PrefixLock:
-        """Keep what was matched in or inserted into the radix cache from eviction until `unlock`.
-        Counts as a use.
+        """Keep what was matched or inserted from eviction until `unlock`. Counts as a use.
 
         If pages came or went since the match, it walks again and locks what is there now, so read
         `prefix_len` of the lock, not of the match. An empty match gives an empty lock, which has to
@@ -204,10 +200,6 @@ class RadixCache(RadixTree):
         >>> cache.evict(1).tolist()
         [11]
         """
-        # Report what the policy raised earlier before anything changes: the caller may then call
-        # again.
-        if self.errors.due is not None and self._raises:
-            self.errors.raise_due()
         check_time(now_s)
         check_flag("visit", visit, or_none=True)
         lock = self.pin(result, now_s)
@@ -223,9 +215,8 @@ class RadixCache(RadixTree):
         return lock
 
     def pin(self, result: MatchResult, now_s: float = 0.0) -> PrefixLock:
-        """Lock a prefix in the radix cache without counting a use, as for a copy of its pages,
-        which is no sign that they are wanted. Otherwise as `lock`.
-        """
+        """Lock a prefix without counting a use, as for a copy of its pages, which is no sign that
+        they are wanted. Otherwise as `lock`."""
         # The namespace may be empty: the lock then holds its root, so that it is not dropped.
         found, depth = self.locate(result)
         node = found if found is not None else self._root(result.namespace)
@@ -239,8 +230,7 @@ class RadixCache(RadixTree):
         return lock
 
     def unlock(self, lock: PrefixLock) -> Pages:
-        """End a lock on a prefix in the radix cache. Allowed once per lock. O(nodes that no other
-        lock holds).
+        """End a lock on a prefix. Allowed once per lock. O(nodes that no other lock holds).
 
         Returns:
             int32 ids of the pages of an orphan (see `reset`) that only this lock held, now the
@@ -270,13 +260,10 @@ class RadixCache(RadixTree):
             if node.parent is None:
                 self._drop_root_if_idle(node)
             elif not node.lock_ref:
-                self._enqueue(node)
+                self._queue.add(node)
         else:
             self._merge_if_idle(node)
-        try:
-            self.policy.work_ahead()
-        except Exception as error:
-            self.errors.caught(error)
+        self.policy.work_ahead()
         return lock.freed
 
     def _next_use(
@@ -311,15 +298,8 @@ class RadixCache(RadixTree):
         return use
 
     def _leave_mark(self, node: TreeNode, depth: int, use: Use) -> None:
-        """Leave the policy's mark for `use` at `depth` of `node` in the radix cache; none if the
-        policy raises."""
         policy = self.policy
-        try:
-            mark = policy.mark(use)
-        except Exception as error:
-            self.errors.caught(error)
-            return
-        node.leave_mark(depth, mark, self._fold, policy.supersedes)
+        node.leave_mark(depth, policy.mark(use), policy.fold, policy.supersedes)
 
     # --- adding ----------------------------------------------------------------------------------
 
@@ -336,7 +316,7 @@ class RadixCache(RadixTree):
         extend_lock: bool = False,
         checked: Where | None = None,
     ) -> InsertResult:
-        """Add to the radix cache what a request has computed. Counts as a use of all of it.
+        """Add what a request has computed. Counts as a use of all of it.
 
         The tree takes over the pages of tokens that it did not have; for the others see
         `InsertResult`. O(nodes on the path + tokens). A conversation that continues grows its node
@@ -370,8 +350,6 @@ class RadixCache(RadixTree):
         (2, [10, 21])
         """
         # 1. Everything that can be refused, before anything changes.
-        if self.errors.due is not None and self._raises:
-            self.errors.raise_due()
         check_time(now_s)
         if type(priority) is not int and not isinstance(priority, Real):
             raise CallerError(f"priority is {shown(priority)}, a number is needed")
@@ -438,7 +416,7 @@ class RadixCache(RadixTree):
             # A mark at the very end of an evictable leaf changes its rank. A mark above its last
             # page does not, since a page's history is what lies at it or below.
             if num_pages == node.end and not node.lock_ref and not node.children:
-                self._enqueue(node)
+                self._queue.add(node)
         else:
             # They index all pages behind the lock: of use only if all of them are new.
             new_key = data[matched : num_pages * self._page_bytes]
@@ -449,8 +427,6 @@ class RadixCache(RadixTree):
         return InsertResult(self, data, key.namespace, node, num_pages, self.version, old_pages)
 
     def _extend(self, lock: PrefixLock, node: TreeNode, depth: int, now_s: float) -> None:
-        """Make a lock of the radix cache hold all pages down to `depth`, which lies in `node`, at
-        or below its present end."""
         before = lock.node
         if node is not before:
             # The tree may go on below: the lock gets a node of its own, as in `lock`.
@@ -470,8 +446,7 @@ class RadixCache(RadixTree):
     # --- taking back -----------------------------------------------------------------------------
 
     def evict(self, num_pages: int, now_s: float = 0.0) -> Pages:
-        """Take from the radix cache the pages least worth keeping: exactly `num_pages`, or all that
-        are evictable.
+        """Take the pages least worth keeping: exactly `num_pages`, or all that are evictable.
 
         Each step takes the last page of the leaf that the policy ranks first, so what is left is
         still a set of prefixes. A batch takes the same pages as single steps would. O(log leaves)
@@ -491,8 +466,6 @@ class RadixCache(RadixTree):
         """
         num_pages = whole_count("num_pages", num_pages)
         check_time(now_s)
-        if self.errors.due is not None and self._raises:
-            self.errors.raise_due()
         self._now_s = max(self._now_s, now_s)
         num_pages = min(num_pages, self.evictable_pages)
         if not num_pages:
@@ -546,10 +519,7 @@ class RadixCache(RadixTree):
             for node in self._subtree(root):
                 node.wants = node.entry = None
             del self._roots[namespace]
-        try:
-            self.policy.reset()
-        except Exception as error:
-            self.errors.caught(error)
+        self.policy.reset()
         # Before the counters start again at 0. The flags of orphans stay set: a page that a lock
         # still holds must not be inserted.
         self.orphan_pages += self.protected_pages
@@ -569,8 +539,8 @@ class RadixCache(RadixTree):
     # --- hints, all of them soft -----------------------------------------------------------------
 
     def hint(self, target: MatchResult | PrefixLock | TreeNode, continues: bool | None) -> None:
-        """Note in the radix cache whether the session that used `target` last will continue; soft,
-        it changes only the order of evictions.
+        """Note whether the session that used `target` last will continue; soft, it changes only the
+        order of evictions.
 
         Leaves of finished sessions go first and leaves of sessions that continue go last, until
         they are used again or `Policy.promise_s` have passed (eviction/hints.py). A target that is
@@ -605,11 +575,10 @@ class RadixCache(RadixTree):
         # 3. The leaf may belong to another group of the queue now, also if the mark lies above its
         # end: one insertion may leave several marks, the last of them there.
         if not node.lock_ref and not node.children:
-            self._enqueue(node)
+            self._queue.add(node)
 
     def want(self, match: MatchResult) -> int:
-        """Register with the radix cache that a request waits for the tokens of `match`; soft,
-        unlike a lock.
+        """Register that a request waits for the tokens of `match`; soft, unlike a lock.
 
         Pages on the path of a waiting request are evicted after all others, also those inserted
         while it waits. O(1), for a stale match O(nodes on the path).
@@ -629,8 +598,7 @@ class RadixCache(RadixTree):
         return self._last_want
 
     def unwant(self, number: int) -> None:
-        """End a want registered with the radix cache: its request waits no longer. O(wants of one
-        prefix).
+        """End a want: its request waits no longer. O(wants of one prefix).
 
         Raises:
             CallerError: no want has this number, or it has ended already.
@@ -645,13 +613,12 @@ class RadixCache(RadixTree):
         elif not home.children and not home.lock_ref:
             # It may stand in the queue of wanted leaves, which go last.
             forget(home)
-            self._enqueue(home)
+            self._queue.add(home)
 
     # --- listening and looking on ----------------------------------------------------------------
 
     def drain_changes(self, snapshot: bool = False) -> list[Change]:
-        """Return what was stored in and removed from the radix cache since the last call, for an
-        `EventFeed`.
+        """Return what was stored and removed since the last call, for an `EventFeed`.
 
         The first call starts the recording and returns the whole tree as insertions. A listener
         that fell more than `EVENT_LIMIT_PAGES` behind, or passes `snapshot`, gets `Cleared` and
@@ -695,17 +662,17 @@ class RadixCache(RadixTree):
 
     @property
     def num_wants(self) -> int:
-        """Number of requests that wait for a prefix in the radix cache."""
+        """Number of requests that wait for a prefix."""
         return len(self._wants)
 
     @property
     def locks(self) -> frozenset[PrefixLock]:
-        """All locks on prefixes of the radix cache that are held, for audits."""
+        """All locks on prefixes that are held, for audits."""
         return frozenset(self._locks)
 
     def oldest_lock(self) -> PrefixLock | None:
-        """Return, of the locks that hold pages of the radix cache, the one taken first by `now_s`.
-        O(locks); from any thread."""
+        """Return, of the locks that hold pages, the one taken first by `now_s`. O(locks); from any
+        thread."""
         # A copy, since the owner may lock and unlock meanwhile.
         holding = (lock for lock in self._locks.copy() if lock.prefix_len)
         return min(holding, key=attrgetter("taken_s"), default=None)
@@ -728,8 +695,8 @@ class RadixCache(RadixTree):
     # --- shared ----------------------------------------------------------------------------------
 
     def locate(self, result: MatchResult) -> tuple[TreeNode | None, int]:
-        """Return where a result ends in the radix cache now: a node, and the depth in it (above its
-        start, unless it is a root).
+        """Return where a result ends now: a node, and the depth in it (above its start, unless it
+        is a root).
 
         The node is None if the namespace is gone. O(1) if no page came or went since, apart from
         splits.
@@ -756,7 +723,6 @@ class RadixCache(RadixTree):
         return node, depth
 
     def _key(self, tokens: TokensLike, namespace: Hashable) -> RadixKey:
-        """Return `tokens` as a key of the radix cache. Raises CallerError for two namespaces."""
         if type(tokens) is not RadixKey:
             key = RadixKey(tokens, namespace)
         elif namespace is None:

@@ -263,7 +263,6 @@ def check_packed(data: bytes, start_byte: int = 0) -> None:
 
 
 def _pack_array(values: npt.NDArray[Any]) -> bytes:
-    """Pack a numpy array of tokens for a radix key. Raises TokenError."""
     if values.ndim != 1:
         raise TokenError(f"tokens have shape {values.shape}, one dimension is needed")
     # int32 is copied as it is. It may hold negative values, which `check` looks for later, and only

@@ -9,6 +9,7 @@ import numpy as np
 
 from prefixkv.cache import wants
 from prefixkv.cache.events import EventLog
+from prefixkv.cache.eviction.guard import guarded
 from prefixkv.cache.eviction.hints import HintedQueue, Hints
 from prefixkv.cache.eviction.policy import Policy, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
@@ -19,12 +20,6 @@ from prefixkv.cache.results import PrefixLock, packed_ids
 from prefixkv.errors import PageStateError, UserErrors
 from prefixkv.paging import MAX_INDEX, Pages, Where
 from prefixkv.settings import check_whole
-
-
-def _no_rank(mark: Mark) -> int:
-    """Rank all strays of the radix tree alike: the policy gave them no rank, so any order will
-    do."""
-    return 0
 
 
 class RadixTree:
@@ -43,7 +38,6 @@ class RadixTree:
     def __init__(
         self, page_size: int, policy: str | Policy, pool_pages: int | None, errors: UserErrors
     ) -> None:
-        self.errors = errors  # of the policy
         check_whole("page_size", page_size, 1, MAX_INDEX)
         check_whole("pool_pages", pool_pages or 0, 0, MAX_INDEX)
         self.page_size = page_size
@@ -61,12 +55,11 @@ class RadixTree:
         except BaseException:
             self.policy.release()
             raise
+        self.policy, self._queue = guarded(self.policy, self._queue, errors, self._requeue)
         self._hints: Hints | None = None  # from the first one on
-        # Every evictable leaf stands in exactly one of three queues. `TreeNode.entry` says where.
+        # Every evictable leaf stands in exactly one of two queues. `TreeNode.entry` says where.
         # Leaves on the path of a waiting request: they go last.
         self._wanted_queue = LeafHeap(self.policy.last_tick)
-        # Evictable leaves that the policy did not rank when asked: they go before all others.
-        self._strays = LeafHeap(_no_rank)
         self._wants: dict[int, Want] = {}  # by number
         # One flag per page of the pool: in the tree, or in an orphan. It refuses an id that is
         # inserted a second time, which would give two prompts the same memory.
@@ -155,15 +148,14 @@ class RadixTree:
     # --- shape ---------------------------------------------------------------------------------
 
     def _root(self, namespace: Hashable) -> Root:
-        """Return the radix tree's root of `namespace`, made if there is none."""
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Root(namespace)
         return root
 
     def _drop_root_if_idle(self, root: TreeNode) -> None:
-        """Drop from the radix tree a namespace that has no pages, locks or wants: namespaces come
-        and go with tenants."""
+        """Drop a namespace that has no pages, locks or wants: namespaces come and go with
+        tenants."""
         assert isinstance(root, Root)
         if not root.children and not root.lock_ref and not root.wants:
             del self._roots[root.namespace]
@@ -215,7 +207,7 @@ class RadixTree:
     # --- holding -------------------------------------------------------------------------------
 
     def _hold(self, node: TreeNode) -> None:
-        """Add a holder to `node` of the radix tree, and count its pages as protected.
+        """Add a holder to `node`, and count its pages as protected.
 
         By the law of lock_ref a held node counts 1 at its parent, however many locks are below. So
         the walk up ends at the first node that was held before.
@@ -232,8 +224,8 @@ class RadixTree:
         self.protected_pages += num_pages
 
     def _release(self, node: TreeNode) -> None:
-        """Remove a holder from `node` of the radix tree: the reverse of `_hold`. The caller
-        enqueues or merges the node."""
+        """Remove a holder from `node`: the reverse of `_hold`. The caller enqueues or merges the
+        node."""
         end = node.end
         node.lock_ref -= 1
         while node.lock_ref == 0 and node.parent is not None:
@@ -243,74 +235,29 @@ class RadixTree:
         self.evictable_pages += num_pages
         self.protected_pages -= num_pages
 
-    # --- what the policy says; it may raise -------------------------------------------------------
+    # --- the policy -------------------------------------------------------------------------------
 
-    def _fold(self, upper: Mark, lower: Mark) -> Mark:
-        """Return the history that two marks in the radix tree make together. A policy that raises
-        loses the upper one."""
-        # None stands for a mark that the policy should have made, but raised instead.
-        if upper is None or lower is None:
-            return upper if lower is None else lower
-        try:
-            return self.policy.fold(upper, lower)
-        except Exception as error:
-            self.errors.caught(error)
-            return lower
+    def _new_queue(self) -> EvictionQueue:
+        queue = self.policy.make_queue()
+        return queue if self._hints is None else HintedQueue(self.policy, self._hints, queue)
 
-    def _marks(self, use: Use) -> list[tuple[int, Mark]]:
-        """Return (depth, mark) for all that the insertion of new pages leaves in the radix tree;
-        the last is on the last page."""
-        try:
-            marks = list(self.policy.insertion_marks(use))
-            # A user's policy may return anything. A mark outside the new pages would break the
-            # staircase: steps must rise, inside their node.
-            if marks[-1][0] == use.num_pages and marks[0][0] >= use.old_pages:
-                return marks
-            raise ValueError(f"insertion_marks of {use.num_pages} pages are {marks}")
-        except Exception as error:
-            self.errors.caught(error)
-            return [(use.num_pages, None)]
-
-    def _enqueue(self, leaf: TreeNode) -> None:
-        """Put an evictable leaf of the tree in the eviction queue, or move it after its history has
-        changed."""
-        if leaf.mark is None:  # the policy did not say what its use leaves, so it has no rank
-            forget(leaf)
-            self._strays.add(leaf)
-            return
-        try:
-            self._queue.add(leaf)
-        except Exception as error:
-            # The leaf must stand in some queue, or its pages could never be evicted. Its old entry
-            # is good enough if the queue kept it.
-            self.errors.caught(error)
-            if leaf.entry is None:
-                self._strays.add(leaf)
+    def _requeue(self) -> EvictionQueue:
+        """Move all evictable leaves to a new queue: the former ones are not asked any more."""
+        queue = self._queue = self._new_queue()
+        for node in self.nodes():
+            node.entry = None
+            if not node.children and not node.lock_ref:
+                queue.add(node)
+        return queue
 
     def _hint(self, mark: Mark, continues: bool) -> None:
-        """Pass on from the tree to its eviction order whether the session of the use that left
-        `mark` goes on."""
-        try:
-            tick = self.policy.last_tick(mark)
-            # The first hint wraps the policy's queue. `_hints` is set last: if anything raises
-            # before, there were no hints and the next one tries again.
-            if self._hints is None:
-                hints = Hints(self.policy.promise_s, self.policy.reports_returns)
-                if self.policy.reports_returns:
-                    self.policy.came_back = hints.came_back
-                self._queue = HintedQueue(self.policy, hints, self._queue)
-                self._hints = hints
-            self._hints.note(tick, continues, self._now_s)
-        except Exception as error:
-            self.errors.caught(error)
-
-    def _expect(self, num_leaves: int) -> None:
-        """Tell the tree's eviction queue about how many leaves the coming eviction will take; 0
-        when it is over."""
-        try:
-            self._queue.expect(num_leaves, self._now_s)
-        except Exception as error:
-            self.errors.caught(error)
+        if self._hints is None:
+            hints = Hints(self.policy.promise_s, self.policy.reports_returns)
+            if self.policy.reports_returns:
+                self.policy.hears_returns(hints.came_back)
+            self._queue = HintedQueue(self.policy, hints, self._queue)
+            self._hints = hints
+        self._hints.note(self.policy.last_tick(mark), continues, self._now_s)
 
     # --- attaching -----------------------------------------------------------------------------
 
@@ -342,8 +289,7 @@ class RadixTree:
         use: Use,
         lock: PrefixLock | None,
     ) -> TreeNode:
-        """Put new pages into the radix tree at `depth` of `node`, and return the node that ends
-        with them.
+        """Put new pages at `depth` of `node`, and return the node that ends with them.
 
         Nothing here may fail: the caller has checked everything.
 
@@ -353,8 +299,9 @@ class RadixTree:
             lock: the lock that `_extend` will make hold them, or None. A node on which no other
                 lock ends grows even if this one ends on it.
         """
-        fold, page_bytes, num_pages = self._fold, self._page_bytes, len(pages) // PAGE_ID_BYTES
-        *inner_marks, (_, mark) = self._marks(use)
+        page_bytes, num_pages = self._page_bytes, len(pages) // PAGE_ID_BYTES
+        *inner_marks, (_, mark) = self.policy.insertion_marks(use)
+        fold = self.policy.fold
         # Where the new branch leaves an edge in the middle there has to be a node.
         if depth < node.end:
             node = self._split(node, depth)
@@ -394,7 +341,7 @@ class RadixTree:
         else:
             self.evictable_pages += num_pages
             if lock is None:
-                self._enqueue(node)
+                self._queue.add(node)
         self._inserted_pages += num_pages
         self.version += 1
         if self._in_tree is not None:
@@ -409,8 +356,6 @@ class RadixTree:
         return node
 
     def _log_stored(self, node: TreeNode, pages_above: Packed, key: Packed, pages: Packed) -> None:
-        """Record for listeners that pages were stored in the tree after the last page of
-        `pages_above`."""
         assert self._log is not None
         while node.parent is not None:
             node = node.parent
@@ -422,29 +367,16 @@ class RadixTree:
     def _victim(self) -> TreeNode | None:
         """Return the leaf of the tree that loses a page next, or None. A wanted leaf goes only when
         there is no other."""
-        # 1. Leaves that the policy did not rank.
-        # 2. The policy's first, passing over leaves with a last page that a request waits for.
-        # 3. Those wanted leaves, the least recently used first.
-        if (node := self._strays.first()) is not None:
-            return node
-        try:
-            while (node := self._queue.first(self._now_s)) is not None:
-                if not (node.wants and wants.deepest(node, node.end) == node.end):
-                    return node
-                forget(node)
-                # The queue does not know of wants, so a wanted leaf moves aside when it comes up.
-                # `unwant` brings it back, and so does a later use.
-                self._wanted_queue.add(node)
-            return self._wanted_queue.first()
-        except Exception as error:
-            self.errors.caught(error)
-        # The policy raised and gives no order: every evictable leaf becomes a stray, until its
-        # next use puts it back into the policy's queue.
-        for node in self.nodes():
-            if not node.children and not node.lock_ref:
-                forget(node)
-                self._strays.add(node)
-        return self._strays.first()
+        # 1. The policy's first, passing over leaves with a last page that a request waits for.
+        # 2. Those wanted leaves, the least recently used first.
+        while (node := self._queue.first(self._now_s)) is not None:
+            if not (node.wants and wants.deepest(node, node.end) == node.end):
+                return node
+            forget(node)
+            # The queue does not know of wants, so a wanted leaf moves aside when it comes up.
+            # `unwant` brings it back, and so does a later use.
+            self._wanted_queue.add(node)
+        return self._wanted_queue.first()
 
     def _evict_in_order(
         self, num_pages: int, merge_candidates: dict[TreeNode, None]
@@ -462,7 +394,7 @@ class RadixTree:
         taken: list[Packed] = []
         ghost_pages = self.policy.ghost_pages
         # About how many leaves will go, if their nodes have as many pages as the average.
-        self._expect(num_pages * self.num_nodes // self.evictable_pages)
+        self._queue.expect(num_pages * self.num_nodes // self.evictable_pages, self._now_s)
         missing = num_pages
         while missing:
             node = self._victim()
@@ -482,21 +414,18 @@ class RadixTree:
             # The policy remembers evicted paths at every `ghost_pages` pages. It reads the path
             # from the node, so it hears of it before the pages leave.
             if ghost_pages and end // ghost_pages != (end - count) // ghost_pages:
-                try:
-                    self.policy.evicted(node, count)
-                except Exception as error:
-                    self.errors.caught(error)
+                self.policy.evicted(node, count)
             # The whole leaf goes: fold its steps into its one mark, which `_remove_leaf` hands to
             # the parent.
             if end - count == parent.end:
                 for _, mark in reversed(steps or ()):
-                    node.mark = self._fold(mark, node.mark)
+                    node.mark = self.policy.fold(mark, node.mark)
                 taken.append(node.pages)
                 self._remove_leaf(node, parent, merge_candidates)
             else:
                 taken.append(self._trim(node, count))
         # The eviction is over, also when it found less than was asked for.
-        self._expect(0)
+        self._queue.expect(0, self._now_s)
         return taken
 
     def _floor(self, node: TreeNode, low: int) -> int:
@@ -511,40 +440,35 @@ class RadixTree:
         steps, mark = node.steps, node.mark
         assert steps
         assert node.parent is not None
-        if mark is None or steps[-1][0] <= low:
+        if steps[-1][0] <= low:
             return steps[-1][0]
-        try:
-            floor = self.policy.floor(steps, mark, low)
-        except Exception as error:
-            self.errors.caught(error)
-            return steps[-1][0]
+        floor = self.policy.floor(steps, mark, low)
         return node.parent.end if floor is None else floor
 
     def _trim(self, node: TreeNode, num_pages: int) -> bytes:
         """Cut pages off the end of a leaf of the tree and return their ids. The leaf gets its new
         place in the queue."""
         end = node.end
-        pages = node.trim(num_pages, self._page_bytes, self._fold)
+        pages = node.trim(num_pages, self._page_bytes, self.policy.fold)
         # A want is attached at the deepest page of it that the tree has: now this leaf's end.
         if node.wants:
             wants.move(node, node, node.end, end, limit=node.end)
-        self._enqueue(node)
+        self._queue.add(node)
         return pages
 
     def _remove_leaf(
         self, node: TreeNode, parent: TreeNode, merge_candidates: dict[TreeNode, None]
     ) -> None:
-        """Take a leaf out of the tree. The history of its uses goes to the page above."""
         parent.disown(bytes(node.key[: self._page_bytes]))
         self.num_nodes -= 1
         # Roots have no pages, so no history either.
         if parent.parent is not None:
             mark = parent.mark
-            parent.mark = node.mark if mark is None else self._fold(mark, node.mark)
+            parent.mark = node.mark if mark is None else self.policy.fold(mark, node.mark)
         if node.wants:
             wants.move(node, parent, parent.end, node.end, limit=parent.end)
         # Out of the queue while the node still has its entry, which `leave_tree` clears.
-        self._leave_queue(node)
+        forget(node)
         node.leave_tree()
         # 1. The parent has other children: if one is left in the end, the caller merges.
         # 2. An empty root is dropped.
@@ -554,15 +478,7 @@ class RadixTree:
         elif parent.parent is None:
             self._drop_root_if_idle(parent)
         elif not parent.lock_ref:
-            self._enqueue(parent)
-
-    def _leave_queue(self, leaf: TreeNode) -> None:
-        """Remove the tree's leaf that `_victim` chose from its queue, which may raise if its ranks
-        do not compare."""
-        try:
-            leaf.entry[2].take(leaf)
-        except Exception as error:
-            self.errors.caught(error)
+            self._queue.add(parent)
 
     def _order_is_free(self) -> bool:
         """Return whether evicting everything from the tree leaves the same state in any order: true
@@ -575,10 +491,10 @@ class RadixTree:
         return not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
 
     def _evict_all(self, merge_candidates: dict[TreeNode, None]) -> list[Packed]:
-        """Take out of the radix tree everything that no lock covers, and return its page ids, those
-        of each branch before what follows. The history of its uses goes to the page above."""
+        """Take out everything that no lock covers, and return its page ids, those of each branch
+        before what follows. The history of its uses goes to the page above."""
         freed: list[Packed] = []
-        fold = self._fold
+        fold = self.policy.fold
         for root in list(self._roots.values()):
             # The list holds only held nodes and the root, none of which leaves below: safe to
             # iterate over.
@@ -605,15 +521,8 @@ class RadixTree:
                     merge_candidates[node] = None
             self._drop_root_if_idle(root)
         # All that stood in the old ones is gone, or held.
-        try:
-            self._queue = self.policy.make_queue()
-            if self._hints is not None:
-                self._queue = HintedQueue(self.policy, self._hints, self._queue)
-        except Exception as error:
-            self.errors.caught(error)
-            self._queue = LeafHeap(self.policy.rank)
+        self._queue = self._new_queue()
         self._wanted_queue = LeafHeap(self.policy.last_tick)
-        self._strays = LeafHeap(_no_rank)
         return freed
 
     def _release_orphan(self, node: TreeNode) -> Pages:
@@ -637,7 +546,6 @@ class RadixTree:
         return ids
 
     def _taken_out(self, runs: list[Packed]) -> Pages:
-        """Return the ids of `runs`, pages that have just left the tree, and clear their flags."""
         ids = packed_ids(runs)
         if self._in_tree is not None:
             self._in_tree.array[ids.astype(np.intp)] = False

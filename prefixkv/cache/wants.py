@@ -12,7 +12,6 @@ from prefixkv.cache.node import TreeNode, Want
 
 
 def attach(want: Want, node: TreeNode, depth: int) -> None:
-    """Attach a want at `depth`, which lies in `node` of the radix tree."""
     # The page that the want asks for next. Empty or partial at its end: no insertion asks for such
     # a page, so a complete want stays where it is.
     start = depth * want.page_bytes
@@ -28,7 +27,6 @@ def attach(want: Want, node: TreeNode, depth: int) -> None:
 
 
 def detach(want: Want) -> TreeNode:
-    """Detach a want from its node of the radix tree, and return that node."""
     node, want.node = want.node, None
     assert node is not None
     assert node.wants is not None
@@ -50,8 +48,7 @@ def deepest(node: TreeNode, limit: int) -> int:
 
 
 def served_by(node: TreeNode, depth: int, first_page: bytes) -> list[Want]:
-    """Detach and return the wants at `depth` of `node` of the radix tree that ask for `first_page`
-    next.
+    """Detach and return the wants at `depth` of `node` that ask for `first_page` next.
 
     They are attached nowhere until the caller attaches them again.
     """

@@ -81,8 +81,6 @@ class DeathWatch:
             self.due_s = min(self.due_s, now_s)
 
     def fenced(self, peer: PeerId) -> bool:
-        """Take a fenced peer off the death watch; return False if there was no process of it to
-        examine."""
         self._doubted.pop(peer, None)
         known = self._lives.get(peer) is not None
         if known:

@@ -81,14 +81,6 @@ class Reached(msgspec.Struct, frozen=True):
     address: str
 
 
-class PeerTried(msgspec.Struct, frozen=True):
-    """The answer to a TryPeer: `error` says why the peer's metadata must not be loaded, None: it
-    may."""
-
-    peer: PeerId
-    error: Exception | None = None
-
-
 class CopyDone(msgspec.Struct, frozen=True):
     """A Gather or Scatter has ended, and no thread touches its memory any more.
 
@@ -192,17 +184,6 @@ class Examine(msgspec.Struct, frozen=True):
     life: ProcessLife
 
 
-class TryPeer(msgspec.Struct, frozen=True):
-    """Find out, in another process, whether the peer's metadata can be loaded. PeerTried answers.
-
-    `ranges` are address and length in bytes of all memory that its Hello names.
-    """
-
-    peer: PeerId
-    metadata: bytes
-    ranges: tuple[tuple[int, int], ...]
-
-
 class AddPeer(msgspec.Struct, frozen=True, kw_only=True):
     """Make the peer's pool a target of our transport.
 
@@ -246,10 +227,9 @@ DecodeInput = (
     | Arrived  # the transport's: a part of a write has landed
     | Settled
     | PeerUnreachable
-    | WriteDone  # decode writes nothing, so these four raise InternalError
+    | WriteDone  # decode writes nothing, so these three raise InternalError
     | WriteFailed
     | WriteDrained
-    | PeerTried
     | CopyDone  # the copy threads': a Scatter has ended
     | ConnectFailed
     | Unreached
@@ -279,7 +259,6 @@ PrefillInput = (
     | Arrived
     | Settled
     | PeerUnreachable
-    | PeerTried  # the trial's
     | CopyDone  # the copy threads': a Gather has ended
     | ConnectFailed
     | Reached
@@ -291,7 +270,6 @@ PrefillEffect = (
     SendFrame[bytes]
     | AddPeer  # for the transport, and where slices are staged for the copy threads
     | RemovePeer
-    | TryPeer  # for the trial
     | Examine  # for what looks at processes
     | WriteJob  # for the transport
     | Cancel
@@ -322,7 +300,6 @@ class LeaseGranted(NamedTuple):
 
 RoomAction = (
     SendFrame[bytes]
-    | TryPeer
     | Examine
     | PeerAccepted
     | LeaseGranted

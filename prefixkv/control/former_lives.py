@@ -59,7 +59,6 @@ class IncarnationHistory:
         self.end(life, f"was superseded by life {by.incarnation:x}")
 
     def has_former(self, name: str) -> bool:
-        """Return whether a former life of this name is known, one that is over."""
         return name in self._over
 
     def check(self, life: PeerId) -> None:
@@ -75,7 +74,6 @@ class IncarnationHistory:
         return self._over.get(life.name, _NONE).get(life.incarnation, "")
 
     def _heard(self, life: PeerId) -> None:
-        """Move a former life behind all others, so that it is forgotten last."""
         self._over.move_to_end(life.name)
         self._over[life.name].move_to_end(life.incarnation)
 

@@ -36,6 +36,7 @@ from prefixkv.protocol.messages import (
     GroupDigest,
     Hello,
     HelloReply,
+    Libraries,
     ModelDigest,
     ProcessLife,
     Topology,
@@ -156,35 +157,25 @@ class Accepted(NamedTuple):
     readers: tuple[int, ...]
 
 
-def ranges(hello: Hello) -> tuple[tuple[int, int], ...]:
-    """Return address and length in bytes of all memory that a decode rank names in its
-    handshake."""
-    found = [*hello.layout.regions]
-    if hello.staging is not None:
-        found.append((hello.staging.base, hello.staging.num_bytes))
-    if hello.state is not None:
-        found += hello.state.regions
-    return tuple(found)
-
-
 class OurSide(NamedTuple):
     """A prefill rank as the handshake needs it.
 
     `slot_bytes` is the size of a local slot that slices of heads are gathered into where the reader
-    has staging too; 0: none. `secret` keys the proofs in promises. `life` is this process,
+    has staging too; 0: none. `life` is this process,
     `backend` the transport it writes by, `option_names` as of `ModelConfig`. `max_tokens` is what
-    its pool holds, 0 if that is not to be said.
+    its pool holds, 0 if that is not to be said. `libraries` are those
+    that load NIXL's metadata.
     """
 
     digest: ModelDigest
     topology: Topology
     rank: int
     slot_bytes: int
-    secret: bytes
     life: ProcessLife | None = None
     backend: Backend = "nixl"
     option_names: Mapping[str, str] = MappingProxyType({})
     max_tokens: int = 0
+    libraries: Libraries = Libraries()
 
     @property
     def mesh(self) -> Mesh:
@@ -202,6 +193,8 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
     digest, rank = ours.digest, ours.rank
     # 1. The two workers fit each other.
     check_pair(digest, ours.topology, hello.digest, hello.topology)
+    if ours.backend != "shm" and hello.agent_metadata:
+        ours.libraries.check(hello.libraries)
     # 2. The layout is consistent in itself, before sizes and addresses are taken from it.
     layout = hello.layout
     layout.validate()

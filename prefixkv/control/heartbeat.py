@@ -49,7 +49,6 @@ class PeerClock:
         return now_s - self.heard_s > timing.suspect_after_s
 
     def heartbeat_due(self, timing: ControlConfig, now_s: float) -> bool:
-        """Return whether a Heartbeat is to be sent to the other end now."""
         return now_s >= self.heartbeat_due_s(timing)
 
     def heartbeat_due_s(self, timing: ControlConfig) -> float:

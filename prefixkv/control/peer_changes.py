@@ -35,7 +35,6 @@ class PeerChanges:
         self._silent: set[PeerId] = set()
 
     def say(self, kind: str, peer: PeerId | str, why: str = "") -> None:
-        """Record a change of a peer, for the log: its kind, the peer, and why."""
         self._kept.append(PeerChange(kind, peer, why))
 
     def silent(self, peer: PeerId, is_silent: bool) -> bool:

@@ -18,11 +18,11 @@ from collections.abc import Collection
 from itertools import islice
 from typing import Final
 
-from prefixkv.admission import Admission, Rank
+from prefixkv.admission import Admission, rank_as_tuple
 from prefixkv.decode.lanes import Lane, Lanes, Waiter
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.shares import PrefillShares
-from prefixkv.errors import UserErrors, shown
+from prefixkv.errors import UserErrors
 
 MAX_WALK: Final = 128
 """Places of the order that a search looks at."""
@@ -58,13 +58,10 @@ class AdmissionOrder:
 
     # --- ranks ------------------------------------------------------------------------------------
 
-    def rank(self, req: DecodeRequest, new_pages: int) -> Rank:
+    def rank(self, req: DecodeRequest, new_pages: int) -> tuple[float, ...]:
         """Return the policy's rank for a request that would take `new_pages`. Raises what the
-        policy raises, and ValueError for NaN, which has no place in an order."""
-        rank = self._policy.rank(req, new_pages)
-        if rank != rank:
-            raise ValueError(f"the admission policy ranks a request {shown(rank)}")
-        return rank
+        policy raises."""
+        return rank_as_tuple(self._policy.rank(req, new_pages))
 
     def renew(self, waiter: Waiter) -> bool:
         """Rank a waiter in line by its new estimate, and move it in its lane's order. Return True
@@ -76,18 +73,14 @@ class AdmissionOrder:
         lane.estimated.move_to_end(waiter)
         try:
             rank = self.rank(waiter.req, waiter.new_pages)
-            falls_back = bool(before < rank)
-            if falls_back or rank < before:
-                # Added before the old one is removed: ranks may not compare, and raise here.
-                place = rank, waiter.arrival, waiter
-                self._lanes.check_comparable(lane, place)
-                lane.order.add(place)
-                lane.order.remove(waiter.place)
-                waiter.rank = rank
-        except Exception as error:  # it keeps the rank that it has
+        except Exception as error:
             self._errors.caught(error)
             return False
-        return falls_back
+        if rank != before:
+            lane.order.remove(waiter.place)
+            waiter.rank = rank
+            lane.order.add(waiter.place)
+        return before < rank
 
     # --- whose turn it is -------------------------------------------------------------------------
 
@@ -158,5 +151,4 @@ class AdmissionOrder:
 
 
 def arrival_of(waiter: Waiter) -> int:
-    """Return the number by which waiters of decode's queue are sorted."""
     return waiter.arrival

@@ -49,12 +49,8 @@ class Aside:
 
     def enter(self, waiter: Waiter) -> None:
         """Put a waiter into its prefill worker's lane, or set it aside if it may need too many
-        pages. Raises what comparing ranks raises, and then changes nothing."""
+        pages."""
         if waiter.req.max_pages > self._prospects.most_pages:
-            if not waiter.is_returned:
-                # It will stand in its lane later, in the middle of a pass, where nothing may raise.
-                # So its rank is compared now.
-                self._lanes.check_comparable(None, waiter.place)
             self._set_aside(waiter)
             return
         self._lanes.enter(waiter)
@@ -127,7 +123,6 @@ class Aside:
         return True
 
     def _set_aside(self, waiter: Waiter) -> None:
-        """Set a waiter aside for pages. It has left its lane, or never entered it."""
         waiter.is_aside = True
         self._for_pages.add((waiter.req.max_pages, waiter.arrival, waiter))
         self.stepped["pages"] += 1
@@ -139,8 +134,6 @@ class Aside:
         return waiter.is_aside and waiter not in self._over_share
 
     def waits_for_share(self, waiter: Waiter) -> bool:
-        """Return True if a waiter is aside, or its lane limited, since its prefill worker has its
-        share of the pool."""
         return waiter.lane in self.limited or waiter in self._over_share
 
     def counts(self) -> dict[str, int]:
@@ -154,5 +147,4 @@ class Aside:
         }
 
     def waiters(self) -> list[Waiter]:
-        """Return the waiters that are aside, in no lane."""
         return [*(waiter for _, _, waiter in self._for_pages), *self._over_share]

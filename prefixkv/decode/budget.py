@@ -126,8 +126,7 @@ class PreallocBudget:
     @property
     def kept_back(self) -> int:
         """Pages that the budget keeps back from new admissions, for requests admitted already to
-        grow into.
-        """
+        grow into."""
         return max(self.reserved_pages, self.single)
 
     def check_invariants(self) -> None:

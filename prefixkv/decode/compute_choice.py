@@ -139,8 +139,6 @@ class ComputeChoice:
     def _is_best_here(
         self, req: DecodeRequest, missing: int, num_sent: int, again: int, now_s: float
     ) -> bool:
-        """Decide whether decode's engine computes `missing` tokens of a request, where prefill
-        could send `num_sent`, and would compute `again` tokens before them that decode has."""
         config, due = self._sources.config, self._computing.due_tokens(self._arriving.local)
         assert config is not None
         chosen = self._sources.choose(
@@ -155,8 +153,7 @@ class ComputeChoice:
 
     def may_take_alone(self, req: DecodeRequest) -> bool:
         """Return True if decode may compute a request itself, by what it lacks now, if its prefill
-        worker cannot be asked.
-        """
+        worker cannot be asked."""
         if not req.request.may_compute or not self.can_compute:
             return False
         # O(1) where nothing is computed here, or everything may be.
@@ -180,7 +177,6 @@ class ComputeChoice:
         return self._unlocked_tokens(req) <= self._sources.most_tokens(is_down=True)
 
     def _unlocked_tokens(self, req: DecodeRequest) -> int:
-        """Return how many tokens an admitted decode request lacks, those on their way included."""
         if self._points is not None:
             match = self._pages.match(req.key, req.request.cacheable)
             return self._points.tokens_behind(req, self._points.find(req, match))
@@ -189,9 +185,8 @@ class ComputeChoice:
         return req.fill_len - (0 if lock is None else lock.prefix_len)
 
     def too_much(self, req: DecodeRequest) -> Exception:
-        """Return the error of a decode request whose prefill worker cannot be asked, and that lacks
-        more than decode computes.
-        """
+        """Return the error of a request whose prefill worker cannot be asked, and that lacks more
+        than decode computes."""
         most, missing = self._sources.most_tokens(is_down=True), req.fill_len - req.prefix_len
         worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
         why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"

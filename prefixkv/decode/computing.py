@@ -117,7 +117,6 @@ class Computing:
         return self._done.pop(req, None) is not None
 
     def leave(self, req: DecodeRequest) -> None:
-        """Keep the pages of a request that was given up and has ended."""
         self._left.append(req)
 
     @property
@@ -132,7 +131,6 @@ class Computing:
         return left
 
     def due_tokens(self, flights: Iterable[Flight]) -> int:
-        """Count the tokens of these flights, which are computed here, that have no KV yet."""
         owners = [flight.owner for flight in flights if flight.owner is not None]
         return sum(req.fill_len - self._done.get(req, req.prefix_len) for req in owners)
 

@@ -51,14 +51,12 @@ class _PassSums:
         self.error_s = 0.0  # mean of how far these passes were from what was expected
 
     def copy(self) -> _PassSums:
-        """Return a copy of the sums."""
         found = _PassSums(self.rows)
         found.products, found.seconds = self.products.copy(), self.seconds.copy()
         found.num, found.unusual, found.error_s = self.num, self.unusual, self.error_s
         return found
 
     def add(self, terms: Sequence[float], seconds: float, weight: float, kept: float) -> None:
-        """Add a pass to the sums, in which those before it keep a part of their weight."""
         products, rows = self.products, self.rows
         for row in range(rows):  # only where a sum can be other than 0
             weighted = weight * terms[row]
@@ -89,7 +87,6 @@ class PassCosts:
 
     @property
     def most_tokens(self) -> float:
-        """The most tokens of a pass with chunks, of the last ones."""
         return self._most_tokens
 
     def add(
@@ -160,12 +157,9 @@ class PassCosts:
         return bool(stalled)
 
     def seconds(self, passes: float, running: float, prompts: float, tokens: float) -> float:
-        """Return the seconds that passes take together, with these requests, prompts and tokens in
-        all of them."""
         return _product(self._fit(), _terms(passes, running, prompts, tokens))
 
     def error(self, passes: float, running: float, prompts: float, tokens: float) -> float:
-        """Return the standard error of `seconds` of the same."""
         terms = _terms(passes, running, prompts, tokens)
         spread = max(0.0, _product(_solved(self._products(), list(terms)), terms))
         return self._deviation_s(running) * math.sqrt(spread)
@@ -196,19 +190,16 @@ class PassCosts:
 
     @property
     def prompt_tokens(self) -> float:
-        """Tokens that cost what another prompt in a pass costs by itself."""
         _, _, prompt_s, token_s = self._fit()
         if not prompt_s:
             return 0.0
         return prompt_s / token_s * _TOKENS if token_s > 0 else math.inf
 
     def _deviation_s(self, running: float) -> float:
-        """Return how much passes with chunks vary, beside running requests or alone."""
         alone, beside = self._kinds[1:]
         return _DEVIATION * (beside if beside.num and (running or not alone.num) else alone).error_s
 
     def _products(self) -> list[float]:
-        """Return the matrix of the least squares, of all kinds of passes and the prior."""
         kinds = [sums.products for sums in self._kinds]
         found = [sum(of_kinds) for of_kinds in zip(*kinds, strict=True)]
         for row, precision in enumerate(_PRIOR):
@@ -216,7 +207,6 @@ class PassCosts:
         return found
 
     def _fit(self) -> list[float]:
-        """Return the cost of each term, in its unit."""
         if not self._unfitted:
             return self._fitted
         products = self._products()
@@ -235,17 +225,14 @@ class PassCosts:
 
 
 def _terms(passes: float, running: float, prompts: float, tokens: float) -> Sequence[float]:
-    """Return the terms of passes, in their units."""
     return passes, running, prompts, tokens / _TOKENS
 
 
 def _product(costs: Sequence[float], terms: Sequence[float]) -> float:
-    """Return the seconds by the costs of terms."""
     return sum(one * other for one, other in zip(costs, terms, strict=True))
 
 
 def _solved(matrix: Sequence[float], right: Sequence[float]) -> list[float]:
-    """Return the solution of linear equations, by a matrix in rows that is positive definite."""
     rows, found = list(matrix), list(right)
     for at in range(_NUM):
         pivot = rows[at * _NUM + at]

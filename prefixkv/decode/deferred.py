@@ -13,14 +13,13 @@ from prefixkv.decode.host_tier import HostTier
 from prefixkv.decode.request import CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from prefixkv.pages.manager import PageManager, RequestPages
-from prefixkv.pages.requests import BrokenEvent, still_pending
+from prefixkv.pages.requests import AllOf, BrokenEvent, still_pending
 from prefixkv.request import DeviceEvent
 
 
 class _DeferredEnd(NamedTuple):
-    """A decode request that has ended, or was retracted, to be released once the device is done. An
-    abort may come first.
-    """
+    """A request that has ended, or was retracted, to be released once the device is done. An abort
+    may come first."""
 
     req: DecodeRequest
     continues: bool | None
@@ -28,7 +27,7 @@ class _DeferredEnd(NamedTuple):
 
 
 class Deferred:
-    """Ended decode requests with a release that waits for the device. Owned by a `DecodeScheduler`.
+    """Ended requests with a release that waits for the device. Owned by a `DecodeScheduler`.
 
     `queue_again` queues a request that was retracted, when its pages are released. `host` writes
     what is cached then to host memory. `points` gets the state of one that goes to the cache.
@@ -52,15 +51,13 @@ class Deferred:
 
     def requests(self) -> list[DecodeRequest]:
         """Return the ended requests with a deferred release, since the device may still use their
-        pages. Any thread may call it.
-        """
+        pages. Any thread may call it."""
         # Copied first, in one step: the scheduler's thread may append meanwhile.
         return [ended.req for _, ended in self._waiting.copy()]
 
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return the id and the pages of each request with a deferred release. Any thread may call
-        it.
-        """
+        it."""
         held = [(req.rid, req.pages_held) for req in self.requests()]
         return [(rid, pages) for rid, pages in held if pages is not None]
 
@@ -85,8 +82,7 @@ class Deferred:
 
     def stuck_pages(self, releases: Releases) -> int:
         """Count the pages with a deferred release that a broken device event keeps: nothing proves
-        that they come back.
-        """
+        that they come back."""
         stuck = [
             ended.req.pages_held for event, ended in self._waiting if isinstance(event, BrokenEvent)
         ]
@@ -102,7 +98,16 @@ class Deferred:
     ) -> None:
         """Defer the release of an ended decode request, as its state then says, until the device
         event `after` is done; None: release it at once.
+
+        One that was cut short may not have come so far that the device has written what was
+        computed of it: its own event has to be done too. Where that has raised, a later one counts.
         """
+        if req.state in CUT_SHORT and req.unwritten is not None:
+            unwritten = still_pending(req.unwritten, self._pages.errors)
+            if after is None or unwritten is None:
+                after = after or unwritten
+            elif not isinstance(unwritten, BrokenEvent):
+                after = AllOf(after, unwritten)
         ended = _DeferredEnd(req, continues, keep_tokens)
         if after is not None:
             self._waiting.append((after, ended))
@@ -124,8 +129,7 @@ class Deferred:
 
     def _release(self, ended: _DeferredEnd, now_s: float) -> None:
         """Hand on the pages of a request with a deferred release, as its end asks for: to the
-        cache, or free; queue it again if it was retracted.
-        """
+        cache, or free; queue it again if it was retracted."""
         req, continues, keep_tokens = ended
         # 1. A request that finished, or was retracted, leaves its whole pages to the cache; one
         # that was aborted or has failed, also since it was retracted, leaves nothing (law 10).
@@ -149,7 +153,7 @@ class Deferred:
                 if points is not None:
                     points.end(req)
                 self._pages.drop(req.pages_held)
-            req.pages_held = None
+            req.pages_held = req.unwritten = None
         # 2. Only now may a retracted request queue again: it must hold nothing, and the next match
         # finds what has just been cached. One aborted meanwhile is over.
         if req.state is DecodeState.RETRACTED:

@@ -148,7 +148,7 @@ class FlightEnds:
         # 3. The engine computes it, or its device is not done with that: these pages stay the
         # request's, which has ended, until the engine says that the device is done.
         elif flight.owner is not None and (
-            self._computing.give_up(flight.owner) or flight.after is not None
+            self._computing.give_up(flight.owner) or flight.owner.unwritten is not None
         ):
             return
         else:

@@ -144,8 +144,8 @@ class BatchGrowth:
         return any_cut_short
 
     def ahead(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> None:
-        """Grow running decode requests so that the KV of `num_tokens` tokens fits behind what they
-        have, as far as they may still grow. One that was cut short is left out.
+        """Grow running requests so that the KV of `num_tokens` tokens fits behind what they have,
+        as far as they may still grow. One that was cut short is left out.
 
         Cost: O(requests + pages). Raises as `DecodeScheduler.append_many` does, with nothing
         changed.
@@ -199,7 +199,6 @@ class BatchGrowth:
                 req.output_limit = req.most_output
 
     def _check_in_batch(self, req: DecodeRequest) -> None:
-        """Raise RequestError for a request that cannot be in a batch of this decode scheduler."""
         check_page_manager(req, self._pages)
         # One that was cut short is no error of the engine's: it may have sampled before it could
         # hear of that. Any other that is gone from here is.
@@ -208,7 +207,6 @@ class BatchGrowth:
 
 
 def _no_requests(reqs: object) -> RequestError:
-    """Return the error for a batch of decode that is no list of requests."""
     return RequestError(f"reqs is {shown(reqs)}, a list of DecodeRequest is needed")
 
 

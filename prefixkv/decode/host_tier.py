@@ -224,7 +224,6 @@ class HostTier(Generic[LockT]):
         self.write_due()
 
     def _forget_due(self, name: tuple[Hashable, bytes]) -> None:
-        """Forget a path that is due, if it is."""
         if self._due.pop(name, None) is not None:
             self._due_bytes -= len(name[1])
 
@@ -305,7 +304,6 @@ class HostTier(Generic[LockT]):
         )
 
     def _is_unwritten(self, match: DevicePath, start: int, end: int) -> bool:
-        """Return whether the device may still write one of the pages [start, end) of a match."""
         self._forget_written()
         if not self._unwritten:
             return False
@@ -313,7 +311,6 @@ class HostTier(Generic[LockT]):
         return any(np.isin(pages, theirs).any() for _, theirs in self._unwritten)
 
     def _forget_written(self) -> None:
-        """Forget the pages that the device has written by now."""
         self._unwritten = [
             (pending, pages)
             for event, pages in self._unwritten
@@ -332,7 +329,6 @@ class HostTier(Generic[LockT]):
         host_lock: PrefixLock,
         device_lock: LockT | None,
     ) -> None:
-        """Enter a copy between decode's tiers, and order it."""
         self._count = number = self._count + 1
         end, epoch = start + len(src), self.pages.epoch
         self._copies[number] = _TierCopy(
@@ -344,8 +340,7 @@ class HostTier(Generic[LockT]):
     def ended(self, done: HostCopyDone, now_s: float) -> RoomKey | None:
         """Note that a copy between decode's tiers has ended: nothing reads its source or writes its
         destination any more. Return the key of a load's flight; None for a write, or where the
-        flight has ended before.
-        """
+        flight has ended before."""
         copy = self._copies.pop(done.number)
         if done.error is not None:
             self._counters["host_copies_failed"] += 1
@@ -367,7 +362,6 @@ class HostTier(Generic[LockT]):
         return None
 
     def _wrote(self, copy: _TierCopy[LockT], is_good: bool, now_s: float) -> None:
-        """Give the host's tree what a write has copied, if all of it is there, and end its pins."""
         assert copy.device_lock is not None
         self.pages.unpin(copy.device_lock)
         if is_good:
@@ -392,7 +386,6 @@ class HostTier(Generic[LockT]):
         self._free(self.cache.reset())
 
     def _free(self, ids: Pages) -> None:
-        """Free host pages that the host's tree has given up."""
         if len(ids):
             self.allocator.uncache(ids)
             self.allocator.free(ids)
@@ -475,8 +468,6 @@ class HostTier(Generic[LockT]):
             check_laws(laws, copy)
 
     def _overlap(self, one: _TierCopy[LockT], other: _TierCopy[LockT]) -> bool:
-        """Return whether two copies of one kind, with live paths of today's epoch, bring the same
-        page of a path."""
         if (
             one.is_load is not other.is_load
             or one.epoch != self.pages.epoch
@@ -492,5 +483,4 @@ class HostTier(Generic[LockT]):
 
 
 def load_key(number: int) -> RoomKey:
-    """Return the key of the flight of a load from host memory, by which its pages are held."""
     return RoomKey(number, 0, HOST)

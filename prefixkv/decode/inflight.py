@@ -28,7 +28,7 @@ from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import check_laws
 from prefixkv.pages.manager import RequestPages
 from prefixkv.protocol.ids import RoomKey
-from prefixkv.request import DeviceEvent, Request
+from prefixkv.request import Request
 
 StartKey: TypeAlias = tuple[Hashable, int, bytes]
 """A namespace, the page number at which a flight begins, and the packed tokens of that page."""
@@ -67,7 +67,6 @@ class Flight:
     is_local: bool = False  # computed by this worker's own engine: it has no room
     is_load: bool = False  # copied from host memory: it has no room
     start_key: StartKey | None = None  # key in `InFlight._by_start`; None: may not be joined
-    after: DeviceEvent | None = None  # until it is done, the device may write what it computes here
     waiters: dict[Flight, None] = field(default_factory=dict)  # flights that joined, oldest first
 
     @property
@@ -77,7 +76,6 @@ class Flight:
 
     @property
     def has_room(self) -> bool:
-        """True if a prefill worker sends what the flight brings."""
         return not self.is_local and not self.is_load
 
     def __repr__(self) -> str:
@@ -120,7 +118,6 @@ class InFlight:
         return len(self._by_owner)
 
     def of(self, req: DecodeRequest) -> Flight | None:
-        """Return the flight that brings this request's KV; None before and after."""
         return self._by_owner.get(req)
 
     # --- looking ----------------------------------------------------------------------------------
@@ -167,7 +164,6 @@ class InFlight:
     # --- the life of a flight ---------------------------------------------------------------------
 
     def start(self, owner: DecodeRequest, joined: Flight | None, shareable: bool) -> Flight:
-        """Enter the flight of an admitted request; others may join it if `shareable`."""
         key, pages = owner.key, owner.pages_held
         assert pages is not None
         flight = Flight(
@@ -195,8 +191,7 @@ class InFlight:
         joined: Flight | None,
     ) -> Flight:
         """Enter the flight that brings the last pages of `key` from host memory for an admitted
-        request, `first`, which joins it next, as others may.
-        """
+        request, `first`, which joins it next, as others may."""
         flight = Flight(
             owner=None,
             request=first.request,
@@ -214,8 +209,6 @@ class InFlight:
         return flight
 
     def _enter(self, flight: Flight, shareable: bool) -> None:
-        """Enter a new flight in the table, in the one that it joined, and in the index if it is
-        `shareable`."""
         self._count += 1
         self._flights[flight] = None
         if flight.joined is not None:
@@ -234,7 +227,6 @@ class InFlight:
             flight.owner = None
 
     def commit(self, flight: Flight) -> list[Flight]:
-        """Take out a flight that is now in the tree. Return the flights that waited for it."""
         # From here on a match finds its pages in the tree, so no flight may be found for them.
         self._take_out(flight)
         waiters = list(flight.waiters)
@@ -307,13 +299,11 @@ class InFlight:
         return gone
 
     def _forget(self, flight: Flight) -> None:
-        """Drop a flight from the table of flights, and its link from its owner."""
         del self._flights[flight]
         if flight.owner is not None:
             del self._by_owner[flight.owner]
 
     def _take_out(self, flight: Flight) -> None:
-        """Drop a flight, and its entry in the index of those that may be joined."""
         self._forget(flight)
         if flight.start_key is not None:
             bucket = self._by_start[flight.start_key]
@@ -325,8 +315,7 @@ class InFlight:
 
     def check_invariants(self) -> None:
         """Check every law of the flights, of what they join and of the index. Raises InternalError
-        with the state.
-        """
+        with the state."""
         flights, page_bytes = self._flights, self._page_bytes
         keys = {
             flight: start_key for start_key, bucket in self._by_start.items() for flight in bucket
@@ -376,5 +365,4 @@ class InFlight:
 
 
 def _page(flight: Flight, page_bytes: int) -> bytes:
-    """Return the first page that a flight brings, as packed tokens of its key."""
     return flight.key.data[flight.start_pages * page_bytes :][:page_bytes]

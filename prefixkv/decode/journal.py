@@ -90,8 +90,7 @@ class DecodeJournal(Journal):
 
     def committed(self, req: DecodeRequest, now_s: float) -> None:
         """Write down in decode's journal that a request's KV is whole in the tree, so that it may
-        run.
-        """
+        run."""
         if req.committed_s is not None:
             return
         req.committed_s = now_s
@@ -100,8 +99,7 @@ class DecodeJournal(Journal):
 
     def runs(self, req: DecodeRequest, now_s: float) -> None:
         """Write down the first token of a request, appended by the engine, in decode's journal.
-        No-op after a retraction.
-        """
+        No-op after a retraction."""
         if req.first_token_s is None:
             req.first_token_s = now_s
             waits = req.host_tokens or req.shared_tokens
@@ -109,7 +107,7 @@ class DecodeJournal(Journal):
             self.waited("first_token", req.arrived_s, now_s)
 
     def ended(self, req: DecodeRequest, now_s: float) -> None:
-        """Write down the end of a decode request in the journal, and log it."""
+        """Write down the end of a request in the journal, and log it."""
         req.ended_s = now_s
         self.notify_ended(req, now_s)
 

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from sortedcontainers import SortedDict, SortedList
 
-from prefixkv.admission import Rank
 from prefixkv.cache.results import MatchResult
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.protocol.timers import Timers
@@ -54,13 +53,13 @@ class Waiter:
     load_end: int = 0  # end of what a load from there would bring, in pages; 0: no load
     needed_pages: int = 0
     most_pages: int = 0
-    rank: Rank = None
+    rank: tuple[float, ...] = ()
     seen_at: int = -1
     want: int = NOT_ENTERED  # number of its want, or NOT_ENTERED or LEFT
     leaves_last: bool = False  # all of it is cached or on its way; its last page is not taken
 
     @property
-    def place(self) -> tuple[Rank, int, Waiter]:
+    def place(self) -> tuple[tuple[float, ...], int, Waiter]:
         """Entry of a waiter in its lane's order: by rank, then by arrival."""
         # Arrivals differ, so a comparison never reaches the waiter itself, which has no order.
         return self.rank, self.arrival, self
@@ -91,19 +90,14 @@ class Lane:
 
     def waiters(self) -> Iterator[Waiter]:
         """Iterate over the waiters in line in this lane: first those that came back, each group by
-        arrival.
-        """
+        arrival."""
         yield from self.returned.values()
         yield from self.waiting.values()
 
     def enter(self, waiter: Waiter) -> None:
-        """Put a waiter in line in this prefill worker's lane. Raises what comparing ranks raises,
-        with nothing changed.
-        """
         if waiter.is_returned:
             self.returned[waiter.arrival] = waiter
             return
-        # First, since it compares the user's ranks: if that raises, the other two are untouched.
         self.order.add(waiter.place)
         self.waiting[waiter.arrival] = waiter
         self.estimated[waiter] = None
@@ -117,14 +111,12 @@ class Lane:
         if self.waiting:
             self.order.remove(waiter.place)
         else:
-            # It was alone: clearing compares no ranks.
             self.order.clear()
         del self.estimated[waiter]
 
     def unanswered(self, patience_s: float, now_s: float) -> tuple[list[Waiter], float]:
         """Return the waiters of this lane that have waited `patience_s` for its prefill worker to
-        answer, and the time at which the next one will have. O(of them).
-        """
+        answer, and the time at which the next one will have. O(of them)."""
         found: list[Waiter] = []
         next_s = math.inf
         for group in (self.returned, self.waiting):
@@ -156,36 +148,29 @@ class Lanes:
         self._timers: Timers[Lane] = Timers()  # closed lanes with waiters in line
 
     def get(self, address: str) -> Lane | None:
-        """Return the lane of a prefill worker's address, or None if it has none."""
         return self._lanes.get(address)
 
     def of(self, address: str) -> Lane:
         """Return the lane of a prefill worker's address, made if there is none; a new lane is
-        closed where they are gated.
-        """
+        closed where they are gated."""
         lane = self._lanes.get(address)
         if lane is None:
             lane = self._lanes[address] = Lane(address, not self.gated or address == ALONE)
         return lane
 
     def max_tokens(self, address: str) -> int:
-        """Return the size of the pool, in tokens, of the prefill worker that has this lane; 0 where
-        that is not known.
-        """
         lane = self._lanes.get(address)
         return 0 if lane is None else lane.max_tokens
 
     def is_down(self, address: str) -> bool:
         """Return True if the prefill worker at an address has stopped answering its lane, or never
-        did; False while it may just be on its way.
-        """
+        did; False while it may just be on its way."""
         lane = self._lanes.get(address)
         return lane is not None and not lane.is_open and lane.away_s > -math.inf
 
     def all(self) -> list[Lane]:
         """Return all lanes, one for each prefill worker that requests go to. Any thread may call
-        it.
-        """
+        it."""
         return list(self._lanes.values())
 
     @property
@@ -202,11 +187,8 @@ class Lanes:
 
     def enter(self, waiter: Waiter) -> None:
         """Put a waiter in line in its lane, which is busy then if it is open; else time its wait
-        for the prefill worker. Raises what comparing ranks raises, and then changes nothing.
-        """
+        for the prefill worker."""
         lane = waiter.lane
-        if not waiter.is_returned:
-            self.check_comparable(lane, waiter.place)
         lane.enter(waiter)
         if lane.is_open:
             # An open lane takes part in passes. In a closed one a timer runs instead, from when
@@ -215,16 +197,6 @@ class Lanes:
             self._busy[lane] = None
         elif waiter.since_s is not None:
             self._timers.wake(lane, max(waiter.since_s, lane.away_s) + self._patience_s)
-
-    def check_comparable(self, lane: Lane | None, place: tuple[Rank, int, Waiter]) -> None:
-        """Compare a place in this lane with those of the other lanes, and raise what that raises.
-
-        A pass merges the orders of the lanes, and nothing may raise there: so a rank that does not
-        compare is refused when it enters.
-        """
-        for other in self._lanes.values() if len(self._lanes) > 1 else ():
-            if other.order and other is not lane:
-                bool(place < other.order[0])
 
     def stamp(self, waiter: Waiter, now_s: float) -> None:
         """Begin the waiting time of a request that has come back to its lane."""
@@ -281,8 +253,7 @@ class Lanes:
     @property
     def wake_s(self) -> float:
         """Time at which a request in a closed lane may have waited too long for its prefill worker;
-        infinity if none does.
-        """
+        infinity if none does."""
         return self._timers.next_s
 
     def unanswered(self, now_s: float) -> list[Waiter]:

@@ -44,8 +44,8 @@ checkpoint on, those that prefill would send behind the match, and the time."""
 
 
 class _Cut(NamedTuple):
-    """What a decode request takes that is computed here: from a checkpoint on, whatever of its path
-    is cached behind that."""
+    """What a request takes that is computed here: from a checkpoint on, whatever of its path is
+    cached behind that."""
 
     checkpoint: Checkpoint | None
     match: MatchResult | None
@@ -145,16 +145,16 @@ class DecodePreallocQueue:
         self._spent_at = -1  # version at which a pass left nothing to look at
 
     def add(self, req: DecodeRequest, *, first: bool = False) -> None:
-        """Queue a decode request until it is admitted. With `first` it was admitted before: it goes
-        before all others, and its waiting time begins with the next pass.
+        """Queue a request until it is admitted. With `first` it was admitted before: it goes before
+        all others, and its waiting time begins with the next pass.
 
         Cost: O(log waiting), and a match where the policy lets requests overtake. Raises what the
         policy raises, with nothing changed.
         """
         lane = self._lanes.of(ALONE if req.is_alone else req.prefill)
         waiter = Waiter(req, self._num_arrivals + 1, lane, first)
-        # Ranks and their comparisons are the user's code. Everything that may raise comes before
-        # the first count; only a lane that was made for this request has to be undone.
+        # Ranks are the user's code. They come before the first count; only a lane that was made for
+        # this request has to be undone.
         try:
             # One that comes back has no rank: the order among those is by return, which no policy
             # changes.
@@ -163,11 +163,10 @@ class DecodePreallocQueue:
                 if self._policy.overtakes:
                     self._look(waiter)
                 waiter.rank = self._order.rank(req, waiter.new_pages)
-            # Comparing the rank with those of the lane may raise too.
-            self._aside.enter(waiter)
         except BaseException:
             self._lanes.forget_if_new(lane)
             raise
+        self._aside.enter(waiter)
         self._num_arrivals += 1
         self._spent_at = -1
         self._waiters[req] = waiter
@@ -180,15 +179,14 @@ class DecodePreallocQueue:
             self._deadlines.wake(req, req.arrived_s + self._waiting_timeout_s)
 
     def match_of(self, req: DecodeRequest) -> MatchResult | None:
-        """Return what decode's tree had of a request of the prealloc queue when it was last looked
-        at; matched now if it was not."""
+        """Return what decode's tree had of a request when it was last looked at; matched now if it
+        was not."""
         waiter = self._waiters[req]
         if waiter.match is None:
             waiter.match = self._pages.match(req.key, req.request.cacheable)
         return waiter.match
 
     def remove(self, req: DecodeRequest) -> None:
-        """Take a request out of decode's prealloc queue, wherever it stands."""
         # The next pass has to look again: this may be the request that held up the others.
         self._spent_at = -1
         waiter = self._waiters.pop(req)
@@ -199,25 +197,8 @@ class DecodePreallocQueue:
         self._deadlines.forget(req)
         self.wants.forget(waiter)
 
-    def check_move(self, req: DecodeRequest, prefill: str) -> None:
-        """Compare a queued request's rank with those at another prefill worker, before the prealloc
-        queue moves it there.
-
-        Raises what that comparison raises. Not in the queue: no-op.
-        """
-        waiter = self._waiters.get(req)
-        if waiter is None or waiter.is_returned:
-            return
-        lane = self._lanes.get(prefill)
-        self._lanes.check_comparable(lane, waiter.place)
-        if lane is not None:
-            # This compares as `order.add` will in `move`.
-            lane.order.bisect(waiter.place)
-
     def move(self, req: DecodeRequest, prefill: str) -> None:
-        """Move a request of the prealloc queue to another prefill worker's lane. It keeps its place
-        in time.
-        """
+        """Move a request to another prefill worker's lane. It keeps its place in time."""
         waiter = self._waiters[req]
         self._aside.leave(waiter)
         # Left before the lane changes, since `leave` finds the place by `waiter.lane`; the former
@@ -230,9 +211,7 @@ class DecodePreallocQueue:
         self.look_again()
 
     def look_again(self) -> None:
-        """Make the next pass of the prealloc queue look again: a request may fit now that did not
-        before.
-        """
+        """Make the next pass look again: a request may fit now that did not before."""
         self._num_started += 1
 
     def __len__(self) -> int:
@@ -243,8 +222,7 @@ class DecodePreallocQueue:
 
     def __iter__(self) -> Iterator[DecodeRequest]:
         """Iterate over the prealloc queue: the requests that came back, the last first, then the
-        others by arrival.
-        """
+        others by arrival."""
         waiters = self._waiters.values()
         returned = [waiter for waiter in waiters if waiter.is_returned]
         rest = [waiter for waiter in waiters if not waiter.is_returned]
@@ -253,35 +231,33 @@ class DecodePreallocQueue:
         return iter([waiter.req for waiter in [*returned, *rest]])
 
     def at(self, prefill: str) -> list[DecodeRequest]:
-        """Return the requests of the prealloc queue that wait for this prefill worker, aside or
-        not, by arrival. O(waiting).
-        """
+        """Return the requests that wait for this prefill worker, aside or not, by arrival.
+        O(waiting)."""
         waiters = [one for one in self._waiters.values() if one.lane.address == prefill]
         return [waiter.req for waiter in sorted(waiters, key=arrival_of)]
 
     def aside(self) -> dict[str, int]:
-        """Count the requests of the prealloc queue that wait without holding up others, by reason.
-        Any thread may call it.
-        """
+        """Count the requests that wait without holding up others, by reason. Any thread may call
+        it."""
         return self._aside.counts()
 
     @property
     def may_admit(self) -> bool:
-        """True if a pass of the prealloc queue may admit a request. O(1)."""
+        """True if a pass may admit a request. O(1)."""
         return bool(self._waiters and self._spent_at != self._version and self._pages.can_open)
 
     # --- deadlines --------------------------------------------------------------------------------
 
     @property
     def wake_s(self) -> float:
-        """Time at which the next request of the prealloc queue has waited too long, or is overdue,
-        or a little earlier; infinity if none waits. Behind that of the last pass. O(lanes)."""
+        """Time at which the next request has waited too long, or is overdue, or a little earlier;
+        infinity if none waits. Behind that of the last pass. O(lanes)."""
         overdue_s = self._order.overdue_s(self._now_s)
         return min(self._deadlines.next_s, self._lanes.wake_s, overdue_s)
 
     def expired(self, now_s: float) -> list[tuple[DecodeRequest, str]]:
-        """Return the requests that have waited too long to be admitted from the prealloc queue,
-        each with the reason in words.
+        """Return the requests that have waited too long to be admitted, each with the reason in
+        words.
 
         They still have to be removed. O(1) if there are none.
         """
@@ -300,15 +276,14 @@ class DecodePreallocQueue:
         return [(waiter.req, self.why(waiter.req, now_s)) for waiter in late]
 
     def unanswered(self, now_s: float) -> list[DecodeRequest]:
-        """Return the requests of the prealloc queue that have waited too long for a prefill worker
-        that does not answer.
+        """Return the requests that have waited too long for a prefill worker that does not answer.
 
         They still have to be removed. O(1) if there are none.
         """
         return [waiter.req for waiter in self._lanes.unanswered(now_s)]
 
     def why(self, req: DecodeRequest, now_s: float) -> str:
-        """Describe in words for what a request in the prealloc queue has waited, and how long."""
+        """Describe in words for what a request has waited, and how long."""
         waiter = self._waiters[req]
         since_s = now_s if waiter.since_s is None else waiter.since_s
         waited = f"waited {now_s - since_s:.3f} s"
@@ -334,8 +309,7 @@ class DecodePreallocQueue:
 
     def check_invariants(self) -> None:
         """Check the prealloc queue's lanes, orders and deadlines against each other. Raises
-        InternalError.
-        """
+        InternalError."""
         waiters = list(self._waiters.values())
         check_queue(self._pages, self._lanes, waiters, self._aside.waiters(), self.wants)
         if len(self._deadlines) > len(self._waiters):
@@ -344,8 +318,8 @@ class DecodePreallocQueue:
     # --- a pass -----------------------------------------------------------------------------------
 
     def admit(self, now_s: float) -> None:
-        """Make a pass of the prealloc queue, which admits what fits: lock prefixes, take pages,
-        write rows. `take_admitted` returns the requests.
+        """Make a pass, which admits what fits: lock prefixes, take pages, write rows.
+        `take_admitted` returns the requests.
 
         A request for which a user's policy fails to give a rank keeps the rank it has.
         """
@@ -361,7 +335,6 @@ class DecodePreallocQueue:
             self.wants.enter()
 
     def _admit_what_fits(self, now_s: float) -> None:
-        """Make one pass over those in the prealloc queue that may fit."""
         pages = self._pages
         if not self._waiters:
             return
@@ -390,9 +363,7 @@ class DecodePreallocQueue:
                 self._spent_at = self._version
 
     def _admit_alone(self, now_s: float) -> None:
-        """Make the pass for a single request in the prealloc queue: there is nothing to overtake,
-        and no choice.
-        """
+        """Make the pass for a single request: there is nothing to overtake, and no choice."""
         (waiter,) = self._waiters.values()
         version = self._version
         if self._spent_at == version or not self._pages.can_open:
@@ -408,8 +379,7 @@ class DecodePreallocQueue:
 
     def take_admitted(self) -> list[DecodeRequest]:
         """Return the requests that the prealloc queue has admitted since the last call, in that
-        order.
-        """
+        order."""
         admitted, self._admitted = self._admitted, []
         return admitted
 
@@ -420,9 +390,7 @@ class DecodePreallocQueue:
         return loads
 
     def _admit_in_order(self, now_s: float) -> None:
-        """Admit requests from the prealloc queue that fit by their estimates; if none does, renew
-        the oldest estimates.
-        """
+        """Admit requests that fit by their estimates; if none does, renew the oldest estimates."""
         # Each round searches from the front again: `renew` may reorder, and an admission
         # leaves less space for all the others. Looks that admit nothing count down, so that a pass
         # is bounded.
@@ -443,14 +411,11 @@ class DecodePreallocQueue:
             looks -= len(lanes)
 
     def _first_that_may_fit(self) -> Waiter | None:
-        """Return the first in the order of the prealloc queue that fits by its estimate and got no
-        look at this version."""
         return self._order.first_that_may_fit(self._version, self._limits(), len(self._waiters))
 
     def _renew(self, lane: Lane, now_s: float) -> bool:
-        """Renew the oldest estimate of a lane of the prealloc queue, by another look at its waiter.
-        Return False if none is older than this version.
-        """
+        """Renew the oldest estimate of a lane, by another look at its waiter. Return False if none
+        is older than this version."""
         waiter = next(iter(lane.estimated), None)
         if waiter is None or waiter.seen_at == self._version:
             return False
@@ -462,20 +427,16 @@ class DecodePreallocQueue:
 
     @property
     def _version(self) -> int:
-        """Number that grows whenever a request in this queue may fit that did not before."""
         pages, budget = self._pages.version, self._budget.version
         return pages + budget + self._num_started + self._shares.version + self._lanes.version
 
     def _limits(self) -> tuple[int, int]:
-        """Return the largest `Waiter.needed_pages` and `Waiter.most_pages` that the prealloc queue
-        can admit now, in pages.
-        """
         available = self._pages.available_pages
         return available - self._budget.kept_back, available + self._budget.private_pages
 
     def _look(self, waiter: Waiter) -> tuple[Flight | None, int]:
-        """Look at a request in the prealloc queue: compute the pages that admitting it takes now,
-        and note them in its waiter.
+        """Look at a request: compute the pages that admitting it takes now, and note them in its
+        waiter.
 
         Returns the flight that it would join behind its match in the tree, and the end of both
         together, in pages.
@@ -523,8 +484,8 @@ class DecodePreallocQueue:
     def _count_pages(
         self, req: DecodeRequest, shared_pages: int, unprotected: int
     ) -> tuple[int, int, int]:
-        """Count the pages that a request of the prealloc queue takes when it is admitted, that it
-        needs with what is kept for its output, and that it may ever need, besides those it shares.
+        """Count the pages that a request takes when it is admitted, that it needs with what is kept
+        for its output, and that it may ever need, besides those it shares.
 
         Locking the match takes its `unprotected` pages out of the evictable ones, so they count as
         needed.
@@ -539,9 +500,9 @@ class DecodePreallocQueue:
         return pages_for(first_len, page_size) - shared_pages, kept - less, req.max_pages - less
 
     def _cut_to_compute(self, waiter: Waiter, shared_pages: int, now_s: float) -> _Cut | None:
-        """Return what a request of the prealloc queue takes if it is to be computed here, from a
-        checkpoint on; None if prefill sends what it lacks. `shared_pages`: here, on their way, or
-        to be loaded from host memory.
+        """Return what a request takes if it is to be computed here, from a checkpoint on; None if
+        prefill sends what it lacks. `shared_pages`: here, on their way, or to be loaded from host
+        memory.
 
         It joins nothing, and loads nothing: a flight brings pages, and no state behind them.
         """
@@ -562,8 +523,8 @@ class DecodePreallocQueue:
         return _Cut(found, cut, depth, 0 if match is None else match.depth, *counted)
 
     def _sent_len(self, req: DecodeRequest, shared_pages: int) -> int:
-        """Return up to which token prefill would send a request of the prealloc queue.
-        `shared_pages`: here, on their way, or to be loaded from host memory.
+        """Return up to which token prefill would send a request. `shared_pages`: here, on their
+        way, or to be loaded from host memory.
 
         All of it where prefill has the whole prompt already, or no checkpoint is kept here.
         """
@@ -573,8 +534,6 @@ class DecodePreallocQueue:
         return self._points.sent_len(req, shared_pages, self._sources.least_tokens)
 
     def _is_worth_loading(self, waiter: Waiter, num_missing: int, num_pages: int) -> bool:
-        """Return whether to load `num_pages` from host memory for a request of the prealloc queue
-        that lacks `num_missing` tokens with them."""
         assert self._host is not None
         address = waiter.lane.address
         if address == ALONE or not self._sources.weighs_loads(self._now_s):
@@ -587,9 +546,7 @@ class DecodePreallocQueue:
         return self._sources.worth_loading(Lack(num_missing), loaded, address, self._now_s)
 
     def _try(self, waiter: Waiter, joined: Flight | None, shared_pages: int, now_s: float) -> bool:
-        """Admit a request of the prealloc queue that was just looked at, if it fits. Return True if
-        it was admitted.
-        """
+        """Admit a request that was just looked at, if it fits. Return True if it was admitted."""
         pages, req, match = self._pages, waiter.req, waiter.match
         # 1. Measure. It fits if what it needs now leaves what is kept back, and all that it may
         # become could be had by retracting.
@@ -696,9 +653,6 @@ class DecodePreallocQueue:
     def _load(
         self, waiter: Waiter, joined: Flight | None, shared_pages: int, now_s: float
     ) -> Flight:
-        """Begin the load of what host memory has for a request of the prealloc queue, behind what
-        is here or on its way. Return its flight, for the request to join.
-        """
         assert self._host is not None
         assert waiter.found_in_host is not None
         pages, num_pages = self._pages, waiter.load_end - shared_pages

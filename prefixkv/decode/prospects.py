@@ -79,14 +79,12 @@ class Prospects:
     @property
     def most_pages(self) -> int:
         """Number of pages that a single waiting request has prospects of: those it can come to have
-        at most.
-        """
+        at most."""
         return self._pages.num_pages - self.unproved().total
 
     def why(self) -> str:
         """Describe in words which pages have no prospects of coming back, and where they are; ""
-        where none is missing.
-        """
+        where none is missing."""
         held, away, stuck = self.unproved()
         of = ", ".join(self._shares.owners())
         parts = [

@@ -16,11 +16,11 @@ from prefixkv.errors import UserErrors
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
 from prefixkv.paging import pages_for
-from prefixkv.request import Request
+from prefixkv.request import DeviceEvent, Request
 
 
 class DecodeState(enum.Enum):
-    """The state of a decode request. The last three are terminal."""
+    """The state of a request. The last three are terminal."""
 
     QUEUED = "queued"
     PREALLOCATED = "preallocated"
@@ -35,7 +35,6 @@ class DecodeState(enum.Enum):
 
     @property
     def ended(self) -> bool:
-        """True in the three terminal states of a decode request."""
         return self in _ENDED
 
 
@@ -64,7 +63,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
         "_key", "admitted_s", "aux", "committed_s", "computes", "decode_computed_tokens",
         "fill_len", "first_token_s", "hit_tokens", "host_tokens", "is_alone", "max_new_tokens",
         "max_pages", "may_load", "new_pages", "output", "output_limit", "prefill", "prompt_len",
-        "retractions", "retries", "sent_len", "shared_tokens", "transferred_s",
+        "retractions", "retries", "sent_len", "shared_tokens", "transferred_s", "unwritten",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -96,6 +95,8 @@ class DecodeRequest(PagedRequest[DecodeState]):
         # leaves a checkpoint. With checkpoints, whether all that it lacks is computed here.
         self.fill_len = self.sent_len = self.prompt_len
         self.computes = False
+        # Until it is done, the device may write what the engine has computed of it here.
+        self.unwritten: DeviceEvent | None = None
         self.retries = 0
         self.retractions = 0
         # Its journal (journal.py): when each of these happened first; where the prompt's KV came
@@ -108,17 +109,16 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.decode_computed_tokens = 0
 
     def become(self, state: DecodeState) -> None:
-        """Move a decode request to another state, and set its `output_limit` to 0. Raises
-        InternalError if the table does not allow it.
-        """
+        """Move a request to another state, and set its `output_limit` to 0. Raises InternalError if
+        the table does not allow it."""
         super().become(state)
         # No state inherits the limit: the pages behind it may be gone. `append_many` sets it again.
         self.output_limit = 0
 
     @property
     def kv_len(self) -> int:
-        """Number of tokens of a decode request with KV that is written, or promised by the transfer
-        under way.
+        """Number of tokens of a request with KV that is written, or promised by the transfer under
+        way.
 
         These are the prompt and all output but the last token, which has no KV until the engine's
         next step writes it.
@@ -127,14 +127,13 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
     @property
     def most_kv_len(self) -> int:
-        """Largest `kv_len` that a decode request may reach: its last token never gets KV."""
+        """Largest `kv_len` that a request may reach: its last token never gets KV."""
         return self.prompt_len + self.max_new_tokens - 1
 
     @property
     def key(self) -> RadixKey:
-        """Tokens of a decode request with KV that is written, or promised. O(output since the last
-        call).
-        """
+        """Tokens of a request with KV that is written, or promised. O(output since the last
+        call)."""
         key, output = self._key, self.output
         if len(output) > 1 and (missing := self.kv_len - len(key)) > 0:
             # All at once, here: so a step of the batch costs a request no more than its token.
@@ -143,12 +142,12 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Prompt and output so far of a decode request, int32, the caller's."""
+        """Prompt and output so far of a request, int32, the caller's."""
         return np.concatenate([self.request.key.tokens(), np.array(self.output, dtype=np.int32)])
 
     @property
     def most_output(self) -> int:
-        """Length that a decode request's `output` may reach with the pages that it has, at most
+        """Length that a request's `output` may reach with the pages that it has, at most
         `max_new_tokens`.
 
         The last token of all needs no page, since no step writes its KV.
@@ -159,8 +158,8 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
     @property
     def state_slot(self) -> int:
-        """Slot of the StatePool that a decode request has, the same on all ranks; -1 without one,
-        or before admission.
+        """Slot of the StatePool that a request has, the same on all ranks; -1 without one, or
+        before admission.
 
         Its state is there from `pop_transferred` on, and is the engine's to advance until the
         request ends or is retracted; a retracted one's state is sent again, or computed here from a
@@ -170,9 +169,8 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
     @property
     def resumed(self) -> bool:
-        """True if a decode request ran before: its next token is known, the engine samples none
-        from `aux`.
-        """
+        """True if a request ran before: its next token is known, the engine samples none from
+        `aux`."""
         return bool(self.output)
 
     def __repr__(self) -> str:
@@ -227,9 +225,8 @@ class Retries:
     errors: UserErrors
 
     def next_prefill(self, req: DecodeRequest, error: Exception) -> str | None:
-        """Return the address of the prefill worker that the user wants for a decode request's next
-        attempt; None: the same as before.
-        """
+        """Return the address of the prefill worker that the user wants for a request's next
+        attempt; None: the same as before."""
         if self.retarget is None:
             return None
         # The user's code runs in the middle of a change: what it raises, and what it returns that

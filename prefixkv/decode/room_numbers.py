@@ -30,27 +30,22 @@ class RoomNumbers:
         return room in self._live or room in self._undrained
 
     def is_live(self, room: int) -> bool:
-        """Return True if a live request uses this room number."""
         return room in self._live
 
     def add(self, room: int) -> None:
-        """Reserve a room number for a live request."""
         self._live.add(room)
 
     def remove(self, room: int) -> None:
         """Note that the live request of a room number has ended; the number is free if no room of
-        it is undrained.
-        """
+        it is undrained."""
         self._live.discard(room)
 
     def await_drained(self, key: RoomKey) -> None:
-        """Keep the number of this room in use until the room is drained."""
         self._undrained.setdefault(key.room, set()).add(key.generation)
 
     def drained(self, key: RoomKey) -> None:
         """Note that a room is drained: its number is free again if nothing else uses it. Not
-        awaited: no-op.
-        """
+        awaited: no-op."""
         generations = self._undrained.get(key.room, set())
         generations.discard(key.generation)
         if not generations:

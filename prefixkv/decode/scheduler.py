@@ -68,10 +68,13 @@ from prefixkv.errors import (
 )
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.requests import (
+    AllOf,
+    BrokenEvent,
     PagedScheduler,
     check_error,
     check_failure,
     check_page_manager,
+    still_pending,
 )
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import DecodeCommand, MoveWeights
@@ -187,7 +190,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._targets = PrefillTargets(
             self.lanes, self.shares, self.waiting, self.choice, self.sources, self._refusals,
             Retries(max_retries, retarget, pages.errors), self._commands, self.counters,
-            pages.errors,
         )  # fmt: skip
         self._asking = Asking(
             pages, self.flights, self.arriving, self.shares, self.lanes, self.choice, self.sources,
@@ -204,7 +206,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     # --- calls of the engine ----------------------------------------------------------------------
 
     def add(self, request: Request, now_s: float) -> DecodeRequest:
-        """Queue a request with decode's scheduler, where it waits for pages.
+        """Queue a request, where it waits for pages.
 
         Cost: O(log waiting), and a match of the prompt where the admission policy lets requests
         overtake.
@@ -259,6 +261,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if self._deadlines.next_s <= now_s:
             for req in self._deadlines.due(now_s):
                 self._too_late(req, now_s)
+        for req, error in self.arriving.stuck():
+            self._end(req, DecodeState.FAILED, error, now_s)
+            self.computing.leave(req)
         if self.host is not None and self.host.has_due:
             self.host.write_due()
         # Left from a call that raised. One of them may have failed or completed since; it comes out
@@ -310,11 +315,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             # did not.
             self.budget.start(req.rid, remaining, req.pages_held.num_own)
             self.journal.committed(req, now_s)
+        # Those that wait for the device have a deadline again, if it found them complete.
+        for flight in self.arriving.complete:
+            if flight.owner is not None:
+                self._note_deadline(flight.owner)
         return committed
 
     def pop_local(self, now_s: float) -> list[DecodeRequest]:
-        """Return the requests of decode's scheduler that the engine has to compute from now on,
-        each from its `prefix_len` to its `fill_len`: what comes before is there.
+        """Return the requests that the engine has to compute from now on, each from its
+        `prefix_len` to its `fill_len`: what comes before is there.
 
         The engine says what has KV by `computed`.
         """
@@ -329,8 +338,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         aux: bytes = b"",
         after: DeviceEvent | None = None,
     ) -> None:
-        """Note in decode's scheduler that the engine has queued the work of the device, or done it,
-        that writes the KV of a request of `pop_local` up to token `end`.
+        """Note that the engine has queued the work of the device, or done it, that writes the KV of
+        a request of `pop_local` up to token `end`.
 
         With `end` at its `fill_len` it is whole: `pop_transferred` returns it, with `aux`. One that
         lacks nothing but its extra state is, with that, too. A request that has ended meanwhile is
@@ -355,7 +364,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         flight = self.flights.of(req)
         assert flight is not None
         if after is not None and start is not None:
-            flight.after = after
+            before, req.unwritten = req.unwritten, after
+            if before is not None and (before := still_pending(before, self.pages.errors)):
+                req.unwritten = AllOf(before, after)
+                if isinstance(before, BrokenEvent):
+                    req.unwritten = BrokenEvent(req.unwritten, before.error)
             if self.host is not None:
                 size = self.pages.page_size
                 self.host.computed(req.pages[start // size : pages_for(end, size)].copy(), after)
@@ -409,8 +422,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return self.sources.further_prompt_tokens(self.choice.num_running)
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
-        """Return the requests that failed or were aborted in decode's scheduler since the last
-        call; `error` says why.
+        """Return the requests that failed or were aborted since the last call; `error` says why.
 
         `after`: an event behind the engine's work on those that it computed itself; nothing of
         theirs is released before it is done. None: the device is done.
@@ -424,8 +436,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return failed
 
     def give_up_prefill(self, rid: str, error: Exception, now_s: float) -> bool:
-        """Note in decode's scheduler that a request could not be brought to its prefill worker: it
-        is tried again, computed here, or fails, as after a transfer that failed.
+        """Note that a request could not be brought to its prefill worker: it is tried again,
+        computed here, or fails, as after a transfer that failed.
 
         Returns False if nothing is asked of prefill for it, or no more.
         """
@@ -510,8 +522,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         continues: bool | None = None,
         keep_tokens: int | None = None,
     ) -> None:
-        """End in decode's scheduler a request that has generated all it will: its KV becomes cached
-        prefix.
+        """End a request that has generated all it will: its KV becomes cached prefix.
 
         Args:
             after: nothing is released before its `query()` is True.
@@ -536,8 +547,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._deferred.release_after(after, req, continues, now_s, keep_tokens)
 
     def retract(self, rid: str, now_s: float, after: DeviceEvent | None = None) -> None:
-        """Retract a running request: take its pages back and queue it again with decode's
-        scheduler, in front, to resume where it was.
+        """Retract a running request: take its pages back and queue it again, in front, to resume
+        where it was.
 
         Raises RequestError if the request does not run, or is the oldest that does: so one request
         always makes progress.
@@ -567,8 +578,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         error: Exception | None = None,
         after: DeviceEvent | None = None,
     ) -> bool:
-        """Abort a request in decode's scheduler, in whichever state it is. Unknown or ended: no-op,
-        False.
+        """Abort a request, in whichever state it is. Unknown or ended: no-op, False.
 
         Nothing is cached that was written since it was committed, or retracted.
         """
@@ -580,8 +590,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def fail(
         self, rid: str, error: Exception, now_s: float, after: DeviceEvent | None = None
     ) -> bool:
-        """End a request in decode's scheduler as failed, as `abort` does: what its engine has
-        computed of it must not be used."""
+        """End a request as failed, as `abort` does: what its engine has computed of it must not be
+        used."""
         check_rid(rid)
         check_failure(error)
         return self._cut_short_named(rid, DecodeState.FAILED, error, now_s, after)
@@ -590,8 +600,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self, rid: str, state: DecodeState, error: Exception, now_s: float,
         after: DeviceEvent | None,
     ) -> bool:  # fmt: skip
-        """End the request of this id in decode's scheduler, for the engine. Return False if there
-        is none that lives."""
         check_time(now_s)
         check_event("after", after)
         req = self.requests.get(rid)
@@ -604,7 +612,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return True
 
     def retarget(self, rid: str, prefill: str) -> None:
-        """Send a request of decode's scheduler to another prefill worker from its next attempt on.
+        """Send a request to another prefill worker from its next attempt on.
 
         A request that was never admitted is refused at the worker that it named;
         `pop_needs_prefill` returns it when it is admitted. Raises RequestError, with nothing
@@ -655,8 +663,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def move_weights(
         self, weights_version: str, now_s: float, after: DeviceEvent | None = None
     ) -> None:
-        """Take over weights of another version in decode's scheduler from now on; `flush` has to
-        follow at once.
+        """Take over weights of another version from now on; `flush` has to follow at once.
 
         A request that has KV of the former version, or output, ends as aborted with a
         WeightsVersionError: it runs, is on its way, or was retracted. A request that only waits
@@ -675,8 +682,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._cut_all_short(error, now_s, after, but_waiting=True)
 
     def end_all(self, error: Exception, now_s: float, after: DeviceEvent | None = None) -> None:
-        """Take no new request in decode's scheduler, and end all as aborted with `error`: its
-        worker computes no more. `after` is as for `abort`."""
+        """Take no new request, and end all as aborted with `error`: its worker computes no more.
+        `after` is as for `abort`."""
         check_time(now_s)
         check_error(error)
         check_event("after", after)
@@ -687,8 +694,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _cut_all_short(
         self, error: Exception, now_s: float, after: DeviceEvent | None, but_waiting: bool
     ) -> None:
-        """End all requests of decode's scheduler as aborted; `but_waiting`: those stay that wait
-        and have no output. `after`: None if the device is done."""
+        """End all requests as aborted; `but_waiting`: those stay that wait and have no output.
+        `after`: None if the device is done."""
         # Whole flights before requests: a request that is cut short alone would make those that
         # joined its flight ask again.
         for flight in self.flights.remove_all():
@@ -700,9 +707,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     @property
     def has_results(self) -> bool:
-        """True if one of the `pop_*` calls of decode's scheduler returns something, or may admit.
-        O(1).
-        """
+        """True if one of the `pop_*` calls returns something, or may admit. O(1)."""
         complete = self.arriving.num_complete
         if self._failed or self._asks or complete or self.waiting.may_admit:
             return True
@@ -710,17 +715,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     @property
     def idle(self) -> bool:
-        """True if nothing is left in decode's scheduler: no request, nothing to pop, no undrained
-        room. O(1).
-        """
+        """True if nothing is left: no request, nothing to pop, no undrained room. O(1)."""
         left = self.requests, self._failed, self._asks, self._deferred, self.rooms.any_undrained
         return not any(left) and not len(self.flights) and not self.host
 
     @property
     def wake_s(self) -> float:
-        """Time at which the next waiting request of decode's scheduler may pass its deadline, or be
-        admitted since it is overdue; infinity if none waits.
-        """
+        """Time at which the next waiting request may pass its deadline, or be admitted since it is
+        overdue; infinity if none waits."""
         return min(self.waiting.wake_s, self._deadlines.next_s)
 
     # --- calls of the control plane ---------------------------------------------------------------
@@ -728,8 +730,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def room_ended(
         self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float
     ) -> None:
-        """Take note in decode's scheduler that a room has reached its terminal state: its KV has
-        arrived, or its request tries again or fails.
+        """Take note that a room has reached its terminal state: its KV has arrived, or its request
+        tries again or fails.
 
         Args:
             poll: SUCCESS, or else the room failed with `error`.
@@ -759,8 +761,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._try_again(req, error, now_s)
 
     def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
-        """Take note in decode's scheduler that a prefill worker answers: open its lane, and fail
-        the requests that its pool cannot hold.
+        """Take note that a prefill worker answers: open its lane, and fail the requests that its
+        pool cannot hold.
 
         These fail before any page is promised. `max_tokens` is the size of its pool, 0 if the
         worker does not say.
@@ -780,9 +782,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._end(req, DecodeState.FAILED, error, now_s)
 
     def prefill_away(self, address: str, now_s: float) -> None:
-        """Take note in decode's scheduler that a prefill worker does not answer: its lane is
-        closed, and its requests hold up no others.
-        """
+        """Take note that a prefill worker does not answer: its lane is closed, and its requests
+        hold up no others."""
         lane = self.lanes.get(address)
         if lane is None:
             return
@@ -795,9 +796,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._targets.go_alone(req)
 
     def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
-        """Try again, or fail, the requests of decode's scheduler for an address where no prefill
-        worker answers, or a peer is refused.
-        """
+        """Try again, or fail, the requests for an address where no prefill worker answers, or a
+        peer is refused."""
         lane = self.lanes.get(address)
         if lane is None:
             return
@@ -816,14 +816,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return [] if self.host is None else self.host.take_orders()
 
     def host_ready(self, num_pages: int) -> None:
-        """Take note in decode's scheduler that the first `num_pages` of host memory can be used."""
         if self.host is not None:
             self.host.ready(num_pages)
 
     def copy_ended(self, done: HostCopyDone, now_s: float) -> None:
-        """Take note in decode's scheduler that a copy between its pool and host memory has ended:
-        what it loaded can be committed, or what waits for it tries again.
-        """
+        """Take note that a copy between its pool and host memory has ended: what it loaded can be
+        committed, or what waits for it tries again."""
         assert self.host is not None
         key = self.host.ended(done, now_s)
         # What was written may be what a request needs that its prefill worker's share is too small
@@ -843,9 +841,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._ends.cancel(flight, done.error)
 
     def room_drained(self, key: RoomKey) -> None:
-        """Release in decode's scheduler a room's held pages and its number: no write can land in
-        its pages any more.
-        """
+        """Release a room's held pages and its number: no write can land in its pages any more."""
         self.shares.release(key)
         self.pages.release(key)
         self.rooms.drained(key)
@@ -853,28 +849,22 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._refusals.drained(key)
 
     def room_overdue(self, key: RoomKey) -> None:
-        """Count a room's pages as quarantined in decode's scheduler: it is not drained by its
-        deadline. They stay held.
-        """
+        """Count a room's pages as quarantined: it is not drained by its deadline. They stay
+        held."""
         self.counters["quarantined_pages"] += self.pages.quarantine(key)
 
     def release_deferred(self, now_s: float) -> None:
-        """Release the pages of ended requests in decode's scheduler once the device is done with
-        them.
-        """
+        """Release the pages of ended requests once the device is done with them."""
         self._deferred.release(now_s)
 
     @property
     def num_deferred(self) -> int:
-        """Number of ended requests of decode's scheduler with pages that the device may still
-        touch.
-        """
+        """Number of ended requests with pages that the device may still touch."""
         return len(self._deferred)
 
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return what holds decode's pages, by name: requests, and flights without one. Any thread
-        may call it.
-        """
+        may call it."""
         orphans = [flight for flight in self.flights.all() if flight.owner is None]
         left = [(req.rid, req.pages_held) for req in self.computing.left]
         held = super().holders() + self._deferred.holders()
@@ -883,9 +873,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return held + [(f"{kinds[one.is_load]} {one.room_key.room}", one.pages) for one in orphans]
 
     def check_invariants(self) -> None:
-        """Check every part of decode's scheduler, and the parts against each other. Raises
-        InternalError.
-        """
+        """Check every part, and the parts against each other. Raises InternalError."""
         self.pages.check_invariants()
         self.budget.check_invariants()
         self.waiting.check_invariants()
@@ -910,18 +898,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     # --- admission --------------------------------------------------------------------------------
 
     def _retry_unanswered(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
-        """Take a request for a prefill worker that does not answer out of decode's waiting queue,
-        and try again.
-
-        That worker was promised nothing, so it is sent nothing.
-        """
         self.waiting.remove(req)
         self._try_again(req, error, now_s)
 
     def _try_again(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
-        """Ask prefill again for a decode request after a transfer that failed or could not begin;
-        else fail the request.
-        """
+        """Ask prefill again for a request after a transfer that failed or could not begin; else
+        fail the request."""
         last = self._targets.next_attempt(req, error)
         if last is None:
             self._ask_again(req)
@@ -929,7 +911,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._end(req, DecodeState.FAILED, last, now_s)
 
     def _recall(self, address: str, now_s: float) -> None:
-        """Take back from a prefill worker that does not answer what decode may compute itself."""
         error = PeerLostError(f"prefill worker {address} does not answer")
         # Each goes to the front of the queue, so the last one first.
         for flight in reversed(self.flights.all()):
@@ -949,8 +930,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     # --- ends -------------------------------------------------------------------------------------
 
     def _end(self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float) -> None:
-        """End a live request of decode's scheduler with an error, and hand on its flight or its
-        place in the queue.
+        """End a live request with an error, and hand on its flight or its place in the queue.
 
         A request that runs keeps `pages_held`; the caller releases them.
         """
@@ -974,9 +954,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float,
         after: DeviceEvent | None,
     ) -> None:  # fmt: skip
-        """End a decode request as aborted or failed, wherever it is, and hand on its pages.
-        `after`: None if the device is done with it.
-        """
+        """End a request as aborted or failed, wherever it is, and hand on its pages. `after`: None
+        if the device is done with it."""
         self._end(req, state, error, now_s)
         # One that ran still holds its pages. One that was retracted, and waits for the device, is
         # released by that entry: a second one would free its pages twice.
@@ -984,9 +963,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._deferred.release_after(after, req, None, now_s)
 
     def _too_late(self, req: DecodeRequest, now_s: float) -> None:
-        """Fail a decode request without its KV at its own deadline, unless it only waits to be
-        popped.
-        """
         flight = self.flights.of(req)
         if flight is not None and self.arriving.is_complete(flight):
             return
@@ -1018,7 +994,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return is_free
 
     def _ask_again(self, req: DecodeRequest) -> None:
-        """Queue a decode request for another attempt, as retracted, and drop it from the budget."""
         if req.state is not DecodeState.RETRACTED:  # else it was not admitted since
             req.become(DecodeState.RETRACTED)
         # It may still be counted as admitted. The flight has handed its pages on, so there is
@@ -1027,7 +1002,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._queue_again(req)
 
     def _queue_again(self, req: DecodeRequest) -> None:
-        """Enter a decode request in front of the waiting queue, under a new generation."""
         # A new generation, so that what peers still send about the former attempt is not taken for
         # this one. All the tokens so far count as prompt; how many are cached is for the next
         # admission to find.
@@ -1040,7 +1014,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._targets.go_alone(req)
 
     def _leave(self, req: DecodeRequest, now_s: float) -> None:
-        """Forget an ended request everywhere in decode's scheduler but in the page accounts."""
         self.budget.stop(req.rid)
         self._deadlines.forget(req)
         # The number stays in use where a room of it is not drained; see `RoomNumbers`.
@@ -1056,7 +1029,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_page_manager(req, self.pages)
 
     def _check_runs(self, req: DecodeRequest) -> None:
-        """Raise RequestError if the request does not run in this decode scheduler."""
         self.check_own(req)
         if self.requests.get(req.rid) is not req or req.state not in CAN_RUN:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it does not run")

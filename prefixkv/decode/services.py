@@ -53,8 +53,7 @@ class ServiceLine:
 
     def add(self, tokens: int, loaded: int, seconds: float, again: int = 0) -> tuple[float, float]:
         """Add a prefill worker's service: tokens sent to decode, loaded there meanwhile, and
-        computed again. Return its weight, and the seconds by the line.
-        """
+        computed again. Return its weight, and the seconds by the line."""
         weight, kept = 1.0 / (tokens + loaded + again + _ROUND), _KEPT_TRANSFERS
         self.num += 1
         self.weights = self.weights * kept + weight
@@ -75,7 +74,6 @@ class ServiceLine:
         return weight, self.at(1, tokens, loaded, again)
 
     def _fit(self) -> None:
-        """Fit the line to the last services of prefill workers, by least squares."""
         if not self.aa:
             self._fit_without_again()
             return
@@ -89,7 +87,6 @@ class ServiceLine:
             self.per_again_s = max(0.0, known / (self.aa + _AGAIN_PRIOR))
 
     def _fit_without_again(self) -> None:
-        """Fit the rest of the line to what computing again does not account for."""
         again_s = self.per_again_s
         x, h = self.x / self.weights, self.h / self.weights
         y = max(0.0, self.y - again_s * self.a) / self.weights
@@ -117,11 +114,9 @@ class ServiceLine:
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens of a transfer from prefill to decode, on average."""
         return self.x / self.weights if self.weights else 0.0
 
     def at(self, num: float, tokens: float, loaded: float, again: float = 0.0) -> float:
-        """Return the seconds that `num` transfers from prefill take, with these tokens in all."""
         rates_s = self.per_token_s * tokens + self.per_loaded_s * loaded
         return self.first_s * num + rates_s + self.per_again_s * again
 
@@ -150,14 +145,12 @@ class PrefillLoad:
     by_line_s: float = 0.0
 
     def add(self, key: RoomKey, promise: AwaitedRoom) -> None:
-        """Add a promise to this prefill worker."""
         self.promises[key] = promise
         self.tokens += promise.tokens
         self.loaded += promise.loaded
         self.again += promise.again
 
     def remove(self, key: RoomKey) -> AwaitedRoom | None:
-        """Remove a promise to this prefill worker, and return it; None if it is not there."""
         promise = self.promises.pop(key, None)
         if promise is not None:
             self.tokens -= promise.tokens
@@ -173,7 +166,6 @@ class PrefillLoad:
         self.answered_s = now_s
 
     def began_s(self, promise: AwaitedRoom) -> float:
-        """Return when this prefill worker began with its oldest promise."""
         return max(promise.time_s, self.answered_s)
 
     def factor(self, now_s: float) -> float:

@@ -43,8 +43,7 @@ class PrefillShares:
 
     def name(self, address: str) -> None:
         """Note that a request names this prefill worker: while it answers, others are held to their
-        shares.
-        """
+        shares."""
         self._named[address] = None
         # Addresses come from requests, so what is remembered of them is bounded.
         self._named.move_to_end(address)
@@ -53,8 +52,7 @@ class PrefillShares:
 
     def pages(self, address: str) -> int:
         """Return the number of pages that count against the share of the prefill worker at
-        `address`.
-        """
+        `address`."""
         return self._pages.get(address, 0)
 
     def new_pass(self) -> None:
@@ -63,8 +61,7 @@ class PrefillShares:
 
     def refuses(self, address: str, num_pages: int) -> bool:
         """Return True if `num_pages` more would exceed a prefill worker's share. O(1) if they would
-        not.
-        """
+        not."""
         held = self._pages.get(address)
         if held is None or held + num_pages <= self.most:
             return False
@@ -77,15 +74,13 @@ class PrefillShares:
         return True
 
     def promise(self, key: RoomKey, address: str, num_pages: int) -> None:
-        """Count `num_pages` that are promised for this room against the prefill worker's share."""
         if num_pages:
             self._rooms[key] = address, num_pages
             self._pages[address] = self._pages.get(address, 0) + num_pages
 
     def hold(self, key: RoomKey) -> None:
         """Note that a room's transfer has failed, and that its held pages stay in the prefill
-        worker's share. Unknown: no-op.
-        """
+        worker's share. Unknown: no-op."""
         if key in self._rooms:
             self._held_rooms.add(key)
 
@@ -107,8 +102,7 @@ class PrefillShares:
 
     def release(self, key: RoomKey) -> None:
         """Take a room that succeeded or is drained out of its prefill worker's share. Unknown:
-        no-op.
-        """
+        no-op."""
         room = self._rooms.pop(key, None)
         self._held_rooms.discard(key)
         if room is not None:

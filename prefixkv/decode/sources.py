@@ -106,7 +106,6 @@ class Way(NamedTuple):
 
     @property
     def cost_s(self) -> float:
-        """Seconds that this way costs, this request and others."""
         return self.seconds * self.weight + self.later_s
 
 
@@ -246,8 +245,7 @@ class Sources:
 
     def gave_up(self, address: str, key: RoomKey) -> None:
         """Note that a room of the prefill worker at `address` has failed, or was aborted: its time
-        says nothing.
-        """
+        says nothing."""
         if (worker := self._workers.get(address)) is not None:
             worker.remove(key)
 
@@ -270,8 +268,7 @@ class Sources:
 
     def most_tokens(self, is_down: bool) -> int:
         """Return how many tokens of one request decode computes at most; `is_down`: where its
-        prefill worker cannot be asked. -1: none at all.
-        """
+        prefill worker cannot be asked. -1: none at all."""
         if self.config is None:
             return -1
         if is_down and self.fails_over:
@@ -333,7 +330,6 @@ class Sources:
         self, lacks: Sequence[Lack], due: int, running: int, address: str, now_s: float,
         sent_lack: Lack | None,
     ) -> Way:  # fmt: skip
-        """Choose as `choose_way` says."""
         config, first = self.config, lacks[0]
         here = Way(Source.HERE, 0.0, 0, loaded=first.loaded)
         sent = Way(Source.PREFILL, 0.0, first.missing, loaded=first.loaded)
@@ -379,8 +375,7 @@ class Sources:
     def worth_loading(self, sent: Lack, loaded: Lack, address: str, now_s: float) -> bool:
         """Return whether decode loads what host memory has of a request (`loaded`), rather than
         have all of it sent (`sent`). Without own compute alone: with it both ways are about as
-        good, and what is loaded makes prompts short enough to be computed here.
-        """
+        good, and what is loaded makes prompts short enough to be computed here."""
         if not loaded.load_s or not self.weighs_loads(now_s):
             return True
         worker = self._workers.get(address) or PrefillLoad()
@@ -411,8 +406,7 @@ class Sources:
 
     def _chunk_beside(self, config: ComputeConfig, running: int) -> tuple[int, float]:
         """Return the tokens of a chunk beside `running` requests, and in how many steps there may
-        be one such: more than 1 where even the least chunk adds more to a step than
-        `itl_share`."""
+        be one such: more than 1 where even the least chunk adds more to a step than `itl_share`."""
         costs, share_s = self._costs, self._share_s(config, running)
         tokens = min(costs.tokens_within(share_s), _MORE * costs.most_tokens)
         if tokens >= _LEAST_CHUNK:
@@ -422,7 +416,6 @@ class Sources:
         return least, max(1.0, added_s / share_s) if share_s > 0 else 1.0
 
     def _share_s(self, config: ComputeConfig, running: int) -> float:
-        """Return the seconds that chunks may add to a step of `running` requests."""
         return config.itl_share * self._costs.seconds(1, running, 0, 0)
 
     def further_prompt_tokens(self, running: int) -> int:
@@ -433,7 +426,6 @@ class Sources:
         return math.ceil(min(self.config.chunk_tokens, self._costs.prompt_tokens))
 
     def _here(self, lack: Lack, due: int, running: int) -> Way:
-        """Return the way by which decode computes what is missing, behind what is due here."""
         backlog_s = self._compute_s(due, running)
         service_s = max(0.0, self._compute_s(due + lack.missing, running) - backlog_s)
         seconds = max(backlog_s, lack.load_s) + service_s
@@ -465,14 +457,12 @@ class Sources:
         return max(steps_s, sure_s * min(1.0, costs.num_chunks / _SURE))
 
     def _by_prefill(self, lack: Lack, worker: PrefillLoad, now_s: float) -> Way:
-        """Return the way by which a prefill worker sends what is missing on decode."""
         seconds = worker.backlog_s(self._line, now_s)
         line_s = self._line.at(1, lack.missing, lack.loaded, lack.again)
         seconds += worker.factor(now_s) * line_s
         return Way(Source.PREFILL, max(seconds, lack.load_s), lack.missing, loaded=lack.loaded)
 
     def _note_request(self, now_s: float) -> None:
-        """Note that decode has admitted a request that lacks something."""
         if self._request_s > -math.inf:
             self._requests = self._requests * _KEPT_REQUESTS + 1
             self._between_s = self._between_s * _KEPT_REQUESTS + now_s - self._request_s
@@ -480,11 +470,9 @@ class Sources:
 
     @property
     def _requests_per_s(self) -> float:
-        """Requests per second that decode admits, of those that lack something."""
         return self._requests / max(1e-3, self._between_s)
 
     def _note_seconds(self, seconds: float) -> None:
-        """Note the seconds in which decode is to have what a request lacks."""
         log_s, kept = math.log(seconds + 1e-3), _KEPT_REQUESTS
         self._log_s = log_s if self._log_s is None else self._log_s * kept + log_s * (1 - kept)
 

@@ -45,8 +45,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
     # --- where a request goes on ------------------------------------------------------------------
 
     def find(self, req: DecodeRequest, match: MatchResult | None) -> Checkpoint | None:
-        """Return the deepest checkpoint on what is cached of a decode request, from which its
-        engine can go on. Changes nothing.
+        """Return the deepest checkpoint on what is cached of a request, from which its engine can
+        go on. Changes nothing.
 
         Behind it a token is left at least, from which the first of the answer is sampled; none
         needs to be for a resumed request, which has its next token.
@@ -64,8 +64,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         return req.kv_len - (0 if found is None else found.depth * self._pages.page_size)
 
     def sent_len(self, req: DecodeRequest, shared_pages: int, most: int) -> int:
-        """Return up to which token prefill is to send a decode request: to its end, or where that
-        leaves a checkpoint, if the engine has at most `most` tokens to compute behind it.
+        """Return up to which token prefill is to send a request: to its end, or where that leaves a
+        checkpoint, if the engine has at most `most` tokens to compute behind it.
 
         Not before the end of the `shared_pages` that are here or on their way.
         """
@@ -76,12 +76,12 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         return req.fill_len
 
     def hold(self, req: DecodeRequest, found: Checkpoint | None) -> None:
-        """Lock the checkpoint that a decode request goes on from, which is opened next."""
+        """Lock the checkpoint that a request goes on from, which is opened next."""
         self._lock(req, found)
 
     def begin(self, req: DecodeRequest, dense_pages: int) -> None:
-        """Say where a decode request, just opened to be computed here, goes on from, and where it
-        saves checkpoints. `dense_pages`: of its path, that are cached."""
+        """Say where a request, just opened to be computed here, goes on from, and where it saves
+        checkpoints. `dense_pages`: of its path, that are cached."""
         page_size = self._pages.page_size
         self._go_on(req)
         self.cut_tokens += max(0, dense_pages * page_size - req.prefix_len)
@@ -90,8 +90,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
                 self._add_stop(req, tokens, req.prefix_len)
 
     def go_on_from_sent(self, req: DecodeRequest) -> None:
-        """Say where a decode request goes on that prefill has sent up to `sent_len`: there, where
-        what was sent becomes a checkpoint before it moves on."""
+        """Say where a request goes on that prefill has sent up to `sent_len`: there, where what was
+        sent becomes a checkpoint before it moves on."""
         req.prefix_len, req.checkpoint_slot = req.sent_len, req.state_slot
         if self._may_save(req):
             self._add_stop(req, req.prefix_len, 0)
@@ -100,8 +100,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
     # --- what it saves ----------------------------------------------------------------------------
 
     def take(self, req: DecodeRequest, end: int) -> int:
-        """Return the slot of the StatePool for the state of a decode request that is computed here,
-        behind `end` tokens, one of its stops; -1 if none is free.
+        """Return the slot of the StatePool for the state of a request that is computed here, behind
+        `end` tokens, one of its stops; -1 if none is free.
 
         Raises RequestError, with nothing changed, for another place.
         """
@@ -137,8 +137,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         return copies
 
     def _may_save(self, req: DecodeRequest) -> bool:
-        """Return whether a decode request's pages go to the tree, so that a checkpoint can end on
-        one: not after a flush, which they were computed before."""
+        """Return whether a request's pages go to the tree, so that a checkpoint can end on one: not
+        after a flush, which they were computed before."""
         held = req.pages_held
         assert held is not None
         return self._pages.caching and req.request.cacheable and held.epoch == self._pages.epoch
@@ -156,14 +156,14 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
             self._pages.slide(req.pages_held, end)
 
     def _take_if_stop(self, req: DecodeRequest, end: int) -> None:
-        """Keep what a decode request without extra state has behind `end` tokens, if that is one of
-        its stops: nothing has to be copied, what is computed is kept where it is."""
+        """Keep what a request without extra state has behind `end` tokens, if that is one of its
+        stops: nothing has to be copied, what is computed is kept where it is."""
         if not self._has_state and end in req.stops:
             self.take(req, end)
 
     def committed(self, req: DecodeRequest) -> None:
-        """Enter what a decode request has saved that was just committed to the tree. One that was
-        sent to its end keeps its window there; its state the engine has still to copy."""
+        """Enter what a request has saved that was just committed to the tree. One that was sent to
+        its end keeps its window there; its state the engine has still to copy."""
         was_sent = not req.computes and req.sent_len == req.fill_len
         is_end = req.fill_len % self._step == 0
         if was_sent and is_end and not self._has_state and self._may_save(req):
@@ -171,14 +171,12 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         self.enter(req)
 
     def _enter_sent(self, req: DecodeRequest) -> None:
-        """Enter the state that a decode request had when it came, if that is what it has saved: its
-        pages are in the tree, and the slot is not for what comes."""
         if req.saved and req.saved[-1][0] * self._pages.page_size == req.fill_len:
             self.enter(req)
 
     def enter(self, req: DecodeRequest) -> None:
-        """Enter the states that a decode request has saved, as far as their pages are in the tree,
-        under its lock; give the other slots back."""
+        """Enter the states that a request has saved, as far as their pages are in the tree, under
+        its lock; give the other slots back."""
         held, saved = req.pages_held, req.saved
         req.saved = []
         if not saved:
@@ -192,8 +190,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
                 self._save(req, depth, slot)
 
     def leave(self, req: DecodeRequest) -> None:
-        """Enter what a decode request leaves in the cache, its state and its window, and give back
-        the rest. Under its lock, which has all its pages that are cached."""
+        """Enter what a request leaves in the cache, its state and its window, and give back the
+        rest. Under its lock, which has all its pages that are cached."""
         held = req.pages_held
         self._enter_sent(req)
         if self._pages.windows and held is not None and self._may_save(req):
@@ -209,13 +207,12 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         self.end(req)
 
     def _take_left(self, req: DecodeRequest, depth: int) -> None:
-        """Take a slot for the window that a decode request without extra state leaves."""
         if self._can_share(req, depth, depth) and (slot := self._points.take()) != NO_SLOT:
             self._leave_windows(req, depth, slot)
 
     def _leave_windows(self, req: DecodeRequest, depth: int, slot: int) -> None:
-        """Let the checkpoint in a slot have the window pages that a decode request leaves, if they
-        are all there. The request itself needs none any more."""
+        """Let the checkpoint in a slot have the window pages that a request leaves, if they are all
+        there. The request itself needs none any more."""
         if self._can_share(req, depth, depth):
             self._share(req, slot, depth, depth)
             req.saved.append((depth, slot))
@@ -223,13 +220,11 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
             self._points.give_back(slot)
 
     def end(self, req: DecodeRequest) -> None:
-        """Give back what a decode request has of checkpoints. Before its pages are released."""
         super().end(req)
         req.checkpoint, req.checkpoint_slot, req.goes_on_at = None, NO_SLOT, 0
 
     def check_invariants(self, requests: Collection[DecodeRequest]) -> None:
-        """Check the checkpoints against the decode requests that hold pages. Raises
-        InternalError."""
+        """Check the checkpoints against the requests that hold pages. Raises InternalError."""
         super().check_invariants(requests)
         laws = {
             "only what holds pages has to do with checkpoints": all(

@@ -21,7 +21,7 @@ from prefixkv.decode.refusals import Refusals
 from prefixkv.decode.request import DecodeRequest, DecodeState, Retries
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.sources import Sources
-from prefixkv.errors import AbortedError, RequestError, UserErrors
+from prefixkv.errors import AbortedError, RequestError
 from prefixkv.protocol.commands import DecodeCommand, MeetPrefill
 
 
@@ -38,7 +38,6 @@ class PrefillTargets:
         retries: how often a failed one tries again, and where.
         commands: takes the commands, in order.
         counters: counts under `retries` and `failovers`.
-        errors: collects what a user's policy raises.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class PrefillTargets:
         retries: Retries,
         commands: list[DecodeCommand],
         counters: Counter[str],
-        errors: UserErrors,
     ) -> None:
         self._lanes, self._shares, self._waiting = lanes, shares, waiting
         self._choice, self._sources = choice, sources
@@ -60,7 +58,6 @@ class PrefillTargets:
         self._retries = retries
         self._commands = commands
         self._counters = counters
-        self._errors = errors
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -73,8 +70,8 @@ class PrefillTargets:
             self._commands.append(MeetPrefill(address))
 
     def check_holds(self, rid: str, num_tokens: int, address: str) -> None:
-        """Raise RequestError where the prefill worker of a decode request is known to hold fewer
-        than `num_tokens`.
+        """Raise RequestError where the prefill worker of a request is known to hold fewer than
+        `num_tokens`.
 
         All that the request may become counts. A request that was retracted late may have to be
         computed again in full: it would fail with half of its answer given.
@@ -88,7 +85,7 @@ class PrefillTargets:
 
     def check_still_holds(self, req: DecodeRequest, address: str) -> None:
         """Raise RequestError where a prefill worker is known to hold too few tokens for what it may
-        be asked for a decode request from now on.
+        be asked for a request from now on.
 
         Of one that runs, or ran, that is what it has so far: half of its answer is given, so what
         it may still become is no reason to refuse it.
@@ -96,24 +93,20 @@ class PrefillTargets:
         self.check_holds(req.rid, req.kv_len if req.resumed else req.most_kv_len, address)
 
     def may_have(self, req: DecodeRequest) -> bool:
-        """Return True if a prefill worker may have this attempt at a decode request that was not
-        admitted yet."""
+        """Return True if a prefill worker may have this attempt at a request that was not admitted
+        yet."""
         is_first = req.generation == req.request.generation
         return is_first and bool(req.prefill) and not self._sources.asks_late
 
     # --- moves ------------------------------------------------------------------------------------
 
     def retarget(self, req: DecodeRequest, prefill: str) -> None:
-        """Send a decode request that is not on its way to another prefill worker from its next
-        attempt on. One that was never admitted is refused at the worker that it named.
+        """Send a request that is not on its way to another prefill worker from its next attempt on.
+        One that was never admitted is refused at the worker that it named.
 
-        Raises RequestError, with nothing changed, if the worker is known to hold too little, and
-        what comparing a user's ranks raises.
+        Raises RequestError, with nothing changed, if the worker is known to hold too little.
         """
         self.check_still_holds(req, prefill)
-        # The last call that may raise: it compares the user's ranks as `move` will, before anything
-        # changes.
-        self._waiting.check_move(req, prefill)
         # The former worker may have computed the prompt, and waits for a promise that will not
         # come: a refusal ends it there. A new generation keeps its answer apart from the next
         # attempt. A retracted request has no open attempt, so nothing is refused.
@@ -123,17 +116,18 @@ class PrefillTargets:
         self._go_to(req, prefill)
 
     def go_alone(self, req: DecodeRequest) -> None:
-        """Let a waiting decode request, whose prefill worker does not answer, wait to be computed
-        here, if it may."""
-        if not req.is_alone and self._choice.may_take_alone(req) and self._move(req, is_alone=True):
+        """Let a waiting request, whose prefill worker does not answer, wait to be computed here, if
+        it may."""
+        if not req.is_alone and self._choice.may_take_alone(req):
+            self._move(req, is_alone=True)
             self._counters["failovers"] += 1
 
     def come_back(self, req: DecodeRequest) -> None:
-        """Let a decode request that went alone wait for its prefill worker again."""
+        """Let a request that went alone wait for its prefill worker again."""
         self._move(req, is_alone=False)
 
     def _go_to(self, req: DecodeRequest, prefill: str) -> None:
-        """Point a decode request at another prefill worker; if it waits, move it to that lane."""
+        """Point a request at another prefill worker; if it waits, move it to that lane."""
         self._shares.name(prefill)
         req.prefill, req.is_alone = prefill, False
         # A request that runs, or still has to queue again, is in no lane: when it queues it enters
@@ -142,37 +136,28 @@ class PrefillTargets:
             self._waiting.move(req, prefill)
             self.meet(prefill)
 
-    def _move(self, req: DecodeRequest, is_alone: bool) -> bool:
-        """Move a waiting decode request to the lane of those that are computed here, or back to
-        that of its prefill worker. False if its rank does not compare with those there."""
-        to = ALONE if is_alone else req.prefill
-        try:
-            self._waiting.check_move(req, to)
-        except Exception as error:  # the user's; it stays where it is
-            self._errors.caught(error)
-            return False
+    def _move(self, req: DecodeRequest, is_alone: bool) -> None:
         # The worker may have it, and may be back before this request is done.
         if is_alone and req.state is DecodeState.QUEUED:
             self._withdraw(req, AbortedError(f"request {req.rid!r} is computed by decode"))
         req.is_alone = is_alone
-        self._waiting.move(req, to)
-        return True
+        self._waiting.move(req, ALONE if is_alone else req.prefill)
 
     def _withdraw(self, req: DecodeRequest, error: Exception) -> None:
-        """Refuse a waiting decode request at the prefill worker that may have it. Its next attempt
-        is another generation, whether or not a worker had it: so it is asked for late."""
+        """Refuse a waiting request at the prefill worker that may have it. Its next attempt is
+        another generation, whether or not a worker had it: so it is asked for late."""
         self.refuse_waiting(req, error)
         req.generation += 1
 
     def refuse_waiting(self, req: DecodeRequest, error: Exception) -> None:
-        """Refuse a decode request that was not admitted yet, as it waits, at its prefill worker.
-        One that goes alone, names none, or is asked for late, no worker has."""
+        """Refuse a request that was not admitted yet, as it waits, at its prefill worker. One that
+        goes alone, names none, or is asked for late, no worker has."""
         if not req.is_alone and req.prefill and not self._sources.asks_late:
             self._refusals.send(req.room_key, req.prefill, error, req.request.digest)
 
     def next_attempt(self, req: DecodeRequest, error: Exception) -> Exception | None:
-        """Point a decode request at its next attempt, after a transfer that failed or could not
-        begin: then it has to queue again. Return None, or the error with which it is to end."""
+        """Point a request at its next attempt, after a transfer that failed or could not begin:
+        then it has to queue again. Return None, or the error with which it is to end."""
         if req.retries < self._retries.most:
             self._counters["retries"] += 1
             req.retries += 1

@@ -23,8 +23,7 @@ from prefixkv.protocol.ids import RoomKey
 
 class DecodeTransferQueue:
     """Open rooms, flights that are computed here or loaded from host memory, and flights that are
-    complete. Owned by the scheduler's thread.
-    """
+    complete. Owned by the scheduler's thread."""
 
     def __init__(self, pages: PageManager, flights: InFlight) -> None:
         self._pages = pages
@@ -49,39 +48,33 @@ class DecodeTransferQueue:
 
     def loaded(self, key: RoomKey) -> Flight | None:
         """Note in the transfer queue that a load's pages are all copied. Return its flight; None if
-        nothing waits for it any more.
-        """
+        nothing waits for it any more."""
         flight = self._loads.pop(key, None)
         if flight is not None:
             self.arrived(flight)
         return flight
 
     def get_load(self, key: RoomKey) -> Flight | None:
-        """Return the flight of a load that is under way in the transfer queue, or None."""
         return self._loads.get(key)
 
     def add_local(self, flight: Flight) -> None:
         """Enter the flight of an admitted request in decode's transfer queue that this worker's
-        engine computes; it has no room, or none any more.
-        """
+        engine computes; it has no room, or none any more."""
         flight.is_local = True
         self._local[flight] = None
 
     @property
     def local(self) -> list[Flight]:
         """Flights of the transfer queue that the engine has to compute, or computes, oldest first.
-        Any thread may ask.
-        """
+        Any thread may ask."""
         return list(self._local)
 
     def get(self, key: RoomKey) -> Flight | None:
-        """Return the flight of an open room of the transfer queue, or None."""
         return self._open.get(key)
 
     def succeed(self, key: RoomKey, aux: bytes) -> Flight | None:
         """Note in the transfer queue that a room's pages are all written. Return its flight; None
-        if it was aborted. What its request lacks still, the engine computes from now on.
-        """
+        if it was aborted. What its request lacks still, the engine computes from now on."""
         flight = self._open.pop(key, None)
         if flight is not None:
             if (owner := flight.owner) is not None:
@@ -93,9 +86,6 @@ class DecodeTransferQueue:
         return flight
 
     def arrived(self, flight: Flight) -> None:
-        """Note in the transfer queue that a flight's own pages are there; it may still wait for the
-        flight it joined.
-        """
         flight.is_open = False
         self._local.pop(flight, None)
         # Else `pop_transferred` appends it, when the joined flight is committed.
@@ -103,16 +93,19 @@ class DecodeTransferQueue:
             self._complete.append(flight)
 
     def is_complete(self, flight: Flight) -> bool:
-        """Return True if a flight has arrived and waits for no other, so that `pop_transferred`
-        will commit it. One whose event has raised may wait for ever.
+        """Return True if a flight has arrived and waits for no other, nor for the device, so that
+        `pop_transferred` will commit it.
         """
-        is_broken = isinstance(flight.after, BrokenEvent)
-        return not flight.is_open and flight.joined is None and not is_broken
+        has_arrived = not flight.is_open and flight.joined is None
+        return has_arrived and not self._would_free_unwritten(flight)
+
+    @property
+    def complete(self) -> list[Flight]:
+        """Flights of the transfer queue that `pop_transferred` will commit, once the device has
+        written what some wait for."""
+        return list(self._complete)
 
     def remove(self, flight: Flight) -> bool:
-        """Take a flight that will not be committed out of the transfer queue. Return True if its
-        room was still open.
-        """
         if flight in self._local:
             del self._local[flight]
         elif flight.is_load:
@@ -131,7 +124,6 @@ class DecodeTransferQueue:
 
     @property
     def num_loads(self) -> int:
-        """Number of loads from host memory in the transfer queue that are under way."""
         return len(self._loads)
 
     @property
@@ -177,19 +169,30 @@ class DecodeTransferQueue:
         self._complete.extend(unwritten)
         return committed
 
+    def stuck(self) -> list[tuple[DecodeRequest, Exception]]:
+        """Return the requests of complete flights that would wait for ever, with the reason: they
+        would free what the device may still write, and its event has raised."""
+        found = []
+        for flight in self._complete:
+            event = None if flight.owner is None else flight.owner.unwritten
+            if isinstance(event, BrokenEvent) and self._would_free_unwritten(flight):
+                assert flight.owner is not None
+                found.append((flight.owner, event.error))
+        return found
+
     def _would_free_unwritten(self, flight: Flight) -> bool:
         """Return whether the commit of a flight would free pages that the device may still write:
         its own copies of what the tree has by now. Prefill could write there next, beside it."""
-        if flight.after is not None:
-            flight.after = still_pending(flight.after, self._pages.errors)
-        if flight.after is None or not flight.request.cacheable:
+        req = flight.owner
+        if req is not None and req.unwritten is not None:
+            req.unwritten = still_pending(req.unwritten, self._pages.errors)
+        if req is None or req.unwritten is None or not req.request.cacheable:
             return False
         return self._pages.find(flight.key).depth > flight.pages.num_locked
 
     def check_invariants(self) -> None:
         """Check every law of the transfer queue, those of the flights included. Raises
-        InternalError.
-        """
+        InternalError."""
         self._flights.check_invariants()
         arrived = [flight for flight in self._flights if not flight.is_open]
         complete = [flight for flight in arrived if flight.joined is None]

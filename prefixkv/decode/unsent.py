@@ -27,7 +27,6 @@ class UnsentPages:
         self.has_any = False  # where it is False, no call need look at them
 
     def computed(self, pages: Pages) -> None:
-        """Note that decode's engine has computed the KV of these pages of a prompt."""
         self._flags[pages] = True
         self.has_any = True
 

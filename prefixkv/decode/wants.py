@@ -25,16 +25,14 @@ class Wants:
         self.not_entered: list[Waiter] = []  # not entered in the tree yet; some may have left
 
     def enter_soon(self, waiter: Waiter) -> None:
-        """Note a waiting decode request, with a prefix that the tree should learn is wanted at the
-        next `enter`.
-        """
+        """Note a waiting request, with a prefix that the tree should learn is wanted at the next
+        `enter`."""
         if self.protects and waiter.req.request.cacheable:
             self.not_entered.append(waiter)
 
     def enter(self) -> None:
         """Tell the tree which prefixes decode's waiting requests want, the first to come first.
-        O(1) or a match for each.
-        """
+        O(1) or a match for each."""
         pages = self._pages
         # At most `MAX_WANTS` per call, which bounds the cost of a pass; the rest follow with later
         # passes.
@@ -49,8 +47,7 @@ class Wants:
 
     def admitting(self, waiter: Waiter) -> None:
         """Tell the tree what the other waiting requests want, before an eviction that is due for
-        this one.
-        """
+        this one."""
         if self.not_entered:
             # Its own match is about to be locked, so it needs no protection.
             if waiter.want == NOT_ENTERED:
@@ -58,7 +55,7 @@ class Wants:
             self.enter()
 
     def forget(self, waiter: Waiter) -> None:
-        """Withdraw from the tree the want of a decode request that waits no longer."""
+        """Withdraw from the tree the want of a request that waits no longer."""
         if waiter.want > 0:
             self._pages.unwant(waiter.want)
         # It may still be in `not_entered`, where this mark makes `enter` pass over it.

@@ -99,12 +99,10 @@ class BlockEvents:
             )
 
     def hash(self, key: bytes, namespace: Hashable) -> int:
-        """Return the hash of the block with this page key."""
         cut = int.from_bytes(key[-HASH_BYTES:])
         return (cut ^ _namespace_mask(namespace) if namespace is not None else cut) or 1
 
     def stored(self, run: list[PageRef]) -> BlockStored:
-        """Return the event for a run of blocks that were stored, each the parent of the next."""
         group = (PAGES_GROUP, PAGES_KIND) if self.checkpoints else (None, None)
         return self._blocks(run, *group)
 
@@ -120,12 +118,10 @@ class BlockEvents:
         return self._blocks([place], CHECKPOINTS_GROUP, CHECKPOINTS_KIND)
 
     def checkpoint_removed(self, place: PageRef) -> BlockRemoved:
-        """Return the event for the end of a checkpoint on this page."""
         hashes = [self.hash(place.key, place.namespace)]
         return BlockRemoved(hashes, self._medium, CHECKPOINTS_GROUP)
 
     def cleared(self) -> AllBlocksCleared:
-        """Return the event for a cache that is empty."""
         return AllBlocksCleared()
 
     def _blocks(self, run: list[PageRef], group: int | None, kind: str | None) -> BlockStored:
@@ -161,7 +157,6 @@ class BlockEvents:
 
 @lru_cache(4096)
 def _namespace_mask(namespace: Hashable) -> int:
-    """Return the number that block hashes of a namespace are XORed with."""
     # Cached, as it is needed for every block. Derived from the digest that peers compare, so all
     # workers mix a namespace alike.
     digest = blake2b(prompt_digest((), namespace), digest_size=HASH_BYTES).digest()

@@ -3,7 +3,7 @@
 Frames follow vLLM: an event is [topic, number, payload], the number 8 bytes, big-endian. A request
 for a repeat is ["", number], from a DEALER or REQ. Each batch from that number on is answered by
 ["", topic, number, payload], then the end by ["", "", -1, ""], with a text in its last frame if the
-request could not be read. SGLang's answers have no topic.
+request could not be read.
 
 A snapshot is requested by ["", "snapshot"] and answered by ["", number, life, payload]: the number
 of the last batch that it contains, 16 bytes that name this life of the worker, and a batch. A
@@ -19,7 +19,6 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
 from typing import Final
 
 import zmq
@@ -27,7 +26,7 @@ import zmq
 from prefixkv.addresses import is_loopback
 from prefixkv.cache.events import Change, Cleared, stored_pages
 from prefixkv.config import KVEventsConfig
-from prefixkv.connections import Bounds, Connection, Watched, Watcher, message_bytes, receive
+from prefixkv.connections import Bounds, Newcomers, set_bounds
 from prefixkv.errors import ConfigError
 from prefixkv.kv_events.blocks import BlockEvents
 from prefixkv.kv_events.stream import Batch, EventStream
@@ -47,18 +46,13 @@ _AWAKE_S = 0.1  # after this long without changes the thread sleeps; waking it c
 _LONGEST_S = 3600.0
 _RETRY_S = 0.01  # until a client whose queue is full is looked at again
 _REQUESTS_A_TURN = 64
-_QUEUE_BATCHES = 10_000  # of a subscriber that does not read; `queue_bytes` bounds it, too
+_QUEUE_BATCHES = 10_000  # of a subscriber that does not read
 _QUEUE_ANSWERS = 16  # a client; the rest is made when it has read
-_MAX_CLIENTS = 256  # of a socket
+_MAX_CLIENTS = 256  # that subscribe, or have not asked yet, of a socket
 _MAX_REQUEST_BYTES = 1024
 _QUEUED_REQUESTS = 16  # per client
 _QUEUED_SUBSCRIPTIONS = 1000  # per client, until the thread looks; libzmq handles them
 _KERNEL_BYTES = 16 << 10  # receive buffer per client; the kernel takes twice as many
-_CLIENT_BYTES = 128 << 10  # above the sum of both
-_SUBSCRIBER_BYTES = 64 << 10  # a subscription costs 35 bytes for each byte of its topic
-_SOCKET_BYTES = 2 << 20
-_UNREAD_ANSWERS_BYTES = 1 << 20  # per client, unless it is one answer
-_STUCK_S = 5.0  # until a client that does not read is cut, if others need its room
 _REFUSED_LOG_S = 1.0
 _FAILURES = 3  # defects in making batches until publishing is given up
 _LINGER_S = 0.2
@@ -81,14 +75,10 @@ class _TierFeed:
         self.skips_until_clear = False  # the publisher's thread's
 
     def hand_over(self, changes: list[Change]) -> bool:
-        """Take a list of this tier's changes for the publisher's thread. See
-        `Listener.hand_over`."""
         return self._publisher._hand_over(self, changes)
 
     @property
     def idle(self) -> bool:
-        """True if the publisher's thread has dealt with all that was handed over, by any tier. See
-        `Listener.idle`."""
         return self._publisher.idle
 
 
@@ -102,9 +92,12 @@ class KVEventPublisher:
         model: `ModelConfig.model`, for the topic.
         page_size: tokens per page.
         has_host: it has a cache in host memory too, whose changes `host` takes.
+        network_is_isolated: as `ControlConfig.network_is_isolated`.
+
     Raises:
-        ConfigError: an address cannot be bound, a name makes no topic, or `medium` is that of host
-            memory. Nothing is left open.
+        ConfigError: an address cannot be bound, or other machines can reach it and the network is
+            not isolated; a name makes no topic, or `medium` is that of host memory. Nothing is left
+            open.
     """
 
     def __init__(
@@ -114,8 +107,10 @@ class KVEventPublisher:
         model: str,
         page_size: int,
         has_host: bool = False,
+        network_is_isolated: bool = False,
     ) -> None:
         self.config = config
+        self._is_isolated = network_is_isolated
         self.counters = Counter(dict.fromkeys(_COUNTERS, 0))
         self.topic = config.topic or default_topic(worker.name, model)
         if has_host and config.medium == BlockEvents.host_medium:
@@ -148,10 +143,8 @@ class KVEventPublisher:
         self._num_failures = 0
         self._closing = False
         self._waiting: dict[tuple[_Socket, bytes], int] = {}  # clients: the batch to send next
-        self._readers: dict[tuple[_Socket, bytes], _ReplayClient] = {}
         self._refused_log_s = -_REFUSED_LOG_S
-        self._watcher = Watcher("prefixkv-kv-events-connections")
-        self._watched: dict[_Socket, Watched] = {}
+        self._newcomers: dict[_Socket, Newcomers] = {}
         self._context: zmq.Context[_Socket] = zmq.Context()
         try:
             pub = self._bound(zmq.PUB, "endpoint", _QUEUE_BATCHES)
@@ -179,7 +172,6 @@ class KVEventPublisher:
         return self._hand_over(self._device, changes)
 
     def _hand_over(self, tier: _TierFeed, changes: list[Change]) -> bool:
-        """Take a list of changes of one tier's cache for the publisher's thread, or refuse it."""
         # 1. A list that begins with Cleared repairs every loss before it.
         # 2. After a loss all else is refused: it would build on what routers do not have.
         # 3. Too far behind: lose this list, rather than hold changes without bound.
@@ -209,7 +201,7 @@ class KVEventPublisher:
     def stats(self) -> dict[str, int]:
         """Return the publisher's counts of what was published, answered and lost. Any thread may
         call."""
-        return {**self.counters, **self._watcher.counters}
+        return dict(self.counters)
 
     def close(self) -> None:
         """Publish that the worker's cache is empty, and end the publisher's thread. Idempotent."""
@@ -222,7 +214,6 @@ class KVEventPublisher:
     # --- its own thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Publish events until closed, and close the sockets, whatever happens."""
         try:
             self._serve()
         except Exception:
@@ -231,17 +222,11 @@ class KVEventPublisher:
             self._close_sockets(_LINGER_S)
 
     def _serve(self) -> None:
-        """Publish the events that are handed over, answer requests for repeats and snapshots, and
-        send heartbeats, until closed."""
         poller = zmq.Poller()
         poller.register(self._bell.fd, zmq.POLLIN)
-        routers = [
-            (sock, self._watched[sock])
-            for sock in (self._replay, self._snapshots)
-            if sock is not None
-        ]
-        for _, watched in routers:
-            poller.register(watched.fd, zmq.POLLIN)
+        routers = [sock for sock in (self._replay, self._snapshots) if sock is not None]
+        for sock in (*routers, *(one.monitor for one in self._newcomers.values())):
+            poller.register(sock, zmq.POLLIN)
         heartbeat_s = self.config.heartbeat_s
         beat_s = time.monotonic() + heartbeat_s
         sleep_s = 0.0  # from then on the thread may sleep
@@ -256,12 +241,7 @@ class KVEventPublisher:
             # Answers wait for room in a client's queue, which no descriptor reports.
             if self._waiting:
                 wait_s = min(wait_s, _RETRY_S)
-            # Sockets with messages that were not read last turn: read them now, without a wait.
-            # `Watched.may_sleep` says why the wait is on its descriptor, not on the socket.
-            full = {watched.fd for sock, watched in routers if not watched.may_sleep(sock)}
-            ready = {fd for fd, _ in poller.poll(0 if full else math.ceil(max(0.0, wait_s) * 1000))}
-            for _, watched in routers:
-                watched.is_waiting = False
+            ready = {one for one, _ in poller.poll(math.ceil(max(0.0, wait_s) * 1000))}
             self._asleep = False
             self._bell.drain()
             now_s = time.monotonic()
@@ -273,8 +253,12 @@ class KVEventPublisher:
                 self._send(self._stream.heartbeat(time.time()))
                 self.counters["heartbeats"] += 1
                 beat_s = now_s + heartbeat_s
-            for sock, watched in routers:
-                if watched.fd in ready | full:
+            # Before requests, so that a connection is known by the time that it asks.
+            for newcomers in self._newcomers.values():
+                if newcomers.monitor in ready:
+                    newcomers.read()
+            for sock in routers:
+                if sock in ready:
                     self._read_requests(sock)
             for client in list(self._waiting):
                 self._answer(*client)
@@ -314,37 +298,25 @@ class KVEventPublisher:
         self._send(self._stream.clear(time.time()))
 
     def _send(self, batch: Batch) -> None:
-        """Publish one batch of events to all subscribers."""
         frames = self._topic_frame, self._number(batch.seq), batch.payload
         self._pub.send_multipart(frames)
-        self._watched[self._pub].published(_sent_bytes(frames))
         self.counters["batches"] += 1
         self.counters["bytes"] += len(batch.payload)
 
     def _number(self, seq: int) -> bytes:
-        """Return the published frame of a batch's number, with the life of the worker behind it if
-        configured."""
         number = seq.to_bytes(SEQ_BYTES)
         return number + self._epoch if self.config.epoch_frames else number
 
     # --- answers ----------------------------------------------------------------------------------
 
     def _read_requests(self, sock: _Socket) -> None:
-        """Read up to `_REQUESTS_A_TURN` requests from the replay or the snapshot socket, and note
-        what each client waits for."""
         for _ in range(_REQUESTS_A_TURN):
             try:
-                received = receive(sock, self._watched[sock])
+                parts = sock.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
-                self._watched[sock].found_empty()
                 return
-            if received is None:
-                return
-            parts, connection = received
-            if not parts:
-                continue
+            self._newcomers[sock].heard(parts[-1])
             client, *frames = [part.bytes for part in parts]
-            self._track_reader(sock, client, connection)
             if sock is self._replay and len(frames) == 2 and len(frames[1]) == SEQ_BYTES:
                 # A client has one place: a new request replaces the one before, so it cannot pile
                 # them up.
@@ -360,8 +332,6 @@ class KVEventPublisher:
                 del self._waiting[next(iter(self._waiting))]
 
     def _refuse(self, sock: _Socket, client: bytes, frames: list[bytes]) -> None:
-        """Answer a replay or snapshot request that cannot be read, so that the answer is not
-        mistaken for events."""
         self.counters["unreadable_requests"] += 1
         sizes = [len(frame) for frame in frames]
         if sock is self._replay:
@@ -380,8 +350,6 @@ class KVEventPublisher:
         self._send_to(sock, client, answer)
 
     def _answer(self, sock: _Socket, client: bytes) -> None:
-        """Send a client of the replay or snapshot socket the batches it waits for, as far as its
-        queue takes them."""
         now_s = time.time()
         while (sock, client) in self._waiting:
             seq = self._waiting[sock, client]
@@ -408,50 +376,18 @@ class KVEventPublisher:
     def _send_to(self, sock: _Socket, client: bytes, frames: list[bytes]) -> bool | None:
         """Send frames to one client of the replay or snapshot socket. Returns True if sent, False
         if it is gone, None if it has no room."""
-        reader = self._readers.get((sock, client))
-        num_bytes = _sent_bytes([b"", *frames])
-        if reader is not None and not self._has_room(reader, num_bytes):
-            return None
         try:
             sock.send_multipart([client, b"", *frames], zmq.DONTWAIT)
         except zmq.Again:
             return None
         except zmq.ZMQError:
             return False
-        if reader is not None:
-            reader.connection.given += num_bytes
         return True
-
-    def _track_reader(self, sock: _Socket, client: bytes, connection: Connection | None) -> None:
-        """Remember the connection by which a client has asked the publisher, and forget those that
-        are over."""
-        known = self._readers.get((sock, client))
-        if connection is not None and (known is None or known.connection is not connection):
-            self._readers[sock, client] = _ReplayClient(self._watched[sock], connection)
-        for key, reader in list(self._readers.items()):
-            if reader.connection.is_over:
-                del self._readers[key]
-
-    def _has_room(self, reader: _ReplayClient, num_bytes: int) -> bool:
-        """Return whether a client of the replay or snapshot socket may be sent `num_bytes` more.
-        Without unread bytes there is always room for one answer. A client that does not read while
-        others need its room is cut off."""
-        unread = reader.unread
-        if unread and unread + num_bytes > _UNREAD_ANSWERS_BYTES:
-            return False
-        in_sum = sum(one.unread for one in self._readers.values())
-        if not in_sum or in_sum + num_bytes <= self.config.queue_bytes:
-            return True
-        for one in self._readers.values():
-            if one.stuck_s() >= _STUCK_S:
-                one.watched.cut(one.connection, "does not read")
-        return False
 
     def _close_sockets(self, linger_s: float) -> None:
         """Close all sockets of the publisher, giving what is queued `linger_s` to leave."""
-        for sock in self._watched:
-            sock.disable_monitor()
-        self._watcher.close()
+        for newcomers in self._newcomers.values():
+            newcomers.close()
         self._context.destroy(linger=int(linger_s * 1000))
 
     def _bound(self, kind: int, name: str, queue: int) -> _Socket | None:
@@ -460,6 +396,12 @@ class KVEventPublisher:
         address = getattr(self.config, name)
         if not address:
             return None
+        if not (self._is_isolated or is_loopback(address)):
+            raise ConfigError(
+                f"kv_events: {name} is {address!r}, which other machines may reach, and events "
+                "carry the tokens of prompts unencrypted: set control.network_is_isolated if only "
+                "workers and routers are on that network"
+            )
         sock = self._context.socket(kind)
         sock.setsockopt(zmq.IPV6, "[" in address)
         sock.setsockopt(zmq.LINGER, int(_LINGER_S * 1000))
@@ -468,56 +410,17 @@ class KVEventPublisher:
         # A ROUTER would drop answers to a client that is gone, or full, without a sign.
         if is_read:
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        queued, most = _QUEUED_REQUESTS, _CLIENT_BYTES
-        if not is_read:
-            queued, most = _QUEUED_SUBSCRIPTIONS, _SUBSCRIBER_BYTES
-        bounds = Bounds(
-            _MAX_REQUEST_BYTES, queued, _KERNEL_BYTES, most, _SOCKET_BYTES, _MAX_CLIENTS,
-            self.config.queue_bytes,
-        )  # fmt: skip
-        # Watched before it is bound, so that no connection is missed.
-        self._watched[sock] = self._watcher.watch_bound(sock, name, bounds, is_read=is_read)
+        queued = _QUEUED_REQUESTS if is_read else _QUEUED_SUBSCRIPTIONS
+        set_bounds(sock, Bounds(_MAX_REQUEST_BYTES, queued, _KERNEL_BYTES))
+        # Before it is bound, so that no connection is missed.
+        self._newcomers[sock] = Newcomers(sock, _MAX_CLIENTS, self.counters)
         try:
             sock.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"kv_events: {name} is {address!r}, which cannot be bound: {error}"
             ) from error
-        if not is_loopback(address):
-            _log.warning(
-                "cache events carry the tokens of prompts, and leave by %s without encryption or "
-                "authentication: that network has to be isolated",
-                address,
-            )
         return sock
-
-
-class _ReplayClient:
-    """A client of the replay or snapshot socket, and what it has not read."""
-
-    def __init__(self, watched: Watched, connection: Connection) -> None:
-        self.watched, self.connection = watched, connection
-        self._unread = 0
-        self._since_s = time.monotonic()
-
-    @property
-    def unread(self) -> int:
-        """Number of bytes sent to the replay client that its kernel has not acknowledged."""
-        unread = self.watched.unread(self.connection)
-        # Any change shows that it reads, or that there is something new to read: its time starts
-        # again.
-        if unread != self._unread or not unread:
-            self._unread, self._since_s = unread, time.monotonic()
-        return unread
-
-    def stuck_s(self) -> float:
-        """Return for how long the replay client has not read, while there was something to read."""
-        return time.monotonic() - self._since_s if self.unread else 0.0
-
-
-def _sent_bytes(frames: Iterable[bytes]) -> int:
-    """Return what a message of these frames costs a connection of the publisher."""
-    return sum(message_bytes(len(frame), is_curve=False) for frame in frames)
 
 
 def default_topic(worker: str, model: str) -> str:
@@ -532,5 +435,4 @@ def default_topic(worker: str, model: str) -> str:
 
 
 def _address(sock: _Socket | None) -> str:
-    """Return the address that the publisher's socket is bound to; "" without a socket."""
     return "" if sock is None else sock.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -174,8 +174,6 @@ class EventStream:
         return self._snapshot
 
     def _batch(self, events: list[object], ts: float) -> Batch:
-        """Number a batch of cache events and keep it in the stream for repeats, within the
-        bounds."""
         payload = self._encode([ts, events, self._rank])
         batch = Batch(self.next_seq, payload)
         self.next_seq += 1

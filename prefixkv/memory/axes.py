@@ -73,7 +73,6 @@ def as_slabs(
 
 
 def _checked_axes(description: AxisNames, *, k_and_v: bool) -> tuple[str, ...]:
-    """Return the names of each engine tensor's axes, in its order. Raises ConfigError."""
     if not isinstance(description.opaque, str):
         raise ConfigError(
             f"opaque is {shown(description.opaque)}, must be a str, the name of the format"
@@ -144,7 +143,6 @@ def _check_shape(tensor: torch.Tensor, axes: tuple[str, ...], description: AxisN
 def _plain_slab(
     i: int, tensor: torch.Tensor, axes: tuple[str, ...], description: AxisNames
 ) -> torch.Tensor:
-    """Return an engine's tensor, by its axes, as a view [page, token, head, dim]."""
     if "head" not in axes:
         tensor, axes = tensor.unsqueeze(0), ("head", *axes)
     slab = tensor.permute([axes.index(axis) for axis in SLAB_AXES])

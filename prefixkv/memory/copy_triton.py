@@ -116,8 +116,6 @@ class TritonCopy:
         return iter(())
 
     def _copy(self, units: Pages, stage: torch.Tensor, to_stage: bool) -> None:
-        """Check the arguments of a copy by Triton, and queue the kernel on the current CUDA
-        stream."""
         import torch
 
         plan = self._plan

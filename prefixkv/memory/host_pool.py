@@ -168,7 +168,6 @@ class HostPool:
     # --- taking the memory ------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Take the host pool's memory, chunk by chunk, until all is there or the pool is closed."""
         while self._ready_pages < self.num_pages and not self._closing:
             pages = min(self._pages_a_chunk, self.num_pages - self._ready_pages)
             chunk = _host_bytes(pages * self.page_bytes, self._device)
@@ -188,7 +187,6 @@ class HostPool:
             self._share.keep(self._num_untouched * self.page_bytes)
 
     def _fill_aside(self) -> None:
-        """Take the host pool's memory in its own thread. What is there stays after an error."""
         try:
             self._fill()
         except Exception as error:
@@ -238,8 +236,6 @@ def free_host_bytes(
 
 
 def _own_path(own_group: str, controller: str) -> str:
-    """Return the path of this process's group below the root of its groups; "" if it is not
-    there."""
     with suppress(OSError):
         for line in Path(own_group).read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
@@ -269,6 +265,5 @@ def _groups_around(root: Path, path: str) -> list[Path]:
 
 
 def _numbers(path: str) -> dict[str, int]:
-    """Return the numbers of a file of the system about host memory by the words before them."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     return {words[0]: int(words[1]) for words in map(str.split, lines) if len(words) > 1}

@@ -3,7 +3,8 @@
 The system's figure of free memory falls as memory is touched, not as it is taken. So pools that
 compare themselves with that figure, one after the other, would each get the same bytes. Each pool
 enters what it has not touched yet in a file of its own, and holds a lock on that file. The kernel
-ends the lock with the process, however that ends.
+ends the lock with the process, however that ends. A child that is forked off would keep it, and the
+lock of all too: so it closes their descriptors first of all.
 
 All processes of one user that see the same folder share the figure. What other processes have is
 counted in whole MiB: the system's figure is not as exact as that.
@@ -15,6 +16,7 @@ import fcntl
 import os
 import stat
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +27,8 @@ from prefixkv.errors import ConfigError
 
 _PLACES: Final = "/dev/shm", tempfile.gettempdir()
 _NUMBER_BYTES: Final = 8
+_fds: Final[set[int]] = set()  # of locks, which a child that is forked off must not keep
+_forking: Final = threading.RLock()  # no fork between a change of `_fds` and what it stands for
 
 
 class HostShare:
@@ -34,18 +38,24 @@ class HostShare:
     """
 
     def __init__(self, path: str, fd: int, num_bytes: int) -> None:
-        self._fd = fd
+        self._fd, self._pid = fd, os.getpid()
+        self._lock = threading.Lock()
         self._end = weakref.finalize(self, _end, path, fd, os.getpid())
         self.keep(num_bytes)
 
     def keep(self, num_bytes: int) -> None:
         """Reserve this many bytes from now on: the rest of them is touched, or not needed."""
-        if self._end.alive:
-            os.pwrite(self._fd, num_bytes.to_bytes(_NUMBER_BYTES, "little"), 0)
+        if os.getpid() != self._pid:  # it is a fork, and the share is its parent's
+            return
+        with self._lock:  # else `close` may give the descriptor to another file meanwhile
+            if self._end.alive:
+                os.pwrite(self._fd, num_bytes.to_bytes(_NUMBER_BYTES, "little"), 0)
 
     def close(self) -> None:
         """Give back what is reserved. Idempotent."""
-        self._end()
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._end()
 
 
 class HostShares:
@@ -57,7 +67,9 @@ class HostShares:
 
     def enter(self, num_bytes: int) -> HostShare:
         """Reserve bytes for another pool."""
-        fd, path = tempfile.mkstemp(prefix=_mine(), dir=self._folder)
+        with _forking:
+            fd, path = tempfile.mkstemp(prefix=_mine(), dir=self._folder)
+            _fds.add(fd)
         fcntl.flock(fd, fcntl.LOCK_EX)
         return HostShare(path, fd, num_bytes)
 
@@ -84,16 +96,17 @@ def locked() -> Iterator[HostShares]:
     """Let no other pool of this machine reserve memory meanwhile. Raises ConfigError where there is
     no folder for it."""
     folder = _folder()
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    with _forking:
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        _fds.add(fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield HostShares(folder)
     finally:
-        os.close(fd)
+        _close(fd)
 
 
 def _folder() -> Path:
-    """Return the folder of this user's shares, and make it."""
     for place in _PLACES:
         folder = Path(place, f"prefixkv-host-{os.getuid()}")
         with suppress(OSError):
@@ -109,13 +122,32 @@ def _folder() -> Path:
 
 
 def _mine() -> str:
-    """Return how the names of this process's shares begin."""
     return f"share-{os.getpid()}-"
 
 
 def _end(path: str, fd: int, pid: int) -> None:
     """End a share: its file, and the lock on that."""
-    with suppress(OSError):
-        if os.getpid() == pid:  # else it is a fork, and the share is its parent's
+    if os.getpid() == pid:
+        with suppress(OSError):
             os.unlink(path)
-    os.close(fd)
+        _close(fd)
+
+
+def _close(fd: int) -> None:
+    with _forking:
+        if fd in _fds:  # else this is a fork, which has closed it
+            _fds.remove(fd)
+            os.close(fd)
+
+
+def _begin_child() -> None:
+    """Close in a child what would keep the locks of its parent."""
+    for fd in _fds:
+        os.close(fd)
+    _fds.clear()
+    _forking.release()
+
+
+os.register_at_fork(
+    before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_begin_child
+)

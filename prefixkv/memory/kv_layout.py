@@ -165,28 +165,27 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head of one token in one slab of the KV layout: the smallest piece, always
-        contiguous."""
+        """Bytes of one head of one token in one slab: the smallest piece, always contiguous."""
         return self.head_dim * self.itemsize
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in one slab of the KV layout, all heads."""
+        """Bytes of one token in one slab, all heads."""
         return self.num_kv_heads * self.head_bytes
 
     @property
     def slab_page_bytes(self) -> int:
-        """Bytes of one page in one slab of the KV layout."""
+        """Bytes of one page in one slab."""
         return self.page_size * self.token_bytes
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page in all slabs of the KV layout."""
+        """Bytes of one page in all slabs."""
         return self.slab_page_bytes * len(self.slabs)
 
     @property
     def host_page_bytes(self) -> int:
-        """Bytes of one page of the KV layout in host memory: all that its id names."""
+        """Bytes of one page in host memory: all that its id names."""
         return sum(one.page_bytes for one in self.with_same_ids)
 
     @property
@@ -204,7 +203,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.slabs[layer * self.slabs_per_layer + kv]
 
     def address(self, layer: int, kv: int, page: int, token: int = 0, head: int = 0) -> int:
-        """Return from the KV layout the address of the first byte of one head of one token.
+        """Return the address of the first byte of one head of one token.
 
         Raises:
             PageStateError: a page outside the pool. ConfigError: any other number out of range.
@@ -241,8 +240,6 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.structs.replace(self, num_pages=num_pages)
 
     def _pages_that_fit(self, slab: Slab, regions: list[tuple[int, int]], bases: list[int]) -> int:
-        """Return how many pages of the layout from `slab.base` on end before the region does, or
-        the next slab begins."""
         step = slab.page_stride
         inner = self._inner_dims(slab)
         page_bytes = _extent(inner, self.head_bytes)
@@ -267,8 +264,8 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     # --- laws -------------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Check every value of the KV layout, which may be a peer's, and that no two elements of
-        the pool share a byte.
+        """Check every value, which may be a peer's, and that no two elements of the pool share a
+        byte.
 
         Accepted are slabs that nest: a stride spans all that is inside it, and slabs that
         interleave do so with equal strides. Every usual engine layout does; an exotic one that does
@@ -293,8 +290,8 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             self._check_groups(regions)
 
     def _check_groups(self, regions: list[tuple[int, int]]) -> None:
-        """Raise ConfigError unless the groups of the KV layout fit it, and all their memory lies in
-        its regions, apart from what other groups have."""
+        """Raise ConfigError unless the groups fit it, and all their memory lies in its regions,
+        apart from what other groups have."""
         names = [group.name for group in self.groups]
         if "" in names or len(set(names)) < len(names):
             raise ConfigError(f"groups are named {shown(names)}, each needs a name of its own")
@@ -350,7 +347,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return spans
 
     def validate_sizes(self) -> None:
-        """Check sizes and names of the KV layout: the part of `validate` that needs no address."""
+        """Check sizes and names: the part of `validate` that needs no address."""
         for name in ("num_pages", "page_size", "num_layers", "num_kv_heads", "head_dim"):
             check_whole(name, getattr(self, name), 1, MAX_INDEX)
         _check_choice("dtype", self.dtype, tuple(ITEMSIZE))
@@ -384,8 +381,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return regions
 
     def _check_slab(self, i: int, slab: Slab, regions: list[tuple[int, int]]) -> None:
-        """Raise ConfigError unless a slab of the KV layout is aligned, nested, and whole in one
-        region."""
+        """Raise ConfigError unless a slab is aligned, nested, and whole in one region."""
         check_range(f"slab {i} base", slab.base, 0, ADDRESS_END - 1)
         dims = self._dims(slab)
         for name, value in (("base", slab.base), *(("stride", stride) for _, stride in dims)):
@@ -417,8 +413,8 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             )
 
     def _check_slabs_apart(self) -> None:
-        """Raise ConfigError if slabs of the KV layout share bytes. Only those with overlapping
-        extents are compared closely."""
+        """Raise ConfigError if slabs share bytes. Only those with overlapping extents are compared
+        closely."""
         placed = sorted((slab.base, i) for i, slab in enumerate(self.slabs))
         group: list[tuple[int, int]] = []
         end = 0
@@ -432,8 +428,8 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         self._check_group_apart(group)
 
     def _check_group_apart(self, group: list[tuple[int, int]]) -> None:
-        """Raise ConfigError unless slabs of the KV layout with overlapping extents interleave
-        without sharing a byte."""
+        """Raise ConfigError unless slabs with overlapping extents interleave without sharing a
+        byte."""
         if len(group) < 2:
             return
         first = group[0][1]
@@ -444,7 +440,6 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         _check_interleaved(group, dims, self.head_bytes)
 
     def _dims(self, slab: Slab) -> _Dims:
-        """Return the dimensions of a slab in the KV layout, the widest stride first."""
         dims = (
             (self.num_pages, slab.page_stride),
             (self.page_size, slab.token_stride),
@@ -453,33 +448,25 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return _by_stride(dims)
 
     def _inner_dims(self, slab: Slab) -> _Dims:
-        """Return the dimensions of one page of a slab in the KV layout, the widest stride first."""
         return _by_stride(
             ((self.page_size, slab.token_stride), (self.num_kv_heads, slab.head_stride))
         )
 
 
 def _region_at(regions: list[tuple[int, int]], address: int) -> int:
-    """Return the number of the KV layout's last region that begins at or before the address, -1 if
-    none does."""
     return bisect_right(regions, address, key=lambda region: region[0]) - 1
 
 
 def _by_stride(dims: _Dims) -> _Dims:
-    """Sort a slab's dimensions in the KV layout by stride, the widest first, without those of one
-    element."""
     return tuple(sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: dim[1], reverse=True))
 
 
 def _extent(dims: _Dims, element_bytes: int) -> int:
-    """Return the bytes from the first to the last byte of a slab with these dimensions, in the KV
-    layout."""
     return element_bytes + sum((count - 1) * stride for count, stride in dims)
 
 
 def _check_interleaved(group: list[tuple[int, int]], dims: _Dims, element_bytes: int) -> None:
-    """Raise ConfigError unless slabs of a KV layout, arrays of equal dimensions, sorted by base,
-    share no byte.
+    """Raise ConfigError unless slabs, arrays of equal dimensions, sorted by base, share no byte.
 
     Arrays with overlapping extents must all begin within one outermost stride and end before the
     next, so that they meet only inside the same element of it; there the same holds one dimension
@@ -508,12 +495,10 @@ def _check_interleaved(group: list[tuple[int, int]], dims: _Dims, element_bytes:
 
 
 def _check_index(name: str, value: int, end: int) -> None:
-    """Raise ConfigError unless `value`, a number that a KV layout is asked for, is in [0, end)."""
     if not isinstance(value, int) or not 0 <= value < end:
         raise ConfigError(f"{name} is {shown(value)}, must be in [0, {end})")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise ConfigError unless `value`, a name in a KV layout, is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{name} is {shown(value)}, must be one of {', '.join(choices)}")

@@ -392,8 +392,6 @@ class ZerosFactory:
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait, for a pool's memory, until all that is queued on the current stream is done: NIXL uses
-    the memory in no stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -435,7 +433,6 @@ def _describe(
     regions: tuple[tuple[int, int], ...],
     opaque: str = "",
 ) -> KVLayout:
-    """Return the validated layout of a KV pool's 4-dimensional views."""
     num_pages, page_size, num_kv_heads, head_dim = slabs[0].shape
     size = slabs[0].itemsize
     # The views are alike, so the first gives the sizes; each gives its own address and strides, in

@@ -147,7 +147,6 @@ class Mesh:
 
 
 def _divides(a: int, b: int) -> bool:
-    """Return whether one size of two meshes is a whole multiple of the other."""
     return max(a, b) % min(a, b) == 0
 
 

@@ -94,8 +94,6 @@ class _Ends:
         self._num_pages = layout.num_pages
 
     def checked(self, host_pages: Pages, device_pages: Pages) -> tuple[Pages, Pages]:
-        """Return the pages at both ends of a host copy as int32. Raises PageStateError if there are
-        no such."""
         host = self.host.checked(host_pages)
         device = checked_pages(device_pages, self._num_pages, "device")
         if len(host) != len(device):
@@ -127,7 +125,6 @@ class CpuPageCopy:
         self._copy(host_pages, device_pages, is_load=False)
 
     def _copy(self, host_pages: Pages, device_pages: Pages, is_load: bool) -> None:
-        """Copy pages to or from a host pool, run by run."""
         host, device = self._ends.checked(host_pages, device_pages)
         rows = self._ends.host.addresses(host)
         places = self._starts + device.astype(np.int64)[:, None] * self._strides  # [page, run]
@@ -137,7 +134,6 @@ class CpuPageCopy:
             self._by_moves(rows, places, is_load)
 
     def _by_moves(self, rows: Int64s, places: Int64s, is_load: bool) -> None:
-        """Copy pages to or from host rows by one memmove per run."""
         targets, sources = (rows[:, None] + self._offsets).ravel().tolist(), places.ravel().tolist()
         if is_load:
             targets, sources = sources, targets
@@ -146,7 +142,6 @@ class CpuPageCopy:
             _move(target, source, num_bytes)
 
     def _by_vectors(self, rows: Int64s, places: Int64s, is_load: bool) -> None:
-        """Copy pages to or from host rows by one call of Linux per `_VECTOR` runs."""
         read, write = _transfers()
         # The pool's runs are the local side, which costs least where it is in many pieces.
         transfer, pid, num_runs = read if is_load else write, os.getpid(), places.shape[1]
@@ -200,8 +195,6 @@ class StagedPageCopy:
             memory.copy_(rows[some].view(-1), non_blocking=True)
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
-        """Return memory of the device for a copy of host pages. Torch keeps it for this stream, so
-        it is not given to another before the copy has ended."""
         import torch
 
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -219,7 +212,6 @@ class _StagedPart(NamedTuple):
     num_slabs: int
 
     def staged(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return this part of rows of host pages as a stage has it, uint8 [bytes]."""
         import torch
 
         by_slab = self._of(rows).transpose(0, 1)
@@ -228,7 +220,6 @@ class _StagedPart(NamedTuple):
         return whole.view(-1).view(torch.uint8)
 
     def fill(self, rows: torch.Tensor, stage: torch.Tensor) -> None:
-        """Fill this part of rows of host pages from a stage."""
         part = self._of(rows)
         by_slab = stage.view(part.dtype).view(self.num_slabs, len(rows), -1)
         part.copy_(by_slab.transpose(0, 1))
@@ -254,7 +245,6 @@ def page_runs(layout: KVLayout) -> tuple[Int64s, Int64s, Int64s]:
 
 
 def _layout_runs(layout: KVLayout) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the runs of one layout's layers, as `page_runs` of all."""
     plan = StagePlan.of(layout, Shard.whole(layout), layout.page_size)
     # The stride of a dimension with one element means nothing.
     strides = [slab.page_stride if layout.num_pages > 1 else 0 for slab in plan.slabs]

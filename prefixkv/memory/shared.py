@@ -83,7 +83,6 @@ def shared_bytes(num_bytes: int) -> torch.Tensor:
 
 
 def block_of(address: int, num_bytes: int) -> SharedBlock | None:
-    """Return the block of shared memory that this memory lies in, None if it is not shared."""
     # A copy: a collection of garbage may remove entries meanwhile.
     for mapping in list(_blocks.values()):
         block = mapping.block

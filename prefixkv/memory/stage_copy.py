@@ -107,7 +107,6 @@ def staging_copy(
 
 
 def _copy_of(layout: KVLayout, part: Shard, unit_tokens: int, device: str) -> StagingCopy:
-    """Return the staging copy of the layers of one layout. Raises as `staging_copy`."""
     plan = StagePlan.of(layout, part, unit_tokens)
     if device == "cpu":
         return CpuCopy(plan)
@@ -169,8 +168,6 @@ class _Pattern(NamedTuple):
     unit_strides: Int64s  # [slab, 1]
 
     def rows_of(self, page: Int64s, unit: Int64s) -> Int64s:
-        """Return the numbers of the pool's rows that a staging copy takes, in the order of the
-        stage."""
         places = page * self.page_strides + unit * self.unit_strides
         rows: Int64s = places[:, :, None] + self.offsets
         return rows.reshape(-1)
@@ -205,7 +202,6 @@ class CpuCopy:
             first += count
 
     def _group(self, first: int, count: int) -> _SlabGroup:
-        """Return `count` slabs from `first` on as one array of rows, for the CPU's staging copy."""
         plan = self._plan
         num_pages = plan.layout.num_pages
         slabs = plan.slabs[first : first + count]
@@ -237,8 +233,6 @@ class CpuCopy:
         return _SlabGroup(first, count, rows, step == plan.row_bytes, pattern)
 
     def _pattern(self, new: _Pattern) -> int:
-        """Return the number of a pattern of rows in the CPU's staging copy, stored once if groups
-        share it."""
         for number, known in enumerate(self._patterns):
             if all(np.array_equal(a, b) for a, b in zip(known, new, strict=True)):
                 return number
@@ -267,7 +261,6 @@ class CpuCopy:
         return self._scatter_steps(units, stage.numpy().view(self._row))
 
     def _scatter_steps(self, units: Pages, staged: npt.NDArray[Any]) -> Iterator[None]:
-        """Scatter by the CPU some units of a group of slabs from the stage per step."""
         step = max(1, _STEP_BYTES // self._plan.unit_bytes) * self._plan.row_offsets.shape[1]
         for group, index, part in self._parts(units):
             rows = staged[part]
@@ -276,8 +269,6 @@ class CpuCopy:
                 yield
 
     def _parts(self, units: Pages) -> Iterator[tuple[_SlabGroup, Int64s, slice]]:
-        """Yield each group of slabs with the numbers of its rows in the pool, and their place in
-        the stage, for the CPU's copy."""
         page, unit = (
             column.astype(np.int64) for column in np.divmod(units, np.int32(self._plan.fold))
         )

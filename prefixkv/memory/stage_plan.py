@@ -83,11 +83,9 @@ class StagePlan:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one unit page in one slab, by the stage's plan."""
         return int(self.row_offsets.shape[1]) * self.row_bytes
 
     def num_bytes(self, num_units: int) -> int:
-        """Return the bytes of staging memory that `num_units` unit pages take by this plan."""
         return len(self.slabs) * num_units * self.unit_bytes
 
     def checked(self, units: Pages, stage: torch.Tensor, device: str) -> Pages:

@@ -156,7 +156,6 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
                 raise ConfigError(f"state entries at {before.base:#x} and {entry.base:#x} overlap")
 
     def _extent(self, entry: StateEntry) -> int:
-        """Return the bytes of extra state from an entry's first slot to the end of its last."""
         return (self.num_slots - 1) * entry.slot_stride + entry.num_bytes
 
     def check_holds(self, tensors: Iterable[StateTensor], mesh: Mesh, rank: int) -> None:

@@ -124,7 +124,6 @@ class StatePool:
 
 
 def _checked_tensors(tensors: object) -> tuple[StateTensor, ...]:
-    """Return a state pool's tensors. Raises ConfigError for what is no list of StateTensor."""
     if not isinstance(tensors, tuple | list):
         raise ConfigError(f"tensors is a {type(tensors).__name__}, a list of StateTensor is needed")
     for tensor in tensors:
@@ -136,7 +135,6 @@ def _checked_tensors(tensors: object) -> tuple[StateTensor, ...]:
 def _tensors_of_rank(
     tensors: Sequence[StateTensor], mesh: Mesh | None, rank: int
 ) -> list[tuple[StateTensor, tuple[int, ...]]]:
-    """Return the state tensors of the rank's stage, each with the shape of a slot."""
     if mesh is not None:
         check_kind("mesh", mesh, Mesh)
         mesh.validate()

@@ -230,8 +230,6 @@ class PageAllocator:
             raise
 
     def _move(self, where: Where, num_pages: int, before: int, after: int) -> int:
-        """Change the allocator's state of pages between two states other than FREE, and return
-        `num_pages`."""
         try:
             self._set(where, num_pages, before, after)
             return num_pages
@@ -327,8 +325,6 @@ class PageAllocator:
     # --- checks -----------------------------------------------------------------------------------
 
     def _pages_of(self, owner: Hashable) -> Index:
-        """Return all pages that an owner holds in the allocator. Raises PageStateError if it is
-        unknown."""
         try:
             held = self._held[owner]
         except KeyError:
@@ -371,8 +367,6 @@ class PageAllocator:
         return ascending, num_pages
 
     def _fault(self, packed: bytes, state: int) -> PageStateError:
-        """Build the allocator's error for the first of these pages, in the caller's order, that is
-        not in `state`."""
         seen, pages = set(), np.frombuffer(packed, np.int32)
         for page in pages.tolist():
             if not 0 <= page < self._num_pages:

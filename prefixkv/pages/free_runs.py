@@ -141,7 +141,6 @@ class FreeRuns:
         return starts
 
     def _drop_length(self, length: int) -> None:
-        """Forget a length that no free run has any more."""
         del self._by_length[length]
         del self._lengths[bisect_left(self._lengths, length)]
 
@@ -170,7 +169,6 @@ class FreeRuns:
             self._add_runs(starts, ends)
 
     def _add_run(self, start: int, end: int) -> None:
-        """Add the run [start, end), merged with free neighbours, to the free runs."""
         # `_to[start]`: a run that ends just before. `_from[end]`: one that begins just behind.
         left, right = self._to[start], self._from[end]
         if left:
@@ -182,7 +180,6 @@ class FreeRuns:
         self._put(start, end - start)
 
     def _remove(self, start: int, length: int) -> None:
-        """Remove a free run that becomes part of another."""
         runs = self._by_length[length]
         del runs[start]
         if not runs:
@@ -213,7 +210,6 @@ class FreeRuns:
         self._file((start,), (length,))
 
     def _file(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
-        """File free runs by length. A length that is new is sorted in."""
         by_length = self._by_length
         for start, length in zip(starts, lengths, strict=True):
             runs = by_length.get(length)

@@ -410,8 +410,7 @@ class PageManager:
         keep_tokens: int | None = None,
         on_cached: Callable[[], None] | None = None,
     ) -> None:
-        """End the request in the page manager: its whole pages become cached prefix, its tail is
-        freed.
+        """End the request: its whole pages become cached prefix, its tail is freed.
 
         With `keep_tokens` only the whole pages of its first that many tokens; what the tree has of
         it already stays. `on_cached` is called while they are locked.
@@ -432,8 +431,6 @@ class PageManager:
         self.drop(pages)
 
     def _can_cache(self, pages: RequestPages) -> bool:
-        """Return whether the page manager's tree may take a request's pages: it caches, and they
-        have KV of today's weights."""
         return self.caching and pages.epoch == self.epoch
 
     def hint(self, pages: RequestPages, continues: bool) -> None:
@@ -453,7 +450,6 @@ class PageManager:
 
     @property
     def may_load(self) -> bool:
-        """True if the page manager has a row for one load from host memory more."""
         return bool(self.table.free_spare_rows)
 
     def find(self, key: RadixKey) -> MatchResult:
@@ -461,7 +457,6 @@ class PageManager:
         return self.cache.match_prefix(key)
 
     def pin_key(self, key: RadixKey, now_s: float) -> PrefixLock:
-        """Pin what the page manager's tree has of a key. See `pin`."""
         return self.pin(self.cache.match_prefix(key), now_s)
 
     def pin(self, match: MatchResult, now_s: float) -> PrefixLock:
@@ -485,7 +480,7 @@ class PageManager:
         self.windows.slide(pages.row, whole_count("num_tokens", num_tokens))
 
     def drop(self, pages: RequestPages) -> None:
-        """End the request in the page manager and free its own pages, which no peer can write."""
+        """End the request and free its own pages, which no peer can write."""
         if self.windows and not self.table.is_spare(pages.row):
             self.windows.free(pages.row)
         self.allocator.free(self._close(pages))
@@ -493,8 +488,8 @@ class PageManager:
             self.slots.free([pages.slot])
 
     def hold(self, pages: RequestPages, owner: Hashable) -> None:
-        """End the request in the page manager while a peer may still write its own pages: `owner`
-        holds them until `release`."""
+        """End the request while a peer may still write its own pages: `owner` holds them until
+        `release`."""
         # First: it raises for an owner without a hash, which must change nothing.
         self.allocator.holds(owner)
         if self.windows:
@@ -507,8 +502,8 @@ class PageManager:
             self.slots.hold([pages.slot] if pages.slot >= 0 else [], owner)
 
     def release(self, owner: Hashable) -> int:
-        """Free the pages, and slots, that `owner` holds in the page manager, and return how many
-        pages; 0 if the owner is unknown.
+        """Free the pages, and slots, that `owner` holds, and return how many pages; 0 if the owner
+        is unknown.
 
         Only with proof that no write can land there any more.
         """
@@ -522,8 +517,8 @@ class PageManager:
         return self.allocator.release(owner)
 
     def quarantine(self, owner: Hashable) -> int:
-        """Mark the pages, and slots, that `owner` holds in the page manager as overdue, and return
-        how many pages: they stay held."""
+        """Mark the pages, and slots, that `owner` holds as overdue, and return how many pages: they
+        stay held."""
         if not self.allocator.holds(owner):
             return 0
         if self.slots is not None:
@@ -533,7 +528,7 @@ class PageManager:
         return self.allocator.quarantine(owner)
 
     def holds(self, owner: Hashable) -> bool:
-        """Return whether `owner` has held or quarantined pages, or a slot, in the page manager."""
+        """Return whether `owner` has held or quarantined pages, or a slot."""
         return self.allocator.holds(owner)
 
     def holds_all(self, owner: Hashable, pages: Pages) -> bool:
@@ -581,8 +576,6 @@ class PageManager:
         return taken
 
     def _evict(self, num_pages: int, now_s: float) -> Pages:
-        """Evict pages from the page manager's tree, and observe how long it took if there is a
-        clock."""
         began_s = self.clock() if self.clock is not None else 0.0
         evicted = self.cache.evict(num_pages, now_s)
         self.evicted_pages += len(evicted)
@@ -593,8 +586,6 @@ class PageManager:
         return evicted
 
     def _close(self, pages: RequestPages) -> bytes:
-        """End the lock and the row of a request's pages, and return its own pages, packed, to be
-        freed or held."""
         # Read before the row is emptied. It raises for a request that has ended: its row is -1.
         own = self.table.packed(pages.row, pages.num_shared, pages.num_pages)
         self.table.free_row(pages.row)
@@ -609,13 +600,10 @@ class PageManager:
         return own
 
     def _unlock(self, lock: PrefixLock | None) -> None:
-        """End a request's lock in the tree, if there is one, and free what only it held: pages of
-        before a flush."""
         if lock is not None:
             self._free_cached(self.cache.unlock(lock))
 
     def _free_cached(self, pages: Pages) -> None:
-        """Free pages in the page manager's allocator that the tree has given up."""
         if len(pages):
             self.allocator.uncache(pages)
             self.allocator.free(pages)
@@ -657,8 +645,6 @@ class PageManager:
             )
 
     def _check_hashes(self) -> None:
-        """Check that each path hash in the page manager's tree is that of its path. Raises
-        InternalError."""
         for node in self.cache.nodes():
             if node.hashes is None:
                 continue
@@ -682,17 +668,14 @@ class _Keeper:
         self._windows = windows
 
     def pin(self, windows: Windows, count: int) -> None:
-        """Add to the pins of the pages that a checkpoint has in each window group."""
         for group, ids in zip(self._windows, windows, strict=bool(windows)):
             group.pins[ids] += count
 
     def drop(self, windows: Windows) -> None:
-        """Take away one count of the pages that a checkpoint has in each window group."""
         for group, ids in zip(self._windows, windows, strict=bool(windows)):
             group.drop(ids)
 
     def lacks(self, needs: Sequence[int]) -> bool:
-        """Return True if a window group has fewer free pages than it needs."""
         groups = self._windows
         return any(
             group.allocator.free_pages < need for group, need in zip(groups, needs, strict=True)

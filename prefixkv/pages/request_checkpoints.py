@@ -39,7 +39,6 @@ class RequestCheckpoints(Generic[R]):
     # --- where a request goes on, and where it saves ----------------------------------------------
 
     def _lock(self, req: R, found: Checkpoint | None) -> None:
-        """Lock the checkpoint that a request goes on from, which is opened next."""
         if found is not None:
             self._points.use(found)
             self._points.lock(found)
@@ -47,7 +46,6 @@ class RequestCheckpoints(Generic[R]):
         req.checkpoint = found
 
     def _unlock(self, req: R) -> None:
-        """Unlock the checkpoint that a request goes on from, if it is locked."""
         if req.holds_checkpoint:
             assert req.checkpoint is not None
             req.holds_checkpoint = False
@@ -67,7 +65,6 @@ class RequestCheckpoints(Generic[R]):
             insort(req.stops, at)
 
     def _pass_stops(self, req: R, end: int) -> None:
-        """Note that a request has computed up to token `end`: stops behind it are over."""
         if req.stops:
             req.stops = [at for at in req.stops if at > end]
 
@@ -90,8 +87,6 @@ class RequestCheckpoints(Generic[R]):
         return self._first_slot + slot
 
     def _can_share(self, req: R, depth: int, end_pages: int) -> bool:
-        """Return whether a request has all that a checkpoint of its first `depth` pages needs of it
-        in the window groups, and there are pages for what it needs instead up to `end_pages`."""
         windows, held = self._pages.windows, req.pages_held
         assert held is not None
         at = depth * self._pages.page_size
@@ -100,15 +95,12 @@ class RequestCheckpoints(Generic[R]):
         return windows.has_room(windows.num_replaced(held.row, depth, end_pages))
 
     def _share(self, req: R, slot: int, depth: int, end_pages: int) -> None:
-        """Let the checkpoint in a slot have what a request has before its depth in the window
-        groups."""
         windows, held = self._pages.windows, req.pages_held
         assert held is not None
         self._points.make_room(windows.num_replaced(held.row, depth, end_pages))
         self._points.attach(slot, windows.share(held.row, depth, end_pages))
 
     def _save(self, req: R, depth: int, slot: int) -> None:
-        """Enter a slot that a request has filled, whose pages are in the tree, and locked."""
         assert req.pages_held is not None
         page = int(self._pages.pages(req.pages_held)[depth - 1])
         self._points.save(page, depth, slot, req.checkpoint)
@@ -117,7 +109,6 @@ class RequestCheckpoints(Generic[R]):
     # --- ends -------------------------------------------------------------------------------------
 
     def end(self, req: R) -> None:
-        """Give back what a request has of checkpoints. Before its pages are released."""
         self._unlock(req)
         for _, slot in req.saved:
             self._points.give_back(slot)

@@ -137,7 +137,6 @@ class PagedRequest(Generic[State]):
 
     @property
     def room(self) -> int:
-        """Number of the paged request's room."""
         return self.request.room
 
     @property
@@ -166,7 +165,6 @@ class PagedRequest(Generic[State]):
 
     @property
     def row(self) -> int:
-        """Row of the page table that a paged request has, -1 while it holds no pages."""
         return -1 if self.pages_held is None else self.pages_held.row
 
     def timeline(self, side: str, outcome: str, peer: str, **found: int) -> dict[str, Any]:
@@ -227,10 +225,10 @@ Command = TypeVar("Command")
 
 
 class BrokenEvent:
-    """An event that has raised once. Later exceptions of it are not reported again."""
+    """An event that has raised `error` once. Later exceptions of it are not reported again."""
 
-    def __init__(self, event: DeviceEvent) -> None:
-        self._event = event
+    def __init__(self, event: DeviceEvent, error: Exception) -> None:
+        self._event, self.error = event, error
 
     def query(self) -> bool:
         """Return whether the device is done with a paged request's pages; False if the event, which
@@ -239,6 +237,21 @@ class BrokenEvent:
             return self._event.query()
         except Exception:
             return False
+
+
+class AllOf:
+    """Events that count as one, which is done when each of them is."""
+
+    def __init__(self, *events: DeviceEvent) -> None:
+        self._events: list[DeviceEvent] = []
+        for event in events:
+            self._events += event._events if isinstance(event, AllOf) else [event]
+
+    def query(self) -> bool:
+        """Return whether the device is done with a paged request's pages by all of the events."""
+        while self._events and self._events[-1].query():
+            self._events.pop()
+        return not self._events
 
 
 def still_pending(event: DeviceEvent, errors: UserErrors) -> DeviceEvent | None:
@@ -252,7 +265,7 @@ def still_pending(event: DeviceEvent, errors: UserErrors) -> DeviceEvent | None:
     except Exception as error:
         # Report the first exception only: it is queried on every pass.
         errors.caught(error)
-        return event if isinstance(event, BrokenEvent) else BrokenEvent(event)
+        return event if isinstance(event, BrokenEvent) else BrokenEvent(event, error)
 
 
 class PagedScheduler(Generic[Req, Command]):
@@ -273,7 +286,6 @@ class PagedScheduler(Generic[Req, Command]):
         self._deadlines: Timers[Req] = Timers()  # the requests' own
 
     def _note_deadline(self, req: Req) -> None:
-        """Start a paged request's own deadline in the scheduler of either side, if it has one."""
         if req.request.deadline_s is not None:
             self._deadlines.wake(req, req.arrived_s + req.request.deadline_s)
 

@@ -63,26 +63,24 @@ class PageTable:
 
     @property
     def max_requests(self) -> int:
-        """Number of rows of the page table, without the spare ones."""
+        """Number of rows, without the spare ones."""
         return self._first_spare
 
     @property
     def free_rows(self) -> int:
-        """Number of rows of the page table that are not in use, without the spare ones."""
+        """Number of rows that are not in use, without the spare ones."""
         return len(self._free_rows)
 
     @property
     def free_spare_rows(self) -> int:
-        """Number of spare rows of the page table that are not in use."""
         return len(self._spare_rows)
 
     def is_spare(self, row: int) -> bool:
-        """Return True for a spare row of the page table."""
         return row >= self._first_spare
 
     def alloc_row(self, spare: bool = False) -> int:
-        """Return a row of the page table without pages, now in use; with `spare` one of the spare
-        rows. Raises CapacityError if there is none."""
+        """Return a row without pages, now in use; with `spare` one of the spare rows. Raises
+        CapacityError if there is none."""
         rows = self._spare_rows if spare else self._free_rows
         if not rows:
             num_rows = len(self.array) - self._first_spare if spare else self._first_spare
@@ -93,8 +91,7 @@ class PageTable:
         return row
 
     def free_row(self, row: int) -> None:
-        """Empty the row of the page table and take it back. Raises CallerError if it is not in
-        use."""
+        """Empty the row and take it back. Raises CallerError if it is not in use."""
         # `length` raises for a free row: freed twice, it would be given to two requests. Only what
         # the row holds is overwritten; the rest is -1 already.
         start, size = _BYTES * row * self.array.shape[1], _BYTES * self.length(row)
@@ -136,8 +133,7 @@ class PageTable:
         return self._packed[_BYTES * (at + start_page) : _BYTES * (at + end_page)].tobytes()
 
     def fill(self, row: int, runs: Iterable[bytes | bytearray | Pages]) -> int:
-        """Fill a row of the page table that has no pages with runs of ids, one after the other;
-        return their number.
+        """Fill a row that has no pages with runs of ids, one after the other; return their number.
 
         The ids are not checked: they come from the allocator and the tree.
 
@@ -160,7 +156,7 @@ class PageTable:
         return num_pages
 
     def check_fits(self, num_pages: int) -> None:
-        """Raise RequestError for more pages than a row of the page table can hold."""
+        """Raise RequestError for more pages than a row can hold."""
         if num_pages > self.array.shape[1]:
             raise RequestError(
                 f"a row would have {num_pages} pages, the limit is {self.array.shape[1]}"
@@ -197,8 +193,7 @@ class PageTable:
             self._length[row] = end
 
     def append_each(self, rows: npt.NDArray[np.integer] | Sequence[int], pages: PageIds) -> None:
-        """Append pages[i] to rows[i] of the page table, for many requests that cross a page
-        boundary in one step.
+        """Append pages[i] to rows[i], for many requests that cross a page boundary in one step.
 
         The rows are distinct. Raises as `write` does, with nothing changed.
         """
@@ -211,8 +206,7 @@ class PageTable:
         self.append_checked(growth, page_ids)
 
     def check_growth(self, rows: npt.NDArray[np.integer] | Sequence[int]) -> Growth:
-        """Check that each of these rows of the page table is in use, named once, and has room for
-        one page more.
+        """Check that each of these rows is in use, named once, and has room for one page more.
 
         So nothing can fail once the pages are taken. Raises CallerError, RequestError.
         """
@@ -243,8 +237,7 @@ class PageTable:
         return Growth(row_ids, lengths)
 
     def append_checked(self, growth: Growth, pages: Pages) -> None:
-        """Append one page of the allocator to each row of the page table that `check_growth` has
-        checked.
+        """Append one page of the allocator to each row that `check_growth` has checked.
 
         The rows must not have changed since.
         """
@@ -253,7 +246,7 @@ class PageTable:
         self._lengths[growth.rows] = growth.lengths + 1
 
     def check_invariants(self) -> None:
-        """Check every law of the page table. O(its size). Raises InternalError with the state."""
+        """Check every law. O(its size). Raises InternalError with the state."""
         rows, columns = self.array.shape
         in_use = np.arange(columns) < self._lengths[:, None]
         free = np.flatnonzero(self._lengths == _NO_ROW).tolist()

@@ -58,7 +58,6 @@ class WindowStart(NamedTuple):
     shared: tuple[Pages, ...] = ()
 
     def shared_in(self, number: int) -> Pages:
-        """Return the pages that the request begins with in the window group of this number."""
         return self.shared[number] if self.shared else _NONE
 
 
@@ -127,8 +126,6 @@ class WindowGroup:
     # --- room -------------------------------------------------------------------------------------
 
     def own_pages(self, start: WindowStart, number: int) -> int:
-        """Return the pages of its own that a request needs which begins there; `number` is that of
-        the window group."""
         there = self.first_page(start.num_tokens) + len(start.shared_in(number))
         return max(0, min(self.row_pages, start.end_pages - there))
 
@@ -258,8 +255,6 @@ class WindowGroup:
         return kept
 
     def _tail(self, first: int, ids: Pages, depth: int) -> Pages:
-        """Return of a row's ids those of the window before the end of page `depth` - 1 in the
-        group."""
         start = self.first_page(depth * self.page_size)
         if not first <= start <= depth <= first + len(ids):
             raise InternalError(
@@ -324,7 +319,6 @@ class WindowGroups(tuple[WindowGroup, ...]):
     def __new__(
         cls, specs: Sequence[WindowSpec], page_size: int, num_requests: int, is_shared: bool
     ) -> WindowGroups:
-        """Make the window groups of a worker. `is_shared`: checkpoints keep pages of them."""
         groups = (WindowGroup(spec, page_size, num_requests, is_shared) for spec in specs)
         return super().__new__(cls, groups)
 
@@ -388,11 +382,9 @@ class WindowGroups(tuple[WindowGroup, ...]):
         }
 
     def num_replaced(self, row: int, depth: int, end_pages: int) -> list[int]:
-        """Return `WindowGroup.num_replaced` of each window group."""
         return [group.num_replaced(row, depth, end_pages) for group in self]
 
     def has_room(self, needs: Sequence[int]) -> bool:
-        """Return whether each window group has the pages it needs, free or to be given up."""
         return all(need <= group.available_pages() for group, need in zip(self, needs, strict=True))
 
     def share(self, row: int, depth: int, end_pages: int) -> tuple[Pages, ...]:
@@ -415,7 +407,6 @@ class WindowGroups(tuple[WindowGroup, ...]):
             group.slide(row, num_tokens)
 
     def free(self, row: int) -> None:
-        """End a request's row in each window group, and free its own pages."""
         for group in self:
             group.allocator.free(group.close(row))
 
@@ -427,7 +418,6 @@ class WindowGroups(tuple[WindowGroup, ...]):
             group.allocator.hold(_NONE if row is None else group.close(row), owner)
 
     def release(self, owner: Hashable) -> None:
-        """Free what `owner` holds in each window group."""
         for group in self:
             group.allocator.release(owner)
 

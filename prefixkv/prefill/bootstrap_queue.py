@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from itertools import count
+from typing import Final
 
 from prefixkv.cache.results import MatchResult
 from prefixkv.pages.manager import PageManager
@@ -23,6 +24,9 @@ from prefixkv.prefill.state_checkpoints import StateCheckpoints
 UsablePrefix = Callable[[PrefillRequest, int], int]
 """Function of a request and the number of its cached tokens that returns how many the engine
 can continue from. Behind those it has no extra state."""
+
+
+_FEW: Final = 64  # requests that have left and are still in the heap: not worth a rebuild
 
 
 class PrefillBootstrapQueue:
@@ -55,8 +59,7 @@ class PrefillBootstrapQueue:
 
     def add(self, req: PrefillRequest, decode_prefix_len: int) -> None:
         """Enter a promised request in prefill's bootstrap queue; decode has `decode_prefix_len`
-        tokens of it and waits for the rest.
-        """
+        tokens of it and waits for the rest."""
         req.become(PrefillState.BOOTSTRAPPED)
         req.decode_prefix_len = decode_prefix_len
         self._ready[req] = next(self._numbers)
@@ -64,26 +67,26 @@ class PrefillBootstrapQueue:
         self._look_due = True
 
     def _enter(self, req: PrefillRequest) -> None:
-        """Have a pass of the bootstrap queue look at this request."""
         if req not in self._is_due:
             self._is_due.add(req)
             heappush(self._due, (self._ready[req], req))
 
     def _leave(self) -> None:
-        """Take out the request that a pass of the bootstrap queue looks at."""
         self._is_due.discard(heappop(self._due)[1])
 
     def remove(self, req: PrefillRequest) -> None:
-        """Take a request that has ended out of prefill's bootstrap queue."""
         del self._ready[req]
         self._shared_prefixes.forget(req)
+        # Nothing takes it out of the heap while one that does not fit holds up the others.
+        self._is_due.discard(req)
+        if len(self._due) > 2 * len(self._is_due) + _FEW:
+            self._due = sorted(entry for entry in self._due if entry[1] in self._is_due)
         # It may be the one that did not fit, and held up those behind it.
         self.look_again()
 
     def look_again(self) -> None:
         """Make the next pass of the bootstrap queue look at all: a prefix may be there now, or will
-        not come.
-        """
+        not come."""
         self._blocked_at = -1
         self._look_due = True
 
@@ -102,8 +105,7 @@ class PrefillBootstrapQueue:
     @property
     def wake_s(self) -> float:
         """Time at which a wait for another's prefix ends, so that the bootstrap queue may hand out
-        a request.
-        """
+        a request."""
         # Waking earlier would be for nothing: the first that may start lacks pages or a row.
         if self._blocked_at == self._pages.version or not self._pages.table.free_rows:
             return math.inf
@@ -160,8 +162,7 @@ class PrefillBootstrapQueue:
 
     def _open(self, req: PrefillRequest, match: MatchResult | None, now_s: float) -> bool:
         """Take pages for a request of the bootstrap queue. Return False, and change nothing, if too
-        few are available.
-        """
+        few are available."""
         pages, page_size = self._pages, self._pages.page_size
         prefix_len = match.prefix_len if match is not None else 0
         unprotected = match.unprotected_pages if match is not None else 0

@@ -41,7 +41,6 @@ class PrefillJournal(Journal):
         self.found(req.key.namespace, req.num_tokens, req.prefix_len)
 
     def chunk(self, req: PrefillRequest, pages: int, last: bool, now_s: float) -> None:
-        """Write down a chunk of `pages` in prefill's journal."""
         req.num_chunks += 1
         req.sent_pages += pages
         if last:
@@ -49,7 +48,7 @@ class PrefillJournal(Journal):
             self.waited("compute", req.started_s, now_s)
 
     def ended(self, req: PrefillRequest, now_s: float) -> None:
-        """Write down the end of a prefill request in the journal, and log it."""
+        """Write down the end of a request in the journal, and log it."""
         req.ended_s = now_s
         if req.state is PrefillState.SENT:
             self.waited("send", req.computed_s, now_s)
@@ -61,7 +60,7 @@ class PrefillJournal(Journal):
 
 
 def outcome(req: PrefillRequest) -> str:
-    """Return how a prefill request ended, as a label of metrics."""
+    """Return how a request ended, as a label of metrics."""
     if req.state is PrefillState.FAILED and isinstance(req.error, AbortedError):
         return "aborted"
     return req.state.value

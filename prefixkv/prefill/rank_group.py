@@ -48,7 +48,6 @@ class RankGroup(Generic[NodeT]):
     """The ranks of a prefill worker behind one object, kept in step. Used from one thread."""
 
     def __init__(self, nodes: Sequence[NodeT]) -> None:
-        """Begin a group of prefill ranks without requests. `nodes`: by rank."""
         self.nodes = nodes
         self._reqs: dict[str, list[PrefillRequest]] = {}
         self._begun: dict[str, int] = {}
@@ -60,7 +59,6 @@ class RankGroup(Generic[NodeT]):
         self._to_return_failed: list[PrefillRequest] = []
 
     def add(self, request: Request) -> PrefillRequest:
-        """Add a request on every prefill rank of the group, or on none. See `PrefillNode.add`."""
         reqs: list[PrefillRequest] = []
         try:
             for node in self.nodes:
@@ -75,14 +73,12 @@ class RankGroup(Generic[NodeT]):
         return reqs[0]
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
-        """Refuse a request on every prefill rank of the group. See `PrefillNode.refuse`."""
         for node in self.nodes:
             node.refuse(request, reason)
 
     def ranks_of(self, rid: str) -> list[PrefillRequest]:
         """Return the request on each prefill rank of the group, until it is popped as sent or
-        failed. Raises RequestError for one that is not here.
-        """
+        failed. Raises RequestError for one that is not here."""
         check_rid(rid)
         if rid not in self._reqs:
             raise RequestError(f"request {rid!r} is not here")
@@ -108,8 +104,7 @@ class RankGroup(Generic[NodeT]):
         ready: DeviceEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
         """Send a chunk on every prefill rank of the group; return the sum of the pages. See
-        `PrefillNode.send_chunk`.
-        """
+        `PrefillNode.send_chunk`."""
         # 1. What is not here on every rank: rank 0 says what is wrong with it, or nothing, if it
         # has failed.
         reqs = self._reqs.get(req.rid) if isinstance(req, PrefillRequest) else None
@@ -122,7 +117,6 @@ class RankGroup(Generic[NodeT]):
         return sum(node.send_chunk(mine, end, last, aux, ready, state_slot) for node, mine in pairs)
 
     def pop_sent(self) -> list[PrefillRequest]:
-        """Return the requests that every prefill rank of the group has sent."""
         for node in self.nodes:
             for req in node.pop_sent():
                 failed = req.rid in self._failed
@@ -159,26 +153,20 @@ class RankGroup(Generic[NodeT]):
         return failed
 
     def abort(self, rid: str) -> bool:
-        """Abort a request on every prefill rank of the group. See `PrefillNode.abort`."""
         # A list, not a generator: `any` would stop at the first rank that knows the request.
         aborted = [node.abort(rid) for node in self.nodes]
         return any(aborted)
 
     def fail(self, rid: str, error: Exception) -> bool:
-        """Fail a request on every prefill rank of the group. See `PrefillNode.fail`."""
         failed = [node.fail(rid, error) for node in self.nodes]
         return any(failed)
 
     def flush(self, weights_version: str | None = None) -> int:
         """Flush every prefill rank of the group; return the sum of their pages. See
-        `PrefillNode.flush`.
-        """
+        `PrefillNode.flush`."""
         return sum(node.flush(weights_version) for node in self.nodes)
 
     def _end(self, rid: str) -> PrefillRequest | None:
-        """Count a prefill rank of the group on which the request has ended; return the request if
-        that was the last.
-        """
         self._num_ended[rid] += 1
         if self._num_ended[rid] < len(self.nodes):
             return None

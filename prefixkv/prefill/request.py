@@ -15,7 +15,7 @@ from prefixkv.request import Request
 
 
 class PrefillState(enum.Enum):
-    """The state of a prefill request. The last two are terminal."""
+    """The state of a request. The last two are terminal."""
 
     BOOTSTRAPPING = "bootstrapping"  # decode has not promised pages yet
     BOOTSTRAPPED = "bootstrapped"  # promised; waits for pages of its own
@@ -26,7 +26,6 @@ class PrefillState(enum.Enum):
 
     @property
     def ended(self) -> bool:
-        """True in the two terminal states of a prefill request."""
         return self in (PrefillState.SENT, PrefillState.FAILED)
 
 
@@ -85,17 +84,17 @@ class PrefillRequest(PagedRequest[PrefillState]):
 
     @property
     def room_key(self) -> RoomKey:
-        """Key of a prefill request's room, with the decode worker's name."""
+        """Key of a request's room, with the decode worker's name."""
         return RoomKey(self.request.room, self.generation, self.request.decode)
 
     @property
     def num_tokens(self) -> int:
-        """Length of a prefill request's prompt, in tokens."""
+        """Length of a request's prompt, in tokens."""
         return len(self.key)
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """The prompt of a prefill request, int32, the caller's."""
+        """The prompt of a request, int32, the caller's."""
         return self.key.tokens()
 
     def __repr__(self) -> str:

@@ -62,8 +62,7 @@ from prefixkv.settings import check_time, whole_count
 
 class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     """The requests of one prefill rank, from `add` until their pages are released; see the module's
-    text. Owned by the scheduler's thread.
-    """
+    text. Owned by the scheduler's thread."""
 
     def __init__(
         self,
@@ -81,8 +80,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         slot of which is sent with every request; 0: there is none. `follow_s`: see PrefillConfig.
         `in_step`: with the other ranks of a worker. `weights_version`: of the weights that it
         begins with. `checkpoint_tokens`: where `pages` has checkpoints, the depth of each is a
-        multiple of it; their slots of the extra state come behind the `num_slots`.
-        """
+        multiple of it; their slots of the extra state come behind the `num_slots`."""
         self.journal = PrefillJournal()
         super().__init__(pages, self.journal, weights_version)
         self.num_slots = num_slots
@@ -117,7 +115,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     # --- calls of the engine ----------------------------------------------------------------------
 
     def add(self, request: Request, now_s: float) -> PrefillRequest:
-        """Take a request into prefill's scheduler; it waits for decode's promise.
+        """Take a request; it waits for decode's promise.
 
         Raises RequestError, with nothing changed: a duplicate id, a room in use, a decode worker
         that is not named, a prompt that the pool could never hold; DrainingError for any request
@@ -169,9 +167,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._commands.append(DeclineRoom(key, reason_of(reason), request.digest))
 
     def _free_room(self, request: Request) -> RoomKey:
-        """Return the key of the room for a new prefill request. Raise RequestError if it is in use
-        or names no worker.
-        """
         if not request.decode:
             raise RequestError(f"request {request.rid!r} names no decode worker")
         key = self._key_of(request)
@@ -184,7 +179,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return key
 
     def _key_of(self, request: Request) -> RoomKey:
-        """Return the key of the room that a prefill request names, by number and decode worker."""
         return RoomKey(request.room, request.generation, request.decode)
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
@@ -301,8 +295,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return len(src_pages)
 
     def _send_windows(self, req: PrefillRequest, end: int, last: bool) -> tuple[WindowChunk, ...]:
-        """Return what of a request of prefill goes with a chunk in each window group, and keep a
-        checkpoint's pages there."""
         chunks: list[WindowChunk] = []
         assert req.pages_held is not None
         for plan, group in zip(req.window_plans, self.pages.windows, strict=True):
@@ -336,12 +328,11 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return self.checkpoints.take(req, end)
 
     def pop_sent(self, now_s: float) -> list[PrefillRequest]:
-        """Return the requests of prefill's scheduler with their KV at decode, whole."""
         return self._pop(self._sent, None, now_s)
 
     def pop_failed(self, now_s: float, after: DeviceEvent | None = None) -> list[PrefillRequest]:
-        """Return the requests that failed or were aborted in prefill's scheduler; `error` says why.
-        The engine stops computing them.
+        """Return the requests that failed or were aborted; `error` says why. The engine stops
+        computing them.
 
         A request that had handed over a state slot comes when no write reads it any more. `after`:
         device work launched for the requests before this call is done once its `query()` is True;
@@ -350,7 +341,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return self._pop(self._failed, after, now_s)
 
     def abort(self, rid: str, now_s: float, error: Exception | None = None) -> bool:
-        """Abort a request in prefill's scheduler. Unknown or ended: no-op, False.
+        """Abort a request. Unknown or ended: no-op, False.
 
         Nothing of it is cached that no `pop_bootstrapped` has cached yet. A request with its last
         chunk handed over may have succeeded already, and decode may know: then it does succeed.
@@ -366,8 +357,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return True
 
     def fail(self, rid: str, error: Exception, now_s: float) -> bool:
-        """End a request in prefill's scheduler as failed, as `abort` does: what its engine has
-        computed of it must not be used. So nothing more is cached of one that has ended, too."""
+        """End a request as failed, as `abort` does: what its engine has computed of it must not be
+        used. So nothing more is cached of one that has ended, too."""
         check_time(now_s)
         check_failure(error)
         check_rid(rid)
@@ -378,15 +369,12 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return lives
 
     def _give_up(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
-        """End a request of prefill's scheduler, for the engine, if it has not ended; cache nothing
-        more of it (law 10)."""
         req.given_up = error
         self._computed.pop(req, None)
         if not req.state.ended:
             self._cut_short(req, error, now_s)
 
     def _cut_short(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
-        """End a live request of prefill's scheduler with an error, of which decode hears."""
         self._commands.append(AbortRoom(req.room_key, reason_of(error)))
         # While it sends, only its room knows whether the last write was first: `room_ended`
         # decides.
@@ -394,8 +382,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self._fail(req, error, now_s)
 
     def end_all(self, error: Exception, now_s: float) -> None:
-        """Take no new request in prefill's scheduler, and abort all with `error`: its worker
-        computes no more. One that is all handed over ends as its room does."""
+        """Take no new request, and abort all with `error`: its worker computes no more. One that is
+        all handed over ends as its room does."""
         check_time(now_s)
         check_error(error)
         self.draining = True
@@ -405,19 +393,17 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     @property
     def has_results(self) -> bool:
-        """True if one of the `pop_*` calls of prefill's scheduler returns something. O(1)."""
+        """True if one of the `pop_*` calls returns something. O(1)."""
         return bool(self._failed or self._sent or self.bootstrapped.may_open)
 
     @property
     def idle(self) -> bool:
-        """True if nothing lives in prefill's scheduler: no request, and nothing to pop. O(1)."""
+        """True if nothing lives: no request, and nothing to pop. O(1)."""
         return not (self.requests or self._failed or self._sent or self._deferred)
 
     @property
     def wake_s(self) -> float:
-        """Time at which a request of prefill's scheduler may have waited long enough, for another's
-        prefix or at all.
-        """
+        """Time at which a request may have waited long enough, for another's prefix or at all."""
         return min(self.bootstrapped.wake_s, self._deadlines.next_s)
 
     # --- calls of the control plane ---------------------------------------------------------------
@@ -425,9 +411,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def room_bootstrapped(
         self, key: RoomKey, decode_prefix_len: int, peer: str, now_s: float
     ) -> None:
-        """Queue the prefill request of a room for which the decode worker `peer` has promised
-        pages.
-        """
         req = self._rooms.get(key)
         # It may have been aborted while the event was on its way.
         if req is not None and req.state is PrefillState.BOOTSTRAPPING:
@@ -435,9 +418,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self.journal.promised(req, peer, now_s)
 
     def room_ended(self, key: RoomKey, poll: KVPoll, error: Exception | None, now_s: float) -> None:
-        """End the prefill request of a room that has reached its terminal state, as sent or as
-        failed.
-        """
+        """End the request of a room that has reached its terminal state, as sent or as failed."""
         req = self._rooms.get(key)
         if req is None or req.state.ended:
             return
@@ -452,9 +433,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self._fail(req, error, now_s)
 
     def source_free(self, key: RoomKey, now_s: float) -> None:
-        """Note in prefill's scheduler that no write reads a room's source pages any more; release
-        them once the engine is done.
-        """
+        """Note that no write reads a room's source pages any more; release them once the engine is
+        done."""
         req = self._rooms.get(key)
         if req is not None:
             # A failed request with a state slot was kept back: the engine may reuse the slot once
@@ -465,7 +445,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self._maybe_release(req, now_s)
 
     def settle_deferred(self, now_s: float) -> None:
-        """Release the pages of popped prefill requests with which the device is done."""
+        """Release the pages of popped requests with which the device is done."""
         waiting, self._deferred = self._deferred, []
         for event, req in waiting:
             if (left := still_pending(event, self.pages.errors)) is None:
@@ -482,8 +462,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return super().flush()
 
     def move_weights(self, weights_version: str, now_s: float) -> None:
-        """Take over weights of another version in prefill's scheduler from now on; `flush` has to
-        follow at once.
+        """Take over weights of another version from now on; `flush` has to follow at once.
 
         A request that was promised pages under the former version, or is computed with it, fails
         with a WeightsVersionError. One that waits for its promise stays. One with its last chunk
@@ -500,9 +479,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._commands.append(MoveWeights(weights_version, ends_waiting=False))
 
     def check_invariants(self) -> None:
-        """Check the pages, rooms and requests of prefill's scheduler against each other. Raises
-        InternalError.
-        """
+        """Check the pages, rooms and requests against each other. Raises InternalError."""
         self.pages.check_invariants()
         self.shared_prefixes.check_invariants()
         if self.checkpoints is not None:
@@ -535,7 +512,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     # --- ends -------------------------------------------------------------------------------------
 
     def _fail(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
-        """End a prefill request as failed; it is returned by `pop_failed`."""
         if req.state is PrefillState.BOOTSTRAPPED:
             self.bootstrapped.remove(req)
         self._computes_no_more(req)
@@ -551,7 +527,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def _pop(
         self, ended: list[PrefillRequest], after: DeviceEvent | None, now_s: float
     ) -> list[PrefillRequest]:
-        """Hand out ended prefill requests, and release each once the device is done (`after`)."""
         check_time(now_s)
         check_event("after", after)
         is_done = after is None or after.query()  # before anything changes: `query` may raise
@@ -566,15 +541,12 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return reqs
 
     def _computes_no_more(self, req: PrefillRequest) -> None:
-        """Take a prefill request from the leaders of shared prefixes; those that followed it look
-        again.
-        """
+        """Take a request from the leaders of shared prefixes; those that followed it look again."""
         self.shared_prefixes.end(req)
         if len(self.shared_prefixes):
             self.bootstrapped.look_again()
 
     def _cache(self, req: PrefillRequest, now_s: float) -> None:
-        """Give the tree what prefill's engine has computed of a request since the last time."""
         del self._computed[req]
         if req.pages_held is None or req.plan is None:
             return
@@ -593,7 +565,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.shared_prefixes.advance(req, req.plan.computed, goes_on_at)
 
     def _maybe_release(self, req: PrefillRequest, now_s: float) -> None:
-        """Release the pages of an ended prefill request once no write and no kernel uses them."""
         # All three, in whichever order they come: the last one releases.
         if not (req.source_free and req.popped and req.state.ended):
             return
@@ -621,8 +592,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
 
 def _check_step(req: PrefillRequest, plan: SendPlan, end: int) -> None:
-    """Raise RequestError for a chunk of a prefill request that is longer than its rows in window
-    groups have pages for."""
+    """Raise RequestError for a chunk of a request that is longer than its rows in window groups
+    have pages for."""
     computed = end - max(req.prefix_len, plan.computed)
     most = min(one.step_tokens for one in req.window_plans)
     if computed > most:
@@ -631,14 +602,8 @@ def _check_step(req: PrefillRequest, plan: SendPlan, end: int) -> None:
 
 
 def _computed(req: PrefillRequest) -> RadixKey:
-    """Return the tokens of a prefill request's prompt that have KV, as far as the engine has
-    reported.
-    """
     return req.key.prefix(req.plan.computed if req.plan is not None else 0)
 
 
 def _no_prefix(req: PrefillRequest, prefix_len: int) -> int:
-    """Use nothing of a hit in prefill's cache: an engine with extra state cannot, unless it says
-    otherwise.
-    """
     return 0

@@ -18,7 +18,7 @@ class Span(NamedTuple):
 
 
 class SendPlan:
-    """The cursor of one prefill request over the pages that its chunks send.
+    """The cursor of one request over the pages that its chunks send.
 
     A chunk inside what decode has sends nothing. A page partly computed waits for its rest. The
     last send is always made, even without pages, since the outcome and aux travel with it. Where
@@ -71,7 +71,7 @@ class SendPlan:
 
 
 class WindowPlan:
-    """The cursor of one prefill request over its pages in a window group that are sent.
+    """The cursor of one request over its pages in a window group that are sent.
 
     These are those of the window behind the prompt, whatever prefix decode has. Each goes with the
     chunk that completes it.

@@ -20,11 +20,13 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from prefixkv.cache.radix_key import TOKEN_BYTES, common_pages
 from prefixkv.errors import check_laws
 from prefixkv.prefill.request import PrefillRequest, PrefillState
+
+_FEW: Final = 64  # waits of one leader that have ended: not worth a rebuild of its heap
 
 NextPage: TypeAlias = tuple[Hashable, int, bytes]
 """A namespace, the number of pages that are there, and the packed tokens of the next page."""
@@ -39,6 +41,7 @@ class _Lead:
     passed_pages: int = 0  # computed, and in the tree
     progress: int = 0  # tokens that it has computed itself
     followers: list[tuple[int, int, _Wait]] = field(default_factory=list)  # a heap, by `end_pages`
+    num_waits: int = 0  # of `followers`, those that still wait
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +58,6 @@ class _Wait:
 
     @property
     def place(self) -> tuple[int, int, int, _Wait]:
-        """Place of the wait in `SharedPrefixes._by_tokens`."""
         return self.num_tokens, self.handed_out, self.number, self
 
 
@@ -102,16 +104,14 @@ class SharedPrefixes:
         self.progress_s = -math.inf  # time at which anything was computed last
 
     def __len__(self) -> int:
-        """Return the number of followers, which wait for a prefix that another prefill request
-        computes, or have waited and are to be looked at.
-        """
+        """Return the number of followers, which wait for a prefix that another request computes, or
+        have waited and are to be looked at."""
         return len(self._waits) + len(self._released)
 
     @property
     def wake_s(self) -> float:
         """Time at which a follower's wait for a shared prefix ends unless something is computed.
-        O(1).
-        """
+        O(1)."""
         # The first has begun first, so it ends first.
         for wait in self._waits.values():
             return max(wait.since_s, self.progress_s) + self._stall_s
@@ -121,8 +121,7 @@ class SharedPrefixes:
 
     def to_look_at(self, now_s: float) -> list[PrefillRequest]:
         """Return the followers that the queue has to look at: what they waited for is there, or
-        will not come, or nothing has been computed for long. O(those).
-        """
+        will not come, or nothing has been computed for long. O(those)."""
         released, self._released = self._released, []
         # Those that have left the queue since are forgotten here.
         found = [req for req in released if req in self._passed_over]
@@ -147,8 +146,8 @@ class SharedPrefixes:
         return False
 
     def follow(self, req: PrefillRequest, num_pages: int, now_s: float) -> bool:
-        """Let a prefill request follow another that computes a shared prefix from the `num_pages`
-        on that the tree has of it.
+        """Let a request follow another that computes a shared prefix from the `num_pages` on that
+        the tree has of it.
 
         Returns True if it waits. O(leaders at that page), and a memcmp each; and a place among the
         waits.
@@ -183,6 +182,7 @@ class SharedPrefixes:
             self._waits[req] = wait
             insort(self._by_tokens, wait.place)
             heappush(lead.followers, (end, wait.number, wait))
+            lead.num_waits += 1
             if self._on_wait is not None:
                 self._on_wait(leader, end * self._page_size)
             if passed_over is None:
@@ -194,15 +194,19 @@ class SharedPrefixes:
     def _drop(self, wait: _Wait) -> None:
         del self._waits[wait.req]
         del self._by_tokens[bisect_left(self._by_tokens, wait.place)]
+        if (lead := self._leads.get(wait.leader)) is not None:
+            lead.num_waits -= 1
+            if len(lead.followers) > 2 * lead.num_waits + _FEW:
+                lead.followers = sorted(
+                    entry for entry in lead.followers if self._waits.get(entry[-1].req) is entry[-1]
+                )
 
     def _overtake(self, wait: _Wait) -> None:
-        """End a follower's wait for the prefix of a leader that the engine has passed over."""
         self._drop(wait)
         self._passed_over[wait.req].add(wait.leader)
         self._counters["overtaken"] += 1
 
     def _end_waits_for(self, lead: _Lead, passed_pages: float = math.inf) -> None:
-        """End the waits of a leader's followers for what ends in its first `passed_pages`."""
         while lead.followers and lead.followers[0][0] <= passed_pages:
             _, _, wait = heappop(lead.followers)
             if self._waits.get(wait.req) is wait:  # else it has ended otherwise
@@ -219,8 +223,7 @@ class SharedPrefixes:
 
     def handed_out(self, req: PrefillRequest, caches: bool) -> None:
         """Enter a request that prefill's engine has now among the leaders. `caches`: what it
-        computes goes to the tree, so that others with the same prefix may follow it.
-        """
+        computes goes to the tree, so that others with the same prefix may follow it."""
         self.forget(req)
         self._handed_out += 1
         self._leads[req] = lead = _Lead(self._handed_out)
@@ -259,8 +262,7 @@ class SharedPrefixes:
 
     def end(self, req: PrefillRequest) -> None:
         """Drop the leader of a shared prefix that computes nothing any more. Repeated, or never
-        handed out: no-op.
-        """
+        handed out: no-op."""
         lead = self._leads.pop(req, None)
         if lead is not None:
             self._clear_next_page(req, lead)
@@ -268,16 +270,12 @@ class SharedPrefixes:
 
     def flush(self) -> None:
         """Let followers find no leader of a shared prefix any more: what leaders compute goes to no
-        tree any more.
-        """
+        tree any more."""
         for req, lead in self._leads.items():
             self._clear_next_page(req, lead)
             self._end_waits_for(lead)
 
     def _set_next_page(self, req: PrefillRequest, lead: _Lead, num_tokens: int) -> None:
-        """Let followers find a leader with the same prefix by its page after `num_tokens`, if a
-        whole one is left.
-        """
         self._clear_next_page(req, lead)
         num_pages = num_tokens // self._page_size
         if (num_pages + 1) * self._page_size <= req.num_tokens:
@@ -289,7 +287,6 @@ class SharedPrefixes:
             self._end_waits_for(lead)
 
     def _clear_next_page(self, req: PrefillRequest, lead: _Lead) -> None:
-        """Let followers not find a leader by its next page any more, if they could."""
         if lead.next_page is None:
             return
         leaders = self._by_next_page[lead.next_page]
@@ -302,8 +299,7 @@ class SharedPrefixes:
 
     def check_invariants(self) -> None:
         """Check every law of the leaders and followers of shared prefixes. Raises InternalError
-        with the state.
-        """
+        with the state."""
         found = {req: page for page, reqs in self._by_next_page.items() for req in reqs}
         laws = {
             "what is found leads, from there": all(
@@ -331,6 +327,10 @@ class SharedPrefixes:
                 and lead.passed_pages < wait.end_pages
                 and any(one[-1] is wait for one in lead.followers)
                 for wait in self._waits.values()
+            ),
+            "a leader's waits are counted": all(
+                lead.num_waits == sum(self._waits.get(one.req) is one for *_, one in lead.followers)
+                for lead in self._leads.values()
             ),
             "what has waited is in the queue": all(
                 req.state is PrefillState.BOOTSTRAPPED for req in self._passed_over

@@ -30,7 +30,6 @@ class StateCheckpoints(RequestCheckpoints[PrefillRequest]):
 
     @property
     def step_pages(self) -> int:
-        """Pages of which the depth of each of prefill's checkpoints is a multiple."""
         return self._step // self._pages.page_size
 
     def usable_tokens(self, req: PrefillRequest, match: MatchResult | None) -> int:

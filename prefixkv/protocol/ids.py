@@ -37,8 +37,7 @@ class RoomKey(NamedTuple):
     @property
     def numbers(self) -> tuple[int, int]:
         """Numbers of a room's key, which frames and tags carry; `decode` is known from the peer
-        that sends them.
-        """
+        that sends them."""
         return self.room, self.generation
 
 

@@ -41,8 +41,7 @@ class RoomTick(msgspec.Struct, frozen=True):
 
 class Step(NamedTuple):
     """One entry of a room machine's table: `method(machine, event, now_s)` takes the event and
-    returns actions. Then the machine is in one of `next_states`.
-    """
+    returns actions. Then the machine is in one of `next_states`."""
 
     method: Callable[..., list[Any]] | None
     next_states: Set[KVPoll]
@@ -117,8 +116,7 @@ def mermaid(table: Table) -> str:
 
 def diagrams() -> dict[str, str]:
     """Return the mermaid diagrams of both room machines, the receiver's and the sender's, by the
-    name of the class.
-    """
+    name of the class."""
     found = {}
     for side in ("Receiver", "Sender"):  # by name: those modules import this one
         module = import_module(f"prefixkv.protocol.{side.lower()}_machine")

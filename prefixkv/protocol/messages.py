@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.config import MAX_VERSION_CHARS
+from prefixkv.digest import MAX_DIGEST_BYTES
 from prefixkv.errors import HandshakeError, ProtocolError, VersionError
 from prefixkv.memory.kv_layout import MAX_GROUPS, GroupName, KVLayout, PageGroup
 from prefixkv.memory.mesh import MAX_RANKS, Mesh
@@ -35,8 +36,8 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateTensor
 from prefixkv.protocol.ids import PeerId, RoomKey
 
-PROTOCOL_VERSION = 6
-MAX_FRAME_BYTES = 8 << 20
+PROTOCOL_VERSION = 7
+MAX_FRAME_BYTES = 4 << 20
 MAX_METADATA_BYTES = 1 << 20
 MAX_PAGES = MAX_FRAME_BYTES // 4 - 1024
 """Page ids that one promise may name, with room for its other fields."""
@@ -55,8 +56,7 @@ ShmOffer = Annotated[bytes, msgspec.Meta(max_length=1024)]
 Tensors = Annotated[tuple[StateTensor, ...], msgspec.Meta(max_length=4096)]
 Stages = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_RANKS)]
 Endpoints = Annotated[tuple[Short, ...], msgspec.Meta(max_length=MAX_RANKS)]
-Secret = Annotated[bytes, msgspec.Meta(min_length=16, max_length=32)]
-Proof = Annotated[bytes, msgspec.Meta(max_length=32)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=MAX_DIGEST_BYTES)]
 Holder = Annotated[str, msgspec.Meta(max_length=64)]
 Version = Annotated[str, msgspec.Meta(max_length=MAX_VERSION_CHARS)]
 WindowIds = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS)]
@@ -85,7 +85,6 @@ class GroupDigest(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, group: PageGroup) -> GroupDigest:
-        """Return what a handshake compares of a rank's group of layers."""
         layout = group.layout
         return cls(
             group.name, group.window, layout.num_layers, layout.num_kv_heads, layout.head_dim,
@@ -123,8 +122,7 @@ class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
 
     def check(self, theirs: ModelDigest) -> None:
         """Compare this model digest with the peer's of the handshake. Raise HandshakeError for the
-        first field that differs.
-        """
+        first field that differs."""
         # `opaque` first: it is the reason where `attention` or `head_dim` differ too. Lists last.
         _check_fields(self, theirs, ("opaque", *self.__struct_fields__[:-2]))
         _check_lists("state", self.state, theirs.state)
@@ -151,17 +149,30 @@ def _check_fields(
     ours: msgspec.Struct, theirs: msgspec.Struct, fields: tuple[str, ...], of: str = ""
 ) -> None:
     """Compare fields of two structs of a handshake's messages. Raise HandshakeError for the first
-    field that differs; `of` is put before its name.
-    """
+    field that differs; `of` is put before its name."""
     for field in fields:
         if getattr(ours, field) != getattr(theirs, field):
             raise HandshakeError(of + field, getattr(ours, field), getattr(theirs, field))
 
 
+class Libraries(msgspec.Struct, frozen=True, array_like=True):
+    """Versions of the libraries by which a rank's memory is written to; "": not known."""
+
+    nixl: Version = ""
+    ucx: Version = ""
+
+    def check(self, theirs: Libraries) -> None:
+        """Compare the versions that both sides know. Raise HandshakeError for the first that
+        differs."""
+        for name in self.__struct_fields__:
+            ours, other = getattr(self, name), getattr(theirs, name)
+            if ours and other and ours != other:
+                raise HandshakeError(f"version of {name}", ours, other)
+
+
 class Topology(msgspec.Struct, frozen=True, array_like=True):
     """Fields of a handshake that may differ and are negotiated: how a side's ranks share the model,
-    and its page size in tokens.
-    """
+    and its page size in tokens."""
 
     page_size: Count
     """Tokens of a page."""
@@ -175,8 +186,7 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
 
     def mesh(self, digest: ModelDigest) -> Mesh:
         """Return how the model of `digest` is shared out over the ranks of this message's topology;
-        a peer's still has to pass `check_meshes`.
-        """
+        a peer's still has to pass `check_meshes`."""
         return Mesh(
             digest.num_layers,
             digest.num_kv_heads,
@@ -206,8 +216,7 @@ class ProcessLife(msgspec.Struct, frozen=True, array_like=True):
 
     def is_before(self, other: ProcessLife) -> bool:
         """Return True if this process, as its message tells, was made before the other; False where
-        that is not known.
-        """
+        that is not known."""
         same = self.boot == other.boot
         # Times of different boots do not compare.
         return same and 0 < self.opened_ns < other.opened_ns
@@ -228,8 +237,6 @@ class Hello(Body, frozen=True, tag="hello"):
     """Where the KV of this rank's pool lies."""
     agent_metadata: Metadata
     """What NIXL needs to reach the agent; opaque. Empty if NIXL does not write to decode."""
-    secret: Secret
-    """Random, drawn by this process, for the proofs of its promises."""
     rank: Count = 0
     """Which rank of its worker this is."""
     worker: PeerId | None = None
@@ -250,6 +257,8 @@ class Hello(Body, frozen=True, tag="hello"):
     age_ms: U64 | None = None
     """How long ago this life of the worker began; sent by rank 0. None: other ranks, or not known.
     """
+    libraries: Libraries = Libraries()
+    """Versions of the libraries that `agent_metadata` is for."""
 
 
 class HelloReply(Body, frozen=True, tag="hello-reply"):
@@ -259,8 +268,6 @@ class HelloReply(Body, frozen=True, tag="hello-reply"):
     topology: Topology
     endpoints: Endpoints
     """The addresses of all ranks, by rank; "" for its own. Only rank 0's list counts."""
-    secret: Secret
-    """As in `Hello`."""
     refused: Text = ""
     """Empty, or why the two cannot work together."""
     rank: Count = 0
@@ -310,9 +317,6 @@ class RoomBody(Body, frozen=True):
 
     @property
     def key(self) -> RoomKey:
-        """Key of the room that a message is about; on prefill the decode worker's name is still to
-        be added.
-        """
         return RoomKey(self.room, self.generation)
 
 
@@ -337,14 +341,17 @@ class Promise(RoomBody, frozen=True, tag="promise"):
     """Random number of this use of the room."""
     state_slot: Slot = -1
     """Where the extra state goes; -1 where the model has none."""
-    proof: Proof = b""
-    """Proof of the prompt, for this link."""
+    digest: Digest = b""
+    """Digest of the prompt."""
     weights_version: Version = ""
     """Version of the weights that the KV must come from."""
     windows: WindowIds = ()
     """For each window group, in the layout's order, destination page ids as in `pages`: from the
     page in which the window behind `fill_len` tokens begins, `max(0, fill_len + 1 - window) //
     page_size`, to the last one, whatever `prefix_len` is. Empty without such groups."""
+    life: U64 = 0
+    """Incarnation of the prefill process that this is said to. Another process drops the message:
+    decode may have drained its pages since."""
 
     @property
     def num_pages(self) -> int:
@@ -389,9 +396,11 @@ class Abort(RoomBody, frozen=True, tag="abort"):
     ticket: U64 = 0
     versions: tuple[Version, Version] | None = None
     """If decode's weights have moved: the version of the room, and decode's version now."""
-    proof: Proof = b""
-    """Proof of the room's prompt, as in `Promise`: a request for another prompt belongs to another
+    digest: Digest = b""
+    """Digest of the room's prompt, as in `Promise`: a request for another prompt belongs to another
     use of the number. Empty: not known."""
+    life: U64 = 0
+    """As in `Promise`."""
 
 
 class Drained(RoomBody, frozen=True, tag="drained"):
@@ -413,7 +422,6 @@ class FailureCode(enum.IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> FailureCode:
-        """Return OTHER for a failure code of a message that is unknown here."""
         # A peer of a later release may send codes that are unknown here: its frame still counts.
         return cls.OTHER
 
@@ -514,7 +522,6 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def sender(self) -> PeerId:
-        """Process that has sent the frame, as the frame claims."""
         return PeerId(self.name, self.incarnation)
 
 
@@ -532,7 +539,6 @@ _envelope = msgspec.msgpack.Decoder(_Envelope)
 
 
 def encode(sender: PeerId, seq: int, body: AnyBody) -> bytes:
-    """Encode a message of the control plane; return the bytes of its frame."""
     return _encoder.encode(Frame(PROTOCOL_VERSION, sender.name, sender.incarnation, seq, body))
 
 
@@ -565,6 +571,5 @@ def _version(raw: bytes) -> int:
 
 
 def _check_version(theirs: int) -> None:
-    """Raise VersionError for a frame's protocol version that is not ours."""
     if theirs != PROTOCOL_VERSION:
         raise VersionError(theirs, PROTOCOL_VERSION)

@@ -105,8 +105,7 @@ _MAX_OPEN_CHUNKS = 1024  # bound per rank; a writer has fewer posts under way
 
 
 class _Landings:
-    """Sum of the notifications of one prefill rank that the receiver's room waits for, as whole
-    chunks.
+    """Sum of the notifications of one prefill rank that the room waits for, as whole chunks.
 
     A peer may repeat notifications, or invent them: the state kept for it is bounded by the units
     that it was promised.
@@ -125,8 +124,7 @@ class _Landings:
 
     def take(self, event: ChunkLanded) -> None:
         """Count one notified part of a chunk that has landed for the receiver. Repeated,
-        contradictory or beyond the bound: no-op.
-        """
+        contradictory or beyond the bound: no-op."""
         of_chunk = event.num_parts, event.num_units
         parts, units, landed = self._open.get(event.chunk, (*of_chunk, 0))
         is_known = event.chunk in self._open
@@ -146,7 +144,6 @@ class _Landings:
 
 
 def _error(failed: Outcome) -> TransferError:
-    """Return the receiver's error for the request that prefill's failed outcome stands for."""
     if failed.versions is not None:
         return WeightsVersionError(*failed.versions, "prefill")
     is_mismatch = failed.code is FailureCode.PROMPT_MISMATCH
@@ -165,8 +162,7 @@ class ReceiverMachine:
         self, promise: Promise, timing: ControlConfig, now_s: float, prefill: str = ""
     ) -> None:
         """Begin the receiver's machine before any rank is known. `prefill`: its worker's address,
-        for errors.
-        """
+        for errors."""
         self.key = promise.key
         self.promise = promise
         self.num_pages = promise.num_pages
@@ -190,20 +186,17 @@ class ReceiverMachine:
 
     @property
     def ticket(self) -> int:
-        """Number of this use of the receiver's room; frames of another use carry another."""
+        """Number of this use of the room; frames of another use carry another."""
         return self.promise.ticket
 
     @property
     def drained(self) -> bool:
-        """True if no write of the receiver's room can land any more (also before any peer knows its
-        pages).
-        """
+        """True if no write of the room can land any more (also before any peer knows its pages)."""
         return not self._undrained
 
     @property
     def is_written(self) -> bool:
-        """True if a peer may be writing for the receiver's room, or its last writes may not be
-        notified yet.
+        """True if a peer may be writing for the room, or its last writes may not be notified yet.
 
         A promise without pages, of a full hit, lets nothing be written.
         """
@@ -211,14 +204,12 @@ class ReceiverMachine:
 
     @property
     def undrained(self) -> frozenset[int]:
-        """Prefill ranks that may write for the receiver's room, or be writing. Any thread may read
-        it.
-        """
+        """Prefill ranks that may write for the room, or be writing. Any thread may read it."""
         return frozenset(self._undrained)
 
     @property
     def over(self) -> bool:
-        """True if nothing more can happen in the receiver's room: the machine may be dropped."""
+        """True if nothing more can happen in the room: the machine may be dropped."""
         return self.poll.ended and self.drained
 
     @property
@@ -232,9 +223,8 @@ class ReceiverMachine:
         return min(deadline_s, self._resend.due_s) if waiting_for_answer else deadline_s
 
     def on(self, event: ReceiverEvent, now_s: float) -> list[ReceiverAction]:
-        """Take one event of the receiver's room, as the receiver machine's table says; return the
-        actions, in order.
-        """
+        """Take one event of the room, as the receiver machine's table says; return the actions, in
+        order."""
         actions: list[ReceiverAction] = run(self, self.TABLE, event, now_s)
         # Looked at after every event, since both halves can come last: the failure, or the proof.
         # RoomDrained therefore always follows RoomEnded. After SUCCESS the end itself is the proof.
@@ -246,7 +236,6 @@ class ReceiverMachine:
     # --- while open -------------------------------------------------------------------------------
 
     def _on_peer_ready(self, event: PeerReady, now_s: float) -> list[ReceiverAction]:
-        """Promise the pages of the receiver's room to all ranks of the prefill worker."""
         self.poll = KVPoll.WAITING_FOR_INPUT
         self.ranks = frozenset(event.ranks)
         self._unacked = set(event.ranks)
@@ -261,17 +250,15 @@ class ReceiverMachine:
         return self._send_promise(now_s)
 
     def _send_promise(self, now_s: float) -> list[ReceiverAction]:
-        """Send the promise of the receiver's room to each prefill rank that may not have it."""
         self._resend.start(now_s)
         return [SendToRank(rank, self.promise) for rank in sorted(self._unacked)]
 
     def _on_promise_acked(self, event: PromiseAcked, now_s: float) -> list[ReceiverAction]:
-        """Note that a prefill rank has the promise of the receiver's room."""
         self._unacked.discard(event.rank)
         return []
 
     def _on_landed(self, event: Landed, now_s: float) -> list[ReceiverAction]:
-        """Count what has landed for the receiver's room: a part of a chunk, or staged units."""
+        """Count what has landed for the room: a part of a chunk, or staged units."""
         # Of a rank that no promise went to: invented, or of another use of the number.
         if event.rank not in self.ranks:
             return []
@@ -287,9 +274,6 @@ class ReceiverMachine:
         return self._maybe_success(now_s)
 
     def _on_outcome(self, event: OutcomeSaid, now_s: float) -> list[ReceiverAction]:
-        """Take a prefill rank's outcome of the receiver's room, and acknowledge it in any case:
-        prefill repeats it until then.
-        """
         outcome = event.outcome
         if outcome.rank not in self.ranks:
             return []
@@ -314,23 +298,15 @@ class ReceiverMachine:
 
     @property
     def _all_reported(self) -> bool:
-        """True if every prefill rank reports that it has written all for the receiver's room.
-
-        Notifications of its writes came before, or are about to come.
-        """
         return bool(self.ranks) and len(self._outcomes) == len(self.ranks)
 
     @property
     def awaits_notifications(self) -> bool:
         """True if every prefill rank reports that it has written all, but the receiver lacks
-        notifications.
-        """
+        notifications."""
         return self._all_reported and not self.poll.ended
 
     def _maybe_success(self, now_s: float) -> list[ReceiverAction]:
-        """End the receiver's room with SUCCESS if all ranks have reported success, and all
-        notifications are here.
-        """
         if not self._all_reported:
             return []
         for rank, outcome in self._outcomes.items():
@@ -350,9 +326,6 @@ class ReceiverMachine:
         return [RoomEnded(self.key, self.poll, aux=self._outcomes[min(self.ranks)].aux)]
 
     def _shortfall_error(self, rank: int) -> TransferError:
-        """Return the receiver's error for a prefill rank that reports other units than its
-        notifications add up to.
-        """
         outcome, landed = self._outcomes[rank], self._landings[rank]
         return TransferError(
             f"prefill rank {rank} says that {outcome.num_units} unit pages are written, the "
@@ -360,13 +333,10 @@ class ReceiverMachine:
         )
 
     def _ack(self, outcome: Outcome) -> SendToRank:
-        """Return the receiver's acknowledgement of a prefill rank's outcome."""
         return SendToRank(outcome.rank, OutcomeAck(*self.key.numbers, outcome.rank, self.ticket))
 
     def _on_fenced(self, event: FencedOff, now_s: float) -> list[ReceiverAction]:
-        """Fail the receiver's room, since a prefill rank of it can write no more; that rank is
-        drained.
-        """
+        """Fail the room, since a prefill rank of it can write no more; that rank is drained."""
         if event.rank not in self.ranks:
             return []
         self._undrained.discard(event.rank)
@@ -374,7 +344,6 @@ class ReceiverMachine:
         return self._fail(Fail(error, gone=event.rank), now_s)
 
     def _tick_open(self, event: RoomTick, now_s: float) -> list[ReceiverAction]:
-        """Repeat the promise of the receiver's room, or fail the room, as time asks for."""
         if now_s >= self._wait.due_s:
             # 1. All ranks report success, but notifications are missing: they were lost, or never
             # sent.
@@ -400,7 +369,7 @@ class ReceiverMachine:
         return []
 
     def _fail(self, event: Fail, now_s: float) -> list[ReceiverAction]:
-        """End the receiver's room as failed; its pages stay until they are proved free."""
+        """End the room as failed; its pages stay until they are proved free."""
         self.poll = KVPoll.FAILED
         self.error = event.error
         # The wait is now one for proof. When it is over the room is reported as overdue, and kept.
@@ -414,31 +383,23 @@ class ReceiverMachine:
     # --- after the end ----------------------------------------------------------------------------
 
     def _aborts(self, gone: int | None = None) -> list[ReceiverAction]:
-        """Return the receiver's Abort for each prefill rank that is not proved drained, but for one
-        that is gone.
-        """
         error = self.error
         versions = error.versions if isinstance(error, WeightsVersionError) else None
         abort = Abort(*self.key.numbers, str(error)[:1000], self.promise.ticket, versions)
         return [SendToRank(rank, abort) for rank in sorted(self._undrained) if rank != gone]
 
     def _on_late_outcome(self, event: OutcomeSaid, now_s: float) -> list[ReceiverAction]:
-        """Acknowledge a prefill rank's outcome that comes after the end of the receiver's room; it
-        may carry the proof.
-        """
+        """Acknowledge a prefill rank's outcome that comes after the end of the room; it may carry
+        the proof."""
         if event.outcome.drained:
             self._undrained.discard(event.outcome.rank)
         return [self._ack(event.outcome)]
 
     def _on_late_proof(self, event: DrainedSaid | FencedOff, now_s: float) -> list[ReceiverAction]:
-        """Note the proof that one prefill rank writes no more for the receiver's failed room."""
         self._undrained.discard(event.rank)
         return []
 
     def _tick_draining(self, event: RoomTick, now_s: float) -> list[ReceiverAction]:
-        """Report the receiver's failed room as overdue, once, and repeat the Aborts until every
-        prefill rank has answered.
-        """
         actions: list[ReceiverAction] = []
         if self.drained:
             return actions

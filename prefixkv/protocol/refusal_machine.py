@@ -62,8 +62,7 @@ class RefusalMachine:
 
     def on(self, event: receiver.ReceiverEvent, now_s: float) -> list[receiver.ReceiverAction]:
         """Take one event of a room that decode refuses; return the actions. Raises InternalError
-        for a second PeerReady.
-        """
+        for a second PeerReady."""
         match event:
             case receiver.PeerReady(ranks):
                 if self._unanswered or self.over:
@@ -96,14 +95,10 @@ class RefusalMachine:
         return []
 
     def _aborts(self) -> list[receiver.ReceiverAction]:
-        """Return an Abort, by which decode refuses the room, for each prefill rank that has not
-        answered.
-        """
         abort = Abort(*self.key.numbers, self._reason, self.ticket, self._versions)
         return [receiver.SendToRank(rank, abort) for rank in sorted(self._unanswered)]
 
     def _end(self) -> list[receiver.ReceiverAction]:
-        """End the refusal of a room, once."""
         if self.over:
             return []
         self.over = True

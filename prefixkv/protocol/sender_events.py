@@ -35,7 +35,7 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     The control object has checked it. `readers` are all ranks that will promise. `writes` is False
     for a reader that gets none of our KV and only has to know how the room ends. Extra state is
     wanted in `state_slot` (-1: none is); `takes_state` is False where none of ours goes there.
-    `proof` is that of the prompt, under the `secrets` that the two drew: decode's and ours.
+    `digest` is that of the prompt.
     `windows` are the pages promised in each window group.
     """
 
@@ -52,8 +52,7 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     fold: int = 1
     state_slot: int = -1
     takes_state: bool = False
-    proof: bytes = b""
-    secrets: tuple[bytes, bytes] = (b"", b"")
+    digest: bytes = b""
     weights_version: str = ""
     windows: tuple[Pages, ...] = ()
 
@@ -75,15 +74,11 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def units(self, start: int, stop: int) -> Pages:
         """Return the promised unit pages of a reader's pool from `start` to `stop`, counted from
-        the first.
-        """
+        the first."""
         return unit_pages(self.pages, self.fold, start, stop)
 
     def repeats(self, other: Promised) -> bool:
-        """Return True if this Promised event repeats another: the same peer promises the same pages
-        for the same prompt.
-        """
-        same = self.peer == other.peer and self.proof == other.proof
+        same = self.peer == other.peer and self.digest == other.digest
         same &= len(self.windows) == len(other.windows)
         return same and all(
             np.array_equal(mine, its)
@@ -127,12 +122,10 @@ class AbortSaid(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> TransferError:
-        """Error with which the sender's room ends for this event, a reader's abort."""
         return abort_error(self.reason, self.versions)
 
 
 def abort_error(reason: str, versions: tuple[str, str] | None) -> TransferError:
-    """Return the error for the sender's request that decode's Abort stands for."""
     if versions is None:
         return AbortedError(f"decode: {reason}")
     return WeightsVersionError(*versions, "decode")
@@ -146,8 +139,7 @@ class OutcomeAcked(msgspec.Struct, frozen=True):
 
 class LifeBegan(msgspec.Struct, frozen=True):
     """The decode worker was started after the request came here: this life of it has until
-    `until_s` to promise.
-    """
+    `until_s` to promise."""
 
     peer: PeerId
     until_s: float

@@ -22,7 +22,6 @@ from typing import ClassVar
 import numpy as np
 
 from prefixkv.config import ControlConfig
-from prefixkv.digest import proves
 from prefixkv.errors import (
     PeerLostError,
     PromptMismatchError,
@@ -57,7 +56,7 @@ from prefixkv.request import DeviceEvent
 
 @dataclass(slots=True, eq=False)
 class _RoomReader:
-    """A decode rank of the sender's room. `answered`: it knows the outcome, or waits for none."""
+    """A decode rank of the room. `answered`: it knows the outcome, or waits for none."""
 
     peer: PeerId
     promise: Promised | None = None
@@ -121,95 +120,71 @@ class SenderMachine:
 
     @property
     def added(self) -> bool:
-        """True if prefill's engine knows the sender's room."""
         return self._num_tokens is not None
 
     @property
     def has_begun(self) -> bool:
-        """True if the sender's room has a promise or a chunk, so the engine may have computed."""
+        """True if the room has a promise or a chunk, so the engine may have computed."""
         return self._promise is not None or bool(self._early_chunks)
 
     @property
     def awaits_promise(self) -> bool:
-        """True if prefill's engine has added the sender's room, and a reader has yet to promise."""
+        """True if prefill's engine has added the room, and a reader has yet to promise."""
         return self.added and self.poll is KVPoll.BOOTSTRAPPING
 
     @property
     def is_left_over(self) -> bool:
-        """True if the sender's room ended before any reader spoke of it, and is kept to answer
-        them.
-        """
+        """True if the room ended before any reader spoke of it, and is kept to answer them."""
         return self.poll.ended and self.drained and not self.readers
 
-    def may_prove(self, proof: bytes, secrets: tuple[bytes, bytes]) -> bool:
-        """Return True if a frame with this proof may be about the request in the sender's room.
+    def may_be_about(self, digest: bytes) -> bool:
+        """Return True if a frame with this digest may be about the request in the room.
 
         False only where both sides name a prompt, and the two differ.
         """
-        return not (proof and self.digest) or proves(proof, self.digest, *secrets)
-
-    def may_be_about(self, event: Promised) -> bool:
-        """Return True if this promise may be about the request in the sender's room; see
-        `may_prove`.
-        """
-        return self.may_prove(event.proof, event.secrets)
-
-    def takes(self, event: Promised) -> bool:
-        """Return True if this promise is for the very prompt of the sender's request."""
-        is_proved = bool(self.digest) and proves(event.proof, self.digest, *event.secrets)
-        return is_proved and event.fill_len == self._num_tokens
+        return not (digest and self.digest) or digest == self.digest
 
     def parked(self) -> list[tuple[Promised, PeerId]]:
-        """Return the promises to the sender's room that wait for the engine's request, each with
-        its peer.
-        """
         if not self.is_parked:
             return []
         return [(one.promise, one.peer) for one in self.readers.values() if one.promise]
 
     @property
     def is_parked(self) -> bool:
-        """True if decode has promised, and prefill's engine has not named the sender's room."""
         return not self.added and not self.poll.ended and self._promise is not None
 
     def proves(self, is_proved: Callable[[Promised], bool]) -> bool:
-        """Return True if every promise that has come to the sender's room proves the prompt."""
         return all(is_proved(one.promise) for one in self.readers.values() if one.promise)
 
     def may_be_for(self, digest: bytes) -> bool:
-        """Return True if the promises that have come to the sender's room may be for this prompt.
+        """Return True if the promises that have come to the room may be for this prompt.
 
         False only where both sides name a prompt, and the two differ.
         """
-        return self.proves(
-            lambda one: not (one.proof and digest) or proves(one.proof, digest, *one.secrets)
-        )
+        return self.proves(lambda one: not (one.digest and digest) or one.digest == digest)
 
     @property
     def drained(self) -> bool:
-        """True if no write of prefill for the sender's room can land any more."""
         return self.poll.ended and not self.in_flight and not self.undrained
 
     @property
     def expected(self) -> tuple[int, ...]:
-        """Ranks of decode that read from the sender's room, as far as known; rank 0 always does."""
+        """Ranks of decode that read from the room, as far as known; rank 0 always does."""
         return self._expected or (0,)
 
     @property
     def _complete(self) -> bool:
-        """True if all readers of the sender's room have spoken."""
         return bool(self.readers) and len(self.readers) == len(self._expected)
 
     @property
     def _answered(self) -> bool:
-        """True if all readers know the outcome of the sender's room, or none is left to tell."""
         return self._no_listener or (
             self._complete and all(reader.answered for reader in self.readers.values())
         )
 
     @property
     def over(self) -> bool:
-        """True if nothing more can happen in the sender's room: the machine may be dropped."""
+        """True if nothing more can happen in the room: the machine may be dropped."""
         return self.drained and self._answered
 
     @property
@@ -221,9 +196,8 @@ class SenderMachine:
         return float("inf") if self._answered else min(self._resend.due_s, self._wait.due_s)
 
     def on(self, event: SenderEvent, now_s: float) -> list[SenderAction]:
-        """Take one event of the sender's room, as the sender machine's table says; return the
-        actions, in order.
-        """
+        """Take one event of the room, as the sender machine's table says; return the actions, in
+        order."""
         actions: list[SenderAction] = run(self, self.TABLE, event, now_s)
         # After every event, since either half can come last: the end of the room, or that of its
         # last write. SourceFree frees the pages for other requests, so it comes once, and never
@@ -236,7 +210,6 @@ class SenderMachine:
     # --- before anything is written ---------------------------------------------------------------
 
     def _on_added(self, event: Added, now_s: float) -> list[SenderAction]:
-        """Take the engine's request into the sender's room; begin if all readers have promised."""
         if self.added:
             raise fault(self, event, "it was added already")
         self._num_tokens, self.digest, self.added_s = event.num_tokens, event.digest, now_s
@@ -245,7 +218,7 @@ class SenderMachine:
         return self._maybe_bootstrapped(now_s)
 
     def _on_promised(self, event: Promised, now_s: float) -> list[SenderAction]:
-        """Take a reader's promise to the sender's room; begin if it was the last one missing."""
+        """Take a reader's promise to the room; begin if it was the last one missing."""
         reader = self._reader_of(event)
         if reader.promise is not None:
             return self._on_promise_repeated(event, now_s)
@@ -261,39 +234,33 @@ class SenderMachine:
         return self._on_promise_repeated(event, now_s) + self._maybe_bootstrapped(now_s)
 
     def _reader_of(self, event: Promised | AbortSaid) -> _RoomReader:
-        """Return the reader of the sender's room that sends this event, entered if it is new."""
         self._expected = event.readers
         return self.readers.setdefault(event.reader, _RoomReader(event.peer))
 
     def _on_promise_repeated(self, event: Promised, now_s: float) -> list[SenderAction]:
-        """Acknowledge a reader's promise to the sender's room."""
         # Within a generation the promise stands: the control object lets only repeats through.
         return [SendToReader(event.peer, PromiseAck(*self.key.numbers, self._rank, self.ticket))]
 
     def is_other_use(self, ticket: int) -> bool:
-        """Return True if a frame with this ticket is about another use of the number of the
-        sender's room.
+        """Return True if a frame with this ticket is about another use of the number of the room.
 
         False as long as no reader has spoken: then no ticket is known here.
         """
         return bool(self.readers) and self.ticket != ticket
 
     def is_strange(self, peer: PeerId, reader: int) -> bool:
-        """Return True if another peer than this has spoken as this reader of the sender's room."""
         known = self.readers.get(reader)
         return known is not None and known.peer != peer
 
     def same_promise(self, event: Promised) -> bool:
-        """Return True if this repeats a reader's promise to the sender's room, or is its first and
-        like the others.
-        """
+        """Return True if this repeats a reader's promise to the room, or is its first and like the
+        others."""
         reader, first = self.readers.get(event.reader), self._promise
         before = reader.promise if reader is not None else None
         repeats = before is None or before.repeats(event)
         return repeats and (first is None or first.agrees_with(event))
 
     def _maybe_bootstrapped(self, now_s: float) -> list[SenderAction]:
-        """Begin the sender's room if the engine's request and all promises are here and agree."""
         promise = self._promise
         if promise is None or self._num_tokens is None:
             return []
@@ -316,9 +283,6 @@ class SenderMachine:
         return actions
 
     def _mismatch(self, first: Promised) -> PromptMismatchError | WeightsVersionError | None:
-        """Return the sender's error if decode waits for other KV than prefill computes: of other
-        weights or another prompt.
-        """
         if first.weights_version != self.weights_version:
             return WeightsVersionError(first.weights_version, self.weights_version)
         if (fill_len := first.fill_len) != self._num_tokens:
@@ -326,9 +290,8 @@ class SenderMachine:
                 f"decode waits for {fill_len} tokens, the request here has {self._num_tokens}"
             )
         promises = [reader.promise for reader in self.readers.values() if reader.promise]
-        # The lengths agree; now the content. A proof is under the secrets of its own link, so one
-        # reader cannot use that of another.
-        if all(proves(one.proof, self.digest, *one.secrets) for one in promises):
+        # The lengths agree; now the content.
+        if all(one.digest == self.digest for one in promises):
             return None
         return PromptMismatchError(
             f"decode waits for other tokens, or another namespace, than the request here has: "
@@ -336,7 +299,6 @@ class SenderMachine:
         )
 
     def _on_early_chunk(self, event: SendChunk, now_s: float) -> list[SenderAction]:
-        """Keep a chunk in the sender's room that the engine hands over before decode's promise."""
         if self.added and not event.clip:
             raise fault(self, event, "without `clip` a chunk must not come before Bootstrapped")
         if self.added:  # else it has crossed the end of an earlier use of the number
@@ -346,9 +308,6 @@ class SenderMachine:
     # --- writing ----------------------------------------------------------------------------------
 
     def _on_chunk(self, event: SendChunk, now_s: float) -> list[SenderAction]:
-        """Post the sender's writes of one chunk, and fail the room for a chunk that is not the next
-        one.
-        """
         promise = self._promise
         assert promise is not None
         if self._last_queued:
@@ -423,8 +382,7 @@ class SenderMachine:
         state: bool = False,
         window: int = -1,
     ) -> Iterator[SenderAction]:
-        """Yield a write of a chunk from the sender's room to each reader that has a share in our
-        KV.
+        """Yield a write of a chunk from the room to each reader that has a share in our KV.
 
         It is of these unit pages, with `state` of the extra state in this slot, or with a `window`
         of these pages of a window group.
@@ -462,7 +420,6 @@ class SenderMachine:
         self._num_chunks += 1
 
     def _on_job_ended(self, event: JobEnded, now_s: float) -> list[SenderAction]:
-        """Take the end of a job, a write of the sender to one reader."""
         # Of a job that has ended already: a second end must not prove anything.
         if event.job_id not in self.in_flight:
             return []
@@ -480,9 +437,6 @@ class SenderMachine:
         return self._maybe_success(now_s)
 
     def _maybe_success(self, now_s: float) -> list[SenderAction]:
-        """End the sender's room with SUCCESS if the last chunk was handed over and no write is
-        under way.
-        """
         if not self._last_queued or self.in_flight:
             return []
         self.poll = KVPoll.SUCCESS
@@ -491,7 +445,6 @@ class SenderMachine:
     # --- ends -------------------------------------------------------------------------------------
 
     def _fail(self, event: Fail, now_s: float) -> list[SenderAction]:
-        """End the sender's room as failed, and cancel the writes that are under way."""
         self.poll = KVPoll.FAILED
         self.error = event.error
         self._early_chunks.clear()
@@ -503,7 +456,6 @@ class SenderMachine:
         return actions + self._send_outcomes(now_s)
 
     def _on_abort(self, event: AbortSaid, now_s: float) -> list[SenderAction]:
-        """Fail the sender's room, since a reader has aborted it."""
         # Decode ended the room itself, so this reader waits for no outcome, only for our Drained.
         # The other readers get the outcome.
         self.ticket = event.ticket
@@ -512,9 +464,8 @@ class SenderMachine:
         return actions + self._on_late_abort(event, now_s)
 
     def _on_life_began(self, event: LifeBegan, now_s: float) -> list[SenderAction]:
-        """Note in the sender's room a restart of decode before its promise: the new life may not
-        know the request.
-        """
+        """Note in the room a restart of decode before its promise: the new life may not know the
+        request."""
         # The first of several lives counts: a worker that is killed again and again would have the
         # request wait on.
         if self._promise is None:
@@ -522,7 +473,6 @@ class SenderMachine:
         return []
 
     def _tick_open(self, event: RoomTick, now_s: float) -> list[SenderAction]:
-        """Fail the sender's room where a deadline has passed."""
         # 1. A new life of decode does not ask for the request: it was lost with the former life.
         if (newborn := self._newborn) is not None and now_s >= newborn.until_s:
             what = f"{newborn.peer} was started after the request had come, and does not ask for it"
@@ -537,14 +487,20 @@ class SenderMachine:
         peer = self._promise.peer.name if self._promise is not None else "?"
         what = f"decode worker {peer!r}: {self._wait.limit} passed in {self.poll.name}"
         if self._promise is None:
-            what = f"decode worker {self.key.decode!r} has promised no pages"
+            what = (
+                f"decode worker {self.key.decode!r} (Request.decode) has promised no pages: it has "
+                "no such request, or another name"
+            )
         elif not self.added:
-            what = f"decode worker {peer!r} has promised pages, the request never came"
+            what = (
+                f"decode worker {peer!r} has promised pages, the request never came, or names "
+                "another decode worker (Request.decode)"
+            )
         return self._fail(Fail(TransferTimeoutError(what)), now_s)
 
     def _send_outcomes(self, now_s: float) -> list[SenderAction]:
-        """Send the outcome of the sender's room to all readers that have not answered it, and wait
-        for their answers.
+        """Send the outcome of the room to all readers that have not answered it, and wait for their
+        answers.
 
         Waits also for promises that are on their way.
         """
@@ -557,13 +513,11 @@ class SenderMachine:
         return self._outcomes()
 
     def _outcomes(self) -> list[SenderAction]:
-        """Return the outcome of the sender's room for each reader that has not answered it."""
         return [
             self._outcome_for(reader) for reader in self.readers.values() if not reader.answered
         ]
 
     def _outcome_for(self, reader: _RoomReader) -> SendToReader:
-        """Return the outcome of the sender's room for one reader, with what was written to it."""
         ok = self.poll is KVPoll.SUCCESS
         error = "" if ok else str(self.error)[:1000]
         aux = self._aux if ok else b""
@@ -592,7 +546,6 @@ class SenderMachine:
         return SendToReader(reader.peer, body)
 
     def _on_late_promise(self, event: Promised, now_s: float) -> list[SenderAction]:
-        """Answer a promise that comes after the end of the sender's room."""
         known = self.readers.get(event.reader)
         # 1. A reader that we know repeats itself: our outcome was lost.
         # 2. An unknown one after SUCCESS: no reader of this room.
@@ -607,36 +560,27 @@ class SenderMachine:
         return self._send_outcomes(now_s)
 
     def _on_outcome_acked(self, event: OutcomeAcked, now_s: float) -> list[SenderAction]:
-        """Note that a reader knows the outcome of the sender's room."""
         if event.reader in self.readers:
             self.readers[event.reader].answered = True
         return []
 
     def _tick_unanswered(self, event: RoomTick, now_s: float) -> list[SenderAction]:
-        """Repeat the outcome of the sender's room, until all readers have answered or the wait is
-        over.
-        """
         if not self._answered and now_s >= self._wait.due_s:
             self._no_listener = True  # decode will ask with an Abort if it still cares
         return self._outcomes() if not self._answered and self._resend.take(now_s) else []
 
     def _on_job_drained(self, event: JobDrained, now_s: float) -> list[SenderAction]:
-        """Take the proof that a job of the sender, which had ended in an error, lands no more."""
         if event.job_id not in self.undrained:
             return []
         self.undrained.discard(event.job_id)
         return self._send_drained()
 
     def _on_late_abort(self, event: AbortSaid, now_s: float) -> list[SenderAction]:
-        """Answer a reader's abort that comes after the end of the sender's room, now or once the
-        room is drained.
-        """
         reader = self._reader_of(event)
         reader.abort_said = reader.answered = True
         return self._send_drained(reader)
 
     def _send_drained(self, only: _RoomReader | None = None) -> list[SenderAction]:
-        """Return a Drained for each reader that waits for one, if the sender's room is drained."""
         if not self.drained:
             return []
         drained = Drained(*self.key.numbers, self._rank, self.ticket, self.settle)
@@ -644,7 +588,6 @@ class SenderMachine:
         return [SendToReader(reader.peer, drained) for reader in readers if reader.abort_said]
 
     def _on_late_fail(self, event: Fail, now_s: float) -> list[SenderAction]:
-        """Note, after the end of the sender's room, that a reader is gone or none listens."""
         # A reader that is gone waits for no outcome. Without `tell`, none is left that does.
         if event.gone in self.readers:
             self.readers[event.gone].answered = True

@@ -33,8 +33,7 @@ class Timers(Generic[K]):
     @property
     def next_s(self) -> float:
         """Time of the earliest wake-up of these timers, or earlier (a stale entry); infinity if
-        there is none.
-        """
+        there is none."""
         return self._heap[0][0] if self._heap else float("inf")
 
     def wake(self, key: K, when_s: float) -> None:
@@ -96,7 +95,6 @@ class Timers(Generic[K]):
         self._heap = list(first.values())  # sorted, so a heap
 
     def _stale(self) -> bool:
-        """Return True if the first entry of the timers' heap is stale."""
         when_s, _, key = self._heap[0]
         return self._wake_s.get(key) != when_s
 
@@ -128,8 +126,7 @@ class Backoff:
 
     def take(self, now_s: float) -> bool:
         """Return True if the backoff's pause is over, so that it is time to repeat a frame; the
-        next pause is then twice as long.
-        """
+        next pause is then twice as long."""
         if now_s < self.due_s:
             return False
         self._pause_s = min(2 * self._pause_s, 8 * self._first_s)
@@ -162,21 +159,18 @@ class Wait:
     @property
     def limit(self) -> str:
         """Name of the limit that ends a wait for a peer when it is due, its longest time or its
-        deadline; for errors.
-        """
+        deadline; for errors."""
         is_last = self.last_s <= self.due_s and self._longest_s > self._patience_s
         return "longest_wait_s" if is_last else "the deadline"
 
     def start(self, now_s: float, patience_s: float) -> None:
-        """Begin a wait for a peer now; any wait before is over."""
         self._patience_s = patience_s
         self.due_s = now_s + patience_s
         self.last_s = now_s + max(patience_s, self._longest_s)
 
     def goes_on(self, heard_s: float, now_s: float) -> bool:
         """Return True if the wait for a peer lasts beyond now, and move `due_s` to the next time to
-        ask.
-        """
+        ask."""
         if now_s < self.due_s:
             return True
         # A peer that is heard may have queued the request, so it is waited for; `last_s` bounds the

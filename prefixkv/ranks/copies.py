@@ -20,7 +20,6 @@ class RankCopies:
         self._fenced: dict[int, Exception] = {}  # ranks whose process is dead
 
     def __len__(self) -> int:
-        """Return the number of copies of host memory that some rank has ended, and not all."""
         return len(self._ended)
 
     def on(self, rank: int, done: HostCopyDone) -> HostCopyDone | None:

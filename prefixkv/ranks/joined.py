@@ -61,8 +61,6 @@ class JoinedRooms(ABC, Generic[R, E]):
         self._messages = RankMessages(num_ranks)
 
     def __len__(self) -> int:
-        """Return the number of rooms that some rank has reported on, and that are not over on
-        all."""
         return len(self._rooms)
 
     def unpack(self, raw: bytes) -> Iterator[tuple[int, Any]]:
@@ -78,7 +76,6 @@ class JoinedRooms(ABC, Generic[R, E]):
         return ((message.rank, event) for event in message.events)
 
     def _room(self, key: RoomKey) -> R:
-        """Return what the ranks have reported of a room. Those that are dead are done with it."""
         if (room := self._rooms.get(key)) is None:
             room = self._rooms[key] = self.make_reports(done=self._messages.fenced.copy())
         return room
@@ -86,8 +83,6 @@ class JoinedRooms(ABC, Generic[R, E]):
     def _first_failure(
         self, key: RoomKey, room: R, rank: int, error: Exception | None, poll: KVPoll
     ) -> tuple[RoomEnded, AbortRoom]:
-        """Return the event by which a room fails for the scheduler as it does on one rank, and the
-        command that ends it on all."""
         room.failed = True
         joined = error if rank == 0 else of_rank(self.side, rank, error)
         # As a frame and a message carry it: rank 0's own error may be of any class.
@@ -131,9 +126,6 @@ class JoinedRooms(ABC, Generic[R, E]):
 
 
 def of_rank(side: str, rank: int, error: Exception | None) -> TransferError:
-    """Return the error of a room on another rank of decode or prefill, for rank 0's scheduler: of
-    the same class where it is a transfer's.
-    """
     text = f"{side} rank {rank}: {error}"
     if isinstance(error, PeerLostError):
         return PeerLostError(text, error.peer)

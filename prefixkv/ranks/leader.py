@@ -87,8 +87,7 @@ class RankLeader:
 
     def on(self, event: DecodeEvent | WorkerEvent, now_s: float) -> None:
         """Take an event of rank 0's own control object: pass it to the leader's scheduler, or join
-        it with the other ranks' first.
-        """
+        it with the other ranks' first."""
         match event:
             # 1. About a prefill worker: only rank 0 asks, so nothing is to be joined.
             # 2. About a room, with one rank: it is the scheduler's as it is.
@@ -141,13 +140,11 @@ class RankLeader:
             self._scheduler.copy_ended(done, now_s)
 
     def _on_rank_event(self, rooms: RankRooms, rank: int, event: DecodeEvent, now_s: float) -> None:
-        """Join a rank's event with those of the others at the leader, and pass on what follows."""
         self._pass_on(*rooms.on(rank, event), now_s)
 
     def _pass_on(
         self, joined: Sequence[DecodeEvent], commands: Sequence[DecodeCommand], now_s: float
     ) -> None:
-        """Pass on what the leader has joined: commands to every rank, events to the scheduler."""
         # Before the scheduler hears: it may open a new room at once, and the log keeps the order in
         # which ranks see both.
         for command in commands:
@@ -156,7 +153,6 @@ class RankLeader:
             self._on_joined_event(joined_event, now_s)
 
     def _on_joined_event(self, event: DecodeEvent, now_s: float) -> None:
-        """Pass an event that the leader has joined from all ranks to rank 0's scheduler."""
         match event:
             case RoomEnded():
                 self._scheduler.room_ended(event.key, event.poll, event.error, event.aux, now_s)

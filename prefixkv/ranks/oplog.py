@@ -81,8 +81,7 @@ class Refused(_Op, frozen=True, tag="refuse"):
 
 class JoinedLocked(_Op, frozen=True, tag="lock_joined"):
     """The pages that the request in this row had joined are the tree's, and under its lock. `pages`
-    are all of its pages.
-    """
+    are all of its pages."""
 
     row: int
     pages: bytes
@@ -139,8 +138,7 @@ class Unwanted(_Op, frozen=True, tag="unwant"):
 
 class Pinned(_Op, frozen=True, tag="pin"):
     """The cached prefix of these tokens is locked while it is copied; this is the pin of this
-    number.
-    """
+    number."""
 
     number: int
     tokens: bytes
@@ -376,8 +374,7 @@ class ReplicatedPageManager(PageManager):
     @staticmethod
     def _room(owner: Hashable) -> RoomKey:
         """Return the owner of held pages as a room. Raises InternalError for any other: it could
-        not travel in the operation log.
-        """
+        not travel in the operation log."""
         if not isinstance(owner, RoomKey):
             raise InternalError(f"{owner!r} holds pages and is no room")
         return owner
@@ -405,14 +402,9 @@ class Replica:
         return self.page_manager.windows.named(name).row(self._pages_held(row).row)
 
     def slot(self, row: int) -> int:
-        """Return the slot of extra state, on this replica, of the request in this row, -1 if there
-        is none.
-        """
         return self._pages_held(row).slot
 
     def _pages_held(self, row: int) -> RequestPages:
-        """Return what the request in a row of this replica holds. Raises CallerError for a row
-        without one."""
         try:
             return self._requests[row][1]
         except (KeyError, TypeError):
@@ -420,8 +412,7 @@ class Replica:
 
     def apply(self, op: AnyOp) -> None:
         """Apply one operation of rank 0's log to this replica. Raises InternalError if this rank
-        comes to other pages.
-        """
+        comes to other pages."""
         page_manager, requests = self.page_manager, self._requests
         # Each case decides again from this rank's own state, and compares: a difference shows at
         # the operation that caused it, not when a kernel reads a wrong page.
@@ -518,29 +509,22 @@ class Replica:
                 assert_never(op)
 
     def _joined(self, row: int) -> RequestPages | None:
-        """Return the pages, on this replica, of the request in a row that an operation joins; None
-        for row -1.
-        """
         return self._requests[row][1] if row >= 0 else None
 
     def _compare(self, theirs: object, ours: object, op: AnyOp) -> None:
-        """Raise InternalError where an operation's result on this replica differs from rank 0's."""
         if theirs != ours:
             raise InternalError(f"this rank came to {ours!r} where rank 0 has {theirs!r}: {op}")
 
 
 def _begins(start: WindowStart | None) -> tuple[int, int]:
-    """Return where a request begins in the window groups, as it travels in the operation log."""
     return (-1, 0) if start is None else (start.num_tokens, start.end_pages)
 
 
 def _window_start(op: Opened | Refused) -> WindowStart | None:
-    """Return where the request of a logged operation begins in the window groups."""
     return None if op.window_tokens < 0 else WindowStart(op.window_tokens, op.window_end)
 
 
 def _packed_windows(page_manager: PageManager, pages: RequestPages) -> tuple[bytes, ...]:
-    """Return a request's page ids in each window group, as they travel in the operation log."""
     groups = page_manager.windows
     return tuple(group.row(pages.row).ids.astype("<i4").tobytes() for group in groups)
 
@@ -551,12 +535,8 @@ def _packed(page_manager: PageManager, pages: RequestPages) -> bytes:
 
 
 def _key(op: Opened | Refused | Wanted | Pinned, rest: bytes = b"") -> RadixKey:
-    """Return the key of the tokens that a logged operation names, and of the `rest` behind them."""
     return RadixKey(np.frombuffer(op.tokens + rest, "<i4"), _as_sent(op.namespace))
 
 
 def _as_sent(namespace: Any) -> Any:
-    """Return the namespace of a logged operation as it was before msgpack, which makes lists of
-    tuples.
-    """
     return tuple(map(_as_sent, namespace)) if isinstance(namespace, list) else namespace

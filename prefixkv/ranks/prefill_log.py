@@ -97,7 +97,6 @@ class _RankRequest(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, req: LoggedRequest, has_new_pages: bool = True) -> _RankRequest:
-        """Return what another rank is told of a request of rank 0, which has pages."""
         held = req.pages_held
         assert held is not None
         rows = [group.row(held.row) for group in req.page_manager.windows]
@@ -118,7 +117,6 @@ class _Told(NamedTuple):
 
     @classmethod
     def of(cls, req: LoggedRequest, held: RequestPages) -> _Told:
-        """Return it for a request of rank 0. O(its stops)."""
         row, manager = held.row, req.page_manager
         return cls(
             (row, manager.table.num_writes(row), held.num_pages),
@@ -246,7 +244,6 @@ class PrefillFollower:
         self._requests: dict[str, RankRequest] = {}
 
     def __len__(self) -> int:
-        """Return the number of requests that have pages."""
         return len(self._requests)
 
     def request(self, rid: str) -> RankRequest:
@@ -292,8 +289,6 @@ class PrefillFollower:
         return commands
 
     def _request(self, view: _RankRequest) -> RankRequest:
-        """Return a request of rank 0's log as this prefill rank's engine reads it. Raises
-        CallerError for one that cannot be."""
         if view.pages is not None:
             pages = unpacked_ids(view.pages, self._num_pages)
         elif (known := self._requests.get(view.rid)) is not None:
@@ -339,7 +334,6 @@ class PrefillFollower:
         ]
 
     def _check_slot(self, slot: int) -> None:
-        """Raise CallerError for a slot of rank 0's log that this prefill rank does not have."""
         if slot >= self._num_slots:
             raise CallerError(f"rank 0 sent slot {slot}, there are {self._num_slots}")
 
@@ -365,12 +359,9 @@ class PrefillRankRooms(JoinedRooms[_PrefillReports, PrefillEvent]):
 
     @staticmethod
     def decode(raw: bytes) -> _RankEvents:
-        """Return the message of a prefill rank above 0 that these bytes are."""
         return _decode_events(raw)
 
     def on(self, rank: int, event: PrefillEvent) -> tuple[list[PrefillEvent], list[AbortRoom]]:
-        """Join a rank's event of a room with those of the other prefill ranks; return events for
-        the scheduler, and commands for all ranks."""
         room = self._room(event.key)
         events: list[PrefillEvent] = []
         commands: list[AbortRoom] = []
@@ -424,7 +415,5 @@ _decode_events = msgspec.msgpack.Decoder(_RankEvents, dec_hook=decode_error).dec
 
 
 def pack_prefill_events(rank: int, number: int, events: Sequence[PrefillEvent]) -> bytes:
-    """Return the room events of prefill rank `rank` as the bytes of its message `number` to rank 0,
-    counted from 0."""
     raw: bytes = _encode_events(_RankEvents(rank, number, list(events)))
     return raw

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from prefixkv.cache.eviction.guard import Guard
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig
 from prefixkv.errors import (
@@ -53,8 +54,7 @@ class _LoggedCopy(msgspec.Struct, frozen=True, array_like=True):
 
 class _Batch(msgspec.Struct, frozen=True, array_like=True):
     """One message of rank 0's log. `sizes` and `digests` are rank 0's after it; `settings` come
-    with the first.
-    """
+    with the first."""
 
     number: int
     ops: list[AnyOp]
@@ -71,8 +71,7 @@ _decode = msgspec.msgpack.Decoder(_Batch).decode
 
 def sizes(page_manager: PageManager) -> dict[str, int]:
     """Return counts of the pages' state on one rank, each O(1). Replicas that diverge soon differ
-    in one.
-    """
+    in one."""
     cache, pages = page_manager.cache, page_manager.allocator
     return {
         "free": pages.free_pages, "owned": pages.owned_pages, "cached": pages.cached_pages,
@@ -88,8 +87,7 @@ def sizes(page_manager: PageManager) -> dict[str, int]:
 
 def digests(page_manager: PageManager) -> dict[str, bytes]:
     """Return 16 bytes each of tree (with recency and locks), page table and allocator, by which
-    replicas are compared. O(pool).
-    """
+    replicas are compared. O(pool)."""
     tree = hashlib.blake2b(digest_size=16)
     # By first page, which identifies a node: a page is in the tree once.
     for node in sorted(page_manager.cache.nodes(), key=lambda node: bytes(node.pages[:4])):
@@ -113,7 +111,6 @@ def digests(page_manager: PageManager) -> dict[str, bytes]:
 
 
 def _settings(pages: PageManager, host_pages: int) -> dict[str, int | str | bool]:
-    """Return the settings that have to be equal on rank 0 and all replicas."""
     max_pages = pages.table.array.shape[1]
     return {
         "num_pages": pages.num_pages, "page_size": pages.page_size,
@@ -127,9 +124,7 @@ def _settings(pages: PageManager, host_pages: int) -> dict[str, int | str | bool
 
 
 def _described(policy: Policy) -> str:
-    """Return an eviction policy's name for comparing replicas' settings, with its own settings
-    where it is a dataclass.
-    """
+    policy = policy.asked if isinstance(policy, Guard) else policy
     return f"{policy.name} {asdict(policy)}" if is_dataclass(policy) else policy.name
 
 
@@ -174,8 +169,7 @@ class RankLog:
     def check(self, request: Request) -> None:
         """Raise RequestError if the request's namespace cannot travel to the replicas: None, str,
         int of 64 bits, bytes and tuples of them can. One that did not would be in each later
-        message, and none could be encoded.
-        """
+        message, and none could be encoded."""
         check_request(request)
         if not _can_travel(request.key.namespace):
             raise RequestError(
@@ -250,8 +244,7 @@ class DecodeReplica:
     @property
     def page_table(self) -> Pages:
         """Page ids of this replica, int32 [max_running or more, num_pages], by `DecodeRequest.row`,
-        -1 where unused. Its memory never moves.
-        """
+        -1 where unused. Its memory never moves."""
         return self.page_manager.table.array
 
     def pages(self, row: int) -> Pages:
@@ -268,8 +261,7 @@ class DecodeReplica:
 
     def state_slot(self, row: int) -> int:
         """Return the slot of extra state, on this replica rank, of the request in this row. See
-        `DecodeRequest.state_slot`.
-        """
+        `DecodeRequest.state_slot`."""
         return self._replica.slot(row)
 
     def apply(self, raw: bytes) -> list[DecodeCommand]:
@@ -309,8 +301,6 @@ class DecodeReplica:
         return batch.rooms
 
     def _copy(self, logged: _LoggedCopy) -> HostCopy:
-        """Return a copy of rank 0's log that this replica's rank is to make. Raises CallerError for
-        one that it cannot."""
         host = unpacked_ids(logged.host_pages, self._host_pages)
         device = unpacked_ids(logged.device_pages, self.page_manager.allocator.num_pages)
         if not 0 < len(host) == len(device):
@@ -325,8 +315,7 @@ class DecodeReplica:
 
     def audit(self) -> None:
         """Check every law of this replica's tree, allocator and page table. Slow. Raises
-        InternalError.
-        """
+        InternalError."""
         self.page_manager.check_invariants()
 
     def _check_settings(self, theirs: dict[str, int | str | bool]) -> None:
@@ -337,7 +326,6 @@ class DecodeReplica:
 
 
 def _can_travel(namespace: object) -> bool:
-    """Return True if msgpack gives a replica the namespace that it was given."""
     if isinstance(namespace, tuple):
         return all(map(_can_travel, namespace))
     if type(namespace) is str:
@@ -348,9 +336,6 @@ def _can_travel(namespace: object) -> bool:
 
 
 def _compare(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Compare rank 0's sizes or digests with this replica's. Raise InternalError with the entries
-    that differ.
-    """
     if different := {
         name: (value, ours.get(name)) for name, value in theirs.items() if value != ours.get(name)
     }:

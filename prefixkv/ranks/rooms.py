@@ -49,13 +49,9 @@ class RankRooms(JoinedRooms[_RankReports, DecodeEvent]):
 
     @staticmethod
     def decode(raw: bytes) -> RankEvents:
-        """Return the message of a decode rank above 0 that these bytes are."""
         return _decode(raw)
 
     def on(self, rank: int, event: DecodeEvent) -> tuple[list[DecodeEvent], list[AbortRoom]]:
-        """Join a rank's event of a room with those of the other ranks; return events for the
-        scheduler, and commands for all ranks.
-        """
         room = self._room(event.key)
         events: list[DecodeEvent] = []
         commands: list[AbortRoom] = []
@@ -110,7 +106,4 @@ _decode = msgspec.msgpack.Decoder(RankEvents, dec_hook=decode_error).decode
 
 
 def pack_rank_events(rank: int, number: int, events: Sequence[DecodeEvent | CopyEnded]) -> bytes:
-    """Return the room events of rank `rank` as the bytes of its message `number` to rank 0, counted
-    from 0.
-    """
     return _encode(RankEvents(rank, number, list(events)))

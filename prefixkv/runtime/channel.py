@@ -3,8 +3,7 @@ The only importer of zmq besides `connections`.
 
 A socket belongs to the thread that made it. Nothing here waits but `poll`, and nothing queues
 without bound: a frame that finds its queue full, or its peer gone, is counted and dropped; what
-matters is repeated by the room machines. What peers can make the sockets hold is bounded by
-`connections`.
+matters is repeated by the room machines.
 """
 
 from __future__ import annotations
@@ -20,21 +19,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from prefixkv.addresses import check_address, is_loopback
 from prefixkv.config import ControlConfig, short_key
-from prefixkv.connections import (
-    Bounds,
-    Connection,
-    Watched,
-    Watcher,
-    is_empty,
-    message_bytes,
-    receive,
-)
+from prefixkv.connections import Bounds, Newcomers, is_empty, set_bounds
 from prefixkv.control.effects import ConnectFailed, FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError, HandshakeError, RefusedError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
 from prefixkv.runtime.closing import Closing
-from prefixkv.runtime.fragments import MAX_MESSAGE_BYTES, FragmentError, Joiner, cut
-from prefixkv.wakeups import Inbox
 
 _REACHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _WRONG_ADDRESS = "a wrong address, or no prefill worker runs there"
@@ -49,26 +38,18 @@ _GONE = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-_QUEUED_MESSAGES = 16  # of one connection: 1 MiB
+_CURVE_BYTES = 64  # CURVE's own bytes in a frame are fewer
+_QUEUED_MESSAGES = 16  # of one connection
 _KERNEL_BYTES = 128 << 10  # the kernel takes twice as many
-_CONNECTION_BYTES = 3 << 19  # above the sum of both, so that no honest peer comes near it
-_SOCKET_BYTES = 4 << 20
-_UNREAD_BYTES = 32 << 20  # sent by us to one peer that does not read
-_FRAMES_A_POLL = 256  # so that a flood from one side cannot keep the owner from its other work
-_BYTES_A_POLL = 2 * MAX_FRAME_BYTES  # of one worker's frames
-_BYTES_OF_ALL_A_POLL = 2 * _BYTES_A_POLL
-_READS_A_POLL = 16 * _FRAMES_A_POLL  # messages per poll: fragments, and dropped ones among them
+_FRAMES_A_POLL = 256  # so that many frames do not keep the owner from its other work
 
 
 def _keys_differ(is_curve: bool) -> HandshakeError:
-    """Return the error of a connection of which one end alone has keys; `is_curve`: ours has."""
     ours, theirs = ("keys", "no keys") if is_curve else ("no keys", "keys")
     return HandshakeError("curve", ours, theirs, "differs (set keys on both sides, or on neither)")
 
 
 def _came_from(frame: zmq.Frame) -> str:
-    """Return the address from which a frame came over its ZeroMQ socket, "" if the socket does not
-    know it."""
     try:
         host = str(frame.get("Peer-Address"))
     except zmq.ZMQError:
@@ -77,12 +58,11 @@ def _came_from(frame: zmq.Frame) -> str:
 
 
 class _Channel(Closing):
-    """The parts of both ends: a context, a poller that also listens to a file descriptor, counters
-    of drops, and the thread that watches connections. Owned by the control thread once built."""
+    """The parts of both ends: a context, a poller that also listens to a file descriptor, and
+    counters of drops. Owned by the control thread once built."""
 
     def __init__(self, config: ControlConfig, wake_fd: int) -> None:
-        self._watcher = Watcher("prefixkv-connections")
-        self.counters: Counter[str] = self._watcher.counters
+        self.counters: Counter[str] = Counter()
         self._config = config
         self._is_curve = config.curve is not None
         self._wake_fd = wake_fd
@@ -103,12 +83,14 @@ class _Channel(Closing):
         return sock
 
     def _set_options(self, sock: zmq.Socket[bytes], address: str) -> None:
-        """Set the options that ROUTER and DEALER sockets share: length of the queue, pauses between
+        """Set the options that ROUTER and DEALER sockets share: bounds, pauses between
         reconnections, CURVE keys."""
         # Options take effect only before bind or connect.
         sock.setsockopt(zmq.IPV6, "[" in address)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.SNDHWM, self._config.max_queued_frames)
+        queued = min(_QUEUED_MESSAGES, self._config.max_queued_frames)
+        set_bounds(sock, Bounds(MAX_FRAME_BYTES + _CURVE_BYTES, queued, _KERNEL_BYTES))
         sock.setsockopt(zmq.RECONNECT_IVL, 20)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if self._config.curve is not None:
@@ -120,17 +102,9 @@ class _Channel(Closing):
             sock.curve_publickey = public.encode()
             sock.curve_secretkey = secret.encode()
 
-    def _bounds(self) -> Bounds:
-        """Return the bounds that `connections` holds each ZeroMQ socket of a channel to."""
-        # What is beyond the queue waits with the kernel, and then in the peer's own queue.
-        return Bounds(
-            MAX_MESSAGE_BYTES, min(_QUEUED_MESSAGES, self._config.max_queued_frames),
-            _KERNEL_BYTES, _CONNECTION_BYTES, _SOCKET_BYTES, self._config.max_peers, _UNREAD_BYTES,
-        )  # fmt: skip
-
     def _poll(self, timeout_s: float) -> list[Any]:
-        """Wait on the channel's zmq poller, and return what is ready: descriptors of watched
-        sockets, and monitors."""
+        """Wait on the channel's zmq poller, and return what is ready: sockets, and
+        monitors."""
         # zmq waits in whole milliseconds: round up, so that a short wait is not a busy one.
         timeout_ms = (
             None if timeout_s == float("inf") else max(0, int(timeout_s * 1000) + (timeout_s > 0))
@@ -139,15 +113,11 @@ class _Channel(Closing):
         return [sock for sock, _ in ready if sock != self._wake_fd]
 
     def _drop(self, why: str) -> None:
-        """Count a frame that the channel could not send, by the reason."""
         self.counters[f"frames_not_sent: {why}"] += 1
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close every ZeroMQ socket of the channel; frames that are queued may leave for `linger_s`
         more."""
-        # The watcher first: it holds duplicates of the sockets' descriptors and reads their
-        # monitors.
-        self._watcher.close()
         self._context.destroy(linger=int(linger_s * 1000))
 
 
@@ -156,7 +126,7 @@ class RouterChannel(_Channel):
 
     Raises:
         ConfigError: the address cannot be bound; or other machines can reach it while no keys are
-            set, and `allow_remote_without_keys` is not.
+            set, and `network_is_isolated` is not.
     """
 
     def __init__(self, bind: str, config: ControlConfig, wake_fd: int) -> None:
@@ -166,105 +136,68 @@ class RouterChannel(_Channel):
             check_address(bind)
         except ValueError as error:
             raise ConfigError(f"bind is {bind!r}: {error}") from None
-        if config.curve is None and not config.allow_remote_without_keys and not is_loopback(bind):
+        if config.curve is None and not config.network_is_isolated and not is_loopback(bind):
             raise ConfigError(
-                f"bind is {bind!r}: other machines need CURVE keys, or allow_remote_without_keys"
+                f"bind is {bind!r}: other machines may reach it: set CURVE keys, or "
+                "network_is_isolated if only workers are on that network"
             )
         super().__init__(config, wake_fd)
-        self._joiner: Joiner[bytes] = Joiner()
-        self._connections: dict[bytes, Connection] = {}  # by route; some have ended
-        self._sock: zmq.Socket[bytes] | None = None
-        self._failures: Inbox[int] = Inbox()  # codes of failed handshakes, from the watcher
-        self._poller.register(self._failures.fd, zmq.POLLIN)
+        self._newcomers: Newcomers | None = None
         try:
             # 2. The answers to ZAP, before the socket can be connected to.
             self._zap = self._context.socket(zmq.REP)
             self._zap.bind(_ZAP)
             self._poller.register(self._zap, zmq.POLLIN)
-            sock = self._sock = self._socket(zmq.ROUTER, bind)
+            self._sock = sock = self._socket(zmq.ROUTER, bind)
             # An unknown route is an error to count, not a silent drop.
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if config.curve is not None:
                 sock.curve_server = True
-            # 3. Watched before it is bound: a connection that came earlier would not be counted.
-            bounds = self._bounds()
-            self._watched = self._watcher.watch_bound(sock, bind, bounds, self._is_curve)
-            self._watched.failed = self._failures.put
+            # 3. Before it is bound: a connection that came earlier would not be counted.
+            self._newcomers = Newcomers(sock, config.max_peers, self.counters)
+            self._poller.register(self._newcomers.monitor, zmq.POLLIN)
             sock.bind(bind)
             self._is_local = is_loopback(bind)
         except (zmq.ZMQError, ValueError) as error:
             self.close()
             raise ConfigError(f"bind is {bind!r}: {error}") from error
         self.endpoint = sock.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._poller.register(self._watched.fd, zmq.POLLIN)
+        self._poller.register(sock, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> list[FrameReceived[bytes] | ConnectFailed]:
         """Wait for decode workers' frames on the ROUTER socket, or for the wake-up descriptor, and
-        return the frames, and the clients that were not let in.
-
-        One worker's frames beyond its bytes per poll are dropped: all workers share the socket.
-        """
+        return the frames, and the clients that were not let in."""
         frames: list[FrameReceived[bytes] | ConnectFailed] = []
-        assert self._sock is not None
-        # Only an empty socket is slept on, see `Watched.may_sleep`. Awake, the watcher must know at
-        # once that bytes may wait for us.
-        may_sleep = self._watched.may_sleep(self._sock)
-        ready = self._poll(timeout_s if may_sleep else 0.0)
-        self._watched.is_waiting = False
-        if self._failures.fd in ready:
-            frames += self._failed_handshakes()
+        assert self._newcomers is not None
+        ready = self._poll(timeout_s)
+        # First: a connection is known before its messages are read.
+        if self._newcomers.monitor in ready:
+            frames += self._failed_handshakes(self._newcomers.read())
         if self._zap in ready:
             frames += self._let_in()
-        if may_sleep and not ready:
-            self._watched.found_empty()
-            return frames
-        # Read until one of the bounds: frames, bytes of all, messages, or nothing there. So the
-        # control thread is back at its other work soon, however much peers send.
-        taken: dict[bytes, int] = {}
-        taken_of_all = 0
-        for number in range(_READS_A_POLL):
-            if len(frames) == _FRAMES_A_POLL or taken_of_all > _BYTES_OF_ALL_A_POLL:
-                break
+        for number in range(_FRAMES_A_POLL if self._sock in ready else 0):
             # After the first message it is asked, since an exception costs three times as much.
             if number and is_empty(self._sock):
-                self._watched.found_empty()
                 break
             try:
-                received = receive(self._sock, self._watched)
+                parts = self._sock.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
-                self._watched.found_empty()
                 break
-            if received is None:
-                break
-            parts, connection = received
+            self._newcomers.heard(parts[-1])
             # A route and one message. More parts come from no socket of ours.
             if len(parts) != 2:
                 self.counters["frames_malformed"] += 1
                 continue
-            route, message = parts[0].bytes, parts[1]
-            self._note(route, connection)
-            taken[route] = taken.get(route, 0) + len(message)
-            taken_of_all += len(message)
-            # Its unfinished frame is dropped too: its next fragments would not fit on it.
-            if taken[route] > _BYTES_A_POLL:
-                self._joiner.forget(route)
-                self.counters["frames_over_budget"] += 1
-                continue
-            try:
-                raw = self._joiner.join(route, message.bytes)
-            except FragmentError:
-                self.counters["frames_malformed"] += 1
-                continue
             # `Peer-Address` decides whether the sender is on this machine where the bind is not
             # loopback.
-            if raw is not None:
-                frame = FrameReceived(
-                    route,
-                    raw,
-                    credential=self._credential(message),
-                    is_local=self._is_local or is_loopback(_came_from(message)),
-                )
-                frames.append(frame)
+            route, message = parts
+            frame = FrameReceived(
+                route.bytes,
+                message.bytes,
+                credential=self._credential(message),
+                is_local=self._is_local or is_loopback(_came_from(message)),
+            )
+            frames.append(frame)
         return frames
 
     def _let_in(self) -> Iterator[ConnectFailed]:
@@ -287,45 +220,25 @@ class RouterChannel(_Channel):
                         host.decode(), ConfigError(f"{why} under its worker's name")
                     )
 
-    def _failed_handshakes(self) -> Iterator[ConnectFailed]:
+    def _failed_handshakes(self, codes: list[int]) -> Iterator[ConnectFailed]:
         """Yield the clients that ended in the handshake because of their keys. libzmq does not say
         from where they came."""
         client, curve = f"a client of {self.endpoint}", self._config.curve
-        for code in self._failures.drain():
+        for code in codes:
             if code == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
                 yield ConnectFailed(client, _keys_differ(self._is_curve))
             elif code == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC and curve is not None:
                 ours, why = short_key(curve.public_key), "of the client is not our public_key"
                 yield ConnectFailed(client, HandshakeError("server_key", ours, "another", why))
 
-    def _note(self, route: bytes, connection: Connection | None) -> None:
-        """Remember by which connection the last message of this ROUTER route came."""
-        if connection is None or self._connections.get(route) is connection:
-            return
-        self._connections[route] = connection
-        # Routes of ended connections are removed now and then, so that reconnecting peers do not
-        # make the table grow.
-        if len(self._connections) > 2 * self._watched.most:
-            for other, one in list(self._connections.items()):
-                if one.is_over:
-                    del self._connections[other]
-                    self._joiner.forget(other)
-
     def _credential(self, frame: zmq.Frame) -> str:
-        """Return the CURVE key that the sender of a frame to the ROUTER socket has proved, ""
-        without keys."""
         return str(frame.get("User-Id")) if self._config.curve is not None else ""
 
     def send(self, route: bytes, raw: bytes) -> None:
         """Queue a frame on the ROUTER socket for the decode worker behind `route`. One that cannot
         be queued is counted and dropped."""
-        assert self._sock is not None
-        connection = self._connections.get(route)
         try:
-            # A frame that is queued in part is lost at the other end, as any frame may be.
-            for message in cut(raw):
-                self._sock.send_multipart((route, message), zmq.DONTWAIT)
-                self._watched.gave(connection, message_bytes(len(message), self._is_curve))
+            self._sock.send_multipart((route, raw), zmq.DONTWAIT)
         except zmq.Again:
             self._drop("queue full")
         except zmq.ZMQError as error:
@@ -333,39 +246,51 @@ class RouterChannel(_Channel):
 
     def close(self, linger_s: float = 0.0) -> None:
         """Stop the monitor, then close the ROUTER socket. See `_Channel.close`."""
-        # The monitor is ended before the watcher, which reads it: libzmq may wait for that.
-        if self._sock is not None and not self._sock.closed:
-            self._sock.disable_monitor()
+        if self._newcomers is not None:
+            self._newcomers.close()
         super().close(linger_s)
-        self._failures.close()
 
 
 class _Probe:
     """A plain TCP connection to an address, for the greeting of what listens there."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self._heard = b""
+        self._heard = b""  # of the present connection
+        self._is_up = False
+        self._has_outlived = False  # a failure of a handshake beside it, since its greeting came
         self.sock = context.socket(zmq.STREAM)
         self.sock.setsockopt(zmq.IPV6, "[" in address)
         self.sock.setsockopt(zmq.LINGER, 0)
         self.sock.setsockopt(zmq.RECONNECT_IVL, 1000)
-        self.sock.connect(address)
+        try:
+            self.sock.connect(address)
+        except zmq.ZMQError:
+            self.sock.close()
+            raise
 
-    @property
-    def is_curve(self) -> bool:
-        """True once the greeting has come, and names CURVE."""
-        return self._heard[12:17] == b"CURVE"
+    def blames_keys(self) -> bool:
+        """Note that a handshake has failed. Return True if keys must be the reason: what listens
+        has greeted with CURVE, and went on after a failure before this one."""
+        self.read()
+        is_curve = self._is_up and self._heard[12:17] == b"CURVE"
+        has_outlived, self._has_outlived = self._has_outlived, is_curve
+        return has_outlived
 
     def read(self) -> None:
         """Take what the connection has brought; a new one is greeted, since the other end waits for
         that."""
         with suppress(zmq.ZMQError):
-            route, raw = self.sock.recv_multipart(zmq.DONTWAIT)
-            if raw:
-                self._heard = (self._heard + raw)[:_GREETING_BYTES]
-            elif not self.is_curve:
-                self._heard = b""
-                self.sock.send_multipart((route, _CURVE_GREETING), zmq.DONTWAIT)
+            for _ in range(_FRAMES_A_POLL):
+                route, raw = self.sock.recv_multipart(zmq.DONTWAIT)
+                if raw:  # in as many pieces as it came in
+                    self._heard = (self._heard + raw)[:_GREETING_BYTES]
+                    continue
+                # A connection begins and ends with an empty one. A greeting to one that has ended
+                # would be said to the next.
+                self._is_up = not self._is_up
+                self._heard, self._has_outlived = b"", False
+                if self._is_up:
+                    self.sock.send_multipart((route, _CURVE_GREETING), zmq.DONTWAIT)
 
 
 class DealerChannel(_Channel):
@@ -380,10 +305,8 @@ class DealerChannel(_Channel):
         super().__init__(config, wake_fd)
         self._check = check
         self._socks: dict[str, zmq.Socket[bytes]] = {}
-        self._addresses: dict[object, str] = {}  # by the watched descriptor, and by the monitor
+        self._addresses: dict[object, str] = {}  # by socket, and by monitor
         self._monitors: dict[str, zmq.Socket[bytes]] = {}
-        self._watched: dict[str, Watched] = {}
-        self._joiner: Joiner[str] = Joiner()
         self._abandoned: set[str] = set()  # addresses that libzmq does not connect to by itself
         self._probes: dict[str, _Probe] = {}  # of addresses that ended a handshake under keys
 
@@ -398,30 +321,23 @@ class DealerChannel(_Channel):
             return
         sock: zmq.Socket[bytes] | None = None
         monitor: zmq.Socket[bytes] | None = None
-        watched: Watched | None = None
-        # Monitored and watched before it connects, so that neither misses the first event.
+        # Monitored before it connects, so that the first event is not missed.
         try:
             sock = self._socket(zmq.DEALER, address)
             if self._config.curve is not None:
                 sock.curve_serverkey = self._config.curve.server_key.encode()
             monitor = sock.get_monitor_socket(_GONE | _REACHED)
-            bounds = self._bounds()
-            watched = self._watcher.watch_connected(sock, address, bounds, self._is_curve)
             sock.connect(address)
             self._check(address)  # nothing is sent yet
         except (zmq.ZMQError, ValueError, ConfigError) as error:
-            # Undo all that was made, the watcher's part included.
             for made in (sock, monitor):
                 if made is not None:
                     made.close()
-            if watched is not None:
-                self._watcher.forget(watched)
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"prefill is {address!r}: {error}") from error
         self._socks[address], self._monitors[address] = sock, monitor
-        self._watched[address] = watched
-        for one in (watched.fd, monitor):
+        for one in (sock, monitor):
             self._addresses[one] = address
             self._poller.register(one, zmq.POLLIN)
 
@@ -431,13 +347,10 @@ class DealerChannel(_Channel):
         sock = self._socks.pop(address, None)
         if sock is not None:
             monitor = self._monitors.pop(address)
-            watched = self._watched.pop(address)
-            # Out of the poller before they are closed: their numbers may be used again at once.
-            self._watcher.forget(watched)
-            self._joiner.forget(address)
+            # Out of the poller before they are closed.
             self._abandoned.discard(address)
             self._end_probe(address)
-            for one in (watched.fd, monitor):
+            for one in (sock, monitor):
                 del self._addresses[one]
                 self._poller.unregister(one)
             sock.disable_monitor()
@@ -450,19 +363,11 @@ class DealerChannel(_Channel):
         """Wait on the DEALER sockets, and return frames, changes of connections, or nothing if the
         wake-up descriptor ended it."""
         frames: list[FrameReceived[str] | Reached | Unreached | ConnectFailed] = []
-        # Sockets that hold something already: their descriptors do not become readable for it.
-        full = [
-            watched.fd
-            for address, watched in self._watched.items()
-            if not watched.may_sleep(self._socks[address])
-        ]
-        ready = self._poll(0.0 if full else timeout_s)
-        for watched in self._watched.values():
-            watched.is_waiting = False
-        # Each socket is read up to its own bounds, so that one worker's flood does not delay
-        # others.
-        for one in dict.fromkeys([*ready, *full]):
-            address = self._addresses[one]
+        # Each socket is read up to its own bound, so that one worker does not delay others.
+        for one in self._poll(timeout_s):
+            address = self._addresses.get(one)
+            if address is None:  # a probe, which has ended as its address was reached just now
+                continue
             if one is self._monitors[address]:
                 frames += self._monitor_changes(one, address)
                 continue
@@ -471,39 +376,24 @@ class DealerChannel(_Channel):
                 probe.read()
                 continue
             sock = self._socks[address]
-            num_bytes = 0
             for number in range(_FRAMES_A_POLL):
-                # The rest waits in this worker's own socket.
-                if num_bytes >= _BYTES_A_POLL:
-                    break
                 if number and is_empty(sock):  # as in `RouterChannel.poll`
-                    self._watched[address].found_empty()
                     break
                 try:
-                    received = receive(sock, self._watched[address])
+                    parts = sock.recv_multipart(zmq.DONTWAIT)
                 except zmq.Again:
-                    self._watched[address].found_empty()
                     break
-                if received is None:
-                    break
-                parts, _ = received
-                num_bytes += sum(map(len, parts))
-                try:
-                    if len(parts) != 1:
-                        raise FragmentError("a message of several parts")
-                    raw = self._joiner.join(address, parts[0].bytes)
-                except FragmentError:
+                if len(parts) != 1:
                     self.counters["frames_malformed"] += 1
                     continue
-                if raw is not None:
-                    frames.append(FrameReceived(address, raw, is_local=is_loopback(address)))
+                frames.append(FrameReceived(address, parts[0], is_local=is_loopback(address)))
         return frames
 
     def _monitor_changes(
         self, monitor: zmq.Socket[bytes], address: str
     ) -> Iterator[Reached | Unreached | ConnectFailed]:
         """Yield the last change that a DEALER socket's zmq monitor reports for its connection, and
-        whether keys are in the way of it; pass all to the watcher."""
+        whether keys are in the way of it."""
         last: Reached | Unreached | None = None
         error: HandshakeError | None = None
         with suppress(zmq.Again):
@@ -512,10 +402,7 @@ class DealerChannel(_Channel):
                 event, value = change["event"], change["value"]
                 # Connected is not reached: the handshake is still to come.
                 if event == zmq.EVENT_CONNECTED:
-                    self._watcher.came(self._watched[address], value)
                     continue
-                if event == zmq.EVENT_DISCONNECTED:
-                    self._watcher.went(self._watched[address], value)
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     last, error = Reached(address), None
                     self._end_probe(address)
@@ -530,8 +417,6 @@ class DealerChannel(_Channel):
             yield ConnectFailed(address, error)
 
     def _wrong_keys(self, address: str, event: int, value: int) -> HandshakeError | None:
-        """Return how the keys of both ends do not fit, if this event of a DEALER socket's monitor
-        shows it."""
         curve = self._config.curve
         mismatch = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == mismatch:
@@ -547,13 +432,15 @@ class DealerChannel(_Channel):
         # and named if it goes on after that.
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             probe = self._probes.get(address)
-            if probe is not None and probe.is_curve:
+            if probe is not None and probe.blames_keys():
                 why = f"is not the public key of {address} (set it to that)"
                 return HandshakeError("server_key", short_key(curve.server_key), "another", why)
             if probe is None and address.startswith("tcp:"):
-                probe = self._probes[address] = _Probe(self._context, address)
-                self._addresses[probe.sock] = address
-                self._poller.register(probe.sock, zmq.POLLIN)
+                # Where there is no descriptor for it, the next failure asks again.
+                with suppress(zmq.ZMQError):
+                    probe = self._probes[address] = _Probe(self._context, address)
+                    self._addresses[probe.sock] = address
+                    self._poller.register(probe.sock, zmq.POLLIN)
         return None
 
     def _end_probe(self, address: str) -> None:
@@ -576,7 +463,6 @@ class DealerChannel(_Channel):
             sock.disconnect(address)
             sock.connect(address)
         try:
-            for message in cut(raw):
-                sock.send(message, zmq.DONTWAIT)
+            sock.send(raw, zmq.DONTWAIT)
         except zmq.Again:
             self._drop("queue full")

@@ -34,7 +34,6 @@ from prefixkv.control.effects import (
     Expect,
     FrameFailed,
     FrameReceived,
-    PeerTried,
     Reached,
     RemovePeer,
     Renew,
@@ -42,7 +41,6 @@ from prefixkv.control.effects import (
     Settle,
     Tick,
     To,
-    TryPeer,
     Unreached,
 )
 from prefixkv.control.peer_changes import PeerChanges
@@ -59,7 +57,6 @@ from prefixkv.protocol.events import (
     SourceFree,
 )
 from prefixkv.protocol.host_copy import HostCopyDone
-from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.copies import CopySink, StagingCopies
 from prefixkv.runtime.peer_log import PeerLog
@@ -67,7 +64,6 @@ from prefixkv.runtime.prover import Prover
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import Sink, Transport, TransportEvent, WriteJob
-from prefixkv.transport.metadata.trial import Tell, Trial
 from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.control")
@@ -76,16 +72,7 @@ _FAREWELL_S = 0.5  # seconds in which the last frames of a node that closes may 
 _RETRY_PAUSE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
 _EVENTS: Final = get_args(RoomEvent)
 
-Common = (
-    TransportEvent
-    | CopyDone
-    | ConnectFailed
-    | Reached
-    | Unreached
-    | PeerTried
-    | Tick
-    | AgentDestroyed
-)
+Common = TransportEvent | CopyDone | ConnectFailed | Reached | Unreached | Tick | AgentDestroyed
 """Inputs of either side's control object, besides commands and frames."""
 
 Effect = (
@@ -94,7 +81,6 @@ Effect = (
     | Disconnect
     | Expect
     | Settle
-    | TryPeer
     | Examine
     | AddPeer
     | RemovePeer
@@ -168,11 +154,10 @@ class ControlThread(Generic[Command, To]):
         control: Callable[[bytes], Control[Command, To]],
         channel: Callable[[int], Channel[To]],
         copies: Callable[[CopySink], StagingCopies | None],
-        trial: Callable[[Tell], Trial] | None = None,
         prover: Prover | None = None,
     ) -> None:
-        """Create the control thread's parts (transport, control object, copies, trial, sockets) and
-        start it.
+        """Create the control thread's parts (transport, control object, copies, sockets) and start
+        it.
 
         Args:
             transport: makes the transport, given where its events go.
@@ -180,8 +165,6 @@ class ControlThread(Generic[Command, To]):
             channel: makes the sockets, given a descriptor that wakes them.
             copies: makes the staging copies, given where their ends are reported, or None where
                 nothing is staged.
-            trial: makes what tries peers' metadata, given where it reports; None where the control
-                object tries nothing.
             prover: looks at processes; closed here, also if this raises.
         """
         self.inbox: Inbox[Command | FrameReceived[To] | Common | None] = Inbox()
@@ -208,9 +191,6 @@ class ControlThread(Generic[Command, To]):
             self._copies = copies(self.inbox.put)
             if self._copies is not None:
                 undo.callback(self._copies.close)
-            self.trial = None if trial is None else trial(self._tried)
-            if self.trial is not None:
-                undo.callback(self.trial.close)
             self.channel: Channel[To] = channel(self.inbox.fd)
             undo.callback(self.channel.close)
             self._thread = threading.Thread(
@@ -250,7 +230,6 @@ class ControlThread(Generic[Command, To]):
             raise self._close_error
 
     def _close_inboxes(self) -> None:
-        """Close the control thread's inbox, and that of its events for the scheduler's thread."""
         self.inbox.close()
         self.events.close()
 
@@ -264,15 +243,12 @@ class ControlThread(Generic[Command, To]):
             except Exception as error:
                 self._failed(error)
                 time.sleep(_RETRY_PAUSE_S)
-        # 1. The trial: its verdicts are of no use any more.
-        if self.trial is not None:
-            self.trial.close()
-        # 2. The agent: only once it is destroyed are our writes fenced.
+        # 1. The agent: only once it is destroyed are our writes fenced.
         try:
             self.transport.close()
         except Exception as error:
             self._close_error = error  # not fenced
-        # 3. What depends on that: the socket that proves us alive (kept if writes may still land),
+        # 2. What depends on that: the socket that proves us alive (kept if writes may still land),
         # the copies, and the farewell, which tells peers that pages are free. It must not come
         # before the fence.
         try:
@@ -285,7 +261,7 @@ class ControlThread(Generic[Command, To]):
             self._log_news(time.monotonic())
         except Exception as error:
             self._close_error = self._close_error or error
-        # 4. The sockets last, with time for the farewell to leave.
+        # 3. The sockets last, with time for the farewell to leave.
         finally:
             self.channel.close(linger_s=_FAREWELL_S)
 
@@ -322,7 +298,6 @@ class ControlThread(Generic[Command, To]):
             self.num_log_errors += 1
 
     def _log_error(self, error: Exception, text: str, *args: object) -> None:
-        """Log an error of the control thread; what a log handler raises is only counted."""
         try:
             _log.error(text, *args, exc_info=error)
         except Exception:
@@ -345,7 +320,6 @@ class ControlThread(Generic[Command, To]):
         self._carry_out(self.control.last_effects)
 
     def _fail_frame(self, frame: FrameReceived[To], error: Exception, now_s: float) -> None:
-        """Log a peer's frame that raised in the control thread, and end the room that it names."""
         self._log_error(error, "a frame from %r raised", frame.source)
         try:
             self.control.on(FrameFailed(frame, error), now_s)
@@ -370,14 +344,13 @@ class ControlThread(Generic[Command, To]):
                 self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        """Hand an exception in the control thread to the scheduler's thread, and count it."""
         self.num_errors += 1
         self.events.put(ControlFailed(error))
 
     def _do(self, effect: Effect[To]) -> None:
-        """Carry out one effect of the control object: call sockets, transport, copies, trial or
-        prover for it."""
-        # Sockets, transport, copy threads, trial and prover carry them out. No call here waits for
+        """Carry out one effect of the control object: call sockets, transport, copies or prover
+        for it."""
+        # Sockets, transport, copy threads and prover carry them out. No call here waits for
         # that; the result is an input later.
         match effect:
             case SendFrame():
@@ -396,10 +369,6 @@ class ControlThread(Generic[Command, To]):
                 self.transport.settle(effect.token, effect.for_s)
             case Renew():
                 self.transport.renew()
-            case TryPeer():
-                if self.trial is None:
-                    raise InternalError("a peer is to be tried where nothing tries")
-                self.trial.submit(effect.peer, effect.metadata, effect.ranges)
             case Examine():
                 if self._prover is None:
                     raise InternalError("a process is to be looked at where nothing does")
@@ -431,11 +400,6 @@ class ControlThread(Generic[Command, To]):
             case _:
                 assert_never(effect)
 
-    def _tried(self, peer: PeerId, error: Exception | None) -> None:
-        """Put the trial's verdict on a peer into the control thread's inbox; called on the trial's
-        thread."""
-        self.inbox.put(PeerTried(peer, error))
-
     def _connect(self, address: str) -> None:
         """Connect decode's channel to an address, on the control thread; a failure is an input at
         once, since rooms wait for the address."""
@@ -446,15 +410,12 @@ class ControlThread(Generic[Command, To]):
 
     @property
     def _staging(self) -> StagingCopies:
-        """Staging copies that the control thread queues its gathers and scatters in; InternalError
-        if there are none."""
         if self._copies is None:
             raise InternalError("a copy is wanted where nothing is staged")
         return self._copies
 
     @property
     def _dealer(self) -> DealerChannel:
-        """Decode's channel, which the control thread owns; InternalError on prefill."""
         if not isinstance(self.channel, DealerChannel):
             raise InternalError("only decode connects")
         return self.channel

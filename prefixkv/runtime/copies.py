@@ -66,7 +66,6 @@ def start_workers(
 
 
 def _run_on_stream(run: Callable[[Settle | None], None], device: str) -> None:
-    """Run a thread of copies on a CUDA device, with a stream of its own."""
     import torch
 
     cuda: Any = torch.cuda  # in parts untyped
@@ -133,7 +132,6 @@ class CopyPool:
         self._threads.clear()
 
     def _run(self, settle: Settle | None) -> None:
-        """Run a thread of the copy pool: one staging copy after the other until None comes."""
         while (job := self._jobs.get()) is not None:
             if self._closed:
                 error: Exception | None = ClosedError(
@@ -208,7 +206,6 @@ class StagingCopies:
         self._workers.submit(effect.lease_id, run)
 
     def close(self) -> None:
-        """Close the workers that run the staging copies."""
         self._workers.close()
 
     def _copy_of(self, part: Shard, unit_tokens: int) -> StagingCopy:

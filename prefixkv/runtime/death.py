@@ -94,8 +94,6 @@ def has_read_the_dead() -> bool:
 
 
 def _may_bring_more() -> Iterator[bool]:
-    """Yield, per TCP socket of ours without a living owner at the other end, whether more may come
-    from a dead process."""
     ours = _own_sockets()
     rows = [row for name in ("tcp", "tcp6") for row in _connections(name)]
     other_ends = {(row.local, row.remote): row for row in rows}
@@ -153,8 +151,6 @@ def _connections(name: str) -> Iterator[_Connection]:
 
 
 def _is_here(end: str) -> bool:
-    """Return whether an address as /proc/net/tcp has it, in hexadecimal, is one of this network
-    namespace."""
     digits = end.partition(":")[0]
     words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
     raw = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
@@ -173,7 +169,6 @@ def _is_here(end: str) -> bool:
 
 
 def _own_sockets() -> dict[int, int]:
-    """Return a descriptor of each socket that /proc lists for this process, by inode."""
     found = {}
     for link in (_PROC / "self" / "fd").iterdir():
         with suppress(FileNotFoundError):  # it was closed meanwhile
@@ -184,8 +179,6 @@ def _own_sockets() -> dict[int, int]:
 
 
 def _unread_bytes_of_tcp(fd: int) -> int:
-    """Return the bytes that the kernel holds unread in this TCP socket, 0 if it is no TCP socket,
-    or none any more."""
     number = array.array("i", [0])
     with suppress(OSError):
         # Answered by TCP sockets alone, so it tells them from others.

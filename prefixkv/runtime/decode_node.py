@@ -145,7 +145,6 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         transport: MakeTransport | None,
         undo: ExitStack,
     ) -> None:
-        """Make the parts of a decode node. `undo` gets what ends each of them."""
         pool, layout = self.pool, self.pool.layout
         host = None
         if config.host_memory is not None:
@@ -204,8 +203,6 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             self._host.start(self.transfers.thread.events.put)
 
     def _record(self, config: DecodeConfig, bytes_per_token: int) -> Recorder | None:
-        """Let the journal of the decode node's scheduler write to the recorder too, if one is asked
-        for."""
         if config.record is None:
             return None
         # Threads run already, and the caller gets no node to close.
@@ -629,11 +626,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return self.transfers.lost_peers()
 
     def _ready(self) -> list[str]:
-        """Return the addresses of the prefill workers that answer the decode node now."""
         return [address for address, (_, state) in self.peers().items() if state == "ready"]
 
     def _take_commands(self) -> list[DecodeCommand]:
-        """Return and remove the commands of the decode node's scheduler."""
         return self.scheduler.take_commands()
 
     def _take(self, event: DecodeEvent | WorkerEvent | HostCopyDone, now_s: float) -> None:
@@ -665,12 +660,10 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def _command(self, command: DecodeCommand) -> None:
-        """Hand a command to the decode node's leader, which logs it for the other ranks too."""
         self._leader.command(command)
 
 
 def _check_decode_checkpoints(config: DecodeConfig, spec: RankSpec) -> None:
-    """Raise ConfigError for checkpoints that a decode node cannot have, or lacks."""
     num_checkpoints, why = config.checkpoints, ""
     has_windows = bool(spec.layout.windows)
     if spec.state is None and not has_windows:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from secrets import token_bytes
 from typing import cast
 
 from prefixkv.addresses import check_prefill, is_loopback
@@ -38,7 +37,6 @@ from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.prover import Prover
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
-    SECRET_BYTES,
     MakeTransport,
     Memory,
     Transfers,
@@ -97,14 +95,13 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
 
         # Called by the control thread's constructor, once the transport has its metadata.
         def control(metadata: bytes) -> DecodeControl:
-            secret = token_bytes(SECRET_BYTES)
             offers = split_offers(metadata)
             if transport is None and config.transport.backend == "shm" and not offers.shm:
                 raise ConfigError(
                     'backend is "shm", and the pool, or the state, is not memory that a peer may '
                     "map: make it with shared=True"
                 )
-            hello = spec.hello(offers, secret, worker or me, memory.area, prover.life)
+            hello = spec.hello(offers, worker or me, memory.area, prover.life)
             return DecodeControl(me, hello, config.control, config.model.option_names, born_s)
 
         def check(address: str) -> None:
@@ -126,8 +123,6 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         )
 
     def _proved(self, peer: PeerId) -> None:
-        """Fence a prefill process that is proved dead, for decode's transfers. Called by the
-        prover's thread, so by the inbox."""
         self.thread.inbox.put(Fence(peer, proved=True))
 
     @property
@@ -263,7 +258,6 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self.submit(RefuseRoom(key, ticket, prefill, reason, digest))
 
     def _begin(self, key: RoomKey) -> None:
-        """Take a room's number among decode's transfers. Raise RequestError if it is in use."""
         if key in self._keys:
             raise RequestError(f"room {key.room} generation {key.generation} is not over yet")
         # Before the number is taken: a closed side would never give it back.
@@ -271,8 +265,6 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self._keys.add(key)
 
     def _follow_event(self, event: DecodeEvent) -> None:
-        """Give a room's number back to decode's transfers with the event that ends it: drained, or
-        succeeded."""
         # A failed room keeps its number until it is drained: a peer may still write its pages.
         if isinstance(event, RoomDrained) or (
             isinstance(event, RoomEnded) and event.poll is KVPoll.SUCCESS

@@ -36,7 +36,6 @@ class FollowingRank(OneThread):
 
     @property
     def peer_id(self) -> PeerId:
-        """Identity of this rank's process to its peers."""
         return self.transfers.peer_id
 
     def take_rank_events(self) -> bytes:

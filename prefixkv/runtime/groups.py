@@ -88,18 +88,14 @@ class _Readiness:
         self._epoll = select.epoll()
 
     def watch(self, fds: Sequence[int]) -> None:
-        """Watch the descriptors of a group's ranks too."""
         for fd in fds:
             self._epoll.register(fd, select.EPOLLIN)
 
     @property
     def fd(self) -> int:
-        """Descriptor to poll for all ranks of a group."""
         return self._epoll.fileno()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until a rank of the group has its descriptor readable, at most `timeout_s`; return
-        whether one has."""
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         # `wait_readable` may return early, for a signal.
         while not wait_readable(self.fd, left_s := until_s - time.monotonic()):
@@ -108,7 +104,6 @@ class _Readiness:
         return True
 
     def close(self) -> None:
-        """Close the group's descriptor; those of its ranks, which are watched, stay open."""
         self._epoll.close()
 
 
@@ -158,7 +153,6 @@ class DecodeGroup(DecodeNode):
         self._readiness.watch([self.transfers.fileno(), *(other.fileno() for other in self.others)])
 
     def _pump(self) -> float:
-        """Take in what happened on all ranks of the decode group; return the time."""
         now_s = super()._pump()
         if self.others:
             for other in self.others:
@@ -167,13 +161,10 @@ class DecodeGroup(DecodeNode):
         return now_s
 
     def _tell(self) -> None:
-        """Hand on commands, and to the decode group's other ranks the log of what rank 0 has
-        done."""
         super()._tell()
         self._hand_log()
 
     def _hand_log(self) -> None:
-        """Apply rank 0's log on all other ranks of the decode group, if there is anything in it."""
         if self.others and self._log:
             # Taken once, applied by each: all ranks do the same operations in the same order.
             raw = self.take_log()
@@ -244,7 +235,6 @@ class _LeadingNode(PrefillNode):
         self.others = others
 
     def _pump(self) -> float:
-        """Take in what happened on all ranks of the prefill group; return the time."""
         now_s = super()._pump()
         rooms = self._rank_rooms
         for other in self.others:
@@ -255,15 +245,11 @@ class _LeadingNode(PrefillNode):
         return now_s
 
     def _tell(self) -> None:
-        """Hand on commands, and to the prefill group's other ranks the log of what rank 0 has
-        done."""
         super()._tell()
         if self.others and self._ranks:
             self.hand_log()
 
     def audit_others(self) -> None:
-        """Check that the other ranks of the prefill group know what rank 0's requests have. Raises
-        InternalError."""
         self.hand_log()
         held = [req for req in self.scheduler.requests.values() if req.pages_held is not None]
         for other in self.others:
@@ -276,7 +262,6 @@ class _LeadingNode(PrefillNode):
             check_laws(laws, other.peer_id)
 
     def hand_log(self) -> None:
-        """Apply rank 0's log on all other ranks of the prefill group."""
         raw = self.take_log()
         for other in self.others:
             other.apply(raw, self.chunk_ready)

@@ -49,11 +49,9 @@ class _Order:
 
     @property
     def has_begun_all(self) -> bool:
-        """True when no other piece of the order of host copies will begin."""
         return self.begun_pages == len(self.copy.host_pages)
 
     def done(self, page_bytes: int) -> HostCopyDone:
-        """Return the end of the order of host copies."""
         seconds = time.perf_counter() - self.began_s if self.began_s else 0.0
         return HostCopyDone(self.copy.number, self.error, self.copied_pages * page_bytes, seconds)
 
@@ -150,7 +148,6 @@ class HostCopies:
         self._writes.clear()
 
     def _run(self, settle: Settle | None) -> None:
-        """Run a thread of the host copies: piece after piece while there is one, then wait."""
         while not self._closed:
             # While an order waits for the device, nothing wakes this thread when that is done.
             with suppress(Empty):
@@ -163,7 +160,6 @@ class HostCopies:
                 self._piece_ended(order, stop - start, run_settled(copy, settle))
 
     def _next_piece(self) -> tuple[_Order, int, int] | None:
-        """Begin the next piece of a host copy: return its order, and its pages as a range."""
         failed: list[_Order] = []
         piece = None
         with self._lock:
@@ -209,7 +205,6 @@ class HostCopies:
         return None
 
     def _piece_ended(self, order: _Order, num_pages: int, error: Exception | None) -> None:
-        """Count a piece of a host copy that has ended, and report its order if it was the last."""
         with self._lock:
             order.running -= 1
             if error is None:

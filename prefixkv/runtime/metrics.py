@@ -62,49 +62,41 @@ class _HistogramSpec(NamedTuple):
 
 
 def _count(key: str) -> Callable[[Node], Samples]:
-    """Return the reader of a node's metric: one of the scheduler's counters."""
     return lambda node: [((), node.scheduler.counters[key])]
 
 
 def _ended(*outcomes: str) -> Callable[[Node], Samples]:
-    """Return the reader of a node's metric: the requests that ended, by outcome."""
     return lambda node: [((outcome,), node.scheduler.counters[outcome]) for outcome in outcomes]
 
 
 def _tokens(column: int) -> Callable[[Node], Samples]:
-    """Return the reader of a node's metric: one column of the token counts, by namespace."""
     return lambda node: [
         ((name,), row[column]) for name, row in node.scheduler.journal.tokens.read().items()
     ]
 
 
 def _recent_ratio(node: Node) -> Samples:
-    """Yield the recent hit ratio as samples of a node's metric, by namespace."""
     for name, row in node.scheduler.journal.tokens.read().items():
         yield (name,), row[Journal.RECENT_HIT] / max(1.0, row[Journal.RECENT_PROMPT])
 
 
 def _transfers(node: Node) -> Samples:
-    """Yield the transfers that ended as samples of a node's metric, by peer and outcome."""
     for outcome, tally in node.scheduler.journal.transfers.items():
         for peer, (count,) in tally.read().items():
             yield (peer, outcome), count
 
 
 def _pages(node: Node) -> Samples:
-    """Yield the pages of the pool as samples of a node's metric, by state."""
     yield from _by_state(node.scheduler.pages.allocator)
 
 
 def _window_pages(node: Node) -> Samples:
-    """Yield the pages of window groups as samples of a node's metric, by group and state."""
     for group in node.scheduler.pages.windows:
         for state, number in _by_state(group.allocator):
             yield (group.name, *state), number
 
 
 def _by_state(pages: PageAllocator) -> Samples:
-    """Yield the pages of an allocator as samples of a node's metric, by state."""
     yield ("free",), pages.free_pages
     yield ("owned",), pages.owned_pages
     yield ("cached",), pages.cached_pages
@@ -113,13 +105,11 @@ def _by_state(pages: PageAllocator) -> Samples:
 
 
 def _decode_cut_tokens(node: DecodeNode) -> Samples:
-    """Return the cached tokens that a decode node computes again, for its metric."""
     points = node.scheduler.points
     return [((), 0 if points is None else points.cut_tokens)]
 
 
 def _checkpoints(node: Node) -> Samples:
-    """Yield the slots of a node's checkpoints as samples of its metric, by state."""
     if (points := node.scheduler.pages.checkpoints) is not None:
         there = len(points)
         yield ("saved",), there
@@ -127,13 +117,11 @@ def _checkpoints(node: Node) -> Samples:
 
 
 def _checkpoints_evicted(node: Node) -> Samples:
-    """Return the checkpoints that a node gave up for others, for its metric."""
     points = node.scheduler.pages.checkpoints
     return [((), 0 if points is None else points.evicted)]
 
 
 def _decode_queues(node: DecodeNode) -> Samples:
-    """Yield the requests of a decode node as samples of its metric, by what they wait for."""
     scheduler = node.scheduler
     # Each figure is read once. They may be of different moments, so differences are kept from
     # falling below 0.
@@ -153,21 +141,17 @@ def _decode_queues(node: DecodeNode) -> Samples:
 
 
 def _host_pages(node: DecodeNode) -> Samples:
-    """Yield the pages of a decode node's host memory by state, none without such memory."""
     if (host := node.scheduler.host) is not None:
         for state in ("free", "owned", "cached"):
             yield (state,), getattr(host.allocator, f"{state}_pages")
 
 
 def _aside(node: DecodeNode) -> Samples:
-    """Yield the requests that wait aside as samples of a decode node's metric, by reason."""
     for reason, count in node.scheduler.waiting.aside().items():
         yield (reason,), count
 
 
 def _stepped_aside(node: DecodeNode) -> Samples:
-    """Yield how often a request began to wait aside as samples of a decode node's metric, by
-    reason."""
     for reason, count in node.scheduler.waiting.stepped_aside.items():
         yield (reason,), count
 
@@ -180,7 +164,6 @@ _PREFILL_QUEUES = {
 
 
 def _prefill_queues(node: PrefillNode) -> Samples:
-    """Yield the requests of a prefill node as samples of its metric, by what they wait for."""
     # A copy in one step.
     counts = Counter(_PREFILL_QUEUES[req.state] for req in list(node.scheduler.requests.values()))
     for queue in dict.fromkeys(_PREFILL_QUEUES.values()):
@@ -188,13 +171,11 @@ def _prefill_queues(node: PrefillNode) -> Samples:
 
 
 def _oldest_lock_age(node: Node) -> Samples:
-    """Yield the age of the oldest lock in seconds, as the sample of a node's metric."""
     lock = node.scheduler.pages.cache.oldest_lock()
     yield (), 0.0 if lock is None else max(0.0, time.monotonic() - lock.taken_s)
 
 
 def _oldest_lock_owner(node: Node) -> Samples:
-    """Yield the owner of the oldest lock as a label of a node's metric, once that is old."""
     lock = node.scheduler.pages.cache.oldest_lock()
     if lock is not None and time.monotonic() - lock.taken_s >= NAME_AFTER_S:
         owners = (name for name, pages in node.scheduler.holders() if pages.lock is lock)
@@ -214,47 +195,38 @@ def _peers(node: Node) -> Samples:
 
 
 def _dropped_frames(node: Node) -> Samples:
-    """Yield the dropped control frames as samples of a node's metric, by reason."""
     for reason, count in node.transfers.dropped_frames().items():
         yield (reason,), count
 
 
 def _received_bytes(node: DecodeNode) -> Samples:
-    """Yield the KV bytes that a decode node has received, as the sample of its metric."""
     yield (), node.scheduler.journal.pages_received * node.pool.layout.page_bytes
 
 
 def _decode_skipped_bytes(node: DecodeNode) -> Samples:
-    """Yield the KV bytes that a decode node did not have to ask for, as the sample of its
-    metric."""
     layout, rows = node.pool.layout, node.scheduler.journal.tokens.read().values()
     tokens = sum(row[Journal.HIT] + row[Journal.SHARED] for row in rows)
     yield (), tokens // layout.page_size * layout.page_bytes
 
 
 def _prefill_skipped_bytes(node: PrefillNode) -> Samples:
-    """Yield the KV bytes that a prefill node did not have to send, as the sample of its metric."""
     layout = node.pool.layout
     yield (), node.scheduler.counters["decode_hit_tokens"] // layout.page_size * layout.page_bytes
 
 
 def _waits(node: Node) -> Iterable[tuple[Labels, Histogram]]:
-    """Yield the histograms of waits for a node's metric, by reason."""
     return [((reason,), waits) for reason, waits in node.scheduler.journal.waits.items()]
 
 
 def _value(read: Callable[[Any], float]) -> Callable[[Any], Samples]:
-    """Return the reader of a node's metric without labels."""
     return lambda node: [((), read(node))]
 
 
 def _counter(name: str, text: str, read: Callable[[Any], Samples], *labels: str) -> _Spec:
-    """Return the spec of a Prometheus counter among the metrics of nodes."""
     return _Spec(CounterMetricFamily, name, text, labels, read)
 
 
 def _gauge(name: str, text: str, read: Callable[[Any], Samples], *labels: str) -> _Spec:
-    """Return the spec of a Prometheus gauge among the metrics of nodes."""
     return _Spec(GaugeMetricFamily, name, text, labels, read)
 
 
@@ -391,7 +363,6 @@ class NodeCollector(Collector):
             yield self._histogram(histogram, nodes)
 
     def _histogram(self, spec: _HistogramSpec, nodes: list[Node]) -> Metric:
-        """Return the Prometheus metric of one histogram, over all nodes."""
         family = HistogramMetricFamily(
             f"prefixkv_{spec.name}", spec.text, labels=("node", *spec.labels)
         )

@@ -61,8 +61,6 @@ class Node(OneThread, Generic[C, To, E]):
         self.pool, self.state = pool, state
 
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
-        """Let the journal of the node's scheduler write to the request log, and put a clock around
-        eviction."""
         layout, pages = self.pool.layout, self.scheduler.pages
         self._request_log = RequestLog(
             self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size)
@@ -84,8 +82,8 @@ class Node(OneThread, Generic[C, To, E]):
         that ends from now on.
 
         It is called on the node's thread, in the middle of the request's end: it must be quick, and
-        call nothing of the node. What it raises comes out of a later call of the engine's, as of a
-        policy, and is counted as `user_errors`.
+        call nothing of the node. What it raises comes out of a later call of the engine's, and is
+        counted as `user_errors`.
 
         Args:
             listener: gets the request's record as the request log has it, whether that is on or
@@ -112,6 +110,7 @@ class Node(OneThread, Generic[C, To, E]):
                 config.model.model,
                 page_size,
                 has_host=self._host_feed is not None,
+                network_is_isolated=config.control.network_is_isolated,
             )
         except BaseException:  # threads run already, and the caller gets no node to close
             self.close()
@@ -121,15 +120,11 @@ class Node(OneThread, Generic[C, To, E]):
             self._host_feed.listen(self.kv_events.host)
 
     def _pass_on_events(self) -> None:
-        """Hand what has changed in the node's caches, decode's or prefill's, to the publisher of
-        cache events."""
         self._feed.pass_on()
         if self._host_feed is not None:
             self._host_feed.pass_on()
 
     def _check_namespace(self, request: Request) -> None:
-        """Raise RequestError for a namespace that the node's published events cannot express, if
-        any are published."""
         if self.kv_events is not None and request.cacheable:
             self.kv_events.blocks.check(request.key.namespace)
 
@@ -146,8 +141,6 @@ class Node(OneThread, Generic[C, To, E]):
         return self.scheduler.has_results or self._wait(self.transfers.wait, timeout_s)
 
     def _wait(self, wait: Callable[[float | None], bool], timeout_s: float | None) -> bool:
-        """Wait for the node, decode's or prefill's, by `wait`, but not beyond the time when a
-        request may fail for having waited."""
         left_s = self.scheduler.wake_s - time.monotonic()
         # No event comes for a deadline of the scheduler's, so the wait has to end at it.
         if left_s < (math.inf if timeout_s is None else timeout_s):
@@ -253,8 +246,9 @@ class Node(OneThread, Generic[C, To, E]):
         - `prompt_tokens`: Tokens admitted. On decode, admissions after a retraction count
           again.
         - `requests`: Requests that live now.
-        - `user_errors`: What policies, log handlers and events of the engine's raised. The
-          first is raised by the next `pop_preallocated` or `pop_bootstrapped`.
+        - `user_errors`: What admission policies, log handlers and events of the engine's
+          raised; the first is raised by the next `pop_preallocated` or `pop_bootstrapped`. An
+          eviction policy that raises is counted and logged once: its cache goes on with `lru`.
         - `rooms`: Rooms that are open, or not drained yet.
         - `failed`: Requests that failed; on prefill aborted ones too.
         - `aborts_of_unknown`: `abort` of a request that is not here, or has ended.
@@ -286,13 +280,10 @@ class Node(OneThread, Generic[C, To, E]):
         Keys that are there once it happens:
 
         - `dropped: CLASS`: Frames received and dropped, by error.
-        - `frames_not_sent: WHY`, `frames_malformed`, `frames_over_budget`: Frames that
-          found no open queue; frames that prefixkv never sends; those of a decode rank that
-          sent more than 16 MiB at once.
-        - `listening_paused`: How often the control port let no connection come, since those
-          that ended had left more than 1 MiB to be read.
-        - `connections_cut: WHY`: Connections of the control port that were ended, since
-          what they brought, or did not read, was beyond its bound (security.md).
+        - `frames_not_sent: WHY`, `frames_malformed`: Frames that found no open queue; frames
+          that prefixkv never sends.
+        - `connections_cut`: Connections that were ended since too many had begun and sent
+          no message.
         - `staging_asks_of_no_room`, `staging_asked_again`, `staging_arrivals_of_no_lease`,
           `staging_arrivals_not_awaited`, `staging_arrivals_that_disagree`: Words on staging
           that came late or twice. They do no harm; many of them mean that a peer is slow or
@@ -380,12 +371,9 @@ class Node(OneThread, Generic[C, To, E]):
             self._pass_on_events()
 
     def _check_open(self) -> None:
-        """Raise ClosedError after `close` of the node, decode's or prefill's."""
         self.transfers.check_open()
 
     def _command(self, command: C) -> None:
-        """Hand one command of the node's scheduler, decode's or prefill's, to the control
-        thread."""
         self.transfers.submit(command)
 
     @abstractmethod
@@ -398,7 +386,6 @@ class Node(OneThread, Generic[C, To, E]):
 
 
 def checkpoint_counts(pages: PageManager) -> dict[str, int]:
-    """Return how many checkpoints a node has, may have, and has given up for others."""
     points = pages.checkpoints
     return {
         "checkpoints": 0 if points is None else len(points),

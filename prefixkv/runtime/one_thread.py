@@ -36,9 +36,6 @@ class OneThread(Closing):
 
 @functools.cache
 def _checked_class(kind: type[Any]) -> type[Any]:
-    """Return a class derived from one whose objects are used from one thread, which checks that at
-    each call."""
-
     @functools.wraps(kind.__init__)
     def init(self: Any, *args: Any, **named: Any) -> None:
         # The calls that a constructor makes of its own object make no owner.
@@ -59,9 +56,6 @@ def _checked_class(kind: type[Any]) -> type[Any]:
 
 
 def _checked_method(kind: type[Any], name: str) -> Callable[..., Any]:
-    """Return a method for objects that are used from one thread: it raises CallerError, before it
-    does anything, in a thread that does not own the object."""
-
     @functools.wraps(getattr(kind, name))
     def checked(self: Any, *args: Any, **named: Any) -> Any:
         thread = threading.current_thread()

@@ -322,8 +322,6 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
 
     @property
     def _led_rooms(self) -> PrefillRankRooms:
-        """Rooms of the ranks that follow the prefill node. Raises CallerError where there are
-        none."""
         if self._rank_rooms is None:
             raise CallerError("this node was built without ranks=PrefillLog()")
         return self._rank_rooms
@@ -373,7 +371,6 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return stats
 
     def _take_commands(self) -> list[PrefillCommand]:
-        """Return and remove the commands of the prefill node's scheduler."""
         return self.scheduler.take_commands()
 
     def _command(self, command: PrefillCommand) -> None:
@@ -410,23 +407,18 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self._tell()
 
     def _take(self, event: PrefillEvent, now_s: float) -> None:
-        """Take an event of a room of the prefill node's own rank, which is joined with those of the
-        ranks that follow."""
         if self._rank_rooms is not None:
             self._join(0, event, now_s)
         else:
             self._hear(event, now_s)
 
     def _join(self, rank: int, event: PrefillEvent, now_s: float) -> None:
-        """Join an event of a room on one rank with the others', for the prefill node's
-        scheduler."""
         assert self._rank_rooms is not None
         self._pass_on(*self._rank_rooms.on(rank, event), now_s)
 
     def _pass_on(
         self, events: Sequence[PrefillEvent], commands: Sequence[PrefillCommand], now_s: float
     ) -> None:
-        """Pass on what the prefill node has joined of its ranks."""
         # Before the scheduler hears: it may use the room's number again.
         for command in commands:
             self._command(command)
@@ -451,8 +443,6 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
 def _check_checkpoints(
     num_checkpoints: int, spec: RankSpec, usable_prefix: UsablePrefix | None, has_log: bool
 ) -> None:
-    """Raise ConfigError for checkpoints that a prefill node of this rank cannot have. `has_log`:
-    the other ranks follow it."""
     if usable_prefix is not None and spec.layout.windows:
         raise ConfigError("usable_prefix: a pool with window groups goes on at checkpoints alone")
     if not num_checkpoints:

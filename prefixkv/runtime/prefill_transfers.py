@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from secrets import token_bytes
 from typing import NamedTuple, cast
 
 from prefixkv.addresses import is_loopback
@@ -45,7 +44,6 @@ from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.runtime.prover import Prover
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
-    SECRET_BYTES,
     MakeTransport,
     Memory,
     Transfers,
@@ -55,7 +53,7 @@ from prefixkv.runtime.transfers import (
 )
 from prefixkv.settings import check_callable
 from prefixkv.transport.interfaces import check_interface
-from prefixkv.transport.metadata.trial import Tell, Trial
+from prefixkv.transport.libraries import loaded_libraries
 
 _STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
 
@@ -129,7 +127,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self._last: dict[tuple[str, int], RoomKey] = {}
         memory = Memory(pool, spec, me, config.transport, transport)
         sizes = config.transport
-        tries = transport is None and sizes.backend != "shm"  # shm loads nothing of a peer's
         slots: StagingSlots | None = None
         if memory.area is not None:
             num_slots = sizes.staging_bytes // sizes.lease_bytes
@@ -145,8 +142,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 endpoints=("", *endpoints),
                 rank=rank,
                 staging=slots,
-                tries=tries,
-                secret=token_bytes(SECRET_BYTES),
                 life=prover.life,
                 backend=sizes.backend,
                 option_names=config.model.option_names,
@@ -155,6 +150,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                     MAX_COUNT,
                 ),
                 weights_version=config.model.weights_version,
+                libraries=loaded_libraries(),
             )
 
         def channel(fd: int) -> RouterChannel:
@@ -170,9 +166,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 raise
             return self._router
 
-        def trial(tell: Tell) -> Trial:
-            return Trial(name, tell, sizes.interface, sizes.trial_peers)
-
         # Before the thread, which closes it, and before the control object, which says what it
         # holds.
         prover = Prover(name, config.control, is_written_to=False, tell=self._proved)
@@ -182,13 +175,10 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             control,
             channel,
             memory.copies,
-            trial if tries else None,
             prover,
         )
 
     def _proved(self, peer: PeerId) -> None:
-        """Fence a decode process that is proved dead, for prefill's transfers. Called by the
-        prover's thread, so by the inbox."""
         self.thread.inbox.put(Fence(peer, proved=True))
 
     @property
@@ -321,7 +311,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             self.submit(chunk)
 
     def _plans(self, num_tokens: int) -> _Plans:
-        """Return what chunks of a room of prefill's transfers will send, of a prompt this long."""
         size = self._page_size
         return _Plans(
             SendPlan(num_tokens, 0, size),
@@ -429,7 +418,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self.submit(WithdrawRoom(room_key(room, generation), reason))
 
     def _begin(self, key: RoomKey, plan: _Plans | None) -> None:
-        """Take a room's number among prefill's transfers. Raise RequestError if it is in use."""
         if key in self._rooms:
             of = f"{key.generation} of {key.decode!r}"
             raise RequestError(f"room {key.room} generation {of} is here already")

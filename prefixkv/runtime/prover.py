@@ -88,7 +88,6 @@ class Prover:
             self._own_life = None
 
     def _run(self) -> None:
-        """Run the prover's thread: one look at a process after the other, until None comes."""
         while (asked := self._queue.get()) is not None:
             peer, life = asked
             try:

@@ -15,8 +15,16 @@ from prefixkv.memory.state_layout import StateLayout
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.windows import WindowSpec
 from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.messages import GroupDigest, Hello, ModelDigest, ProcessLife, Topology
+from prefixkv.protocol.messages import (
+    GroupDigest,
+    Hello,
+    Libraries,
+    ModelDigest,
+    ProcessLife,
+    Topology,
+)
 from prefixkv.settings import check_kind, check_whole
+from prefixkv.transport.libraries import loaded_libraries
 from prefixkv.transport.offers import MetadataOffers
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
@@ -88,7 +96,6 @@ class RankSpec:
 
     @property
     def state_layout(self) -> StateLayout | None:
-        """Layout of this rank's extra state, None without."""
         return None if self.state is None else self.state.layout
 
     @property
@@ -104,37 +111,32 @@ class RankSpec:
 
     @property
     def topology(self) -> Topology:
-        """Way in which this rank's worker shares the model out over its ranks, for the
-        handshake."""
         mesh = self.mesh
         return Topology(self.layout.page_size, mesh.tp_size, mesh.pp_size, mesh.stage_layers)
 
     def hello(
         self,
         offers: MetadataOffers,
-        secret: bytes,
         worker: PeerId,
         area: StagingArea | None,
         life: ProcessLife | None,
     ) -> Hello:
-        """Return a decode rank's Hello, filled from its spec; `worker` is rank 0's identity."""
         return Hello(
             self.digest,
             self.topology,
             self.layout,
             offers.nixl,
-            secret,
             self.rank,
             worker,
             area,
             self.state_layout,
             life=life,
             shm=offers.shm,
+            libraries=loaded_libraries() if offers.nixl else Libraries(),
         )
 
 
 def window_specs(pool: KVPool) -> list[WindowSpec]:
-    """Return the window groups of a node's pool."""
     return [
         WindowSpec(group.name, group.window, group.pool.layout.num_pages, group.step_tokens)
         for group in pool.groups

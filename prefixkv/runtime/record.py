@@ -174,12 +174,10 @@ class Recorder:
         self.recorded += 1
 
     def _guess(self, ended: _EndedRequest) -> int:
-        """Return an upper bound of the bytes in the request's line of the record."""
         num_blocks = len(ended.data) // (TOKEN_BYTES * self.block_tokens) + 1
         return 200 + 18 * num_blocks
 
     def _line(self, ended: _EndedRequest) -> bytes:
-        """Return a request's line of the record, in JSON."""
         entry = {
             "timestamp": ended.arrived_ms,
             "input_length": len(ended.data) // TOKEN_BYTES,
@@ -225,7 +223,6 @@ class Recorder:
         self._salt = secrets.token_bytes(32)
 
     def _close_file(self) -> None:
-        """Close the record's file, if one is open."""
         if self._file >= 0:
             file, self._file = self._file, -1
             os.close(file)

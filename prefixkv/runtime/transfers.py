@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Final, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from prefixkv.config import TransportConfig, check_version
 from prefixkv.control.death_watch import LostPeers
@@ -47,10 +47,6 @@ MakeTransport = Callable[
 ]
 """Maker of a rank's transport: that of `TransportConfig.backend` (`transport.auto.make_transport`),
 or a fabric's of `prefixkv.testing`."""
-
-
-SECRET_BYTES: Final = 32
-"""Bytes that a rank draws to key the proofs of promises."""
 
 
 def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
@@ -107,11 +103,9 @@ class Memory:
 
     @property
     def area(self) -> StagingArea | None:
-        """Area of the staging memory under a rank's transfers, None without."""
         return None if self._buffer is None else self._buffer.area
 
     def transport(self, sink: Sink) -> Transport:
-        """Make the transport over the memory of a rank's transfers; its events go to `sink`."""
         return self._make(self._me, self._layout, sink, self._config, self.area, self._state)
 
     def copies(self, sink: CopySink) -> StagingCopies | None:
@@ -263,17 +257,15 @@ class Transfers(OneThread, Generic[C, To, E]):
         """Return the number of control frames that a rank's transfers have dropped, by reason. Any
         thread may ask.
 
-        Received ones ("dropped: ..."), those not sent ("frames_not_sent: ..."), those that no
-        peer's socket sends ("frames_malformed"), and those of a peer that sends more than is read
-        at once ("frames_over_budget").
+        Received ones ("dropped: ..."), those not sent ("frames_not_sent: ..."), and those that no
+        peer's socket sends ("frames_malformed").
         """
         counters = {**self.thread.control.counters, **self.thread.channel.counters}
-        kinds = "dropped: ", "frames_not_sent: ", "frames_malformed", "frames_over_budget"
+        kinds = "dropped: ", "frames_not_sent: ", "frames_malformed"
         return {why: count for why, count in counters.items() if why.startswith(kinds)}
 
     @property
     def _staging_counters(self) -> Mapping[str, int]:
-        """Counters of the staging machine of a rank's transfers, empty without one."""
         raise NotImplementedError
 
     def check_open(self) -> None:

@@ -12,7 +12,6 @@ proxy` run. The extra `serve`.
 - `proxy`: the OpenAI interface over prefill and decode servers of another engine.
 - `tracing`: spans of requests in all of these (the extra `otel`).
 - `outcomes`, `request_file`: refusals by reason, and the request log, of each of them;
-  `fleet_metrics`: one `/metrics` for a fleet.
 - `interrupts`: Ctrl-C and an event loop.
 - `actors`, `cluster`: the workers as actors of a Ray cluster (the extra `ray`).
 """

@@ -381,7 +381,7 @@ class _Keys:
     def give(self, config: WorkerConfig) -> WorkerConfig:
         """Return a worker's configuration with the CURVE keys of its role."""
         control = config.node.control
-        if control.curve is not None or control.allow_remote_without_keys:
+        if control.curve is not None or control.network_is_isolated:
             return config
         # Decode workers are CURVE's clients: prefill accepts their public keys alone, each under
         # its worker's name.

@@ -150,9 +150,8 @@ class DecodeWorkerConfig:
     worker: WorkerSettings = _flat(WorkerSettings)
     node: DecodeConfig = _flat(DecodeConfig, "model")
     thinking: Annotated[
-        Literal["on", "off", "learn"],
-        doc("Cache the KV of a model's thinking: on, off, or learn from clients' next turns."),
-    ] = "learn"
+        Literal["on", "off"], doc("Cache the KV of a model's thinking: on or off.")
+    ] = "on"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -172,7 +171,6 @@ OPTION_NAMES: Final = {
     "lease_bytes": "--transport-lease-bytes",
     "slot_bytes": "--transport-lease-bytes",
     "decode workers": "--control-max-peers",
-    "bytes held for it": "--control-max-peer-bytes",
 }
 """Options of a worker's command line by field of a handshake: `ModelConfig.option_names`."""
 

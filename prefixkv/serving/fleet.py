@@ -30,7 +30,7 @@ from prefixkv.serving.client import make_client
 from prefixkv.serving.failures import ApiError, answer_ended, failed, is_inner, is_not_finite
 from prefixkv.serving.feed import batches_of
 from prefixkv.serving.router import BoundedAffinityRouter, Route
-from prefixkv.serving.streams import read_all, read_some
+from prefixkv.serving.streams import read_some
 from prefixkv.serving.tracing import current
 from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
@@ -194,7 +194,8 @@ class Fleet:
 
     def __init__(self, api_key: str = "") -> None:
         self.workers: dict[str, WorkerInfo] = {}
-        self.roles: dict[str, str] = {}  # by name, of all workers that there have ever been
+        # By name, all workers that there have ever been, each as it was last.
+        self.known: dict[str, WorkerInfo] = {}
         self.routers = {role: BoundedAffinityRouter() for role in ("decode", "prefill")}
         self.members: dict[str, _Member] = {}  # by name, those in `workers`
         self._closed = False
@@ -238,12 +239,12 @@ class Fleet:
                     f"{other.page_size}"
                 )
         self.remove(info.name)
-        if info.name in self.roles:
+        if info.name in self.known:
             logger.warning("%s is back", info.name)
         self._joined.set()
         self._joined = asyncio.Event()
         self.workers[info.name] = info
-        self.roles[info.name] = info.role
+        self.known[info.name] = info
         self.routers[info.role].add_worker(info.name)
         member = self.members[info.name] = _Member(info, lambda: bool(self._answering(info.role)))
         member.tasks = (
@@ -322,27 +323,17 @@ class Fleet:
         await asyncio.gather(*(ask(info) for info in list(self.workers.values())))
         return found
 
-    async def read_status(self, info: WorkerInfo, path: str, most: int) -> bytes:
-        """Return what the status port of one of the fleet's workers has at `path`. Raises
-        httpx.HTTPError, also for an answer that is no success, and TooMuchError for more than
-        `most` bytes."""
-        # Uncompressed: a few packed bytes may expand to very many.
-        head = {"accept-encoding": "identity"}
-        async with self._client.stream("GET", info.status_url + path, headers=head) as answer:
-            answer.raise_for_status()
-            return await read_all(answer.aiter_raw(), most)
-
     @property
     def ready(self) -> bool:
         """True if the fleet has a worker of each kind that is not silent, or a decode worker that
         answers alone."""
         return not self._missing(self._answering)
 
-    async def wait_for_workers(self, needs_prefill: bool = False) -> None:
+    async def wait_for_workers(self) -> None:
         """Return once there are workers to which a request may go: at once, unless one is being
-        started. `needs_prefill`: decode workers that answer alone do not suffice. Raises ApiError
-        503 if a role has none, and none is being started, or that is late."""
-        while missing := self._missing(self._usable, needs_prefill):
+        started. Raises ApiError 503 if a role has none, and none is being started, or that is
+        late."""
+        while missing := self._missing(self._usable):
             starts = [self.next_start(role) for role in missing]
             if any(start is None or start.is_late for start in starts):
                 raise self._not_ready(missing)
@@ -365,10 +356,10 @@ class Fleet:
         """True if there are workers to which a request may go."""
         return not self._missing(self._usable)
 
-    def _missing(self, found: Callable[[str], list[str]], needs_prefill: bool = False) -> list[str]:
+    def _missing(self, found: Callable[[str], list[str]]) -> list[str]:
         """Return the roles that an answer lacks with the workers that are `found` of each."""
         roles = [role for role in self.routers if not found(role)]
-        alone = not needs_prefill and any(self.workers[name].alone for name in found("decode"))
+        alone = any(self.workers[name].alone for name in found("decode"))
         return [] if alone else roles
 
     @property
@@ -421,9 +412,9 @@ class Fleet:
         for attempt in range(_ATTEMPTS):
             try:
                 async with asyncio.timeout(ask.deadline_s):
-                    await self.wait_for_workers(needs_prefill=ask.prompt_logprobs)
+                    await self.wait_for_workers()
             except TimeoutError:
-                raise self._not_ready(self._missing(self._usable, ask.prompt_logprobs)) from None
+                raise self._not_ready(self._missing(self._usable)) from None
             with current().part("routing", {"prefixkv.attempt": attempt}) as step:
                 pair = self._choose_pair(ask, lost)
                 step.add(pair.facts)
@@ -467,7 +458,7 @@ class Fleet:
         routes: list[Route] = []
         now_s = time.monotonic()
         data = RadixKey(ask.tokens).data
-        is_down = not self._answering("prefill") and not ask.prompt_logprobs
+        is_down = not self._answering("prefill")
         for role, router in self.routers.items():
             among = self._usable(role)
             if is_down and role == "decode":

@@ -14,9 +14,10 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,7 +28,6 @@ from prefixkv.engines.hf.generation import OPENAI, SamplingDefaults
 from prefixkv.serving.config import ListenSettings
 from prefixkv.serving.failures import answer_ended
 from prefixkv.serving.fleet import Fleet
-from prefixkv.serving.fleet_metrics import FleetMetrics
 from prefixkv.serving.http import (
     BODIES,
     ApiError,
@@ -39,12 +39,7 @@ from prefixkv.serving.http import (
     run_until_disconnect,
 )
 from prefixkv.serving.ids import id_of, take_id
-from prefixkv.serving.logprobs import (
-    AnswerLogprobs,
-    TokenTexts,
-    joined,
-    most_numbers_exceeded,
-)
+from prefixkv.serving.logprobs import AnswerLogprobs, TokenTexts, joined
 from prefixkv.serving.openai import (
     DONE,
     Answers,
@@ -60,7 +55,7 @@ from prefixkv.serving.openai import (
     unknown_model,
 )
 from prefixkv.serving.outcomes import Outcomes, RequestLine, line_of
-from prefixkv.serving.page import page_route
+from prefixkv.serving.page import PAGE_PATHS, page_routes
 from prefixkv.serving.request_file import RequestFile
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import numbered
@@ -115,13 +110,14 @@ class Front:
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/health", self._show_health, methods=["GET"]),
-            page_route("/"),
+            *page_routes(),
             *routes,
         ]
         most = listen.limits.max_requests_per_client
-        app = make_app(everything, listen.api_key, ("/", "/health", *open_paths), most)
+        app = make_app(everything, listen.api_key, (*PAGE_PATHS, "/health", *open_paths), most)
         collectors = [*self.metrics.collectors, self._outcomes]
-        status = status_app(self.health, (), listen, collectors, status_routes, self._fleet_routes)
+        status_routes = [Route("/sd", self._discover), *status_routes]
+        status = status_app(self.health, (), listen, collectors, status_routes)
         try:
             self.server, self.status = bind(self._outcomes.watch(app), status, listen)
         except BaseException:  # its thread has no other end
@@ -161,9 +157,17 @@ class Front:
         if self._tracing is not None:
             await self._tracing.close()
 
-    def _fleet_routes(self, front: CollectorRegistry) -> list[Route]:
-        """Return the routes of the front's status port with the metrics of the whole fleet."""
-        return FleetMetrics(self.fleet, front, lambda: self.status.url).routes
+    async def _discover(self, request: Request) -> Response:
+        """Answer GET /sd for Prometheus' `http_sd_configs`: the status port of each process, also
+        of one that has ended, which is then down."""
+        # A front bound to all addresses is reached under the name that it was asked by.
+        front = request.url.netloc or urlsplit(self.status.url).netloc
+        targets = [_target(front, "front", "front")]
+        targets += [
+            _target(urlsplit(info.status_url).netloc, info.name, info.role)
+            for _, info in sorted(self.fleet.known.items())
+        ]
+        return json_response(targets)
 
     # --- what is asked ----------------------------------------------------------------------------
 
@@ -305,14 +309,6 @@ class Front:
         if not all(0 <= min(tokens) <= max(tokens) < num for tokens in prompts if tokens):
             raise refused(param, f"has tokens that are not in [0, {num})")
         asks: list[Ask] = []
-        echoes = isinstance(asked, CompletionRequest) and bool(asked.echo)
-        with_prompt = echoes and sampling.logprobs is not None
-        num = sum(map(len, prompts))
-        if with_prompt and (
-            numbers := most_numbers_exceeded(num, sampling.logprobs or 0, asked.num_samples)
-        ):
-            why = f"and echo have {numbers} log-probabilities of prompts, too many for one call"
-            raise refused("logprobs", why)
         count_samples(request, len(prompts) * asked.num_samples)
         # All are checked before the first is asked: one that is refused refuses the call.
         for number, tokens in enumerate(prompts):
@@ -320,8 +316,6 @@ class Front:
             # All prompts have one id in the request log; workers need one for each.
             part = part_rid(rid, number) if len(prompts) > 1 else rid
             ask = Ask(part, tokens, "", "", most, asked.num_samples, sampling, salt)
-            if with_prompt:
-                ask = msgspec.structs.replace(ask, prompt_logprobs=True)
             current().describe_ask(ask, self.name, isinstance(asked, ChatRequest), asked.streams)
             asks.append(ask)
         answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))
@@ -330,25 +324,11 @@ class Front:
             "id": rid, "stream": asked.streams, "prompts": len(asks),
             "samples": asked.num_samples,
         }  # fmt: skip
-        extras = self._extras(asked, prompts) if echoes or sampling.logprobs is not None else None
+        extras = None
+        if sampling.logprobs is not None:
+            extras = AnswerLogprobs(self._token_texts, isinstance(asked, ChatRequest))
         run = _FrontRequest(self, asks, answers, asked, line, extras)
         return await (run.stream() if asked.streams else run.whole())
-
-    def _extras(
-        self, asked: ChatRequest | CompletionRequest, prompts: list[list[int]]
-    ) -> list[AnswerLogprobs]:
-        """Return, by prompt, what adds log-probabilities and echoes to the front's answers."""
-        found = []
-        for i, tokens in enumerate(prompts):
-            echo = None
-            if isinstance(asked, CompletionRequest) and asked.echo:
-                prompt = asked.prompt[i]
-                echo = prompt if isinstance(prompt, str) else self.texts.tokenizer.decode(tokens)
-            chat, is_empty = isinstance(asked, ChatRequest), asked.most_tokens == 0
-            found.append(
-                AnswerLogprobs(self._token_texts, tokens, chat, asked.num_logprobs, echo, is_empty)
-            )
-        return found
 
     def _most_tokens(
         self, num_prompt: int, asked: ChatRequest | CompletionRequest, param: str
@@ -362,10 +342,7 @@ class Front:
         if room < 1 or max(most or 0, least) > room:
             raise too_long(num_prompt, max(most or 0, least), self.fleet.context, param)
         # A client that asks for many tokens at least has not asked for the default of most.
-        # An answer that is to be empty has a token that is not shown: prefill computes it anyway.
-        return (
-            max(most, 1) if most is not None else min(room, max(least, self._answer_tokens or room))
-        )
+        return most if most is not None else min(room, max(least, self._answer_tokens or room))
 
     def _new_rid(self, request_id: str) -> str:
         """Return the id of a request in the logs of the front and of the fleet's workers: it begins
@@ -384,15 +361,13 @@ class _FrontRequest:
     def __init__(
         self, front: Front, asks: list[Ask], answers: Answers,
         asked: ChatRequest | CompletionRequest, line: RequestLine,
-        extras: list[AnswerLogprobs] | None = None,
+        extras: AnswerLogprobs | None = None,
     ) -> None:  # fmt: skip
         self._limits, self._metrics, self._line = front._limits, front.metrics, line
         self._answers, self._tells_usage = answers, asked.streams_usage
         self._tells_always = asked.streams_usage_always
         self._num = sum(ask.num_samples for ask in asks)
-        # None: the texts are all that is shown. `_is_empty`: nothing of the answers is.
-        self._extras, self._num_samples = extras, asked.num_samples
-        self._is_empty = asked.most_tokens == 0
+        self._extras = extras  # None: the texts are all that is shown
         self._usages = [Usage(len(ask.tokens)) for ask in asks]
         for usage in self._usages:  # until something of the prompt is here
             usage.sent_tokens = usage.computed_tokens = 0
@@ -422,24 +397,17 @@ class _FrontRequest:
         async with contextlib.aclosing(self._outputs):
             async for output in self._outputs:
                 _raise_error(output)
-                text, logprobs = self._shown(output)
-                texts[output.sample].append(text)
-                finishes[output.sample] = self._finish_of(output)
+                texts[output.sample].append(output.text)
+                logprobs = self._logprobs(output)
+                finishes[output.sample] = output.finish
                 if logprobs is not None:
                     bodies[output.sample].append(logprobs)
         whole = ["".join(text) for text in texts]
         found = [joined(parts) if parts else None for parts in bodies]
         return json_response(self._answers.whole(whole, finishes, self._usage, found))
 
-    def _shown(self, output: TokenEvent) -> tuple[str, dict[str, Any] | None]:
-        """Return the text and the log-probabilities that the front shows of an output."""
-        if self._extras is None:
-            return output.text, None
-        return self._extras[output.sample // self._num_samples].show(output)
-
-    def _finish_of(self, output: TokenEvent) -> str | None:
-        """Return why a sample of the front's answer has ended, None while it has not."""
-        return "length" if self._is_empty and output.finish is not None else output.finish
+    def _logprobs(self, output: TokenEvent) -> dict[str, Any] | None:
+        return None if self._extras is None else self._extras.show(output)
 
     async def stream(self) -> Response:
         """Return the front's answer as server-sent events, once the fleet's first output has
@@ -479,13 +447,10 @@ class _FrontRequest:
     def _event(self, output: TokenEvent, begun: set[int]) -> bytes:
         """Return the server-sent events of one output of the fleet: the sample's opening, if it is
         the first, and its text."""
-        text, logprobs = self._shown(output)
-        if output.prompt is not None:
-            return b""
+        text, finish, logprobs = output.text, output.finish, self._logprobs(output)
         usage = self._usage if self._tells_always else None
         opening = b"" if output.sample in begun else self._answers.begin(output.sample, usage)
         begun.add(output.sample)
-        finish = self._finish_of(output)
         if not text and finish is None and logprobs is None:
             return opening
         return opening + self._answers.piece(output.sample, text, finish, usage, logprobs)
@@ -507,7 +472,7 @@ class _FrontRequest:
                             metrics.ttft.observe(ttft_s)
                             self._line.mark("first_token")
                         begun = True
-                        usage.completion_tokens += not self._is_empty
+                        usage.completion_tokens += 1
                         # All samples share one prompt, so its parts count once.
                         if output.sample == 0:
                             self._usages[number] = Usage(
@@ -546,6 +511,10 @@ class _FrontRequest:
                 decode_computed_tokens=usage.decode_computed_tokens,
             )  # fmt: skip
             trace.describe_answer(usage, finishes, ttft_s)
+
+
+def _target(address: str, worker: str, role: str) -> dict[str, Any]:
+    return {"targets": [address], "labels": {"worker": worker, "role": role}}
 
 
 def _raise_error(output: TokenEvent) -> None:

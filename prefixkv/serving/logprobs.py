@@ -7,10 +7,10 @@ sampled has its entry, the one that stops the answer included, although it is no
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
-from prefixkv.serving.wire import MAX_PROMPT_NUMBERS, Logprob, TokenEvent
+from prefixkv.serving.wire import Logprob, TokenEvent
 
 # The characters by which byte-level tokenizers name bytes: printable ones stand for themselves, the
 # others follow from 256 on (GPT-2's table).
@@ -76,8 +76,8 @@ class TokenTexts:
 class _Offsets:
     """The place of each token in a text: the number of characters before it."""
 
-    def __init__(self, texts: TokenTexts, begin: int = 0) -> None:
-        self._texts, self.num_chars = texts, begin
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts, self.num_chars = texts, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, token: int) -> int:
@@ -89,100 +89,47 @@ class _Offsets:
 
 
 class AnswerLogprobs:
-    """What a request's answer has beside its own text: log-probabilities, and the prompt by `echo`.
-    Made only for requests that ask for one of them.
+    """Log-probabilities beside the texts of a request's answers. Made only for requests that ask
+    for them.
 
     Args:
         texts: of the model's tokenizer.
-        prompt: the request's tokens.
         chat: True for the form of /v1/chat/completions, False for that of /v1/completions.
-        num_top: likeliest tokens per position; None: no log-probabilities.
-        echo: text of the prompt that goes before each sample's; None: it does not.
-        is_empty: True where the answer is to have no tokens of its own.
     """
 
-    def __init__(
-        self, texts: TokenTexts, prompt: Sequence[int], chat: bool, num_top: int | None,
-        echo: str | None = None, is_empty: bool = False,
-    ) -> None:  # fmt: skip
-        self._texts, self._prompt_tokens = texts, prompt
-        self._chat, self._num_top = chat, num_top
-        self._echo, self._is_empty = echo, is_empty
-        self._tokens: list[Logprob | None] = []  # of the prompt, until the first output
-        self._prompt: dict[str, list[Any]] | None = None
+    def __init__(self, texts: TokenTexts, chat: bool) -> None:
+        self._texts, self._chat = texts, chat
         self._offsets: dict[int, _Offsets] = {}  # by sample
 
-    def show(self, output: TokenEvent) -> tuple[str, dict[str, Any] | None]:
-        """Return the text that the next output of a sample adds to it, and the log-probabilities in
-        OpenAI's form; None: it adds none."""
-        # 1. Parts of the prompt's come first, and are kept until a sample begins.
-        if output.prompt is not None:
-            self._tokens += output.prompt
-            return "", None
-        text, body = output.text, None
-        is_first = output.sample not in self._offsets
-        if is_first:
-            self._offsets[output.sample] = _Offsets(self._texts, len(self._echo or ""))
-        # 2. The token's own.
-        if self._is_empty:
-            text = ""
-        elif output.logprob is not None:
-            body = self._body([output.logprob], self._offsets[output.sample])
-        # 3. Before the first of a sample, the prompt's.
-        if is_first and self._echo is not None:
-            text = self._echo + text
-            if self._num_top is not None:
-                before = self._prompt_body()
-                body = before if body is None else joined([before, body])
-        return text, body
-
-    def _prompt_body(self) -> dict[str, list[Any]]:
-        """Return the log-probabilities of an echoed prompt, made once for all samples."""
-        if self._prompt is None:
-            offsets = _Offsets(self._texts)
-            body = self._legacy(zip(self._prompt_tokens, self._tokens, strict=True), offsets)
-            # Some tokenizers put a space before a text that it does not have.
-            more = max(0, offsets.num_chars - len(self._echo or ""))
-            body["text_offset"] = [max(0, at - more) for at in body["text_offset"]]
-            self._prompt, self._tokens = body, []
-        return self._prompt
-
-    def _body(self, found: list[Logprob], offsets: _Offsets) -> dict[str, list[Any]]:
-        if not self._chat:
-            return self._legacy(((one.token, one) for one in found), offsets)
-        content = [
-            {**self._entry(one.token, one.logprob),
-             "top_logprobs": [self._entry(*pair) for pair in one.top]}
-            for one in found
-        ]  # fmt: skip
-        return {"content": content, "refusal": None}  # type: ignore[dict-item]
+    def show(self, output: TokenEvent) -> dict[str, Any] | None:
+        """Return the log-probabilities of the next output of a sample in OpenAI's form; None: it
+        has none."""
+        one = output.logprob
+        if one is None:
+            return None
+        if self._chat:
+            top = [self._entry(*pair) for pair in one.top]
+            entry = {**self._entry(one.token, one.logprob), "top_logprobs": top}
+            return {"content": [entry], "refusal": None}
+        offsets = self._offsets.setdefault(output.sample, _Offsets(self._texts))
+        return self._legacy(one, offsets)
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         """Return one token's log-probability in a chat's form."""
         data = self._texts.data(token)
         return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(data)}
 
-    def _legacy(
-        self, found: Iterable[tuple[int, Logprob | None]], offsets: _Offsets
-    ) -> dict[str, list[Any]]:
+    def _legacy(self, one: Logprob, offsets: _Offsets) -> dict[str, list[Any]]:
         """Return log-probabilities in the form of completions, which is one list per quantity."""
-        body: dict[str, list[Any]] = {
-            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
-        }  # fmt: skip
         text = self._texts.text
-        for token, one in found:
-            body["tokens"].append(text(token))
-            body["text_offset"].append(offsets.next(token))
-            body["token_logprobs"].append(None if one is None else one.logprob)
-            if one is None:
-                body["top_logprobs"].append(None)
-                continue
-            # The token itself too, as OpenAI has it; of two with one text the likelier counts.
-            likely: dict[str, float] = {}
-            for other, logprob in (*one.top, (token, one.logprob)):
-                likely.setdefault(text(other), logprob)
-            body["top_logprobs"].append(likely)
-        return body
+        # The token itself too, as OpenAI has it; of two with one text the likelier counts.
+        likely: dict[str, float] = {}
+        for token, logprob in (*one.top, (one.token, one.logprob)):
+            likely.setdefault(text(token), logprob)
+        return {
+            "tokens": [text(one.token)], "token_logprobs": [one.logprob],
+            "top_logprobs": [likely], "text_offset": [offsets.next(one.token)],
+        }  # fmt: skip
 
 
 def joined(bodies: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -193,10 +140,3 @@ def joined(bodies: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if lists:
             whole[name] = [one for part in lists for one in part]
     return whole
-
-
-def most_numbers_exceeded(num_tokens: int, num_top: int, num_samples: int) -> int:
-    """Return how many log-probabilities an echoed prompt would have, over all samples, if they are
-    more than `MAX_PROMPT_NUMBERS`; else 0."""
-    numbers = num_tokens * (num_top + 1) * num_samples
-    return numbers if numbers > MAX_PROMPT_NUMBERS else 0

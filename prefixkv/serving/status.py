@@ -21,7 +21,6 @@ Health = Callable[[], tuple[bool, dict[str, Any]]]
 def status_app(
     health: Health, nodes: Sequence[Any], listen: ListenSettings, collectors: Sequence[Any] = (),
     routes: Sequence[BaseRoute] = (),
-    fleet: Callable[[CollectorRegistry], Sequence[BaseRoute]] | None = None,
 ) -> ASGIApp:  # fmt: skip
     """Make the HTTP application of a process's status port: /health (200, or 503 while nothing is
     accepted) and /metrics.
@@ -31,8 +30,6 @@ def status_app(
         nodes: nodes with metrics to show.
         collectors: further ones, of prometheus_client.
         routes: further ones, of Starlette.
-        fleet: makes the routes of a whole fleet's metrics, /metrics among them, from the registry
-            of this process's own.
     """
     registry = CollectorRegistry(auto_describe=False)
     # Imported only here: a front and a proxy have no node, and need not load its runtime.
@@ -50,8 +47,7 @@ def status_app(
     def show_metrics(_: Request) -> Response:  # not async, so Starlette runs it in a thread
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    metrics = [Route("/metrics", show_metrics)] if fleet is None else fleet(registry)
-    everything = [Route("/health", show_health), *metrics, *routes]
+    everything = [Route("/health", show_health), Route("/metrics", show_metrics), *routes]
     # A loopback port needs no key, so that scrapers of this machine need no secret.
     key = "" if is_loopback(listen.status_host) else listen.api_key
     return make_app(everything, key, open_paths=["/health"])

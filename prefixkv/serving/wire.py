@@ -8,7 +8,7 @@
 | any worker | GET /lost | | a `LostPeer` for each lost peer that it holds something for |
 | any worker | POST /fence | a `FenceRequest` | 202 |
 | decode | POST /generate | an `Ask` | lines: `TokenEvent`s; an empty line is a sign of life |
-| prefill | POST /jobs | a `Job` | 202; with `prompt_logprobs` lines: `PromptLine`s, as above |
+| prefill | POST /jobs | a `Job` | 202 |
 | prefill | POST /abort | an `AbortJobs` | 202 |
 
 Closing a connection ends what was asked on it. Errors have OpenAI's form.
@@ -28,10 +28,6 @@ LIFE_SIGN_S: Final = 2.0
 
 MAX_LOGPROBS: Final = 20
 """Limit of `SamplingParams.logprobs`, the engine's own."""
-
-MAX_PROMPT_NUMBERS: Final = 1 << 19
-"""Limit of the log-probabilities of one prompt, the engine's own: tokens times `logprobs` and
-one."""
 
 SILENCE_S: Final = 30.0
 """Time without a byte after which a stream counts as lost."""
@@ -99,7 +95,6 @@ class Ask(msgspec.Struct, frozen=True):
     salt: Name = ""
     priority: int = 0
     deadline_s: float | None = None
-    prompt_logprobs: bool = False
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -110,16 +105,8 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-PromptLogprobs = list[Logprob | None]
-"""Log-probabilities of neighbouring tokens of a prompt; its first token has none: None."""
-
-
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One output of a request: an `Output` of the engine.
-
-    An event with `prompt` has nothing else: the next log-probabilities of the request's prompt.
-    Before the first token of a request with `prompt_logprobs` all of them come, in order.
-    """
+    """One output of a request: an `Output` of the engine."""
 
     sample: int = 0
     position: int = 0
@@ -131,7 +118,6 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill_hit_tokens: int = 0
     shared_tokens: int = 0
     logprob: Logprob | None = None
-    prompt: PromptLogprobs | None = None
     host_tokens: int = 0
     decode_computed_tokens: int = 0
 
@@ -153,17 +139,7 @@ class Job(msgspec.Struct, frozen=True):
     seed: int
     sample: int
     position: int
-    prompt_logprobs: bool = False
     deadline_s: float | None = None
-
-
-class PromptLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Log-probabilities of a job's prompt: a `PromptPart` of the engine. The last line reaches the
-    prompt's end, or says why the job has ended."""
-
-    position: int
-    logprobs: PromptLogprobs
-    error: str = ""
 
 
 class AbortJobs(msgspec.Struct, frozen=True):

@@ -43,10 +43,8 @@ from prefixkv.serving.http import (
     read_body,
 )
 from prefixkv.serving.outcomes import Outcomes, line_of
-from prefixkv.serving.prompts import PromptAnswer, PromptError, PromptWait
 from prefixkv.serving.request_file import RequestFile, follow_node
 from prefixkv.serving.status import bind, status_app
-from prefixkv.serving.streams import read_some
 from prefixkv.serving.tracing import make_node_spans
 from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
@@ -328,7 +326,6 @@ class PrefillWorker(Worker):
 
     def __init__(self, config: PrefillWorkerConfig) -> None:
         super().__init__(config)
-        self._prompts: set[PromptAnswer] = set()  # answers to jobs that are being sent
 
     def _make_engine(self) -> Any:
         """Load the prefill worker's model, and make a `PrefillEngine`. See
@@ -360,43 +357,8 @@ class PrefillWorker(Worker):
         line_of(request.scope).fields["id"] = front_rid(sent.rid)
         job = _prefill_job(sent)
         with self._spans.begin(request.headers, job.rid):
-            if job.prompt_logprobs:
-                return await self._prompt_job(job)
             await self._call(lambda engine: engine.submit(job))
         return Response(status_code=202)
-
-    async def _prompt_job(self, job: Any) -> Response:
-        """Accept a job at a prefill worker, and answer by the log-probabilities of its prompt, as
-        they are computed."""
-
-        def give_up() -> None:
-            with contextlib.suppress(ClosedError):
-                self.loop.post(lambda engine: engine.abort(job.rid))
-
-        def on_prompt(part: Any) -> None:  # on the engine's thread
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._asyncio.call_soon_threadsafe(answer.add, part)
-
-        async def end() -> None:
-            self._prompts.discard(answer)
-            await answer.close()
-
-        answer = PromptAnswer(len(job.tokens), give_up)
-        # Before it is submitted: an engine that ends must find the answer, to end it.
-        self._prompts.add(answer)
-        try:
-            await self._call(lambda engine: engine.submit(job, on_prompt))
-        except BaseException:
-            await end()
-            raise
-        limits = self.settings.listen.limits
-        return Stream(answer.lines(), limits, "application/x-ndjson", end=end)
-
-    def _after_engine_end(self) -> None:
-        """End the prefill worker's answers that wait for its engine. See
-        `Worker._after_engine_end`."""
-        for answer in self._prompts:
-            answer.end("the worker has ended")
 
     async def _abort(self, request: Request) -> Response:
         """Answer a prefill worker's POST /abort: end jobs that are no longer needed. Unknown ids
@@ -410,10 +372,9 @@ class _OpenRequest:
     """One request that is being answered, from /generate to its last line. Owned by the event
     loop."""
 
-    def __init__(self, ask: Ask, vocab_size: int = 0) -> None:
+    def __init__(self, ask: Ask) -> None:
         self.ask = ask
-        self.prompt = PromptWait(ask, vocab_size) if ask.prompt_logprobs else None
-        self.outputs: deque[TokenEvent | bytes] = deque()  # bytes: an event in JSON
+        self.outputs: deque[TokenEvent] = deque()
         self.has_output = asyncio.Event()
         self.left = ask.num_samples  # samples that have not ended
         self.jobs: list[str] = []  # rids of jobs sent to prefill and not aborted
@@ -425,23 +386,9 @@ class _OpenRequest:
         caused becomes an error with its cause."""
         if output.finish == "abort" and self.error:
             output = msgspec.structs.replace(output, finish="error", error=self.error)
-        if self.prompt is not None and self.prompt.keep(output):
-            self.release_prompt()
-            return
         self.left -= output.finish is not None
         self.outputs.append(output)
         self.has_output.set()
-
-    def release_prompt(self) -> None:
-        """Queue the log-probabilities of the prompt for the decode worker's client, and the outputs
-        that waited for them, once both are there."""
-        if self.prompt is None:
-            return
-        events, outputs = self.prompt.take_ready()
-        if events:
-            self.outputs += [*events, *outputs]
-            self.left -= sum(output.finish is not None for output in outputs)
-            self.has_output.set()
 
 
 class DecodeWorker(Worker):
@@ -513,7 +460,7 @@ class DecodeWorker(Worker):
         except PrefixKVError as error:
             raise ApiError(400, str(error), code=_name(error)) from None
         # Registered before it is submitted: outputs may come before `_call` returns.
-        one = self._open[ask.rid] = _OpenRequest(ask, self.info.vocab_size)
+        one = self._open[ask.rid] = _OpenRequest(ask)
         try:
             with self._spans.begin(request.headers, ask.rid, ask.num_samples) as span:
                 one.headers = span.headers
@@ -533,10 +480,7 @@ class DecodeWorker(Worker):
             await wait_set(one.has_output, LIFE_SIGN_S)
             # Cleared before the queue is read: an output that comes in between sets it again.
             one.has_output.clear()
-            lines = [
-                output if isinstance(output, bytes) else msgspec.json.encode(output)
-                for output in one.outputs
-            ]
+            lines = [msgspec.json.encode(output) for output in one.outputs]
             one.outputs.clear()
             yield b"\n".join([*lines, b""]) if lines else b"\n"
             if not one.left:
@@ -577,12 +521,6 @@ class DecodeWorker(Worker):
             one = self._open.get(_rid_of(job.rid))
             if one is not None:
                 one.jobs.append(job.rid)
-                if one.prompt is not None and job.prompt_logprobs:
-                    if one.prompt.is_whole:
-                        job = replace(job, prompt_logprobs=False)
-                    else:
-                        # Counted here, before the outputs of the job can come.
-                        one.prompt.num_reading += 1
                 self._spawn(self._send_job(one, job))
         for output in outputs:
             one = self._open.get(output.rid)
@@ -590,8 +528,6 @@ class DecodeWorker(Worker):
                 one.queue_output(_event_of(output))
                 if output.finish in ("abort", "error"):
                     self._abort_jobs(one)
-                elif one.prompt is not None:
-                    self._check_prompt(one)
 
     def _after_engine_end(self) -> None:
         """Give every open request of the decode worker an error for each sample that has not
@@ -608,12 +544,9 @@ class DecodeWorker(Worker):
         url, how = one.ask.prefill_url, "refused it"
         try:
             body = msgspec.json.encode(_job_of(job))
-            if job.prompt_logprobs:
-                why = await self._read_prompt(one, job, body)
-            else:
-                answer = await self._client.post(f"{url}/jobs", content=body, headers=one.headers)
-                taken = answer.status_code == 202
-                why = "" if taken else f"{answer.status_code} {answer.text[:500]}"
+            answer = await self._client.post(f"{url}/jobs", content=body, headers=one.headers)
+            taken = answer.status_code == 202
+            why = "" if taken else f"{answer.status_code} {answer.text[:500]}"
         except httpx.HTTPError as error:
             how, why = "does not answer", f"{type(error).__name__} {error}"
         if why:
@@ -630,43 +563,6 @@ class DecodeWorker(Worker):
         # sent may have overtaken it: send another one behind it.
         elif self._open.get(one.ask.rid) is not one:  # it was given up meanwhile
             await self._send_abort(url, [job.rid])
-
-    async def _read_prompt(self, one: _OpenRequest, job: Any, body: bytes) -> str:
-        """Send a job whose answer is the log-probabilities of its prompt, and read them on the
-        decode worker. Returns why prefill does not accept the job; "" if it does."""
-        prompt, url = one.prompt, one.ask.prefill_url
-        assert prompt is not None
-        accepted = False
-
-        def is_wanted() -> bool:
-            return self._open.get(one.ask.rid) is one
-
-        try:
-            async with self._client.stream(
-                "POST", f"{url}/jobs", content=body, headers=one.headers
-            ) as answer:
-                if answer.status_code != 200:
-                    text = await read_some(answer.aiter_raw(), _REFUSAL_BYTES)
-                    return f"{answer.status_code} {text[:500].decode('utf-8', 'replace')}"
-                accepted = True
-                await prompt.read(answer.aiter_raw(), is_wanted)
-        except (httpx.HTTPError, PromptError) as error:
-            if not accepted:
-                raise
-            logger.warning("%s of %s: %s %s", url, job.rid, type(error).__name__, error)
-        finally:
-            prompt.num_reading -= 1
-            if is_wanted():
-                one.release_prompt()
-                self._check_prompt(one)
-        return ""
-
-    def _check_prompt(self, one: _OpenRequest) -> None:
-        """End a decode worker's request that has begun while the log-probabilities of its prompt
-        are lost."""
-        if one.prompt is not None and one.prompt.is_lost and not one.error:
-            one.error = f"the prefill worker at {one.ask.prefill_url} gave no log-probabilities"
-            self._abort_request(one)
 
     def _abort_request(self, one: _OpenRequest) -> None:
         """Have the decode worker's engine abort a request, unless it has ended."""
@@ -764,7 +660,7 @@ def _generate_of(ask: Ask) -> Any:
     return Generate(
         ask.rid, _tokens(ask.tokens), ask.prefill, Sampling(**msgspec.structs.asdict(ask.sampling)),
         ask.max_new_tokens, ask.num_samples, namespace_of(ask.salt), priority=ask.priority,
-        deadline_s=ask.deadline_s, prompt_logprobs=ask.prompt_logprobs,
+        deadline_s=ask.deadline_s,
     )  # fmt: skip
 
 
@@ -786,7 +682,7 @@ def _job_of(job: Any) -> Job:
         job.rid, job.tokens.tolist(), job.prefill, job.decode, job.room, job.generation,
         "" if job.namespace is None else job.namespace.salt, job.cacheable, job.is_known,
         SamplingParams(**asdict(choice.sampling)), choice.seed, choice.sample, choice.position,
-        job.prompt_logprobs, job.deadline_s,
+        job.deadline_s,
     )  # fmt: skip
 
 
@@ -802,7 +698,7 @@ def _prefill_job(job: Job) -> Any:
         return PrefillJob(
             job.rid, _tokens(job.tokens), job.prefill, job.decode, job.room, job.generation,
             namespace_of(job.salt), job.cacheable, choice, job.is_known,
-            prompt_logprobs=job.prompt_logprobs, deadline_s=job.deadline_s,
+            deadline_s=job.deadline_s,
         )  # fmt: skip
     except PrefixKVError as error:
         raise ApiError(400, str(error), code=_name(error)) from None

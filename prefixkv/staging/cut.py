@@ -32,8 +32,7 @@ class Section(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class LeaseCut:
     """The cut of chunks into leases for one reader. `shares` are (rank, bytes of one unit page) for
-    each writer.
-    """
+    each writer."""
 
     shares: tuple[tuple[int, int], ...]
     units_per_piece: int
@@ -81,7 +80,6 @@ class LeaseCut:
 
     @classmethod
     def _fitting(cls, shares: tuple[tuple[int, int], ...], area: StagingArea) -> LeaseCut:
-        """Return the cut of chunks into pieces as large as one lease takes. Raises as `of`."""
         # Without the rounding of sections to blocks `most` units would fit; with it maybe fewer.
         # The size grows with the units, so bisection finds the largest number that fits.
         most = area.lease_bytes // sum(unit_bytes for _, unit_bytes in shares)
@@ -95,7 +93,6 @@ class LeaseCut:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Ranks of the writers that have a section in each lease of this cut."""
         return frozenset(rank for rank, _ in self.shares)
 
     def pieces(self, num_units: int) -> Iterator[tuple[int, int]]:
@@ -126,8 +123,7 @@ class LeaseCut:
 
     def lease_bytes(self, num_units: int) -> int:
         """Return the bytes of a lease of `num_units` unit pages by this cut: its sections, each in
-        whole blocks.
-        """
+        whole blocks."""
         return sum(whole_blocks(num_units * unit_bytes) for _, unit_bytes in self.shares)
 
     def check_slots(self, rank: int, slot_bytes: int) -> None:

@@ -161,7 +161,6 @@ class LeaseTable:
         return sum(len(asks) for asks in self._waiting.values())
 
     def get(self, lease_id: int) -> Lease | None:
-        """Return the lease of this id, unless it is gone."""
         return self._leases.get(lease_id)
 
     def all(self) -> list[Lease]:
@@ -174,7 +173,6 @@ class LeaseTable:
         return sorted(mine, key=lambda lease: lease.piece)
 
     def _grant(self) -> list[Lease]:
-        """Grant leases to waiting pieces while one fits into the staging area."""
         granted: list[Lease] = []
         while self._waiting and (lease := self._grant_one()) is not None:
             granted.append(lease)
@@ -182,8 +180,7 @@ class LeaseTable:
 
     def _grant_one(self) -> Lease | None:
         """Grant a lease to the first piece in turn that fits, if no room before it bars the way.
-        O(leases).
-        """
+        O(leases)."""
         gaps = _gaps(self._by_offset, self.capacity_bytes)
         largest = max((end - start for start, end in gaps), default=0)
         overtaken: list[_Ask] = []
@@ -205,7 +202,6 @@ class LeaseTable:
         return None
 
     def _take(self, key: RoomKey, offset: int) -> Lease:
-        """Grant a lease of the bytes at `offset` to the room's next piece."""
         asks = self._waiting.pop(key)
         ask = asks.popleft()
         if asks:
@@ -221,19 +217,16 @@ class LeaseTable:
         return lease
 
     def _free(self, lease: Lease) -> None:
-        """Remove a lease from the table, by id and by offset."""
         del self._leases[lease.lease_id]
         del self._by_offset[bisect_left(self._by_offset, lease.offset, key=attrgetter("offset"))]
 
     def _kept_out_by_held(self, ask: _Ask) -> bool:
-        """Return True if the piece would not fit even if all leases but the held ones ended."""
         held = [lease for lease in self._by_offset if lease.state is LeaseState.HELD]
         return bool(held) and not _fits(ask, _gaps(held, self.capacity_bytes))
 
     def check_invariants(self) -> None:
         """Check every law of the table of leases. Raises InternalError that names the broken one,
-        with the state.
-        """
+        with the state."""
         for lease in self._by_offset:
             odd_bytes = lease.offset % BLOCK_BYTES + lease.num_bytes % BLOCK_BYTES
             landed = lease.state is LeaseState.LANDED
@@ -258,14 +251,10 @@ class LeaseTable:
 
 
 def _gaps(leases: list[Lease], capacity_bytes: int) -> list[tuple[int, int]]:
-    """Return the free ranges (start, end) of the staging area between leases that are sorted by
-    offset.
-    """
     starts = [0, *(lease.end for lease in leases)]
     ends = [*(lease.offset for lease in leases), capacity_bytes]
     return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
 
 def _fits(ask: _Ask, gaps: list[tuple[int, int]]) -> bool:
-    """Return True if a gap between leases can take the piece."""
     return any(ask.num_bytes <= end - start for start, end in gaps)

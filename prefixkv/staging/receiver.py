@@ -30,8 +30,7 @@ from prefixkv.staging.leases import Lease, LeaseState, LeaseTable
 
 class StagingPlan(NamedTuple):
     """The way in which one prefill worker stages for us: `parts` are the parts of the model that
-    its writers send, in our pool's own numbers.
-    """
+    its writers send, in our pool's own numbers."""
 
     cut: LeaseCut
     parts: dict[int, Shard]
@@ -119,8 +118,7 @@ class _RoomPiece:
 @dataclass(slots=True, eq=False)
 class _StagedRoom:
     """A staged room of decode from its promise until its end was passed on: SUCCESS, or
-    RoomDrained.
-    """
+    RoomDrained."""
 
     key: RoomKey
     ticket: int
@@ -135,9 +133,6 @@ class _StagedRoom:
 
     @property
     def complete(self) -> bool:
-        """True if every unit of a staged room of decode was scattered, so that the room may
-        succeed.
-        """
         return self.num_scattered == len(self.units) and not self.broken
 
 
@@ -161,8 +156,7 @@ class StagingReceiver:
 
     def __init__(self, area: StagingArea) -> None:
         """Begin staging on decode with a free area; ConfigError for one that cannot be. `leases` is
-        only for reading.
-        """
+        only for reading."""
         area.validate()
         self.counters: Counter[str] = Counter()
         self.leases = LeaseTable(area.num_bytes)
@@ -183,8 +177,7 @@ class StagingReceiver:
 
     def pass_on(self, ending: Ending) -> list[StagedRoomAction]:
         """Return the machine's event of the end of decode's staged room, if the receiver may pass
-        it on now, and what follows.
-        """
+        it on now, and what follows."""
         room = self._rooms.get(ending.key)
         if room is None or isinstance(ending, RoomOverdue):
             return [ending]
@@ -229,8 +222,7 @@ class StagingReceiver:
 
     def on_arrival(self, tag: ChunkTag) -> list[StagedRoomAction]:
         """Take the notification of a part of a staged write into decode's area. Late, double, of no
-        lease or writer: counted, no-op.
-        """
+        lease or writer: counted, no-op."""
         out: list[StagedRoomAction] = []
         lease = self.leases.get(tag.lease_id)
         # 1. A lease id is not used again soon, so a tag of a lease that is gone finds none; room
@@ -257,8 +249,7 @@ class StagingReceiver:
 
     def on_scattered(self, lease_id: int, error: Exception | None) -> list[StagedRoomAction]:
         """Take the end of a Scatter, the receiver's copy from a lease into our pages. Unknown:
-        no-op.
-        """
+        no-op."""
         out: list[StagedRoomAction] = []
         if (lease := self.leases.get(lease_id)) is None:
             return out
@@ -279,9 +270,6 @@ class StagingReceiver:
     def _send_grants(
         self, leases: list[Lease], out: list[StagedRoomAction], only: int | None = None
     ) -> None:
-        """Grant each lease of decode's staged rooms to all writers that have yet to write it, or to
-        one of them.
-        """
         for lease in leases:
             ticket = self._rooms[lease.key].ticket
             grant = LeaseGrant(
@@ -292,8 +280,7 @@ class StagingReceiver:
 
     def _arrived(self, lease: Lease, rank: int, out: list[StagedRoomAction]) -> None:
         """Note that all of a writer's bytes of a staged piece are in the lease; scatter it into
-        decode's pages if that was the last.
-        """
+        decode's pages if that was the last."""
         room = self._rooms[lease.key]
         piece = room.pieces[lease.piece]
         piece.parts.pop(rank, None)
@@ -307,29 +294,21 @@ class StagingReceiver:
         out.append(SectionArrived(lease.key, rank, piece.num_units))
 
     def _blocks(self, lease: Lease, rank: int) -> int:
-        """Return how many blocks of a lease this writer owes the staging receiver."""
         room = self._rooms[lease.key]
         num_units = room.pieces[lease.piece].num_units
         return -(-room.plan.cut.sections(num_units)[rank].num_bytes // BLOCK_BYTES)
 
     def _num_landed(self, room: _StagedRoom) -> int:
-        """Count the units of a staged room of decode that are whole in leases, and not scattered
-        yet.
-        """
         leases = self.leases.of_room(room.key)
         landed = [lease.piece for lease in leases if lease.state is LeaseState.LANDED]
         return sum(room.pieces[piece].num_units for piece in landed)
 
     def _copied(self, room: _StagedRoom) -> bool:
-        """Return True if a copy out of a lease still writes the pages of decode's staged room."""
         return any(lease.state is LeaseState.LANDED for lease in self.leases.of_room(room.key))
 
     def _pass_on(
         self, room: _StagedRoom, ending: RoomEnded | RoomDrained, out: list[StagedRoomAction]
     ) -> None:
-        """Report the end of decode's staged room, or hold it back until the receiver's copies are
-        done.
-        """
         # FAILED is reported at once. SUCCESS waits for units that are not scattered, RoomDrained
         # for copies that still write the pages: the machine's proof is of writes into leases, not
         # of our copies.
@@ -381,15 +360,13 @@ class StagingReceiver:
         return sum(room.held is not None for room in self._rooms.values())
 
     def sections_of(self, lease: Lease) -> tuple[Section, ...]:
-        """Return each writer's section of a lease of a staged room of decode, by rank."""
         room = self._rooms[lease.key]
         num_units = room.pieces[lease.piece].num_units
         return tuple(room.plan.cut.sections(num_units, lease.offset).values())
 
     def check_invariants(self) -> None:
         """Check every law of decode's staged rooms and their leases. Raises InternalError that
-        names the broken one, with the state.
-        """
+        names the broken one, with the state."""
         self.leases.check_invariants()
         for lease in self.leases.all():
             check_laws({"a lease is of a room": lease.key in self._rooms}, lease)

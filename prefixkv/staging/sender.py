@@ -110,7 +110,6 @@ class _Stream:
     failed: bool = False  # a job of it failed, so there is a gap in what was written
 
     def pieces_of(self, job: _ChunkJob) -> list[_ChunkPiece]:
-        """Return the open pieces of a job of the staging sender."""
         return [piece for piece in self.open.values() if piece.job is job]
 
 
@@ -198,8 +197,7 @@ class StagingSender:
 
     def remove_peer(self, peer: PeerId) -> list[StagedWriteAction]:
         """Cancel the jobs of prefill's staged writes for a reader; they end once their gathers and
-        writes have. Unknown: no-op.
-        """
+        writes have. Unknown: no-op."""
         out: list[StagedWriteAction] = []
         if self.peers.pop(peer, None) is not None:
             for job in [job for job in self._jobs.values() if job.stream.peer == peer]:
@@ -271,8 +269,7 @@ class StagingSender:
 
     def forget(self, key: RoomKey) -> None:
         """Drop a room that is over from prefill's staged writes. Unknown: no-op. Raises
-        InternalError if a job has not ended.
-        """
+        InternalError if a job has not ended."""
         streams = self._streams.get(key, {}).values()
         if any(stream.queued or stream.open for stream in streams):
             raise InternalError(f"{key} is over and has jobs under way: {list(streams)}")
@@ -283,8 +280,7 @@ class StagingSender:
 
     def owns(self, write_id: int) -> bool:
         """Return True if this write is a staged one of prefill, to be reported to `on_write_ended`
-        or `on_write_drained`.
-        """
+        or `on_write_drained`."""
         piece = self._holding.get(write_id)
         return piece is not None and piece.state is not PieceState.GATHERING
 
@@ -292,8 +288,7 @@ class StagingSender:
 
     def on_grant(self, peer: PeerId, key: RoomKey, grant: LeaseGrant) -> list[StagedWriteAction]:
         """Take decode's grant of a lease, into which prefill writes the staged piece. For a piece
-        that awaits none, or outside the area: counted, no-op.
-        """
+        that awaits none, or outside the area: counted, no-op."""
         out: list[StagedWriteAction] = []
         stream = self._streams.get(key, {}).get(peer)
         piece = None if stream is None else stream.open.get(grant.piece)
@@ -324,8 +319,7 @@ class StagingSender:
         self, gather_id: int, error: Exception | None, now_s: float
     ) -> list[StagedWriteAction]:
         """Take the end of a Gather: write the slot that the sender has filled into the lease of its
-        piece. Unknown: no-op.
-        """
+        piece. Unknown: no-op."""
         out: list[StagedWriteAction] = []
         if (piece := self._let_go(gather_id, PieceState.GATHERING)) is None:
             return out
@@ -356,8 +350,7 @@ class StagingSender:
         self, write_id: int, error: Exception | None, drained: bool, now_s: float
     ) -> list[StagedWriteAction]:
         """Take the end of a PostStaged, a staged write of prefill, as WriteDone or WriteFailed
-        report it. Unknown: no-op.
-        """
+        report it. Unknown: no-op."""
         out: list[StagedWriteAction] = []
         if (piece := self._let_go(write_id, PieceState.WRITING)) is None:
             return out
@@ -384,8 +377,7 @@ class StagingSender:
 
     def on_write_drained(self, write_id: int) -> list[StagedWriteAction]:
         """Take the proof that a staged write of prefill which ended undrained can land no more: its
-        slot is free. Unknown: no-op.
-        """
+        slot is free. Unknown: no-op."""
         out: list[StagedWriteAction] = []
         if (piece := self._let_go(write_id, PieceState.UNDRAINED)) is not None:
             self._free_slots.append(piece.slot)
@@ -395,8 +387,7 @@ class StagingSender:
 
     def tick(self, now_s: float) -> list[StagedWriteAction]:
         """Let time pass for prefill's staged writes: send a LeaseAsk again that has no grant, look
-        whether KV is ready.
-        """
+        whether KV is ready."""
         out: list[StagedWriteAction] = []
         for stream in self._timers.due(now_s):
             asked = [piece for piece in stream.open.values() if piece.state is PieceState.ASKED]
@@ -420,7 +411,6 @@ class StagingSender:
         return min(self._timers.next_s, self._poll_s)
 
     def _ask(self, stream: _Stream, now_s: float, out: list[StagedWriteAction]) -> None:
-        """Ask a reader for leases for the sender's next pieces, as many as the window allows."""
         while not stream.failed and stream.queued and len(stream.open) < self._window:
             if not self._ready(stream.queued[0].job, now_s, out):
                 return
@@ -438,8 +428,7 @@ class StagingSender:
 
     def _ready(self, job: _ChunkJob, now_s: float, out: list[StagedWriteAction]) -> bool:
         """Return True if the KV of a job of the staging sender is computed. Else it is looked at
-        again, or the job fails.
-        """
+        again, or the job fails."""
         try:
             if job.ready is None or job.ready.query():
                 job.ready = None
@@ -452,7 +441,6 @@ class StagingSender:
         return False
 
     def _send_ask(self, piece: _ChunkPiece) -> SendLeaseAsk:
-        """Return the LeaseAsk for a staged piece of prefill, addressed to its reader."""
         stream = piece.job.stream
         ask = LeaseAsk(
             *stream.key.numbers,
@@ -466,23 +454,16 @@ class StagingSender:
 
     def _hold(self, piece: _ChunkPiece, state: PieceState) -> int:
         """Enter a new gather or write of a staged piece of prefill, which holds its slot; return
-        its id.
-        """
+        its id."""
         action_id = self._next_id()
         piece.state, self._holding[action_id] = state, piece
         return action_id
 
     def _let_go(self, action_id: int, state: PieceState) -> _ChunkPiece | None:
-        """Take out the staged piece of prefill that holds a slot for this gather or write; None if
-        there is none.
-        """
         piece = self._holding.get(action_id)
         return self._holding.pop(action_id) if piece is not None and piece.state is state else None
 
     def _take_slots(self, out: list[StagedWriteAction]) -> None:
-        """Gather prefill's next staged pieces in order into free slots, as far as their readers may
-        have one more slot.
-        """
         while self._free_slots and (piece := self._next_to_gather()) is not None:
             del self._granted[piece]
             piece.slot = self._free_slots.pop()
@@ -490,17 +471,13 @@ class StagingSender:
             out.append(Gather(gather_id, peer, piece.src_units, piece.slot, piece.num_bytes))
 
     def _next_to_gather(self) -> _ChunkPiece | None:
-        """Return the first granted piece for the sender to gather, of a reader below its limit of
-        slots, or None.
-        """
         limit = self.num_slots if len(self.peers) == 1 else (self.num_slots + 1) // 2
         slots_of = Counter(piece.job.stream.peer for piece in self._holding.values())
         return next((p for p in self._granted if slots_of[p.job.stream.peer] < limit), None)
 
     def _fail(self, job: _ChunkJob, error: Exception, out: list[StagedWriteAction]) -> None:
         """Start nothing more of a job of the staging sender; end it if nothing is under way. Its
-        first error counts.
-        """
+        first error counts."""
         if job.error is None:
             job.error = error
             stream = job.stream
@@ -549,13 +526,11 @@ class StagingSender:
 
     @property
     def free_slots(self) -> int:
-        """Number of the sender's staging slots that hold nothing."""
         return len(self._free_slots)
 
     def check_invariants(self) -> None:
         """Check every law of prefill's staged writes, their pieces and slots. Raises InternalError
-        that names the broken one, with the state.
-        """
+        that names the broken one, with the state."""
         streams = [stream for by_peer in self._streams.values() for stream in by_peer.values()]
         opened = [piece for stream in streams for piece in stream.open.values()]
         queued = [piece for stream in streams for piece in stream.queued]

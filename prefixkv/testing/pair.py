@@ -1,7 +1,7 @@
 """A decode and a prefill worker in one process, over real NIXL, with an engine that has no model.
 
 `StandInPrefill` is prefill's engine wherever its bytes matter and its model does not: in
-`benchmarks/stand_in`, and in a `NodePair`, whose decode side the caller drives as its own engine
+`benchmarks/turns`, and in a `NodePair`, whose decode side the caller drives as its own engine
 would.
 """
 

@@ -210,8 +210,6 @@ class AutoTransport:
             self._shm.add_peer(peer, offers.shm, *known.memory)
 
     def _end(self, job: WriteJob, error: Exception) -> None:
-        """End a job that neither of the two transports has. Queued at shm's, since the sink is
-        called by our threads only."""
         self._shm.say(WriteFailed(job.job_id, error, drained=True))
 
     # --- shm's thread -----------------------------------------------------------------------------
@@ -252,7 +250,6 @@ class AutoTransport:
             self._tell(event)
 
     def _tell(self, event: TransportEvent) -> None:
-        """Call the sink of both transports, from one thread at a time."""
         with self._telling:
             self._sink_thread = threading.get_ident()
             try:

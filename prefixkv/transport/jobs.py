@@ -294,7 +294,6 @@ class JobTable:
             self._emit(WriteFailed(job_id, error or closed, drained=fenced))
 
     def _end_if_over(self, job: ActiveJob) -> None:
-        """End the write job if nothing of it is under way or to be posted, exactly once."""
         # Out of its outbox first: nothing more of it may be posted, even if parts are in flight.
         if not job.may_post:
             job.outbox.discard(job)

@@ -106,7 +106,6 @@ class TransportLoop(ABC, Generic[P]):
             self._jobs.start(peer.outbox, peer.routes, job)
 
     def cancel(self, job_id: int) -> None:
-        """Cancel a job in the loop that NIXL and shm share. See `base.Transport.cancel`."""
         self._jobs.cancel(job_id)
 
     # --- peers ------------------------------------------------------------------------------------
@@ -163,18 +162,13 @@ class TransportLoop(ABC, Generic[P]):
         return False
 
     def _paced_until(self, now_s: float) -> float | None:
-        """Return when the rate lets the loop, NIXL's or shm's, send again; None if it may now."""
         free_at = self._pace.free_at(now_s)
         return free_at if free_at > now_s else None
 
     def _may_connect(self, peer: P) -> bool:
-        """Return whether nothing under way keeps the loop, NIXL's or shm's, from connecting to the
-        peer again."""
         return True
 
     def _may_transfer(self, peer: P) -> bool:
-        """Return whether the loop, NIXL's or shm's, may have one more part under way to the
-        peer."""
         return True
 
     @abstractmethod

@@ -24,7 +24,6 @@ class MetadataOffers(NamedTuple):
     shm: bytes
 
     def join(self) -> bytes:
-        """Return both offers, NIXL's and shm's, in one; one alone stays as it is."""
         if not (self.nixl and self.shm):
             return self.nixl or self.shm
         return _BOTH + len(self.nixl).to_bytes(_LENGTH_BYTES, "little") + self.nixl + self.shm

@@ -52,6 +52,5 @@ class Pace:
             self._left -= num_bytes
 
     def _fill(self, now_s: float) -> None:
-        """Add the bytes of the time since the bucket was last looked at, up to a slice."""
         self._left = min(self._slice, self._left + (now_s - self._at_s) * self._rate)
         self._at_s = now_s

@@ -130,8 +130,6 @@ def _group_parts(
     max_bytes: int,
     max_descriptors: int,
 ) -> Iterator[Part]:
-    """Yield the parts of a write in one group of runs; `breaks` are the positions in `pages` that
-    begin a descriptor."""
     end = group.num_runs * num_pages
     most_blocks = max(1, max_bytes // group.block_bytes)
     # Blocks that do not touch never merge: one descriptor each.

@@ -126,14 +126,12 @@ def staging_runs(src: StagingArea, dst: StagingArea, src_device: int, dst_device
 
 
 def _table(area: StagingArea, device: int) -> RunTable:
-    """Return the table of the staging route's run in one area: a single row."""
     check_index_range(1, area.num_blocks)
     row = [area.base, BLOCK_BYTES, device, BLOCK_BYTES, area.num_blocks]
     return np.array([row], dtype=np.uint64)
 
 
 def _positions(area: StagingArea) -> Positions:
-    """Return the positions of the staging route in one area: a block's number is its position."""
     return Positions.stepping(area.num_blocks, fold=1, step=1)
 
 

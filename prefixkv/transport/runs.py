@@ -96,12 +96,10 @@ class Runs:
 
     @property
     def src_num_pages(self) -> int:
-        """Unit pages of the source pool of these runs."""
         return self.src_positions.num_pages * self.src_positions.fold
 
     @property
     def dst_num_pages(self) -> int:
-        """Unit pages of the target pool of these runs."""
         return self.dst_positions.num_pages * self.dst_positions.fold
 
     @property
@@ -207,7 +205,6 @@ def paired_runs(
 
 
 def _check_equal(name: str, ours: object, theirs: object) -> None:
-    """Raise HandshakeError if two pools whose runs are to be paired differ in the field `name`."""
     if ours != theirs:
         raise HandshakeError(name, ours, theirs)
 
@@ -224,7 +221,6 @@ class _Pieces(NamedTuple):
     strides: Int64s
 
     def take(self, order: npt.NDArray[np.intp]) -> _Pieces:
-        """Return the pieces, from which runs are joined, in this order."""
         return _Pieces(self.address[order], self.kind[order], self.strides)
 
     def continues(self, head_bytes: int) -> Bools:
@@ -239,13 +235,11 @@ class _Pieces(NamedTuple):
 
     @property
     def page_stride(self) -> Int64s:
-        """Page stride of each piece of which runs are made, in bytes."""
         strides: Int64s = self.strides[self.kind, 0]
         return strides
 
     @property
     def unit_stride(self) -> Int64s:
-        """Unit stride of each piece of which runs are made, in bytes."""
         strides: Int64s = self.strides[self.kind, 1]
         return strides
 
@@ -292,8 +286,6 @@ def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
 def _side(
     layout: KVLayout, firsts: _Pieces, lengths: Int64s, unit_tokens: int
 ) -> tuple[Positions, RunTable]:
-    """Return how one side's positions in its runs are counted, and the run table [runs, rows,
-    5]."""
     num_runs, num_pages, fold = len(lengths), layout.num_pages, layout.page_size // unit_tokens
     positions = Positions.stepping(
         num_pages, fold, _position_step(firsts, num_pages, fold, num_runs)
@@ -326,7 +318,6 @@ def _position_step(firsts: _Pieces, num_pages: int, fold: int, num_runs: int) ->
 
 
 def _is_dense(table: RunTable) -> Bools:
-    """Return, for each run, whether it is dense: the blocks of neighbouring positions touch."""
     dense: Bools = table[:, 0, 3] == table[:, 0, 1]
     return dense
 

@@ -93,8 +93,6 @@ class ThreadedTransport(QueuedCalls[L]):
             raise
 
     def _call(self, command: Callable[[L], None], or_raise: bool = True) -> None:
-        """Queue a command for the transport's one thread. Closed: ClosedError, or nothing with
-        `or_raise` False."""
         with self._lock:
             if not self._closed:
                 self._inbox.put(command)

@@ -12,8 +12,29 @@ import pytest
 
 from benchmarks import against
 from benchmarks.__main__ import run
-from benchmarks.against import ROOT, Plan, Side, parts_of, row_of, rows_of, tree_of
+from benchmarks.against import (
+    FROZEN,
+    ROOT,
+    Plan,
+    Side,
+    driver_of,
+    parts_of,
+    row_of,
+    rows_of,
+    tree_of,
+)
+from benchmarks.against.today import CALLS, Order
 from prefixkv.errors import ConfigError, InternalError
+
+OLD = "76518cc8"
+
+
+def is_there(commit: str) -> bool:
+    try:
+        return bool(against.commit_of(commit))
+    except ConfigError:
+        return False
+
 
 in_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
 
@@ -37,11 +58,8 @@ def test_a_ratio_is_taken_within_each_round() -> None:
         (1.03, (1.0, 1.0), "within"),
         (1.04, (1.0, 1.0), "SLOWER"),
         (1.04, (0.9, 1.1), "spread"),
-        (
-            1.04,
-            (1.1, 1.1),
-            "spread",
-        ),  # that the third is slower is no better than that it is faster
+        (1.04, (1.1, 1.1), "spread"),  # that the third is slower is no better
+        (1.12, (0.95, 1.1), "SLOWER"),  # beyond the spread, however little
         (1.4, (0.9, 1.1), "SLOWER"),
     ],
 )
@@ -124,9 +142,9 @@ def test_every_call_is_measured_on_either_clock() -> None:
     """Quickly, and of this tree: that each part finds what it needs in the tree's benchmarks."""
     side = Side(ROOT, seed=0)
     try:
-        for part in against.against_child.CALLS:
+        for part in CALLS:
             for cpu in (False, True):
-                order = against.Order(part, calls=20, quick=True, cpu=cpu)
+                order = Order(part, calls=20, quick=True, cpu=cpu)
                 took = side.measure(order)
                 assert took
                 assert all(seconds for seconds in took.values())
@@ -135,35 +153,30 @@ def test_every_call_is_measured_on_either_clock() -> None:
         side.close()
 
 
-@in_git
-def test_a_tree_without_its_own_samples_is_measured_by_this_one_s() -> None:
-    with tree_of("HEAD") as tree:
-        (tree / "benchmarks" / "samples.py").rename(tree / "benchmarks" / "former.py")
-        for module in (tree / "benchmarks").glob("sched*.py"):
-            text = module.read_text().replace("benchmarks.samples", "benchmarks.former")
-            module.write_text(text)
-        side = Side(tree, seed=0)
+def test_a_commit_without_a_driver_is_run_by_the_frozen_one(tmp_path: Path) -> None:
+    assert driver_of(tmp_path) == FROZEN
+    assert driver_of(ROOT) == ROOT / "benchmarks" / "against" / "today.py"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_there(OLD), reason="a clone without that commit")
+def test_the_old_tree_is_measured_call_by_call() -> None:
+    """Whatever is renamed here. Both sides have the same calls."""
+    with tree_of(OLD) as tree:
+        sides = Side(tree, seed=0), Side(ROOT, seed=0)
         try:
-            took = side.measure(against.Order("life", calls=20, cpu=True))
+            for part in CALLS:
+                theirs, ours = (side.measure(Order(part, 20, quick=True)) for side in sides)
+                assert set(theirs) == set(ours)
         finally:
-            side.close()
-    assert {"add", "admission, cold"} <= set(took)
+            for side in sides:
+                side.close()
 
 
 def test_what_a_side_cannot_measure_is_said() -> None:
     side = Side(ROOT, seed=0)
     try:
         with pytest.raises(InternalError, match="nonsense failed"):
-            side.measure(against.Order("nonsense", calls=1))
+            side.measure(Order("nonsense", calls=1))
     finally:
         side.close()
-
-
-@in_git
-def test_a_commit_that_is_unknown_is_one_line_and_status_2(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    assert run(["sched", "--against", "no-such-commit"]) == 2
-    out, err = capfd.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert "--against is 'no-such-commit'" in err

@@ -1,5 +1,5 @@
-"""A user's policy that raises anywhere, at random: the tree's laws hold, no page is lost, and the
-error is raised once."""
+"""A user's policy that raises anywhere, at random: the tree's laws hold, no page is lost, and from
+then on the cache is `lru`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from prefixkv.cache.eviction.queues import LeafHeap, LeafRank
 from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.cache.results import PrefixLock
-from prefixkv.errors import OutOfPagesError
+from prefixkv.errors import OutOfPagesError, UserErrors
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.paging import pages_for
 
@@ -139,6 +138,9 @@ def test_books_stay_right_under_a_policy_that_raises(seed: int, kind: str) -> No
     for pages, _ in live:
         manager.drop(pages)
     manager.check_invariants()
+    policy = manager.cache.policy
+    assert manager.errors.num == (policy.error is not None)
+    assert (type(policy.asked).__name__ == "_Fallen") is (policy.error is not None)
     assert manager.allocator.owned_pages == 0
     assert manager.cache.protected_pages == manager.cache.orphan_pages == 0
     assert len(manager.cache.evict(NUM_PAGES)) == manager.allocator.cached_pages, (
@@ -146,41 +148,37 @@ def test_books_stay_right_under_a_policy_that_raises(seed: int, kind: str) -> No
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_cache_of_its_own_raises_before_it_changes_anything(seed: int) -> None:
-    """Retrying a call that has raised is all that its caller has to do; no page is lost."""
-    rng = random.Random(seed)
-    policy = Moody(rng, 0.3)
-    cache = RadixCache(PAGE_SIZE, policy, NUM_PAGES)
-    free, locks, num_raised = list(range(NUM_PAGES)), list[PrefixLock](), 0
+class Marks(LeastRecentlyUsed):
+    """Says `said` for the use with this tick, and for no other."""
 
-    def retried(call: Any, *args: Any) -> Any:
-        nonlocal num_raised
-        try:
-            return call(*args)
-        except OopsError:
-            num_raised += 1
-            cache.check_invariants()
-            return call(*args)
+    def __init__(self, tick: int, said: Any) -> None:
+        self.tick, self.said = tick, said
 
-    for _ in range(120):
-        tokens = [rng.choice([1, 1, 2]) for _ in range(2 * rng.randrange(1, 6))]
-        match rng.choice(["insert", "lock", "unlock", "evict"]):
-            case "insert" if len(free) >= len(tokens) // 2:
-                pages = free[: len(tokens) // 2]
-                kept = retried(cache.insert, tokens, pages).prefix_len // PAGE_SIZE
-                free = [*pages[:kept], *free[len(pages) :]]
-            case "lock":
-                locks.append(retried(cache.lock, cache.match_prefix(tokens)))
-            case "unlock" if locks:
-                cache.unlock(locks.pop())
-            case "evict":
-                free += retried(cache.evict, rng.randrange(1, 5)).tolist()
-        cache.check_invariants()
-        assert sorted(free) == sorted(set(free))
-        assert len(free) + cache.num_pages == NUM_PAGES
-        assert cache.stats().num_locks == len(locks)
-    assert 0 < num_raised <= policy.num_raised == cache.errors.num
+    def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
+        return self.said if use.tick == self.tick else super().insertion_marks(use)
+
+    def mark(self, use: Use) -> Mark:
+        return None if use.tick == self.tick else super().mark(use)
+
+
+@pytest.mark.parametrize("said", [(), ((1, 3),), ((0, 3), (3, 3)), None, ((2, None),)])
+def test_after_what_no_policy_may_say_the_cache_is_lru(
+    said: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = UserErrors()
+    cache = RadixCache(1, Marks(3, said), 10, errors)
+    cache.insert([1], [1])
+    cache.insert([2], [2])
+    cache.insert([1, 3], [1, 3])
+    for number in range(4, 8):
+        cache.insert([number], [number])
+    cache.lock(cache.match_prefix([4]))
+    cache.check_invariants()
+    assert errors.num == 1
+    assert cache.policy.error is not None
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    order = [cache.evict(1).tolist() for _ in range(6)]
+    assert order[-3:] == [[5], [6], [7]]
 
 
 def test_an_eviction_takes_no_page_that_a_lock_holds() -> None:

@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.main import get_command
 
-from benchmarks.__main__ import run as run_benchmark
-from benchmarks.stand_in import stand_in
 from prefixkv.cli.chats import command as chats
 from prefixkv.cli.chats.rates import link_of
 from prefixkv.cli.main import app, run_command
@@ -63,40 +60,6 @@ DEMO: dict[str, list[Any]] = {
     "--link": ["none", "500Mbit"],
     "--json": [NOT, OUT + ".json"],
 }
-STAND_IN: dict[str, list[Any]] = {
-    "--seed": [NOT, "7"],
-    "--conversations": ["3"],
-    "--turns": ["2"],
-    "--requests": [NOT, "5"],
-    "--concurrency": [NOT, "2"],
-    "--page-size": [NOT, "8"],
-    "--layers": ["2", "3"],
-    "--kv-heads": [NOT, "1"],
-    "--head-dim": ["64", "96"],
-    "--dtype": [NOT, "float8"],
-    "--attention": [NOT, "mla"],
-    "--layout": [NOT, "page_major"],
-    "--prefill-tp": ["1", "2"],
-    "--decode-tp": ["1", "2"],
-    "--prefill-layout": [NOT, "page_major"],
-    "--decode-layout": [NOT, "page_major"],
-    "--staging": [NOT, "off"],
-    "--staging-leases": [NOT, "4"],
-    "--prefill-pages": ["256"],
-    "--decode-pages": ["256"],
-    "--policy": [NOT, "adaptive:trust=5"],
-    "--trace": [NOT, "{trace}"],
-    "--block-tokens": [NOT, "8"],
-    "--system-tokens": ["40"],
-    "--user-tokens": ["20"],
-    "--output-tokens": ["6"],
-    "--chunk-tokens": [NOT, "24"],
-    "--step-ms": ["0", "1"],
-    "--prefill-us-per-token": [NOT, "1"],
-    "--cache": ["on", "off"],
-    "--json": [NOT, OUT + ".json"],
-    "--plot": [NOT, OUT + ".svg"],
-}
 MODEL: dict[str, list[Any]] = {
     "--seed": [NOT, "7"],
     "--dtype": [NOT, "float32", "bfloat16"],
@@ -131,7 +94,6 @@ WORKER: dict[str, list[Any]] = {
 COMMANDS: dict[str, dict[str, list[Any]]] = {
     "replay": REPLAY,
     "demo": DEMO,
-    "stand_in": STAND_IN,
     "serve": {
         **MODEL, **LISTEN,
         "MODEL": [NOT, "{model}"],
@@ -187,7 +149,6 @@ def fits(row: Row) -> bool:
         or (row.get("--check") and (row.get("--plot") or row.get("--per-request")))
         # These are of the small model.
         or (model and (row.get("--seed") or row.get("--tokenizer-folder")))
-        or ("--trace" in row and not row["--trace"] and row.get("--block-tokens"))
         # Two sizes of host memory, or nothing that could be kept there.
         or (row.get("--host-memory-num-bytes") and row.get("--host-memory-num-pages"))
         or (
@@ -199,14 +160,9 @@ def fits(row: Row) -> bool:
 
 def documented(command: str) -> set[str]:
     """The options in the command's `--help`, and MODEL."""
-    if command == "stand_in":
-        alone = typer.Typer(add_completion=False)
-        alone.command()(stand_in)
-        found: Any = get_command(alone)
-    else:
-        found = get_command(app)
-        for word in command.split():
-            found = found.commands[word]
+    found: Any = get_command(app)
+    for word in command.split():
+        found = found.commands[word]
     named = {one.opts[0] for one in found.params if not getattr(one, "hidden", False)}
     return {"MODEL" if one == "model" else one for one in named} - TEXTS - {"traces"}
 
@@ -465,59 +421,3 @@ def test_demo(
     assert (status, "WRONG" in out) == (0, False), out + err
     if row["--json"]:
         assert json.loads((tmp_path / "out.json").read_text())["recipe"]
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    file = tmp_path / "trace.jsonl"
-    with file.open("w") as lines:
-        for turn in range(4):
-            ids = [turn % 2 * 10 + at for at in range(2 + turn // 2)]
-            entry = {"timestamp": 10 * turn, "input_length": 512 * len(ids), "output_length": 64}
-            lines.write(json.dumps(entry | {"hash_ids": ids}) + "\n")
-    return file
-
-
-@pytest.mark.parametrize("row", rows_of("stand_in"))
-def test_stand_in_takes_each_row(
-    row: Row, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As far as its workers, which would start here."""
-    made: list[Any] = []
-
-    def note(options: Any, *_: Any, **__: Any) -> int:
-        options.check_pools(options.workload(), 8 << 30)
-        made.append(options)
-        return 0
-
-    monkeypatch.setattr("benchmarks.stand_in.command.run", note)
-    assert run_benchmark(["stand_in", *words(row, out=tmp_path / "out", trace=trace)]) == 0
-    assert len(made) == 1
-
-
-OF_MEMORY = (
-    "--page-size", "--layers", "--kv-heads", "--head-dim", "--dtype", "--attention", "--layout",
-    "--prefill-tp", "--decode-tp", "--prefill-layout", "--decode-layout", "--staging",
-    "--staging-leases", "--chunk-tokens", "--cache",
-)  # fmt: skip
-"""Options of the stand-in that say where bytes lie and how they travel."""
-
-
-def rows_of_memory() -> list[Any]:
-    """Rows with each pair of `OF_MEMORY`, and each value of the other options."""
-    choices = choices_of("stand_in")
-    others = [one.values[0] for one in few("stand_in")]
-    made = []
-    for number, row in enumerate(all_pairs({name: choices[name] for name in OF_MEMORY}, fits)):
-        made.append(pytest.param(others[number % len(others)] | row, id=str(number)))
-    assert len(made) >= len(others)
-    return made
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", rows_of_memory())
-def test_stand_in(row: Row, trace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Real ranks, unequal ones too; every byte is verified."""
-    status = run_benchmark(["stand_in", *words(row, out=tmp_path / "out", trace=trace)])
-    out, err = capfd.readouterr()
-    assert status == 0, out + err

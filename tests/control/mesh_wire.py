@@ -29,9 +29,9 @@ from prefixkv.protocol.messages import (
 )
 from tests.control import wire
 from tests.control.wire import add_room as add_wire_room
-from tests.control.wire import ids, send_chunk, take_expect, write_ended
+from tests.control.wire import ids, send_chunk, take_expect, to_life, write_ended
 from tests.models.mesh_pools import mesh_layout
-from tests.protocol.rooms import PROMPT, PROOF, SECRETS
+from tests.protocol.rooms import PROMPT
 
 TIMING = wire.TIMING
 HEAD_BYTES = 128
@@ -61,13 +61,13 @@ def hello(
         head_bytes=HEAD_BYTES,
     )
     fields = {"digest": DIGEST, "topology": Topology(page_size, tp), "layout": layout, **changes}
-    return Hello(agent_metadata=b"agent", secret=SECRETS[0], rank=rank, worker=worker, **fields)
+    return Hello(agent_metadata=b"agent", rank=rank, worker=worker, **fields)
 
 
 def promise(
     ticket: int = 1, *, fill_len: int = 10, pages: Sequence[int] = (3, 9, 5), prefix_len: int = 0
 ) -> Promise:
-    return Promise(*KEY.numbers, fill_len, prefix_len, ids(pages), ticket, proof=PROOF)
+    return Promise(*KEY.numbers, fill_len, prefix_len, ids(pages), ticket, digest=PROMPT)
 
 
 def add_room(key: RoomKey = SENT, num_tokens: int = 10) -> AddRoom:
@@ -133,7 +133,6 @@ class Writers(_Opposite):
     ) -> list[Any]:
         fields = {
             "digest": DIGEST, "topology": Topology(PAGE_SIZE, self.prefill_tp), "rank": rank,
-            "secret": SECRETS[1],
             "endpoints": ("", *ADDRESSES[1 : self.prefill_tp]) if rank == 0 else ("",), **changes,
         }  # fmt: skip
         reply = HelloReply(**{"known": self.known[rank], **fields})
@@ -173,16 +172,14 @@ class Readers(_Opposite):
     ) -> None:  # fmt: skip
         super().__init__()
         me, topology, endpoints = PeerId(f"p/{rank}", 5), Topology(page_size, tp), ADDRESSES[1:tp]
-        self.control = PrefillControl(
-            me, digest, topology, timing, ("", *endpoints), rank, staging, secret=SECRETS[1]
-        )
+        self.control = PrefillControl(me, digest, topology, timing, ("", *endpoints), rank, staging)
 
     def on(self, what: PrefillInput) -> list[Any]:
         return super().on(what)
 
     def say(self, by: PeerId, body: Any, credential: str = "") -> list[Any]:
         """As `on`. A Hello that is answered with a nonce is said again with it."""
-        raw = messages.encode(by, next(self.seq), body)
+        raw = messages.encode(by, next(self.seq), to_life(body, self.control.me))
         said = self.on(FrameReceived(by.name.encode(), raw, credential))
         if isinstance(body, Hello) and not body.nonce and (wanted := bodies(said, HelloWanted)):
             again = msgspec.structs.replace(body, nonce=wanted[0][1].nonce)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -25,7 +24,6 @@ from prefixkv.control.effects import (
     CopyDone,
     FrameFailed,
     FrameReceived,
-    PeerTried,
     Reached,
     Renew,
     Settle,
@@ -33,7 +31,7 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.prefill.control import PrefillEffect, PrefillInput
-from prefixkv.errors import InternalError, ProtocolError, RequestError
+from prefixkv.errors import InternalError, RequestError
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import (
     AbortRoom,
@@ -101,7 +99,7 @@ from tests.control.wire import (
     send_chunk,
     write_ended,
 )
-from tests.protocol.rooms import PROMPT, SECRETS
+from tests.protocol.rooms import PROMPT
 
 VERSIONS = st.sampled_from(["", "v2"])
 ROOMS = st.builds(RoomKey, st.integers(0, 1), st.integers(0, 1))
@@ -225,9 +223,6 @@ class DecodeWorld:
     def frame(self, body: Any, damage: Any) -> FrameReceived[str]:
         raw = body if isinstance(body, bytes) else self.peer.raw(self.body(body), self.me)
         raw = damaged(raw, damage)
-        with suppress(ProtocolError):
-            if damage and isinstance(reply := messages.decode(raw).body, HelloReply):
-                self.peer.secrets.add(reply.secret)
         return FrameReceived(ADDRESS, raw)
 
     def frame_failed(self, body: Any, _: Any) -> FrameFailed[str]:
@@ -270,7 +265,7 @@ class DecodeWorld:
             case MeetPrefill():
                 self.worker = "away"
                 self.see(self.peer.on(what))
-            case WriteDone() | WriteFailed() | WriteDrained() | PeerTried():
+            case WriteDone() | WriteFailed() | WriteDrained():
                 with pytest.raises(InternalError):
                     self.peer.on(what)
             case _:
@@ -385,7 +380,6 @@ DECODE_FEED: Feed = {
     WriteDone: (st.just(()), lambda _: WriteDone(1, 64)),
     WriteFailed: (st.just(()), lambda _: WriteFailed(1, RESET, True)),
     WriteDrained: (st.just(()), lambda _: WriteDrained(1)),
-    PeerTried: (st.just(()), lambda world: PeerTried(world.me)),
     CopyDone: (st.tuples(NTH, st.booleans()), DecodeWorld.copied),
     ConnectFailed: (st.just(()), lambda _: ConnectFailed(ADDRESS, RESET)),
     Reached: (st.just(()), lambda _: Reached(ADDRESS)),
@@ -456,7 +450,7 @@ class PrefillWorld:
     def body(self, body: Any) -> Any:
         if not isinstance(body, str):
             return body
-        reply = HelloReply(self.peer.hello.digest, TOPOLOGY, (), SECRETS[1])
+        reply = HelloReply(self.peer.hello.digest, TOPOLOGY, ())
         return self.peer.hello if body == "hello" else reply
 
     def frame(self, body: Any, damage: Any) -> FrameReceived[bytes]:
@@ -666,7 +660,6 @@ PREFILL_FEED: Feed = {
     WriteDone: (st.tuples(NTH), lambda world, number: world.write_ended(number, None)),
     WriteFailed: (st.tuples(NTH, st.booleans()), PrefillWorld.write_ended),
     WriteDrained: (st.tuples(NTH), PrefillWorld.write_drained),
-    PeerTried: (st.just(()), lambda world: PeerTried(world.me)),
     Arrived: (st.just(()), lambda _: Arrived(b"junk")),
     Settled: (st.just(()), lambda world: Settled(world.me)),
     PeerUnreachable: (st.just(()), lambda world: PeerUnreachable(world.me, RESET)),
@@ -726,7 +719,7 @@ def test_the_effects_seen_here_are_all_there_are() -> None:
         "RoomDrained", "RoomOverdue", "Examine", "PrefillReady", "PrefillAway", "PrefillLost",
     }  # fmt: skip
     prefill = {
-        "SendFrame", "TryPeer", "AddPeer", "RemovePeer", "WriteJob", "Cancel", "Renew", "Gather",
+        "SendFrame", "AddPeer", "RemovePeer", "WriteJob", "Cancel", "Renew", "Gather",
         "Examine", "Bootstrapped", "RoomEnded", "SourceFree",
     }  # fmt: skip
     assert {effect.__name__ for effect in members(DecodeEffect)} == decode

@@ -254,9 +254,7 @@ def test_a_decode_worker_that_was_replaced_holds_nothing_here() -> None:
 
 def test_prefill_says_which_process_it_is() -> None:
     peer = LocalDecode()
-    peer.control = PrefillControl(
-        PREFILL, DIGEST, TOPOLOGY, ON, (ADDRESS,), secret=bytes(16), life=OTHER_LIFE
-    )
+    peer.control = PrefillControl(PREFILL, DIGEST, TOPOLOGY, ON, (ADDRESS,), life=OTHER_LIFE)
     [reply] = [body for body in peer.say(peer.hello) if hasattr(body, "endpoints")]
     assert reply.life == OTHER_LIFE
 

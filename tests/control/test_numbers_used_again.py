@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from prefixkv.control.effects import FrameFailed, FrameReceived
-from prefixkv.digest import prompt_digest, prove
+from prefixkv.digest import prompt_digest
 from prefixkv.protocol.commands import AbortRoom, OfferRoom, WithdrawRoom
 from prefixkv.protocol.events import Bootstrapped, RoomDrained, RoomEnded
 from prefixkv.protocol.ids import KVPoll
@@ -32,7 +32,7 @@ from tests.control.wire import (
     of,
     promise,
 )
-from tests.protocol.rooms import PROMPT, SECRETS
+from tests.protocol.rooms import PROMPT
 
 OTHER_PROMPT = prompt_digest(range(50, 60))
 FORMER, NEXT = 2**64 - 1, 12  # tickets
@@ -172,7 +172,7 @@ def test_an_offer_that_is_over_refuses_no_other_prompt_under_its_number(how: str
     elif how == "overdue":
         peer.after(1.0)
     else:
-        peer.say(of_use(FORMER, proof=prove(OTHER_PROMPT, *SECRETS)))
+        peer.say(of_use(FORMER, digest=OTHER_PROMPT))
         peer.say(Abort(*KEY.numbers, "enough", FORMER))
     assert kinds(peer.say(of_use(NEXT))) == ["PromiseAck"]
     assert of(peer.on(add_room()), Bootstrapped)
@@ -181,7 +181,7 @@ def test_an_offer_that_is_over_refuses_no_other_prompt_under_its_number(how: str
 def test_a_promise_that_waited_in_vain_ends_no_request_for_another_prompt() -> None:
     """Decode's acknowledgement of that end is still on its way."""
     peer = DecodePeer().known()
-    peer.say(of_use(FORMER, proof=prove(OTHER_PROMPT, *SECRETS)))
+    peer.say(of_use(FORMER, digest=OTHER_PROMPT))
     (told,) = of(peer.after(TIMING.parked_timeout_s), Outcome)
     assert (told.ok, told.drained, told.ticket) == (False, True, FORMER)
     assert of(peer.on(add_room()), RoomEnded) == []

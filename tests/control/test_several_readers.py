@@ -57,7 +57,7 @@ from tests.control.mesh_wire import (
     promise,
 )
 from tests.control.wire import Alike, of
-from tests.protocol.rooms import PROMPT, PROVED
+from tests.protocol.rooms import PROMPT
 
 A, B = PeerId("d", 5), PeerId("d/1", 5)
 WHY = AbortedError("enough")
@@ -103,7 +103,7 @@ class Machine:
         }
         return sm.Promised(
             peer=(A, B)[reader], ticket=ticket, reader=reader, readers=(0, 1), writes=writes,
-            **PROVED, **fields
+            digest=PROMPT, **fields
         )  # fmt: skip
 
     def begun(self, **changes: Any) -> Machine:
@@ -317,8 +317,8 @@ def test_every_reader_proves_its_own_promise() -> None:
         readers = peer.greet(2)
         assert peer.on(add_room()) == []
         for reader in readers:
-            proof = promise().proof if reader != readers[liar] else bytes(32)
-            effects = peer.say(reader, msgspec.structs.replace(promise(), proof=proof))
+            proof = promise().digest if reader != readers[liar] else bytes(32)
+            effects = peer.say(reader, msgspec.structs.replace(promise(), digest=proof))
             if reader == readers[liar]:
                 break
             assert not of(effects, Bootstrapped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from prefixkv.control.effects import Connect, ConnectFailed, CopyDone
@@ -51,9 +52,10 @@ def test_the_leader_says_where_the_others_are_and_all_are_promised_at_once() -> 
     assert of(pair.open(), Connect) == [Connect(ADDRESSES[0])]
     assert of(pair.reply(0), Connect) == [Connect(ADDRESSES[2]), Connect(ADDRESSES[3])]
     assert bodies(pair.reply(3), Promise) == []
-    assert bodies(pair.reply(2), Promise) == [(ADDRESSES[2], promise()), (ADDRESSES[3], promise())]
+    first = msgspec.structs.replace(promise(), life=pair.peers[2].incarnation)
+    assert bodies(pair.reply(2), Promise) == [(ADDRESSES[2], first), (ADDRESSES[3], first)]
     assert pair.expected == 1
-    again = Promise(8, 0, 10, 0, promise().pages, 2, proof=promise().proof)
+    again = msgspec.structs.replace(first, room=8, ticket=2)
     assert bodies(pair.open(again), Promise) == [(ADDRESSES[2], again), (ADDRESSES[3], again)], (
         "known by now"
     )

@@ -25,7 +25,7 @@ from prefixkv.protocol.sender_events import (
 from prefixkv.protocol.sender_machine import SenderMachine
 from tests.control import wire
 from tests.control.wire import DIGEST, HELLO, SENT, DecodePeer, add_room
-from tests.protocol.rooms import PROMPT, PROVED
+from tests.protocol.rooms import PROMPT
 
 STATE = (StateTensor("a", 0, 1, (8,), "uint8"),)
 WITH_STATE = msgspec.structs.replace(DIGEST, state=STATE)
@@ -48,7 +48,8 @@ def promise(
     peer = PeerId(f"d{reader}", 1)
     return Promised(
         peer=peer, fill_len=8, prefix_len=8, pages=NO_PAGES, num_units=0, ticket=5, reader=reader,
-        readers=readers, unit_tokens=4, state_slot=state_slot, takes_state=takes_state, **PROVED,
+        readers=readers, unit_tokens=4, state_slot=state_slot, takes_state=takes_state,
+        digest=PROMPT,
     )  # fmt: skip
 
 

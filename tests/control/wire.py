@@ -15,7 +15,6 @@ from prefixkv.control.decode.control import DecodeControl, DecodeInput
 from prefixkv.control.effects import Expect, FrameReceived, SendFrame, Tick
 from prefixkv.control.prefill.control import PrefillControl, PrefillInput
 from prefixkv.control.prefill.writes import StagingSlots
-from prefixkv.digest import prove
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import AddRoom, OpenRoom, SendChunk
@@ -27,7 +26,6 @@ from tests.protocol.rooms import (
     PAGE_SIZE,
     PREFILL,
     PROMPT,
-    SECRETS,
     SENT,
     TIMING,
     promise,
@@ -45,7 +43,7 @@ LAYOUT = KVLayout(
     slabs=(Slab(4096, 32, 8, 8), Slab(4096 + 32 * NUM_PAGES, 32, 8, 8)),
     regions=((4096, 64 * NUM_PAGES),),
 )  # fmt: skip
-HELLO = Hello(DIGEST, TOPOLOGY, LAYOUT, b"agent", SECRETS[0])
+HELLO = Hello(DIGEST, TOPOLOGY, LAYOUT, b"agent")
 
 
 def newer(peer: PeerId) -> PeerId:
@@ -117,8 +115,7 @@ class PrefillPeer(_Opposite):
     def __init__(self, timing: ControlConfig = TIMING, hello: Hello = HELLO) -> None:
         super().__init__(PREFILL)
         self.control = DecodeControl(DECODE, hello, timing)
-        self.reply = HelloReply(hello.digest, TOPOLOGY, (ADDRESS,), SECRETS[1])
-        self.secrets = {SECRETS[1]}  # that its replies have said; more only where they are damaged
+        self.reply = HelloReply(hello.digest, TOPOLOGY, (ADDRESS,))
         self.known = 0  # as the last Hello said
         self.expected = 0  # as the transport was told last
 
@@ -132,11 +129,12 @@ class PrefillPeer(_Opposite):
                 self.known = body.known
                 effects[at] = bare = msgspec.structs.replace(body, known=0, nonce=0)
                 self.said = [bare if said is body else said for said in self.said]
-            elif isinstance(body, messages.Abort) and body.proof:
-                proofs = [prove(PROMPT, SECRETS[0], secret) for secret in self.secrets]
-                assert body.proof in proofs, "it proves the prompt of the room"
-                effects[at] = bare_abort = msgspec.structs.replace(body, proof=b"")
-                self.said = [bare_abort if said is body else said for said in self.said]
+            elif isinstance(body, messages.Promise | messages.Abort):
+                assert body.digest in (PROMPT, b"")
+                assert body.life
+                digest = body.digest if isinstance(body, messages.Promise) else b""
+                effects[at] = bare_word = msgspec.structs.replace(body, digest=digest, life=0)
+                self.said = [bare_word if said is body else said for said in self.said]
         return effects
 
     def say(self, body: Any, by: PeerId | None = None) -> list[Any]:
@@ -182,6 +180,13 @@ class PrefillPeer(_Opposite):
         )
 
 
+def to_life(body: Any, life: PeerId) -> Any:
+    """The body, said to this prefill process if it names none."""
+    if isinstance(body, messages.Promise | messages.Abort) and not body.life:
+        return msgspec.structs.replace(body, life=life.incarnation)
+    return body
+
+
 class DecodePeer(_Opposite):
     """A hand-played decode worker of one rank opposite a real `PrefillControl`, rank 0 of its
     worker."""
@@ -194,7 +199,7 @@ class DecodePeer(_Opposite):
         hello: Hello = HELLO,
         topology: Topology = TOPOLOGY,
         staging: StagingSlots | None = None,
-        tries: bool = False,
+        **more: Any,
     ) -> None:
         super().__init__(DECODE)
         self.hello = hello
@@ -205,9 +210,12 @@ class DecodePeer(_Opposite):
             timing,
             (ADDRESS,),
             staging=staging,
-            tries=tries,
-            secret=SECRETS[1],
+            **more,
         )
+
+    def raw(self, body: Any, by: PeerId | None = None, seq: int | None = None) -> bytes:
+        """To this life of prefill."""
+        return super().raw(to_life(body, PREFILL), by, seq)
 
     def on(self, what: PrefillInput) -> list[Any]:
         effects = super().on(what)

@@ -124,5 +124,5 @@ def test_a_new_estimate_moves_it_in_its_lane(pages: int, falls_back: bool, is_fi
     assert ranks == sorted(ranks)
     assert len(ranks) == 3
     assert (waiter.lane.order[-1][-1] is waiter) is falls_back
-    assert third.rank == 4
+    assert third.rank == (4,)
     assert case.pages.errors.num == (pages in (-1, 77))

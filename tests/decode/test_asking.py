@@ -22,7 +22,7 @@ class Desk(Parts):
         super().__init__(compute, lanes=Lanes(gated=True))
         self.targets = PrefillTargets(
             self.lanes, self.shares, self.waiting, self.choice, self.sources, self.refusals,
-            Retries(0, None, self.pages.errors), self.commands, self.counters, self.pages.errors,
+            Retries(0, None, self.pages.errors), self.commands, self.counters,
         )  # fmt: skip
         self.asks: list[PrefillAsk] = []
         self.asking = Asking(

@@ -3,6 +3,7 @@ nothing else gets its pages, before `after` of `computed` is done."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,6 +26,10 @@ class Event:
         if self.error is not None:
             raise self.error
         return self.is_done
+
+
+def owned(desk: HostDesk) -> set[int]:
+    return set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
 
 
 class ComputingDesk(HostDesk):
@@ -203,9 +208,8 @@ def test_an_abort_before_it_is_popped_waits_for_the_device(joined: bool) -> None
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_a_deadline_before_it_is_committed_waits_for_the_device(is_broken: bool) -> None:
-    """`b` waits for the device, since it would free pages. Where its event has raised, that may be
-    for ever, but for its deadline."""
+def test_a_deadline_before_it_is_committed_ends_it(is_broken: bool) -> None:
+    """`b` waits for the device, since it would free pages. Its pages wait on."""
     desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
     a = desk.run("a", prompt("b", 6), max_new=8)
     b = desk.begin("b", prompt("b", 20), deadline_s=5.0)
@@ -222,17 +226,129 @@ def test_a_deadline_before_it_is_committed_waits_for_the_device(is_broken: bool)
             desk.admit()
     desk.now_s = 6.0
     desk.admit()
-    assert b.state is (DecodeState.FAILED if is_broken else DecodeState.PREALLOCATED)
-    if is_broken:
-        assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
-        assert own <= set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
-        end.is_done = True
-    else:
-        event.is_done = True
-        assert desk.transferred() == ["b"]
-        desk.finish(b)
+    assert b.state is DecodeState.FAILED
+    assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
+    assert own <= owned(desk)
+    end.is_done = True
     desk.admit()
-    assert not own & set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
+    if not is_broken:
+        assert own <= owned(desk), "the chunk's own event is not done"
+        event.is_done = True
+        desk.admit()
+    assert not own & owned(desk)
+
+
+def test_a_prompt_that_waits_for_an_event_that_raises_fails_by_that() -> None:
+    """It has no deadline: nothing else would end its wait."""
+    desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
+    a = desk.run("a", prompt("b", 6), max_new=8)
+    b = desk.begin("b", prompt("b", 20))
+    for token in prompt("b", 13)[6:]:
+        desk.token(a, token=token)
+    desk.finish(a)
+    own = set(b.pages[b.prefix_len // 4 :].tolist())
+    desk.computed(b, 20, event)
+    assert desk.transferred() == []
+    event.error = RuntimeError("the device is lost")
+    assert desk.transferred() == []
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        desk.admit()
+    assert (b.state, b.error) == (DecodeState.FAILED, event.error)
+    assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
+    assert own <= owned(desk)
+    end.is_done = True
+    desk.admit()
+    assert not own & owned(desk)
+
+
+def test_what_frees_nothing_runs_whatever_its_event_raises() -> None:
+    desk, event = ComputingDesk(num_pages=32), Event()
+    req = desk.begin("a", 16)
+    desk.computed(req, 16, event)
+    event.error = RuntimeError("the device is lost")
+    assert desk.transferred() == ["a"]
+
+
+def test_the_deadline_of_a_prompt_that_was_whole_and_is_in_the_tree_by_another_ends_it() -> None:
+    """When its deadline is over it only waits to be popped; then `a` brings the tree what it has
+    copies of."""
+    desk, event = ComputingDesk(num_pages=32), Event()
+    a = desk.run("a", prompt("b", 6), max_new=8)
+    b = desk.begin("b", prompt("b", 20), deadline_s=5.0)
+    for token in prompt("b", 13)[6:]:
+        desk.token(a, token=token)
+    desk.computed(b, 20, event)
+    desk.now_s = 6.0
+    desk.admit()
+    assert b.state is DecodeState.PREALLOCATED
+    desk.finish(a)
+    assert desk.transferred() == []
+    desk.admit()
+    assert b.state is DecodeState.FAILED
+    event.is_done = True
+    assert desk.pop_failed() == [b]
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("how", "is_whole"),
+    [
+        *product(["abort", "fail", "end_all", "move_weights"], [False, True]),
+        ("deadline", False),  # a whole one only waits to be popped
+    ],
+)
+def test_its_pages_wait_for_its_own_event_without_another(how: str, is_whole: bool) -> None:
+    """The engine names no event at the request's end: that of the chunk is not done yet."""
+    desk, event = ComputingDesk(num_pages=32), Event()
+    req = desk.begin("a", 18, deadline_s=5.0)
+    desk.computed(req, 18 if is_whole else 10, event)
+    own = set(req.pages.tolist())
+    if how == "deadline":
+        desk.now_s = 6.0
+        desk.admit()
+    elif how == "abort":
+        desk.abort(req)
+    elif how == "fail":
+        desk._checked(desk.scheduler.fail("a", RuntimeError("NaN"), desk.now_s))
+    elif how == "end_all":
+        desk._checked(desk.scheduler.end_all(RuntimeError("over"), desk.now_s))
+    else:
+        desk._checked(desk.scheduler.move_weights("2", desk.now_s))
+    assert req in desk.pop_failed()
+    desk.admit()
+    assert own <= owned(desk)
+    event.is_done = True
+    desk.admit()
+    assert not own & owned(desk)
+
+
+def test_an_abort_of_a_request_that_runs_waits_for_the_event_of_its_chunk() -> None:
+    desk, event = ComputingDesk(num_pages=32), Event()
+    req = desk.run("a", 18, after=event)
+    held = set(req.pages.tolist())
+    desk.abort(req)
+    desk.evict(32)
+    assert not held & set(desk.pages.allocator.pages_in(PageState.FREE).tolist())
+    event.is_done = True
+    desk.admit()
+    desk.evict(32)
+    assert held <= set(desk.pages.allocator.pages_in(PageState.FREE).tolist())
+
+
+def test_its_own_event_is_that_of_each_chunk() -> None:
+    desk, first, last = ComputingDesk(num_pages=32), Event(), Event(is_done=False)
+    req = desk.begin("a", 18)
+    desk.computed(req, 10, first)
+    desk.computed(req, 18, last)
+    own = set(req.pages.tolist())
+    desk.abort(req)
+    last.is_done = True
+    desk.admit()
+    assert own <= owned(desk)
+    first.is_done = True
+    desk.admit()
+    assert not own & owned(desk)
 
 
 def test_without_copies_a_request_runs_before_the_device_is_done() -> None:

@@ -29,7 +29,6 @@ class Aiming(Parts):
         self.targets = PrefillTargets(
             self.lanes, self.shares, self.waiting, self.choice, self.sources, self.refusals,
             Retries(most, retarget, self.pages.errors), self.commands, self.counters,
-            self.pages.errors,
         )  # fmt: skip
 
     def wait(self, num_tokens: int = 8, **fields: Any) -> DecodeRequest:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -27,6 +25,7 @@ from tests.models.patience import NEVER_S, PATIENCE_S, lasting_address, until
 
 PAGE_SIZE = 4
 FREE = "tcp://127.0.0.1:*"
+NAMES = ("endpoint", "replay_endpoint", "snapshot_endpoint")
 LIFE = 0x1234
 
 
@@ -34,8 +33,7 @@ class Worker:
     """A tree, its feed and its publisher."""
 
     def __init__(self, life: int = LIFE, **config: Any) -> None:
-        names = ("endpoint", "replay_endpoint", "snapshot_endpoint")
-        config = {**dict.fromkeys(names, FREE), "heartbeat_s": 0.05, **config}
+        config = {**dict.fromkeys(NAMES, FREE), "heartbeat_s": 0.05, **config}
         self.cache = RadixCache(page_size=PAGE_SIZE)
         self.feed = EventFeed(self.cache, "decode-0", life)
         self.publisher = KVEventPublisher(
@@ -256,7 +254,7 @@ def test_a_request_that_is_too_long_ends_its_connection_alone(make: Make) -> Non
     agrees(worker, subscriber, range(2))
 
 
-@pytest.mark.parametrize("name", ["endpoint", "replay_endpoint", "snapshot_endpoint"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_port_in_use_is_named_and_nothing_is_left_open(make: Make, name: str) -> None:
     first = make(Worker)
     address = getattr(first.publisher, name)
@@ -299,16 +297,15 @@ def test_a_name_that_makes_no_topic_is_refused() -> None:
             KVEventPublisher(config, PeerId(worker, 1), model, 4)
 
 
-def test_another_address_than_a_loopback_one_is_warned_of(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    make(Worker)
-    assert not caplog.records
-    with caplog.at_level(logging.WARNING):
-        make(Worker, replay_endpoint="tcp://0.0.0.0:*")
-    [record] = caplog.records
-    assert "tcp://0.0.0.0:*" in record.message
-    assert "isolated" in record.message
+@pytest.mark.parametrize("name", NAMES)
+def test_an_address_that_others_may_reach_needs_an_isolated_network(name: str) -> None:
+    threads = threading.active_count()
+    config = KVEventsConfig(**{**dict.fromkeys(NAMES, FREE), name: "tcp://0.0.0.0:*"})
+    what = config, PeerId("decode-0", LIFE), "llama", PAGE_SIZE
+    with pytest.raises(ConfigError, match=f"{name} is 'tcp://0.0.0.0:.*network_is_isolated"):
+        KVEventPublisher(*what)
+    assert threading.active_count() == threads
+    KVEventPublisher(*what, network_is_isolated=True).close()
 
 
 def test_without_the_other_two_sockets_events_are_published_all_the_same(make: Make) -> None:
@@ -383,47 +380,6 @@ def test_no_more_clients_wait_than_a_bound_and_the_oldest_one_makes_room(
     subscriber = make(Subscriber, publisher, PAGE_SIZE)
     assert subscriber.replay(worker.published()) == []
     until(lambda: not publisher._waiting)
-
-
-class _Unread(SimpleNamespace):
-    """A client with so many bytes unread, which has read none for `for_s` seconds. Of a real
-    one (`test_event_bounds`) neither can be set to a byte."""
-
-    def __init__(self, unread: int, for_s: float = 0.0) -> None:
-        self.cuts: list[str] = []
-        cut = lambda connection, why: self.cuts.append(why)  # noqa: E731
-        super().__init__(
-            unread=unread, stuck_s=lambda: for_s, connection=self, watched=SimpleNamespace(cut=cut)
-        )
-        self.is_over = False
-
-
-def test_unread_answers_are_bounded_for_a_client_and_in_sum(make: Make) -> None:
-    worker = make(Worker, heartbeat_s=NEVER_S, queue_bytes=2 << 20)
-    publisher = worker.publisher
-    worker.published()
-    one, other = _Unread(1000), _Unread(1 << 20)
-    publisher._readers = {"one": one, "other": other}
-    mine, in_sum = (1 << 20) - 1000, (2 << 20) - (1 << 20) - 1000
-    assert mine == in_sum
-    assert publisher._has_room(one, mine)
-    assert not publisher._has_room(one, mine + 1)  # of its own
-    assert not publisher._has_room(other, 1)
-    other.unread = (1 << 20) + 1
-    assert publisher._has_room(one, mine - 1)
-    assert not publisher._has_room(one, mine)  # in sum
-    one.unread = 0
-    assert publisher._has_room(one, (1 << 20) - 1)
-    assert not publisher._has_room(one, 1 << 20)
-    # Nothing is unread: one answer has always room.
-    other.unread = 0
-    assert publisher._has_room(one, 1 << 30)
-    assert not one.cuts
-    assert not other.cuts
-    other.unread = 2 << 20
-    other.stuck_s = lambda: 5.0
-    assert not publisher._has_room(one, 1)
-    assert (one.cuts, other.cuts) == ([], ["does not read"])
 
 
 def test_a_publisher_with_nothing_to_do_sleeps(make: Make) -> None:

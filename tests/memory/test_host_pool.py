@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -246,6 +250,119 @@ def test_processes_share_what_the_host_has(ends: str) -> None:
         holder.wait(WAIT_S)
     with host_shares.locked() as shares:
         assert shares.num_bytes <= theirs - held
+
+
+FORKER = """
+import os, sys
+from prefixkv.memory import host_shares
+
+host_shares._PLACES = (sys.argv[1],)
+with host_shares.locked() as shares:
+    share = shares.enter(77 << 20)
+if os.fork() == 0:
+    print("forked", flush=True)
+    sys.stdin.read()
+os._exit(0)
+"""
+
+
+@contextmanager
+def forked(in_child: Callable[[], None]) -> Iterator[int]:
+    """A child that does this and lives on until the end."""
+    told, tell = os.pipe()
+    until_end, end = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
+        pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(end)
+            in_child()
+            os.write(tell, b"x")
+            os.read(until_end, 1)
+        finally:
+            os._exit(0)
+    try:
+        os.close(tell)
+        assert os.read(told, 1) == b"x", "the child has failed"
+        yield pid
+    finally:
+        os.close(end)
+        os.close(told)
+        os.close(until_end)
+        os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the shares, which no other test sees."""
+    monkeypatch.setattr(host_shares, "_PLACES", (str(tmp_path),))
+    return tmp_path / f"prefixkv-host-{os.getuid()}"
+
+
+def test_a_fork_under_the_lock_does_not_keep_it(folder: Path) -> None:
+    with ExitStack() as stack:
+        with host_shares.locked():
+            stack.enter_context(forked(lambda: None))
+        fd = os.open(folder / "lock", os.O_RDWR)
+        stack.callback(os.close, fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_fork_that_outlives_its_parent_keeps_no_share(folder: Path) -> None:
+    command = [sys.executable, "-c", FORKER, str(folder.parent)]
+    with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "forked\n"
+        parent.wait(WAIT_S)
+        assert [*folder.glob("share-*")]
+        with host_shares.locked() as shares:
+            assert shares.num_bytes == 0
+        assert not [*folder.glob("share-*")]
+
+
+def test_a_fork_changes_nothing_of_its_parents_shares(folder: Path) -> None:
+    share, others = entered(77), folder / "theirs"
+
+    def in_child() -> None:
+        # It may get the number of what it has inherited.
+        files = [others.open("w+b") for _ in range(8)]
+        share.keep(5)
+        share.close()
+        share.close()
+        assert all(not os.fstat(one.fileno()).st_size for one in files)
+        mine = entered(3)
+        mine.close()
+
+    with forked(in_child), host_shares.locked() as shares:
+        assert shares.num_bytes == 77
+    share.close()
+    assert not [*folder.glob("share-*")]
+
+
+def test_a_share_that_is_closed_as_its_pages_are_touched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread closes the pool: what it says meanwhile goes to no other file."""
+    share = entered(77)
+    closing = threading.Thread(target=share.close)
+    pwrite = os.pwrite
+
+    def slow(fd: int, data: bytes, offset: int) -> int:
+        closing.start()
+        closing.join(0.2)
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    share.keep(5)
+    closing.join(WAIT_S)
+    assert not [*folder.glob("share-*")]
+    share.keep(6)
+
+
+def entered(num_bytes: int) -> host_shares.HostShare:
+    with host_shares.locked() as shares:
+        return shares.enter(num_bytes)
 
 
 def test_a_folder_of_another_user_is_not_trusted(

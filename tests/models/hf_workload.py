@@ -138,7 +138,7 @@ def run_round(
     """One round. Raises AssertionError where an answer is not the model's."""
     rng = np.random.default_rng(seed)
     # Groups of layers need pages of one size.
-    equal_pages = bool(model.window or model.draft)
+    equal_pages = bool(model.window)
     with World(model, **shape_of(rng, equal_pages)) as world:
         shared = rng.integers(0, model.vocab_size, 60)
         asked = 0
@@ -158,7 +158,6 @@ def run_round(
         world.at_rest()
     for answer in world.answers:
         compare(answer, model, reference, found)
-        compare_prompt(world, answer, reference, found)
 
 
 def _ask(world: World, rng: np.random.Generator, shared: Any, rid: str) -> None:
@@ -177,7 +176,6 @@ def _ask(world: World, rng: np.random.Generator, shared: Any, rid: str) -> None:
     sampling = sampling_of(rng)
     world.ask(
         rid, tokens, sampling=sampling, max_new_tokens=int(rng.integers(1, 40)),
-        prompt_logprobs=sampling.logprobs is not None and rng.random() < 0.5,
         num_samples=int(rng.choice([1, 1, 1, 3])), cacheable=bool(rng.random() < 0.9),
         namespace=None if rng.random() < 0.8 else "other",
     )  # fmt: skip
@@ -193,20 +191,6 @@ def _abort_one(world: World, rng: np.random.Generator, found: Found) -> None:
             name = f"{world.decode.node.peer_id.name}/{one.ask.rid}/0.0"
             world.prefill.abort(name)
         found.aborted += 1
-
-
-def compare_prompt(world: World, answer: Answer, reference: Reference, found: Found) -> None:
-    """The log-probabilities of a prompt are there where its first answer has begun."""
-    ask = answer.ask
-    if not ask.prompt_logprobs:
-        assert not any(f"/{ask.rid}/" in job for job in world.prompts)
-    elif answer.tokens.get(0):
-        num_top = ask.sampling.logprobs
-        assert num_top is not None
-        given = world.prompt_logprobs(ask.rid)
-        assert len(given) == len(ask.tokens)
-        reference.check_logprobs(ask.tokens, given, num_top, first=True)
-        found.logprobs += len(given)
 
 
 def compare(answer: Answer, model: PagedModel, reference: Reference, found: Found) -> None:

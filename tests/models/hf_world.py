@@ -20,7 +20,7 @@ from prefixkv.engines.hf import (
     PrefillEngine,
     Sampling,
 )
-from prefixkv.engines.hf.logprobs import PromptPart, TokenLogprob
+from prefixkv.engines.hf.logprobs import TokenLogprob
 from prefixkv.engines.hf.models import unpaged_copy
 from prefixkv.engines.hf.thinking import KeepThinking
 from tests.models.devices import DEVICE
@@ -77,7 +77,7 @@ class World:
         order: str = "layer_major", prefill_pages: int = 64, prefill_page_size: int = 0,
         prefill_order: str = "", chunk_tokens: int = 32,
         decode: dict[str, Any] | None = None, prefill: dict[str, Any] | None = None,
-        tokenizer: Any = None, thinking: KeepThinking = "learn",
+        tokenizer: Any = None, thinking: KeepThinking = "on",
         window_pages: int = 0, prefill_window_pages: int = 0, step_tokens: int = 0,
     ) -> None:  # fmt: skip
         pools = (
@@ -96,7 +96,6 @@ class World:
                 pool.k(layer).normal_(0, 3)
                 pool.v(layer).normal_(0, 3)
         self.answers: list[Answer] = []
-        self.prompts: dict[str, list[PromptPart]] = {}  # by the job's id
         with ExitStack() as closing:
             prefill_config = PrefillConfig(control=_CONTROL, **(prefill or {}))
             self.prefill = PrefillEngine(model, pools[0], prefill_config, chunk_tokens)
@@ -130,29 +129,10 @@ class World:
     def step(self) -> None:
         """One pass of both loops."""
         for job in self.decode.take_prefill_jobs():
-            self.prefill.submit(job, self._on_prompt if job.prompt_logprobs else None)
+            self.prefill.submit(job)
         going = self.prefill.step()
         if not (self.decode.step() or going):
             self.decode.wait(0.005)
-
-    def _on_prompt(self, part: PromptPart) -> None:
-        self.prompts.setdefault(part.rid, []).append(part)
-
-    def prompt_logprobs(self, rid: str) -> list[TokenLogprob | None]:
-        """Those of a request's prompt: one of its jobs has given them all, in order."""
-        found = []
-        for job, parts in self.prompts.items():
-            if job.split("/", 1)[1].rsplit("/", 1)[0] != rid:
-                continue
-            whole: list[TokenLogprob | None] = []
-            for part in parts:
-                assert part is parts[-1] or part.error is None, "a part after the end"
-                assert part.error is not None or part.position == len(whole)
-                whole += part.logprobs
-            if parts[-1].error is None:
-                found.append(whole)
-        assert found, f"no job of {rid} has given them all"
-        return found[-1]
 
     def until(self, done: Callable[[], object]) -> None:
         until(done, step=self.step, state=self.state, pause_s=0.0)
@@ -213,14 +193,9 @@ class Reference:
         kept: torch.Tensor = self.model(input_ids=ids, logits_to_keep=num).logits[0]
         return kept.double().cpu().numpy()
 
-    def check_logprobs(
-        self, tokens: Any, given: list[TokenLogprob | None], num_top: int, first: bool = False
-    ) -> None:
+    def check_logprobs(self, tokens: Any, given: list[TokenLogprob | None], num_top: int) -> None:
         """The last of these tokens have the log-probabilities that are given, by one forward of
-        all. `first`: the first token of all has none."""
-        if first:
-            assert given[0] is None
-            given = given[1:]
+        all."""
         assert None not in given
         if not given:
             return

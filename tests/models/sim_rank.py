@@ -17,7 +17,6 @@ from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.control.prefill.writes import StagingSlots
-from prefixkv.digest import prompt_digest
 from prefixkv.memory.kv_layout import PageGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
@@ -294,11 +293,6 @@ class SimRank:
         raise NotImplementedError
 
 
-def secret_of(me: PeerId) -> bytes:
-    """What a process drew for the proofs of promises."""
-    return prompt_digest([], str(me))
-
-
 class PrefillRank(SimRank):
     """`addresses`: of all ranks, "" for rank 0's own."""
 
@@ -312,7 +306,7 @@ class PrefillRank(SimRank):
             slots = StagingSlots(num_slots, config.lease_bytes, side.staging_window)
         endpoints = addresses if rank == 0 else ()
         what = side.digest, side.topology, TIMING, endpoints, rank, slots
-        more: Any = {"secret": secret_of(self.me), "backend": world.backend}
+        more: Any = {"backend": world.backend}
         more["weights_version"] = world.prefill_version
         self.control = PrefillControl(self.me, *what, **more)
 
@@ -356,7 +350,7 @@ class DecodeRank(SimRank):
         self.for_rank_0: deque[bytes] = deque()  # for rank 0
         self._num_messages = 0
         offers = split_offers(self.transport.metadata)
-        memory = self.layout, offers.nixl, secret_of(self.me)
+        memory = self.layout, offers.nixl
         what = side.digest, side.topology, *memory, rank, worker, self.area, self.state_layout
         self.control = DecodeControl(self.me, Hello(*what, shm=offers.shm), TIMING)
 

@@ -307,9 +307,7 @@ def test_a_policy_that_raises_stands_in_no_request_s_way(where: str) -> None:
     assert (pages.num_locked, pages.num_own, manager.errors.num) == (2, 3, 1)
     assert (manager.cache.stats().num_locks, manager.table.free_rows) == (1, 1)
     manager.check_invariants()
-    with pytest.raises(ZeroDivisionError):
-        manager.errors.raise_due()
-    manager.errors.raise_due()  # once
+    manager.errors.raise_due()  # nothing: it was logged
     manager.drop(pages)
     manager.check_invariants()
 

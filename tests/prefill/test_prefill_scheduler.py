@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import product
 from typing import Any
 
@@ -113,6 +114,12 @@ class Desk:
     def _checked(self, result: Any) -> Any:
         self.scheduler.check_invariants()
         return result
+
+
+def num_requests() -> int:
+    """Requests that anything holds."""
+    gc.collect()
+    return sum(isinstance(one, PrefillRequest) for one in gc.get_objects())
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -307,6 +314,26 @@ def test_first_promised_first_opened_and_a_blocked_head_is_not_matched_again(
     assert desk.bootstrap(small) == ["s"]
     desk.scheduler.abort("r", 0.0)
     assert (running.state, running.pages.size) == (PrefillState.FAILED, 2)
+
+
+def test_what_ends_behind_a_blocked_head_is_forgotten() -> None:
+    desk = Desk(4)
+    desk.computing("r", 8)
+    assert desk.bootstrap(desk.add("b", 16)) == []
+    live = desk.add("live", 4)
+    assert desk.bootstrap(live) == []
+    before = num_requests()
+    for _ in range(500):
+        req = desk.add("s", 4)
+        assert desk.bootstrap(req) == []
+        desk.scheduler.abort("s", 0.0)
+        assert desk.pop_failed() == [req]
+        desk.source_free(req)
+        desk.scheduler.take_commands()
+    assert len(desk.scheduler.bootstrapped) == 2
+    assert num_requests() - before < 100
+    desk.scheduler.abort("b", 0.0)
+    assert desk.next_pass() == ["live"]
 
 
 def test_only_what_waits_is_bootstrapped_and_once() -> None:

@@ -18,7 +18,7 @@ from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
 from tests.models.auditor import assert_at_rest
 from tests.models.steps import num_steps
-from tests.prefill.test_prefill_scheduler import PAGE_SIZE, Desk
+from tests.prefill.test_prefill_scheduler import PAGE_SIZE, Desk, num_requests
 
 SYSTEM = list(range(100, 100 + 4 * PAGE_SIZE))
 
@@ -102,6 +102,24 @@ def test_followers_come_when_the_common_part_is_there_and_not_when_the_leader_is
     desk.send(first, len(SYSTEM) + 1)
     assert desk.next_pass() == ["r1", "r2"]
     assert [req.prefix_len for req in desk.scheduler.requests.values()] == [0, 16, 16]
+
+
+def test_followers_that_end_before_their_leader_are_forgotten() -> None:
+    desk = desk_of()
+    first, _ = burst(desk, 2)
+    assert desk.next_pass() == ["r0"]
+    before = num_requests()
+    for _ in range(500):
+        req = desk.add("s", [*SYSTEM, 1, 2, 3])
+        assert desk.bootstrap(req) == []
+        desk.scheduler.abort("s", 0.0)
+        assert desk.pop_failed() == [req]
+        desk.source_free(req)
+        desk.scheduler.take_commands()
+    assert len(desk.scheduler.bootstrapped) == 1
+    assert num_requests() - before < 100
+    desk.send(first, len(SYSTEM) + 1)
+    assert desk.next_pass() == ["r1"]
 
 
 def test_one_that_waits_holds_nothing_and_what_came_later_passes_it() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from prefixkv.config import ControlConfig
-from prefixkv.digest import prompt_digest, prove
+from prefixkv.digest import prompt_digest
 from prefixkv.errors import InternalError, TransferTimeoutError
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import Table, diagrams
@@ -22,9 +22,6 @@ PAGE_SIZE = 4
 KEY = RoomKey(7, 0)
 SENT = RoomKey(7, 0, "decode-0")  # the same, as prefill knows it
 PROMPT = prompt_digest(range(10))
-SECRETS = bytes(range(16)), bytes(range(16, 32))  # decode's and prefill's
-PROOF = prove(PROMPT, *SECRETS)
-PROVED: Any = {"proof": PROOF, "secrets": SECRETS}
 DECODE, PREFILL = PeerId("decode-0", 5), PeerId("prefill-0", 5)
 TIMING = ControlConfig(
     heartbeat_s=1.0, suspect_after_s=3.0, forget_after_s=50.0, resend_s=0.5,
@@ -41,7 +38,7 @@ def ids(pages: Iterable[int]) -> bytes:
 def promise(room: int = 7, generation: int = 0, *, fill_len: int = 10, prefix_len: int = 4,
             pages: Sequence[int] = (3, 9)) -> Promise:  # fmt: skip
     """By default a prompt of 10 tokens, 4 of them cached: pages 3 and 9 are promised."""
-    return Promise(room, generation, fill_len, prefix_len, ids(pages), proof=PROOF)
+    return Promise(room, generation, fill_len, prefix_len, ids(pages), digest=PROMPT)
 
 
 def check_deadline(laws: Any, tick: Any, deadline_s: float) -> None:

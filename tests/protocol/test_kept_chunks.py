@@ -35,7 +35,7 @@ from prefixkv.protocol.sender_events import (
     SendToReader,
 )
 from prefixkv.protocol.sender_machine import SenderMachine
-from tests.protocol.rooms import KEY, PROVED, TIMING
+from tests.protocol.rooms import KEY, TIMING
 from tests.protocol.rooms import PROMPT as DIGEST
 
 DECODE = (PeerId("d/0", 5), PeerId("d/1", 5))
@@ -73,7 +73,7 @@ class Prompt(NamedTuple):
         first_page = 200 + 100 * reader
         pages = np.arange(first_page, first_page - pages_for(self.num_units, fold), -1, np.int32)
         return Promised(
-            **PROVED,
+            digest=DIGEST,
             peer=DECODE[reader], fill_len=self.fill_len, prefix_len=self.prefix_len,
             pages=pages, num_units=self.num_units, ticket=1, reader=reader,
             readers=tuple(range(self.num_readers)), unit_tokens=self.unit_tokens, fold=fold,

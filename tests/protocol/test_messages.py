@@ -28,7 +28,7 @@ from tests.control.wire import ADDRESS, DECODE, DIGEST, HELLO, LAYOUT, TOPOLOGY,
 
 BODIES = [
     HELLO,
-    messages.HelloReply(DIGEST, TOPOLOGY, (ADDRESS,), bytes(32), "no"),
+    messages.HelloReply(DIGEST, TOPOLOGY, (ADDRESS,), "no"),
     messages.HelloWanted(),
     messages.HelloRefused(2**64 - 1, "no", True),
     promise(room=2**64 - 1, generation=2**31 - 1),
@@ -99,11 +99,9 @@ BAD_FRAMES = {
     "a million regions": _hello(layout=_changed(LAYOUT, regions=((0, 1),) * 1_000_000)),
     "a million slabs": _hello(layout=_changed(LAYOUT, slabs=LAYOUT.slabs[:1] * 100_000)),
     "a million endpoints": encode(
-        DECODE, 1, messages.HelloReply(DIGEST, TOPOLOGY, ("x",) * 1_000_000, bytes(16))
+        DECODE, 1, messages.HelloReply(DIGEST, TOPOLOGY, ("x",) * 1_000_000)
     ),
-    "a secret of 15 bytes": _hello(secret=bytes(15)),
-    "a secret of 33 bytes": _hello(secret=bytes(33)),
-    "a proof of 33 bytes": encode(DECODE, 1, _changed(promise(), proof=bytes(33))),
+    "a digest of 65 bytes": encode(DECODE, 1, _changed(promise(), digest=bytes(65))),
     "pages as a list": _plain(body=["promise", 7, 0, 10, 4, [3, 9]]),
     "text that is no text": encode(DECODE, 1, messages.Abort(7, 0, "abc")).replace(
         b"abc", b"\xff\xfe\xfd"

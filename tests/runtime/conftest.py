@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.prefill_node import PrefillNode
 from tests.models.node_pair import NodePair, make_pool
@@ -76,8 +76,7 @@ def make_pair() -> Iterator[MakePair]:
         prefill: dict[str, Any] | None = None,
         control: ControlConfig = QUICK,
     ) -> NodePair:
-        untried = TransportConfig(trial_peers=False)  # no process to start: half a second a test
-        options = {"control": control, "transport": untried} | (prefill or {})
+        options = {"control": control} | (prefill or {})
         prefill_node = PrefillNode(make_pool(**(pool or {})), wired(PrefillConfig(**options)))
         try:
             config = DecodeConfig(**{"control": control} | (decode or {}))

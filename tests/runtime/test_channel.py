@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,10 @@ from prefixkv.config import ControlConfig, CurveConfig, short_key
 from prefixkv.control.effects import ConnectFailed, FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
-from prefixkv.runtime import channel as channel_module
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
-from prefixkv.runtime.fragments import FRAGMENT_BYTES, cut
 from tests.models.patience import PATIENCE_S, lasting_address, returned, until
 
+GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"CURVE".ljust(52, b"\0")
 LOCAL = "tcp://127.0.0.1:*"
 
 
@@ -146,90 +146,13 @@ def test_a_poll_takes_a_bounded_share_of_a_flood(ends: Ends) -> None:
     assert [int(frame.raw) for frame in frames] == list(range(1000))
 
 
-def test_a_poll_takes_a_bounded_share_of_one_workers_bytes(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is beyond is dropped and counted, and another worker's frames are heard beside it."""
-    monkeypatch.setattr(channel_module, "_BYTES_A_POLL", 4 * FRAGMENT_BYTES)
-    router = ends.router()
-    greedy, modest = (ends.raw(zmq.DEALER, router.endpoint, sndhwm=0) for _ in range(2))
-    for _ in range(16):
-        greedy.send(bytes(FRAGMENT_BYTES))
-    time.sleep(0.2)  # so that more has come than is read at once
-    modest.send(b"small")
-    frames: list[Any] = []
-
-    def read() -> None:
-        some = router.poll(0.05)
-        assert sum(len(frame.raw) for frame in some) <= 4 * FRAGMENT_BYTES + len(b"small")
-        frames.extend(some)
-
-    until(lambda: any(frame.raw == b"small" for frame in frames), step=read)
-    assert router.counters["frames_over_budget"] + len(frames) == 17
-    assert router.counters["frames_over_budget"]
-
-
 def test_large_frames_come_whole_however_fast_they_come(ends: Ends) -> None:
     router = ends.router()
     greedy = ends.raw(zmq.DEALER, router.endpoint, sndhwm=0)
     for _ in range(4):
-        for message in cut(bytes(MAX_FRAME_BYTES)):
-            greedy.send(message)
+        greedy.send(bytes(MAX_FRAME_BYTES))
     assert [len(raw) for _, _, raw in polled(router, 4)] == [MAX_FRAME_BYTES] * 4
     assert not router.counters
-
-
-def test_a_dealer_reads_a_bounded_share_of_a_workers_bytes_and_the_rest_later(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(channel_module, "_BYTES_A_POLL", 4 * FRAGMENT_BYTES)
-    worker = ends.router()
-    dealer = ends.dealer(worker.endpoint)
-    dealer.send(worker.endpoint, b"hi")
-    ((route, _, _),) = polled(worker)
-    for _ in range(16):
-        worker.send(route, bytes(FRAGMENT_BYTES))
-    frames: list[FrameReceived] = []
-
-    def read() -> None:
-        time.sleep(0.02)  # so that more than is read at once has come
-        some = [frame for frame in dealer.poll(0.05) if isinstance(frame, FrameReceived)]
-        assert len(some) <= 4
-        frames.extend(some)
-
-    until(lambda: len(frames) >= 16, step=read)
-    assert not worker.counters
-    assert not dealer.counters
-
-
-def test_a_dealer_that_reads_too_little_is_cut_and_comes_again(ends: Ends) -> None:
-    worker = ends.router()
-    dealer = ends.dealer(worker.endpoint)
-    route = b""
-
-    def known() -> bool:  # the watcher may hear of the connection after its first frame came
-        nonlocal route
-        dealer.send(worker.endpoint, b"hi")
-        ((route, _, _),) = polled(worker)
-        return route in worker._connections
-
-    until(known)
-    for _ in range(6):
-        worker.send(route, bytes(MAX_FRAME_BYTES))
-    assert worker.counters["connections_cut: does not read"] == 1
-    routes: list[bytes] = []
-
-    def came_again() -> bool:  # what is said as the connection ends is lost, as any frame may be
-        dealer.send(worker.endpoint, b"again")
-        dealer.poll(0.01)
-        routes.extend(frame.source for frame in worker.poll(0.01))
-        return any(other != route for other in routes)
-
-    until(came_again)
-    again = next(other for other in routes if other != route)
-    worker.send(again, b"hello")
-    heard: list[bytes] = []
-    until(lambda: heard.extend(raw for _, raw in polled(dealer)) or b"hello" in heard)
 
 
 def test_a_socket_that_is_not_read_holds_few_frames_and_loses_none(ends: Ends) -> None:
@@ -243,7 +166,7 @@ def test_a_socket_that_is_not_read_holds_few_frames_and_loses_none(ends: Ends) -
     assert num_sent < 40, "16 wait here, and what the kernel's buffers take"
     read: list[Any] = []
     until(
-        lambda: len(read) + router.counters["frames_over_budget"] >= num_sent,
+        lambda: len(read) >= num_sent,
         step=lambda: read.extend(router.poll(0.05)),
     )
 
@@ -258,27 +181,26 @@ def test_a_socket_is_asked_whether_it_is_empty_and_no_exception_says_so(
     dealer.send(router.endpoint, b"first")
     ((route, _, _),) = polled(router)
     channel = router if side == "router" else dealer
-    receive, raised = channel_module.receive, [0]
+    sock = router._sock if side == "router" else dealer._socks[router.endpoint]
+    receive, raised = type(sock).recv_multipart, [0]
 
-    def received(*args: Any) -> Any:
+    def received(*args: Any, **options: Any) -> Any:
         try:
-            return receive(*args)
+            return receive(*args, **options)
         except zmq.Again:
-            raised[0] += 1
+            raised[0] += args[0] is sock  # not a monitor
             raise
 
-    monkeypatch.setattr(channel_module, "receive", received)
-    watched = router._watched if side == "router" else dealer._watched[router.endpoint]
+    monkeypatch.setattr(type(sock), "recv_multipart", received)
     for _ in range(9):
         router.send(route, b"back") if side == "dealer" else dealer.send(router.endpoint, b"on")
-    frames, turns, deadline_s = 0, watched._turns, time.monotonic() + PATIENCE_S
+    frames, deadline_s = 0, time.monotonic() + PATIENCE_S
     while frames < 9 and time.monotonic() < deadline_s:
         before = raised[0]
         if found := [got for got in channel.poll(0.02) if isinstance(got, FrameReceived)]:
             frames += len(found)
             assert raised[0] == before
     assert frames == 9
-    assert watched._turns > turns, "the watcher is told that the socket was empty"
 
 
 def news(dealer: DealerChannel, patience_s: float = PATIENCE_S) -> Any:
@@ -408,7 +330,9 @@ def test_decode_drops_multipart_messages_too(ends: Ends) -> None:
 def test_an_oversize_frame_does_not_get_in_and_its_sender_may_go_on(ends: Ends) -> None:
     router = ends.router()
     stranger = ends.raw(zmq.DEALER, router.endpoint)
-    stranger.send(bytes(2 * FRAGMENT_BYTES))  # the socket cuts the connection, zmq makes a new one
+    stranger.send(
+        bytes(MAX_FRAME_BYTES + 65)
+    )  # the socket cuts the connection, zmq makes a new one
     frames: list[Any] = []
 
     def send_and_read() -> None:
@@ -450,7 +374,7 @@ def test_what_is_loopback(address: str, local: bool) -> None:
 def test_other_machines_need_keys_or_the_flag(ends: Ends, bind: str) -> None:
     with pytest.raises(ConfigError, match="CURVE"):
         ends.router(bind=bind)
-    assert ends.router(ControlConfig(allow_remote_without_keys=True), bind).endpoint
+    assert ends.router(ControlConfig(network_is_isolated=True), bind).endpoint
     assert ends.router(ControlConfig(curve=keys()), bind).endpoint
 
 
@@ -462,7 +386,7 @@ def test_other_machines_need_keys_or_the_flag(ends: Ends, bind: str) -> None:
 def test_an_address_that_cannot_be_bound_is_a_config_error(
     ends: Ends, bind: str, curve: bool
 ) -> None:
-    config = ControlConfig(allow_remote_without_keys=True, curve=keys() if curve else None)
+    config = ControlConfig(network_is_isolated=True, curve=keys() if curve else None)
     threads = threading.active_count()
     with pytest.raises(ConfigError, match="bind is"):
         ends.router(config, bind)
@@ -673,6 +597,139 @@ def test_what_ends_a_connection_without_a_greeting_is_not_called_a_wrong_key(end
         assert set(told) == {gone}
 
 
+class Relay:
+    """What listens at an address, and ends each connection of a dealer's after a moment; what a
+    probe gets is up to `answer`."""
+
+    def __init__(self, answer: Callable[[socket.socket, bytes], None]) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.server.settimeout(0.02)
+        self.address = "tcp://{}:{}".format(*self.server.getsockname())
+        self.answer = answer
+        self.probes: list[socket.socket] = []
+        self.is_over = False
+        self.thread = threading.Thread(target=self._serve)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        while not self.is_over:
+            with suppress(TimeoutError):
+                link = self.server.accept()[0]
+                link.settimeout(PATIENCE_S)
+                # A dealer says its signature at once, with a length of 1; a probe says 0.
+                if (said := link.recv(10, socket.MSG_WAITALL))[8:9] == b"\0":
+                    self.probes.append(link)
+                    self.answer(link, said)
+                else:
+                    link.close()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over = True
+        self.thread.join()
+        for link in (self.server, *self.probes):
+            link.close()
+
+
+def refusals(dealer: DealerChannel, patience_s: float) -> list[ConnectFailed]:
+    """What it tells of keys, until the first of that, or until patience ends."""
+    told: list[ConnectFailed] = []
+    deadline_s = time.monotonic() + patience_s
+    while not told and time.monotonic() < deadline_s:
+        told = [got for got in dealer.poll(0.01) if isinstance(got, ConnectFailed)]
+    return told
+
+
+def test_a_greeting_that_comes_in_pieces_is_one(ends: Ends) -> None:
+    def answer(link: socket.socket, _: bytes) -> None:
+        for piece in (GREETING[:11], GREETING[11:14], GREETING[14:]):
+            link.sendall(piece)
+            time.sleep(0.05)
+
+    with Relay(answer) as relay:
+        dealer = ends.dealer(relay.address, ControlConfig(curve=Guarded(ends).known))
+        (told,) = refusals(dealer, PATIENCE_S)
+        assert told.address == relay.address
+        assert "is not the public key of" in str(told.error)
+
+
+def test_pieces_of_two_connections_are_no_greeting(ends: Ends) -> None:
+    """Each ends after its first bytes, and each is greeted once."""
+    said: list[bytes] = []
+
+    def answer(link: socket.socket, start: bytes) -> None:
+        link.settimeout(0.1)
+        with suppress(TimeoutError):
+            while more := link.recv(1000):
+                start += more
+        said.append(start)
+        link.sendall(GREETING[:11] if len(said) % 2 else GREETING[11:])
+        link.close()
+
+    with Relay(answer) as relay:
+        dealer = ends.dealer(relay.address, ControlConfig(curve=Guarded(ends).known))
+        told: list[ConnectFailed] = []
+        until(lambda: len(said) >= 3, step=lambda: told.extend(refusals(dealer, 0.02)))
+        assert not told
+        assert {len(one) for one in said} == {len(GREETING)}
+
+
+def test_the_greeting_of_one_that_has_gone_says_nothing_of_the_next(ends: Ends) -> None:
+    """A worker has been there for a moment; behind its relay there is none any more."""
+    with Relay(lambda link, _: link.sendall(GREETING) or link.close()) as relay:
+        dealer = ends.dealer(relay.address, ControlConfig(curve=Guarded(ends).known))
+        told = refusals(dealer, 1.0)
+        until(lambda: bool(relay.probes), step=lambda: told.extend(refusals(dealer, 0.02)))
+        relay.answer = lambda link, _: link.close()
+        until(lambda: len(relay.probes) > 2, step=lambda: told.extend(refusals(dealer, 0.02)))
+        assert not told
+
+
+def test_a_dealer_that_is_reached_as_its_probe_is_answered(ends: Ends) -> None:
+    guarded = Guarded(ends)
+    address = guarded.router.endpoint
+    guarded.router.close()
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as relay:
+        relay.settimeout(PATIENCE_S)
+        dealer = ends.dealer(address, ControlConfig(curve=guarded.known))
+        until(
+            lambda: bool(dealer._probes),
+            step=lambda: relay.accept()[0].close() or dealer.poll(0.02),
+        )
+    dealer.send(address, b"hi")
+    router = ends.router(ControlConfig(curve=guarded.server), address)
+    assert polled(router)
+    # Both are ready at once: the connection, which ends the probe, and what the probe has got.
+    assert dealer._probes[address].sock.poll(1000 * PATIENCE_S)
+    assert Reached(address) in dealer.poll(0.0)
+    assert not dealer._probes
+    assert dealer.poll(0.0) == []
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_without_descriptors_for_a_probe_nothing_ends(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, opens: bool
+) -> None:
+    guarded = Guarded(ends)
+    with Relay(lambda link, _: link.sendall(GREETING)) as relay:
+        dealer = ends.dealer(relay.address, ControlConfig(curve=guarded.known))
+        made: list[int] = []
+
+        def none_left(*args: Any) -> Any:
+            made.append(len(args))
+            raise zmq.ZMQError(errno.EMFILE)
+
+        with monkeypatch.context() as patch:
+            if opens:
+                patch.setattr(zmq.Socket, "connect", none_left)
+            else:
+                patch.setattr(dealer._context, "socket", none_left)
+            until(lambda: len(made) > 1, step=lambda: dealer.poll(0.02))
+        assert refusals(dealer, PATIENCE_S), "asked again, and named"
+
+
 def test_a_secret_key_of_another_public_key_is_a_config_error(ends: Ends) -> None:
     one, other = keys(), keys()
     mixed = replace(one, secret_key=other.secret_key, server_key=other.public_key)
@@ -722,7 +779,7 @@ def test_a_closing_linger_lets_the_last_frame_leave(ends: Ends) -> None:
     router = ends.router()
     dealer = ends.dealer(router.endpoint)
     for _ in range(12):  # no more than a socket takes that is not read meanwhile
-        dealer.send(router.endpoint, bytes(FRAGMENT_BYTES))
+        dealer.send(router.endpoint, bytes(64 << 10))
     dealer.close(linger_s=PATIENCE_S)
     assert len(polled(router, 12)) == 12
 
@@ -747,7 +804,7 @@ def test_a_frame_tells_whether_its_connection_leaves_this_machine(
             except OSError:
                 pytest.skip("there is no other address")
             host = sock.getsockname()[0]
-    config = ControlConfig(allow_remote_without_keys=True)
+    config = ControlConfig(network_is_isolated=True)
     router = ends.router(config, bind.format(folder=tmp_path))
     address = router.endpoint
     if host:

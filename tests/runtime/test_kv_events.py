@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from prefixkv.cache.events import page_keys
 from prefixkv.cache.namespace import Namespace
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.config import DecodeConfig, HostConfig, KVEventsConfig
+from prefixkv.config import CurveConfig, DecodeConfig, HostConfig, KVEventsConfig
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
@@ -18,7 +19,7 @@ from prefixkv.serving.router import WorkerIndex
 from tests.kv_events.follower import Subscriber
 from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.patience import until
-from tests.runtime.conftest import QUICK, MakePair
+from tests.runtime.conftest import QUICK, MakePair, node_threads
 
 FREE = "tcp://127.0.0.1:*"
 EVENTS = KVEventsConfig(FREE, FREE, FREE, heartbeat_s=0.05)
@@ -156,3 +157,17 @@ def test_a_port_in_use_closes_the_node(pair: NodePair) -> None:
         taken = KVEventsConfig(node.kv_events.endpoint, FREE, FREE)
         with pytest.raises(ConfigError, match="in use"):
             DecodeNode(make_pool(), DecodeConfig(control=QUICK, kv_events=taken))
+
+
+def test_a_node_publishes_beyond_loopback_on_an_isolated_network_alone() -> None:
+    events = replace(EVENTS, endpoint="tcp://0.0.0.0:*")
+    keys = CurveConfig("p" * 40, "s" * 40, "k" * 40)  # which do not cover events
+    with pytest.raises(ConfigError, match="network_is_isolated"):
+        DecodeNode(make_pool(), DecodeConfig(control=QUICK, kv_events=events))
+    control = replace(QUICK, curve=keys)
+    with pytest.raises(ConfigError, match="network_is_isolated"):
+        DecodeNode(make_pool(), DecodeConfig(control=control, kv_events=events))
+    assert not node_threads()
+    control = replace(QUICK, network_is_isolated=True)
+    with DecodeNode(make_pool(), DecodeConfig(control=control, kv_events=events)) as node:
+        assert node.kv_events is not None

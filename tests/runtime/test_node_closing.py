@@ -33,9 +33,7 @@ def test_every_cycle_gives_back_what_it_took() -> None:
             pair.p.hold = in_the_middle
             pair.submit("r", tokens_of(1, 10))
             pair.until(lambda: bool(pair.p.computing if in_the_middle else pair.d.ended))
-            assert (
-                len(node_threads()) == 7
-            )  # of both sides; prefill has one for its trials of peers
+            assert len(node_threads()) == 4
         assert not node_threads()
 
     cycle(False)

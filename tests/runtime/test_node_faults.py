@@ -326,7 +326,7 @@ def test_keys_and_names(clock: SkippableClock, caplog: pytest.LogCaptureFixture)
 def test_a_prefill_on_another_network_needs_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once and by name, on both sides, before anything is sent."""
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    open_to_all = replace(QUICK, allow_remote_without_keys=True)
+    open_to_all = replace(QUICK, network_is_isolated=True)
     before = node_threads()
     with pytest.raises(ConfigError, match="interface="):
         PrefillNode(make_pool(), PrefillConfig(bind="tcp://0.0.0.0:*", control=open_to_all))
@@ -343,7 +343,7 @@ def test_a_prefill_on_another_network_needs_an_interface(monkeypatch: pytest.Mon
 def test_with_an_interface_named_prefill_binds_beyond_this_machine(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    open_to_all = replace(QUICK, allow_remote_without_keys=True)
+    open_to_all = replace(QUICK, network_is_isolated=True)
     config = PrefillConfig(
         bind="tcp://0.0.0.0:*", control=open_to_all, transport=TransportConfig(interface="lo,any")
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig, TransportConfig
+from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
 from prefixkv.errors import (
     DrainingError,
     HandshakeError,
@@ -143,9 +143,8 @@ def test_a_worker_that_is_closed_is_no_reason_to_warn(
     first: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "prefixkv")
-    untried = TransportConfig(trial_peers=False)
     with (
-        PrefillNode(make_pool(), PrefillConfig(control=QUICK, transport=untried)) as prefill,
+        PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as prefill,
         DecodeNode(make_pool(), DecodeConfig(control=QUICK)) as decode,
     ):
         pair = NodePair(decode, prefill)

@@ -26,7 +26,7 @@ def test_a_pool_without_another_reference_stays_until_it_has_closed(
     pool = KVPool.create(16, 4, 2, 2, 16, shared=backend == "shm")
     state = StatePool.create(TENSORS, 2, shared=backend == "shm")
     left = weakref.ref(pool), weakref.ref(state)
-    transport = TransportConfig(backend=backend, trial_peers=False)
+    transport = TransportConfig(backend=backend)
     config = (DecodeConfig if kind is DecodeTransfers else PrefillConfig)(transport=transport)
     transfers = kind(pool, config, state=state)
     thread = transfers.thread

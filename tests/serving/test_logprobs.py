@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's forms: texts and bytes of tokens, places, what `echo` adds."""
+"""Log-probabilities in OpenAI's forms: texts and bytes of tokens, and places."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from prefixkv.engines.hf.logprobs import MAX_LOGPROBS, MAX_PROMPT_NUMBERS
+from prefixkv.engines.hf.logprobs import MAX_LOGPROBS
 from prefixkv.engines.hf.small import small_tokenizer
 from prefixkv.serving import wire
-from prefixkv.serving.logprobs import (
-    AnswerLogprobs,
-    TokenTexts,
-    joined,
-    most_numbers_exceeded,
-)
+from prefixkv.serving.logprobs import AnswerLogprobs, TokenTexts, joined
 from prefixkv.serving.wire import Logprob, TokenEvent
 
 CORPUS = ["the cat sat on the mat", "naïve café €5 for 猫 🐈‍⬛", "a b  c", "\ufffd or not"] * 3
@@ -126,8 +121,8 @@ def shown(answer: AnswerLogprobs, outputs: list[TokenEvent]) -> tuple[str, dict[
     """A sample's text and log-probabilities as a client joins them."""
     texts, bodies = [], []
     for output in outputs:
-        text, body = answer.show(output)
-        texts.append(text)
+        texts.append(output.text)
+        body = answer.show(output)
         if body is not None:
             bodies.append(body)
     return "".join(texts), joined(bodies)
@@ -136,9 +131,7 @@ def shown(answer: AnswerLogprobs, outputs: list[TokenEvent]) -> tuple[str, dict[
 def test_a_chat_has_an_entry_for_each_token() -> None:
     tokenizer = byte_level()
     ids = [*tokenizer.encode("the 日").ids, tokenizer.token_to_id("<|end|>")]
-    text, body = shown(
-        AnswerLogprobs(TokenTexts(tokenizer), [1, 2], True, 2), outputs_of(tokenizer, ids)
-    )
+    text, body = shown(AnswerLogprobs(TokenTexts(tokenizer), True), outputs_of(tokenizer, ids))
     assert text == "the 日"
     content = body["content"]
     assert [one["logprob"] for one in content] == [-1.0 - i for i in range(len(ids))]
@@ -152,97 +145,44 @@ def test_a_chat_has_an_entry_for_each_token() -> None:
 
 
 @pytest.mark.parametrize("make", [small_tokenizer, byte_level])
-@pytest.mark.parametrize("echo", [False, True])
-def test_the_places_are_those_of_the_text(make: Callable[[], Tokenizer], echo: bool) -> None:
+def test_the_places_are_those_of_the_text(make: Callable[[], Tokenizer]) -> None:
     tokenizer = make()
-    for prompt_text in TEXTS:
-        for text in TEXTS:
-            prompt = tokenizer.encode(prompt_text).ids
-            ids = tokenizer.encode(text).ids
-            answer = AnswerLogprobs(
-                TokenTexts(tokenizer), prompt, False, 1, prompt_text if echo else None
-            )
-            ones = [None, *(Logprob(token, -2.0) for token in prompt[1:])]
-            parts = [TokenEvent(prompt=ones[:2]), TokenEvent(prompt=ones[2:])] if echo else []
-            whole, body = shown(answer, [*parts, *outputs_of(tokenizer, ids)])
-            assert whole == (prompt_text + text if echo else text)
-            said = [*prompt, *ids] if echo else ids
-            assert len({len(value) for value in body.values()}) == 1
-            assert len(body["tokens"]) == len(said)
-            for token, at in zip(body["tokens"], body["text_offset"], strict=True):
-                if not token.startswith("bytes:"):
-                    assert whole[at : at + len(token)] == token
-            if echo:
-                num = len(prompt)
-                assert body["token_logprobs"][:num] == [None, *[-2.0] * (num - 1)]
-                assert body["top_logprobs"][0] is None
-                assert body["text_offset"][num] == len(prompt_text)
+    for text in TEXTS:
+        ids = tokenizer.encode(text).ids
+        answer = AnswerLogprobs(TokenTexts(tokenizer), False)
+        whole, body = shown(answer, outputs_of(tokenizer, ids))
+        assert whole == text
+        assert len({len(value) for value in body.values()}) == 1
+        assert len(body["tokens"]) == len(ids)
+        for token, at in zip(body["tokens"], body["text_offset"], strict=True):
+            if not token.startswith("bytes:"):
+                assert whole[at : at + len(token)] == token
 
 
-def test_places_in_an_echo_leave_out_what_the_tokenizer_added() -> None:
-    tokenizer = byte_fallback()
-    bos = tokenizer.token_to_id("<s>")
-    prompt = [bos, *tokenizer.encode("the cat").ids]
-    ones = [None, *(Logprob(token, -2.0) for token in prompt[1:])]
-    answer = AnswerLogprobs(TokenTexts(tokenizer), prompt, False, 0, "the cat")
-    output = TokenEvent(0, 0, tokenizer.token_to_id("▁x"), " x", "length",
-                        logprob=Logprob(tokenizer.token_to_id("▁x"), -1.0))  # fmt: skip
-    text, body = shown(answer, [TokenEvent(prompt=ones), output])
-    assert text == "the cat x"
-    assert body["text_offset"][0] == body["text_offset"][1] == 0
-    assert body["text_offset"][-1] == len("the cat")
-    assert body["tokens"][-1] == " x"
-
-
-def test_samples_have_their_own_and_all_have_the_prompt() -> None:
+def test_samples_have_their_own_places() -> None:
     tokenizer = small_tokenizer()
-    prompt = tokenizer.encode("ab").ids
-    ones = [None, Logprob(prompt[1], -2.0)]
-    answer = AnswerLogprobs(TokenTexts(tokenizer), prompt, False, 0, "ab")
-    answer.show(TokenEvent(prompt=ones))
+    answer = AnswerLogprobs(TokenTexts(tokenizer), False)
     for sample, text in enumerate(("cd", "e", "fgh")):
         outputs = outputs_of(tokenizer, tokenizer.encode(text).ids, sample)
         whole, body = shown(answer, outputs)
-        assert whole == "ab" + text
-        assert body["tokens"] == ["a", "b", *text]
-        assert body["text_offset"] == list(range(2 + len(text)))
-
-
-def test_an_answer_without_tokens_has_the_prompt_alone() -> None:
-    tokenizer = small_tokenizer()
-    prompt = tokenizer.encode("ab").ids
-    output = outputs_of(tokenizer, tokenizer.encode("c").ids)[0]
-    for num_top in (None, 1):
-        answer = AnswerLogprobs(TokenTexts(tokenizer), prompt, False, num_top, "ab", is_empty=True)
-        ones = [None, Logprob(prompt[1], -2.0, ((5, -0.1),))]
-        parts = [] if num_top is None else [TokenEvent(prompt=ones)]
-        text, body = shown(answer, [*parts, output])
-        assert text == "ab"
-        if num_top is None:
-            assert body == {}
-        else:
-            assert body["tokens"] == ["a", "b"]
-            assert body["top_logprobs"] == [None, {TokenTexts(tokenizer).text(5): -0.1, "b": -2.0}]
+        assert whole == text
+        assert body["tokens"] == [*text]
+        assert body["text_offset"] == list(range(len(text)))
 
 
 def test_the_token_itself_is_among_the_likely_ones_and_of_one_text_the_likelier_counts() -> None:
     tokenizer = small_tokenizer()
     a, b = tokenizer.encode("ab").ids
-    answer = AnswerLogprobs(TokenTexts(tokenizer), [1], False, 1)
+    answer = AnswerLogprobs(TokenTexts(tokenizer), False)
     output = TokenEvent(0, 0, a, "a", logprob=Logprob(a, -3.0, ((b, -1.0),)))
-    assert answer.show(output)[1]["top_logprobs"] == [{"b": -1.0, "a": -3.0}]
+    assert answer.show(output)["top_logprobs"] == [{"b": -1.0, "a": -3.0}]
     nameless = Logprob(10**6, -3.0, ((10**6 + 1, -1.0),))
     output = TokenEvent(0, 1, 10**6, "", logprob=nameless)
-    assert answer.show(output)[1]["top_logprobs"] == [{"": -1.0}]
+    assert answer.show(output)["top_logprobs"] == [{"": -1.0}]
 
 
 def test_limits_are_the_engines() -> None:
     assert wire.MAX_LOGPROBS == MAX_LOGPROBS
-    assert wire.MAX_PROMPT_NUMBERS == MAX_PROMPT_NUMBERS
-    num = MAX_PROMPT_NUMBERS // 4
-    assert not most_numbers_exceeded(num, 1, 2)
-    assert most_numbers_exceeded(num, 1, 3) == 6 * num
-    assert most_numbers_exceeded(num + 1, 3, 1) == 4 * num + 4
 
 
 def test_random_texts_have_their_places() -> None:
@@ -253,7 +193,7 @@ def test_random_texts_have_their_places() -> None:
     for _ in range(100):
         text = "".join(chars[i] for i in rng.integers(len(chars), size=rng.integers(1, 20)))
         ids = tokenizer.encode(text).ids
-        whole, body = shown(AnswerLogprobs(texts, [1], False, 0), outputs_of(tokenizer, ids))
+        whole, body = shown(AnswerLogprobs(texts, False), outputs_of(tokenizer, ids))
         assert whole == text
         assert body["text_offset"] == sorted(body["text_offset"])
         for token, at in zip(body["tokens"], body["text_offset"], strict=True):

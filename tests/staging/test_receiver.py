@@ -438,7 +438,7 @@ OTHER = RoomKey(8, 0)
 def plan(page_size: int = 4, writers_page_size: int = 4) -> StagingPlan:
     """Two writers; a lease takes two units of each."""
     mine: Hello = hello(1, 0, PeerId("d", 5), page_size=page_size, staging=AREA)
-    return StagingPlan.of(mine, HelloReply(DIGEST, Topology(writers_page_size, 2), (), bytes(16)))
+    return StagingPlan.of(mine, HelloReply(DIGEST, Topology(writers_page_size, 2), ()))
 
 
 def opened(fill_len: int = 10) -> StagingReceiver:

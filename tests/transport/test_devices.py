@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from contextlib import closing
 from typing import Any
 
@@ -26,23 +25,12 @@ from tests.models.gpu import GPU
 from tests.models.state_memory import TENSORS, StateMemory
 from tests.models.transport_driver import NixlDriver, Staging
 from tests.models.transport_pools import Shape, make_pool
-from tests.models.ucx_packed import Device, Packed, Transport
 
 DEVICE_COLUMN = 2
 TYPES = {"cpu": ("DRAM", 0), "cuda:0": ("VRAM", 0), "cuda:1": ("VRAM", 1), "cuda:3": ("VRAM", 3)}
 
 
-def field(tag: str, value: bytes) -> bytes:
-    return tag.encode() + len(value).to_bytes(8, "little") + value + b"|"
-
-
-# as NIXL writes it, of an agent without memory, whose UCX has one transport of no known name
-TRANSPORT = Transport(1, struct.pack("<fffI", 0, 1, 0, 0), b"")
-ADDRESS = Packed(0, 7, bytes(8), None, [Device(0, transports=[TRANSPORT])])
-THEIRS = b"nixlSerDes|" + b"".join(
-    [field("Agent", b"them#2"), field("Conns", b"\1" + bytes(7)), field("t", b"UCX"),
-     field("c", ADDRESS.pack()), field("", b"MemSection"), field("nixlSecElms", bytes(8))]
-)  # fmt: skip
+THEIRS = b"nixlSerDes|Agent" + bytes([6]) + bytes(7) + b"them#2|"
 
 
 class RecordingAgent:
@@ -65,8 +53,9 @@ class RecordingAgent:
     def get_agent_metadata(self) -> bytes:
         return b"metadata"
 
-    def add_remote_agent(self, metadata: bytes) -> None:
+    def add_remote_agent(self, metadata: bytes) -> bytes:
         assert metadata == THEIRS
+        return b"them#2"
 
 
 def on(device: str, layout: KVLayout) -> KVLayout:

@@ -71,7 +71,6 @@ class Traits:
 
 
 def _traits(size: int, turn: int) -> Traits:
-    """Build the adaptive policy's traits of a use by its size class and turn."""
     turn = min(turn, MOST_TURNS)
     new = kind_of(min(turn, 2), size)
     classes = [kind_of(visits, size) for visits in range(len(COUNTS))]

@@ -80,7 +80,6 @@ class Ghosts:
         return len(self._ghosts)
 
     def clear(self) -> None:
-        """Forget all ghosts of evicted pages."""
         self._ghosts.clear()
         self._ends.clear()
         self.num_pages = 0
@@ -233,22 +232,18 @@ class Ghosts:
         return [law for law, holds in laws.items() if not holds]
 
     def _forget(self, ghost: Ghost) -> int:
-        """Remove a ghost, and return how many pages it stood for."""
         del self._ghosts[ghost[3]]
         if ghost[4] is not None:
             self._leave_segment(ghost[4])
         return ghost[2]
 
     def _leave_segment(self, segment: int) -> None:
-        """Count one path end less among the ghosts of a segment."""
         if self._ends[segment] == 1:
             del self._ends[segment]
         else:
             self._ends[segment] -= 1
 
     def _name(self, data: bytes, depth: int, num_bytes: int) -> int:
-        """Return the name that a ghost has at `depth` of a packed path: a hash of it and of up to
-        `num_bytes` before it."""
         end = depth * self._page_bytes
         return hash((depth, data[end - num_bytes if end > num_bytes else 0 : end]))
 

@@ -158,7 +158,6 @@ class Hazards:
             self._go_on()
 
     def returned(self, row: int, start_s: float, now_s: float) -> None:
-        """Note for the hazards that a start of `start_s` was followed by a return."""
         # The given time is that of the last use, which may be later than the last start of all:
         # `_count` needs a time at which starts were counted.
         began_s = self.now_s if start_s > self.now_s else start_s
@@ -171,7 +170,6 @@ class Hazards:
         self._lost += (row, began_s, self.now_s - began_s)
 
     def _count(self) -> None:
-        """Count in the hazards' tables all starts, returns and losses that are noted."""
         # Starts first: an end is taken out of the slot of its start.
         for started in (self._counting.started, self._started):
             self._count_starts(started)
@@ -181,7 +179,6 @@ class Hazards:
             self._count_ends(lost, self._losses)
 
     def _count_starts(self, started: list[float]) -> None:
-        """Count starts in the hazards' tables, in slots of at least a second, and forget them."""
         if not started:
             return
         num_slots, new_s = len(self._times_s), []
@@ -219,7 +216,6 @@ class Hazards:
         ends.clear()
 
     def _halve(self, times: int) -> None:
-        """Halve all counts of the hazards until they have been halved `times` times in all."""
         # What is noted is of the time before; and so are the counts that are worked with, as far as
         # their time has come.
         if self._due <= 0:
@@ -271,7 +267,6 @@ class Hazards:
             self._do(min(_AHEAD - self._due, self._num_done + 2, len(_PARTS)))
 
     def _go_on(self) -> None:
-        """Do the work on the hazards' worths that this start may not leave undone."""
         due = self._due
         if due == 0:
             self._begin()
@@ -296,7 +291,6 @@ class Hazards:
         self._begun_s, self._num_done = self.now_s, 0
 
     def _do(self, num_parts: int) -> None:
-        """Do parts of the work on the hazards' worths until this many are done."""
         while self._num_done < num_parts:
             _PARTS[self._num_done](self)
             self._num_done += 1
@@ -312,15 +306,12 @@ class Hazards:
         self.peak, self.worth = self._found
 
     def _count_begun(self) -> None:
-        """Do a part of the hazards' work: count the starts."""
         self._count_starts(self._counting.started)
 
     def _count_returned(self) -> None:
-        """Do a part of the hazards' work: count the returns."""
         self._count_ends(self._counting.returned, self._returns)
 
     def _count_lost(self) -> None:
-        """Do a part of the hazards' work: count the losses."""
         self._count_ends(self._counting.lost, self._losses)
 
     def _thin_out(self) -> None:
@@ -360,7 +351,6 @@ class Hazards:
         self._chances = _chances(entered, returns, alike[self._group_of], self._trust)
 
     def _sum_up(self) -> None:
-        """Do a part of the hazards' work: the sums of which the Gittins indices are slopes."""
         self._sums = expected_sums(self._chances)
         self._ranked: list[Table] = []
 
@@ -378,8 +368,6 @@ class Hazards:
         self._found: tuple[list[int], list[Chances]] = peaks.tolist(), worth
 
     def _ended(self) -> Table:
-        """Return of the hazards a float [classes, bins] table: starts of each class that ended in
-        each bin or later."""
         ended = self._by_class(self._returns + self._losses)
         return ended[:, ::-1].cumsum(1)[:, ::-1]
 

@@ -61,12 +61,10 @@ class Hints:
                 self._count(continued, False)
 
     def came_back(self, tick: int) -> None:
-        """Note, for the hint about the use with this tick, that another use continues it."""
         if (hint := self._open.pop(tick, None)) is not None:
             self._count(hint[0], True)
 
     def _count(self, continues: bool, came_back: bool) -> None:
-        """Count the outcome of a hint, and decide again if hints are believed."""
         counts = self._counts[continues]
         counts[came_back] += 1
         if sum(counts) > WINDOW:
@@ -88,7 +86,6 @@ class Hints:
         return now_s - since_s > self._promise_s
 
     def clear(self) -> None:
-        """Forget all hints and outcomes."""
         self._in_force: dict[int, tuple[bool, float]] = {}
         # Hints without an outcome so far. One leaves `_in_force` by the limit alone: it is still in
         # force for its leaf when its outcome is known.
@@ -113,7 +110,6 @@ class HintedQueue:
         self._now_s = 0.0
 
     def add(self, leaf: TreeNode) -> None:
-        """Add or move a leaf, into the queue of its group of hints."""
         tick = self._last_tick(leaf.mark)
         group, since_s = self._hints.group(tick, self._now_s)
         if group == _GOES_ON:
@@ -138,9 +134,6 @@ class HintedQueue:
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
         return leaf.entry[2].rank_at(leaf, now_s)
 
-    def take(self, leaf: TreeNode) -> None:
-        leaf.entry[2].take(leaf)
-
     def count_dead(self) -> None:
         """Refuse to count for the hinted queue: `TreeNode.entry` always names one of the three
         inner queues."""
@@ -155,8 +148,6 @@ class HintedQueue:
         return [law for queue in self._queues for law in queue.broken_laws()]
 
     def _break_promises(self, now_s: float) -> None:
-        """Move leaves of sessions that were hinted to continue, and have not come back in time, to
-        those of finished sessions."""
         self._now_s = max(self._now_s, now_s)
         promised = self._promised
         while promised and self._hints.broken(promised[0][0], self._now_s):

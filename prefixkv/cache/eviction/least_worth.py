@@ -217,8 +217,6 @@ class LeastWorth(LeafOrders):
         return node
 
     def _update_offer(self, kind: int, now_s: float) -> None:
-        """Work out the leaf of least worth that a class offers, its oldest or its newest, and until
-        when that holds."""
         line = self._lines[kind]
         # The head of the line as it stands, in the usual case; else what `first` makes of it.
         in_order = line.in_order
@@ -316,8 +314,6 @@ class LeastWorth(LeafOrders):
         self._num_dead += 1
 
     def _entries(self) -> Iterable[tuple[Any, ...]]:
-        """Iterate over all entries of the least-worth queue, each once: `newest` holds those of
-        `oldest` again."""
         return (entry for line in self._lines for part in (line.in_order, line.oldest)
                 for entry in part)  # fmt: skip
 

@@ -1,9 +1,8 @@
 """The interface of eviction policies: the mark that a use leaves, and the rank of a history.
 
 Eviction always takes the last page of some leaf, so a prompt outlives the output it led to under
-every policy. A policy sees uses and histories, never the tree: it cannot break it. An exception in
-a policy is caught, and raised once by a later call; the use then leaves no mark, and leaves without
-a rank go first.
+every policy. A policy sees uses and histories, never the tree: it cannot break it. After the first
+exception of a user's policy its cache goes on with `lru` (`guard.py`).
 
 To write one, derive from `Policy` or from a policy that is near it (`plain.LeastRecentlyUsed`).
 Hand an object of it to a cache, or `register` the class to use it by name.
@@ -85,6 +84,9 @@ class Policy(ABC):
     came_back: Callable[[int], None] | None = None
     """Set by the cache at the first hint, if the policy `reports_returns`."""
 
+    error: Exception | None = None
+    """What a user's policy has raised. Its cache goes on with `lru`."""
+
     token_scale: float = 1
     """Tokens that one token of the cache stands for: several in a replay of block traces, half a
     one where an engine's key has two words for each."""
@@ -104,6 +106,11 @@ class Policy(ABC):
         # First: it may raise, and then the policy is still free for another cache.
         self.bind(page_size, pool_pages)
         self._serves_a_cache = True
+
+    def hears_returns(self, came_back: Callable[[int], None]) -> None:
+        """Take what is to be called with the ticks of returns: at the first hint, if the policy
+        `reports_returns`."""
+        self.came_back = came_back
 
     def release(self) -> None:
         """Free the policy from a cache that could not be built."""

@@ -36,9 +36,6 @@ class EvictionQueue(Protocol):
         """Return the rank of a leaf in the eviction queue: the lowest goes first. Used only if the
         policy `reports_returns`."""
 
-    def take(self, leaf: TreeNode) -> None:
-        """Remove from the eviction queue the leaf that `first` has just returned."""
-
     def count_dead(self) -> None:
         """Count that one entry of this eviction queue has died."""
 
@@ -120,16 +117,6 @@ class LeafHeap:
 
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
         return self._rank(leaf.mark)
-
-    def take(self, leaf: TreeNode) -> None:
-        """Remove from the eviction heap the leaf that `first` has just returned; it is at one of
-        the two heads."""
-        run = self._run
-        if run and run[-1] is leaf.entry:
-            run.pop()
-        else:
-            heappop(self._heap)
-        leaf.entry = None
 
     def count_dead(self) -> None:
         """Count a dead entry of the eviction heap, and sweep when the dead are more than half.
@@ -259,12 +246,6 @@ class LeafOrders:
                 heappop(heap)
         return None
 
-    def take(self, leaf: TreeNode) -> None:
-        """Remove from the queue's orders the leaf that `first` has just returned."""
-        # The entry may stand in several heaps: it only dies here.
-        leaf.entry = None
-        self.count_dead()
-
     def count_dead(self) -> None:
         """Count a dead entry of the queue, and sweep when the dead outnumber the living, but not
         within a batch."""
@@ -299,7 +280,6 @@ class LeafOrders:
         return [law for law, holds in laws.items() if not holds]
 
     def _entries(self) -> Iterable[tuple[Any, ...]]:
-        """Iterate over all entries of the queue's orders, the dead included, each once."""
         # An item of two is an entry's second place, behind another key.
         return (entry for heap in self._heaps for entry in heap if len(entry) == 4)
 
@@ -314,6 +294,4 @@ class LeafOrders:
 
 
 def _entry(item: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the entry of an item of an eviction queue's heap, in which it may stand behind another
-    key."""
     return item if len(item) == 4 else item[1]

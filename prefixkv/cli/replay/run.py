@@ -189,6 +189,8 @@ class _Replay:
                 progress(at)
         while self._running:
             self._end(requests[-1].time_s)
+        if cache.policy.error is not None:  # all since then was `lru`
+            raise cache.policy.error
         evicted = cache.stats().evicted_pages
         return self._hits.result(cache.policy.name, self._device.capacity, evicted)
 

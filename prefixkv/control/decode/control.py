@@ -31,7 +31,6 @@ from prefixkv.control.effects import (
     FrameFailed,
     FrameReceived,
     Left,
-    PeerTried,
     RankDrained,
     Reached,
     Tick,
@@ -177,7 +176,7 @@ class DecodeControl:
                 self._arrived(what.tag, now_s)
             case Settled():
                 self._rooms.settled(what.token, now_s)
-            case WriteDone() | WriteFailed() | WriteDrained() | PeerTried():
+            case WriteDone() | WriteFailed() | WriteDrained():
                 raise InternalError(f"decode writes nothing, and hears {what}")
             case PeerUnreachable():
                 self.counters["peers_unreachable"] += 1
@@ -207,9 +206,8 @@ class DecodeControl:
 
     @property
     def last_effects(self) -> list[DecodeEffect]:
-        """Effects of the last `on` of the `DecodeControl`. Where it raised, those from before
-        the exception: they go with state that has changed here, so the thread must carry them out
-        all the same."""
+        """Effects of the last `on`. Where it raised, those from before the exception: they go with
+        state that has changed here, so the thread must carry them out all the same."""
         return self._out.effects
 
     @property
@@ -219,24 +217,21 @@ class DecodeControl:
 
     @property
     def num_expected(self) -> int:
-        """Number of rooms of the `DecodeControl` that peers may be writing now."""
+        """Number of rooms that peers may be writing now."""
         return self._rooms.num_expected
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms of the `DecodeControl` that are open or not drained yet. Any thread
-        may ask."""
+        """Number of rooms that are open or not drained yet. Any thread may ask."""
         return len(self._rooms)
 
     def rooms(self) -> Iterable[ReceiverMachine]:
-        """Return the machines of all open or undrained rooms of the `DecodeControl`, for
-        audits."""
+        """Return the machines of all open or undrained rooms, for audits."""
         machines = [room.machine for room in self._rooms.all()]
         return [machine for machine in machines if isinstance(machine, ReceiverMachine)]
 
     def poll(self, key: RoomKey) -> KVPoll | None:
-        """Return how far a room of the `DecodeControl` is; None once it has ended and is
-        drained."""
+        """Return how far a room is; None once it has ended and is drained."""
         room = self._rooms.get(key)
         return None if room is None else room.machine.poll
 
@@ -249,8 +244,8 @@ class DecodeControl:
         return self._links.peers(now_s)
 
     def lost_peers(self, now_s: float) -> LostPeers:
-        """Return the prefill processes that are suspect or over for the `DecodeControl`, what
-        is wrong with each, and how many pages it may still write. Any thread may ask."""
+        """Return the prefill processes that are suspect or over, what is wrong with each, and how
+        many pages it may still write. Any thread may ask."""
 
         def wrong(peer: PeerId, link: Link) -> str:
             return self._lives.how(peer) or self._links.trouble(link, peer, now_s)
@@ -260,8 +255,7 @@ class DecodeControl:
     # --- commands ---------------------------------------------------------------------------------
 
     def _open(self, command: OpenRoom, now_s: float) -> None:
-        """Take OpenRoom, a command to `DecodeControl`: promise the room's pages once the prefill
-        worker answers."""
+        """Take OpenRoom: promise the room's pages once the prefill worker answers."""
         machine = ReceiverMachine(command.promise, self._timing, now_s, command.address)
         try:
             self._enter(machine, command.address, now_s, command.digest)
@@ -270,8 +264,8 @@ class DecodeControl:
             self._out.add(RoomDrained(machine.key))
 
     def _watch_worker(self, address: str, now_s: float) -> None:
-        """Take MeetPrefill, a command to `DecodeControl`: connect to a prefill worker that the
-        scheduler asks about, and report once whether it answers."""
+        """Take MeetPrefill: connect to a prefill worker that the scheduler asks about, and report
+        once whether it answers."""
         self._links.open(address, now_s)
         self._asked_workers[address] = (
             False  # so that the present state is reported, though it was before
@@ -281,8 +275,6 @@ class DecodeControl:
         self._links.note_change(link)
 
     def _refuse(self, command: RefuseRoom, now_s: float) -> None:
-        """Take RefuseRoom, a command to `DecodeControl`: tell prefill that no promise will come
-        for a request that it may have."""
         machine = RefusalMachine(command.key, command.ticket, command.reason, self._timing, now_s)
         self._enter(machine, command.address, now_s, command.digest)
 
@@ -293,8 +285,7 @@ class DecodeControl:
         now_s: float,
         digest: bytes = b"",
     ) -> None:
-        """Let a new room of `DecodeControl` wait at its leader's link. Raise RequestError if its
-        number is in use."""
+        """Let a new room wait at its leader's link. Raise RequestError if its number is in use."""
         key = machine.key
         known = self._rooms.get(key)
         if known is not None:
@@ -312,15 +303,15 @@ class DecodeControl:
         self._promote(link, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
-        """Take AbortRoom, a command to `DecodeControl`: end a room that the scheduler wants no
-        more. Unknown or a refusal: no-op."""
+        """Take AbortRoom: end a room that the scheduler wants no more. Unknown or a refusal:
+        no-op."""
         room = self._rooms.get(command.key)
         if room is not None and isinstance(room.machine, ReceiverMachine):
             self._give_up(room, room.machine, AbortedError(command.reason), now_s)
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> None:
-        """Take MoveWeights, a command to `DecodeControl`: end the open rooms of another weights
-        version, whose KV is not taken any more."""
+        """Take MoveWeights: end the open rooms of another weights version, whose KV is not taken
+        any more."""
         now = command.weights_version
         for room in self._rooms.all():
             machine = room.machine
@@ -336,7 +327,6 @@ class DecodeControl:
         error: TransferError,
         now_s: float,
     ) -> None:
-        """End a room of `DecodeControl` from this side, and let prefill know."""
         # A room that was promised says so to its ranks itself.
         self._rooms.on(room, Fail(error), now_s)
         if not room.peers:
@@ -355,8 +345,8 @@ class DecodeControl:
             self._enter(refusal, room.link.address, now_s, room.digest)
 
     def _fence(self, peer: PeerId, how: str, now_s: float) -> None:
-        """Take Fence, a command to `DecodeControl`: end the rooms of a process that is proved
-        unable to write any more, and drain them soon after.
+        """Take Fence: end the rooms of a process that is proved unable to write any more, and drain
+        them soon after.
 
         Not at once: over TCP the kernels may still hold what it sent before, and that lands as our
         own transport reads it. So rooms stay undrained until it has been at that for
@@ -377,7 +367,7 @@ class DecodeControl:
     # --- what the transport and the copies say ----------------------------------------------------
 
     def _arrived(self, raw_tag: bytes, now_s: float) -> None:
-        """Take a notification in `DecodeControl`: a part of a write has landed.
+        """Take a notification: a part of a write has landed.
 
         Late, repeated and foreign ones are counted and dropped. They can do no harm, since nothing
         is freed by a notification; a room that lacks one does not succeed.
@@ -410,15 +400,10 @@ class DecodeControl:
             self._rooms.staged(self.staging.on_arrival(tag), now_s)
 
     def _scattered(self, done: CopyDone, now_s: float) -> None:
-        """Take the end of a scatter in `DecodeControl`: its units are in the pages, or the room
-        fails."""
         if self.staging is not None:
             self._rooms.staged(self.staging.on_scattered(done.copy_id, done.error), now_s)
 
     def _tick(self, now_s: float) -> None:
-        """Look, in `DecodeControl`, at the links and rooms that are due, then at processes to
-        examine."""
-
         def look(key: str | RoomKey) -> None:
             if isinstance(key, str):
                 self._links.tick(key, now_s)
@@ -435,8 +420,8 @@ class DecodeControl:
     # --- frames -----------------------------------------------------------------------------------
 
     def _frame(self, received: FrameReceived[str], now_s: float) -> None:
-        """Decode a frame that came to `DecodeControl`, and take it. Malformed, stale and foreign
-        frames are counted and dropped."""
+        """Decode a frame that came, and take it. Malformed, stale and foreign frames are counted
+        and dropped."""
         link = self._links.get(received.source)
         try:
             frame = messages.decode(received.raw)
@@ -470,8 +455,6 @@ class DecodeControl:
                 self._rooms.on(room, Fail(error), now_s)
 
     def _take(self, link: Link, frame: Frame, now_s: float) -> None:
-        """Take a decoded frame in `DecodeControl`: handshakes from any process, all else only from
-        the link's peer."""
         body = frame.body
         # 1. A handshake may come from a process that is to replace the peer.
         if isinstance(body, HelloReply | HelloWanted):
@@ -507,8 +490,6 @@ class DecodeControl:
         self._promote(link, now_s)
 
     def _take_outcome(self, link: Link, outcome: Outcome, now_s: float) -> None:
-        """Take, in `DecodeControl`, how a room ended at prefill; acknowledge it even if the room
-        is over here."""
         room = self._rooms.get(outcome.key)
         if room is None or room.machine.ticket != outcome.ticket:
             # That use of the room has ended and is drained here; only the acknowledgement was lost.
@@ -523,8 +504,8 @@ class DecodeControl:
                 self._said_expected = -1
 
     def _take_drained(self, link: Link, drained: Drained, now_s: float) -> None:
-        """Take, in `DecodeControl`, a prefill rank's word that it no longer writes the room; let
-        settle first if it asks for that."""
+        """Take a prefill rank's word that it no longer writes the room; let settle first if it asks
+        for that."""
         room = self._room_of(link, drained)
         # Only once the room has ended: until then its pages are in use, and nothing is freed.
         if room is not None and drained.settle and room.machine.poll.ended:
@@ -533,8 +514,7 @@ class DecodeControl:
             self._rooms.on(room, receiver.DrainedSaid(drained.rank), now_s)
 
     def _take_ask(self, link: Link, ask: LeaseAsk, now_s: float) -> None:
-        """Take, in `DecodeControl`, a writer's request for a lease. A request that cannot be
-        honest ends the room."""
+        """Take a writer's request for a lease. A request that cannot be honest ends the room."""
         room = self._room_of(link, ask)
         if room is None:
             return
@@ -553,13 +533,12 @@ class DecodeControl:
         event: receiver.ReceiverEvent,
         now_s: float,
     ) -> None:
-        """Give an event to the room of `DecodeControl` that a frame is about, if it lives."""
         room = self._room_of(link, body)
         if room is not None:
             self._rooms.on(room, event, now_s)
 
     def _room_of(self, link: Link, body: Outcome | PromiseAck | Drained | LeaseAsk) -> Room | None:
-        """Return the room of `DecodeControl` that a frame is about, None if it is over.
+        """Return the room that a frame is about, None if it is over.
 
         Raises:
             ProtocolError: the room was not promised to the sender as this rank, or the frame is
@@ -587,8 +566,7 @@ class DecodeControl:
         body: HelloReply | HelloWanted,
         now_s: float,
     ) -> None:
-        """Take, in `DecodeControl`, a HelloReply, or the HelloWanted of a prefill rank that does
-        not know us.
+        """Take a HelloReply, or the HelloWanted of a prefill rank that does not know us.
 
         It was restarted, or has forgotten us.
         """
@@ -626,8 +604,6 @@ class DecodeControl:
         self._promote(link, now_s)
 
     def _lose_peer(self, link: Link, newer: PeerId, now_s: float) -> None:
-        """End in `DecodeControl` what was promised to a prefill process that another has replaced
-        at this address."""
         lost = self._links.replace_peer(link, newer, now_s)
         if lost is None:
             return
@@ -641,8 +617,8 @@ class DecodeControl:
         self._rooms.fail_of(lost, error, now_s, link.address)
 
     def _take_farewell(self, link: Link, peer: PeerId, now_s: float) -> None:
-        """Take, in `DecodeControl`, a prefill rank's word that it can write no more: end and drain
-        what was promised to it here.
+        """Take a prefill rank's word that it can write no more: end and drain what was promised to
+        it here.
 
         Only here: any process may answer under any name, so its word proves nothing about the
         process that answers elsewhere.
@@ -657,13 +633,9 @@ class DecodeControl:
         self._rooms.settle(Left(peer, link.address), now_s)
 
     def _is_elsewhere(self, peer: PeerId, link: Link) -> bool:
-        """Return whether another link of `DecodeControl` leads to this process too, or to one that
-        uses its name."""
         return any(other.peer == peer for other in self._links.all() if other is not link)
 
     def _promote(self, link: Link, now_s: float) -> None:
-        """Promise the rooms of `DecodeControl` that waited only for this prefill rank to
-        answer."""
         for leader in self._links.leaders(link):
             if leader.waiting and leader.ready:
                 self._promote_rooms(leader, now_s)
@@ -683,8 +655,6 @@ class DecodeControl:
             return None
 
     def _report_workers(self, changed: set[str], now_s: float) -> None:
-        """Tell the scheduler, from `DecodeControl`, which prefill workers that it asked about
-        answer now, and which do so no more."""
         # Sorted, so that a run from a seed replays exactly.
         for address in sorted(changed & self._asked_workers.keys()):
             leader = self._links.get(address)
@@ -701,14 +671,10 @@ class DecodeControl:
                 self._out.add(PrefillReady(address, most) if is_ready else PrefillAway(address))
 
     def _lose_worker(self, address: str, error: Exception) -> None:
-        """Report, from `DecodeControl`, that a prefill worker which the scheduler asked about is
-        lost, once."""
         if self._asked_workers.pop(address, None) is not None:
             self._out.add(PrefillLost(address, error))
 
     def _promote_rooms(self, leader: Link, now_s: float) -> None:
-        """Promise every room of `DecodeControl` that waits at this leader, if all its ranks
-        answer."""
         links = self._ranks_ready(leader, now_s)
         if links is None:
             return
@@ -739,8 +705,6 @@ class DecodeControl:
         refused: HandshakeError | ConfigError,
         now_s: float,
     ) -> None:
-        """Refuse, in `DecodeControl`, a prefill rank that answered and does not fit, and fail the
-        rooms that wait for it."""
         error = handshake.named(refused, self._option_names)
         self.counters["handshakes_refused"] += 1
         if life is not None:
@@ -752,8 +716,6 @@ class DecodeControl:
         self._refuse_link(link, error, now_s)
 
     def _refuse_link(self, link: Link, error: Exception, now_s: float) -> None:
-        """Fail the rooms of `DecodeControl` that wait for this prefill rank, at its link and at
-        those of its leaders."""
         kind = "lost" if isinstance(error, PeerLostError) else "refused"
         self.news.say(kind, link.peer or link.address, str(error))
         # `close` below removes the link, so its leaders are collected first, each once.

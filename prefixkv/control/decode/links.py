@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -28,11 +28,9 @@ from prefixkv.control.effects import (
 )
 from prefixkv.control.heartbeat import PeerClock, Stamper
 from prefixkv.control.peer_changes import PeerChanges
-from prefixkv.digest import prove
 from prefixkv.errors import FormerLifeError, PeerLostError
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (
-    Abort,
     AnyBody,
     Fenced,
     Frame,
@@ -41,13 +39,9 @@ from prefixkv.protocol.messages import (
     HelloRefused,
     HelloReply,
     HelloWanted,
-    Promise,
 )
 from prefixkv.protocol.timers import Backoff, Timers
 from prefixkv.staging.receiver import StagingPlan
-
-Word = TypeVar("Word", bound=Promise | Abort)
-
 
 _MOST_ANSWERED: Final = 256
 """Addresses of which it is remembered what answered there last, for the message of a later loss."""
@@ -134,7 +128,6 @@ class Links:
         self._changed |= link.leaders
 
     def get(self, address: str) -> Link | None:
-        """Return decode's link to this prefill rank's address, if there is one."""
         return self._links.get(address)
 
     def all(self) -> list[Link]:
@@ -147,7 +140,6 @@ class Links:
         return {link.address: (link.peer, self._state(link, now_s)) for link in self.all()}
 
     def _state(self, link: Link, now_s: float) -> str:
-        """Return the state of a link to a prefill rank as `peers` says it."""
         if not link.ready:
             return "connecting"
         return "suspect" if link.live.suspect(self._timing, now_s) else "ready"
@@ -189,13 +181,10 @@ class Links:
         self.send(link, hello, now_s)
 
     def send(self, link: Link, body: AnyBody, now_s: float) -> None:
-        """Send a frame to the prefill rank of a link, and note when it was spoken to."""
         link.live.sent_s = now_s
         self._out.add(SendFrame(link.address, self._stamp.frame(body)))
 
     def heard_of(self, what: Reached | Unreached, now_s: float) -> None:
-        """Note at a link that there is a connection to its prefill rank's address, or that there is
-        none."""
         link = self._links.get(what.address)
         if link is None:
             return
@@ -229,20 +218,12 @@ class Links:
         return PeerLostError(f"prefill worker {link.address}: {why}", link.peer)
 
     def _note_answered(self, link: Link) -> None:
-        """Remember which prefill process answered last at a link's address, and until when."""
         assert link.peer is not None
         self._answered.pop(link.address, None)
         self._answered[link.address] = link.peer, link.live.heard_s
         # Addresses come and go with restarts; those of the longest ago are forgotten.
         while len(self._answered) > _MOST_ANSWERED:
             del self._answered[next(iter(self._answered))]
-
-    def with_proof(self, link: Link, word: Word, digest: bytes) -> Word:
-        """Return the frame body with the proof for this link; its prefill rank must have answered
-        the handshake."""
-        assert link.reply is not None
-        proof = prove(digest, self._hello.secret, link.reply.secret)
-        return msgspec.structs.replace(word, proof=proof)
 
     def tick(self, address: str, now_s: float) -> None:
         """Repeat a Hello over a link, say a Heartbeat, or close a link that is silent and has no
@@ -336,8 +317,6 @@ class Links:
         self.greet(link, now_s)
 
     def replace_peer(self, link: Link, newer: PeerId | None, now_s: float) -> PeerId | None:
-        """Note that another prefill process answers at the link (`newer`), or none; return the one
-        before."""
         if link.peer is not None:
             self._note_answered(link)
         former, link.peer, link.ready = link.peer, newer, False
@@ -348,7 +327,6 @@ class Links:
         return former
 
     def _current(self) -> list[PeerId]:
-        """Return the prefill processes that decode's links lead to now."""
         return [link.peer for link in self._links.values() if link.peer is not None]
 
     def promised_links(self, leader: Link, now_s: float) -> dict[int, Link]:
@@ -394,8 +372,6 @@ class Links:
         return min(filter(None, said), default=0)
 
     def leaders(self, link: Link) -> Iterator[Link]:
-        """Yield the links at which rooms may wait for this prefill rank: its own, then those of its
-        leaders."""
         # Sorted, so that a run from a seed replays exactly.
         for address in (link.address, *sorted(link.leaders)):
             if (leader := self._links.get(address)) is not None:

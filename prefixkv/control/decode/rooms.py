@@ -50,8 +50,6 @@ class Room:
     peers: dict[int, PeerId] = field(default_factory=dict)
 
     def ranks_of(self, peer: PeerId, address: str | None = None) -> list[int]:
-        """Return the prefill ranks of the decode room that this process is; with `address`, only
-        those promised to it there."""
         return [
             rank
             for rank, known in self.peers.items()
@@ -60,7 +58,7 @@ class Room:
 
     @property
     def heard_s(self) -> float:
-        """The time by which every prefill rank of the decode room had been heard.
+        """The time by which every prefill rank of the room had been heard.
 
         -infinity if it was promised to none yet, or if another process answers on one's link.
         """
@@ -71,8 +69,8 @@ class Room:
         return min(times, default=-math.inf)
 
     def writers(self) -> Iterator[tuple[PeerId, Link]]:
-        """Yield the prefill processes that may still write the decode room's pages, each with its
-        link. Any thread may ask."""
+        """Yield the prefill processes that may still write the room's pages, each with its link.
+        Any thread may ask."""
         if isinstance(self.machine, ReceiverMachine):
             for rank in self.machine.undrained:
                 # A rank may be undrained before `peers` has it: then nothing was promised to it
@@ -82,7 +80,7 @@ class Room:
 
     def tell_overdue(self, news: PeerChanges) -> None:
         """Report each prefill process that has not proved in time that it no longer writes the
-        decode room's pages."""
+        room's pages."""
         for peer, _ in self.writers():
             key, pages = self.machine.key, getattr(self.machine, "num_pages", 0)
             room = f"of room {key.room} generation {key.generation}"
@@ -141,7 +139,6 @@ class ReceiverRooms:
         return self._rooms[key]
 
     def get(self, key: RoomKey) -> Room | None:
-        """Return decode's open or undrained room of this key, if any."""
         return self._rooms.get(key)
 
     def all(self) -> list[Room]:
@@ -149,7 +146,7 @@ class ReceiverRooms:
         return list(self._rooms.values())  # in one step: any thread may call this
 
     def add(self, room: Room) -> None:
-        """Let a decode room wait at its leader's link until it can be promised."""
+        """Let a room wait at its leader's link until it can be promised."""
         key, link = room.machine.key, room.link
         self._rooms[key] = room
         link.rooms.add(key)
@@ -157,8 +154,8 @@ class ReceiverRooms:
         self._timers.wake(key, room.machine.wake_s)
 
     def on(self, room: Room, event: receiver.ReceiverEvent, now_s: float) -> None:
-        """Give an event to a decode room's machine and carry out its actions; drop the room once it
-        is over."""
+        """Give an event to a room's machine and carry out its actions; drop the room once it is
+        over."""
         machine = room.machine
         expected = machine.is_written
         # The count is corrected even if an action raises: the transport must go on listening for
@@ -192,8 +189,6 @@ class ReceiverRooms:
         now_s: float,
         address: str | None = None,
     ) -> None:
-        """End the decode rooms that were promised to this prefill process; with `address`, only
-        those promised there."""
         for room in self.all():
             for rank in room.ranks_of(peer, address):
                 self.on(room, Fail(error, gone=rank), now_s)
@@ -219,7 +214,6 @@ class ReceiverRooms:
             self._drain(token, now_s)
 
     def _drain(self, token: Hashable, now_s: float) -> None:
-        """Tell the decode rooms that the token names that its writes are over."""
         if isinstance(token, RankDrained):
             drained = self._rooms.get(token.key)
             # One rank, one use of a room. The number may be in use again: then the ticket differs.
@@ -257,24 +251,18 @@ class ReceiverRooms:
                     assert_never(action)
 
     def _say(self, room: Room, rank: int, body: messages.AnyBody, now_s: float) -> None:
-        """Send a frame about a decode room to the process that a rank of the room was promised
-        to."""
         link = room.links[rank]
-        if link.peer != room.peers[rank]:  # the one it is meant for listens there no more
-            if isinstance(body, messages.Abort) and link.ready and room.digest:
-                # Another life answers there, and its engine may still get the request. The abort
-                # goes without the ticket, which only the former life knows. No other word concerns
-                # the new life.
-                word = msgspec.structs.replace(body, ticket=0)
-                word = self._links.with_proof(link, word, room.digest)
-                self._links.send(link, word, now_s)
-            return
-        if isinstance(body, messages.Promise) or (isinstance(body, messages.Abort) and room.digest):
-            body = self._links.with_proof(link, body, room.digest)
-        self._links.send(link, body, now_s)
+        is_meant = link.peer == room.peers[rank]
+        if isinstance(body, messages.Promise | messages.Abort) and link.peer is not None:
+            body = msgspec.structs.replace(body, digest=room.digest, life=link.peer.incarnation)
+        # Where another life answers by now, its engine may still get the request. So an abort goes
+        # to it too, without the ticket, which only the former life knows. No other word does.
+        if not is_meant and isinstance(body, messages.Abort) and link.ready and room.digest:
+            self._links.send(link, msgspec.structs.replace(body, ticket=0), now_s)
+        elif is_meant:
+            self._links.send(link, body, now_s)
 
     def drop(self, room: Room) -> None:
-        """Forget a decode room that is over, here and at all links that it held on to."""
         key = room.machine.key
         del self._rooms[key]
         for link in (room.link, *room.links.values()):

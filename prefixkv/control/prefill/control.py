@@ -14,10 +14,9 @@ drawn itself is an *offer* (`offers.py`): the first decode worker that proves th
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Final, assert_never
+from typing import assert_never
 
 from prefixkv.config import Backend, ControlConfig, short_key
 from prefixkv.control import handshake
@@ -31,7 +30,6 @@ from prefixkv.control.effects import (
     FrameReceived,
     LeaseGranted,
     PeerAccepted,
-    PeerTried,
     Reached,
     Renew,
     RoomAction,
@@ -41,7 +39,7 @@ from prefixkv.control.effects import (
 from prefixkv.control.effects import PrefillEffect as PrefillEffect
 from prefixkv.control.effects import PrefillInput as PrefillInput
 from prefixkv.control.former_lives import LEFT
-from prefixkv.control.prefill.admission import OnTrial, PeerAdmission
+from prefixkv.control.handshake import Accepted
 from prefixkv.control.prefill.early_aborts import EarlyAborts
 from prefixkv.control.prefill.offers import Offer, Offers
 from prefixkv.control.prefill.peers import Peer, Peers
@@ -49,6 +47,7 @@ from prefixkv.control.prefill.rooms import SenderRoom, SenderRooms
 from prefixkv.control.prefill.writes import StagingSlots, Writes
 from prefixkv.errors import (
     AbortedError,
+    ConfigError,
     FormerLifeError,
     HandshakeError,
     PeerLostError,
@@ -59,7 +58,6 @@ from prefixkv.errors import (
     TransferTimeoutError,
     VersionError,
     WeightsVersionError,
-    WrongWorkerError,
 )
 from prefixkv.protocol import messages
 from prefixkv.protocol import sender_events as sender
@@ -84,6 +82,7 @@ from prefixkv.protocol.messages import (
     Hello,
     HelloRefused,
     LeaseGrant,
+    Libraries,
     ModelDigest,
     Outcome,
     OutcomeAck,
@@ -103,11 +102,7 @@ from prefixkv.transport.base import (
     WriteFailed,
 )
 
-_UNKNOWN_NAME_S: Final = 0.5
-_KNOWN_NAME_S: Final = 2.0
-"""Seconds that a request and a promise of one number and one prompt may name different decode
-workers, until one of the names is taken for wrong: where prefill does not know the worker that the
-request names, and where it does."""
+_NO_LIBRARIES = Libraries()
 
 
 class PrefillControl:
@@ -121,14 +116,12 @@ class PrefillControl:
             the ranks it is.
         endpoints: the addresses of all ranks, by rank; "" for its own.
         staging: None where slices are written one by one.
-        tries: whether a peer's metadata is tried before it is loaded. Then TryPeer is returned, and
-            a Hello is answered only after PeerTried.
-        secret: 16 to 32 random bytes, drawn for this life: see `prefixkv.digest`.
         life: which process this is; None: not to be said.
         backend: as `TransportConfig.backend`.
         option_names: as of `ModelConfig`.
         max_tokens: what its pool holds; 0: not to be said.
         weights_version: of the weights that it begins with.
+        libraries: versions of what loads NIXL's metadata.
     """
 
     def __init__(
@@ -140,20 +133,19 @@ class PrefillControl:
         endpoints: tuple[str, ...] = (),
         rank: int = 0,
         staging: StagingSlots | None = None,
-        tries: bool = False,
         *,
-        secret: bytes,
         life: ProcessLife | None = None,
         backend: Backend = "nixl",
         option_names: Mapping[str, str] | None = None,
         max_tokens: int = 0,
         weights_version: str = "",
+        libraries: Libraries = _NO_LIBRARIES,
     ) -> None:
         self.me = me
         self.counters: Counter[str] = Counter()
         slot_bytes = 0 if staging is None else staging.slot_bytes
-        what = digest, topology, rank, slot_bytes, secret, life, backend
-        self._ours = handshake.OurSide(*what, option_names or {}, max_tokens)
+        what = digest, topology, rank, slot_bytes, life, backend
+        self._ours = handshake.OurSide(*what, option_names or {}, max_tokens, libraries)
         self._rank = rank
         self._weights_version = weights_version
         self._timing = timing
@@ -165,10 +157,7 @@ class PrefillControl:
             me, self._ours, endpoints, timing, self._timers, self.lost_peers, self._actions
         )
         self.news = self._peers.news
-        self._admission = PeerAdmission(
-            self._ours, self._peers, timing, tries, self.counters, self._actions
-        )
-        self._aborts = EarlyAborts(timing, secret)
+        self._aborts = EarlyAborts(timing)
         self._offers = Offers(timing)
         self._rooms = SenderRooms(
             rank,
@@ -201,8 +190,6 @@ class PrefillControl:
 
     @property
     def last_effects(self) -> list[PrefillEffect]:
-        """Effects of the last `on` of the `PrefillControl`, those from before an exception
-        too."""
         return self._out.effects
 
     def _take_input(self, what: PrefillInput, now_s: float) -> None:
@@ -254,8 +241,6 @@ class PrefillControl:
             case PeerUnreachable():
                 self.counters["peers_unreachable"] += 1
                 self._peers.deaths.doubt(what.peer, now_s)
-            case PeerTried():
-                self._tried(what, now_s)
             case ConnectFailed():
                 self.counters["handshakes_refused"] += 1
                 self.news.say("shut out", what.address, str(what.error))
@@ -280,15 +265,14 @@ class PrefillControl:
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms and offers of the `PrefillControl` that an engine or a peer still has
-        something to do with.
+        """Number of rooms and offers that an engine or a peer still has something to do with.
 
         Any thread may ask.
         """
         return self._rooms.num_claimed + len(self._offers)
 
     def rooms(self) -> Iterable[SenderRoom]:
-        """Return the machines of all rooms of the `PrefillControl`, for audits."""
+        """Return the machines of all rooms, for audits."""
         return self._rooms.all()
 
     def peers(self, now_s: float) -> dict[PeerId, str]:
@@ -299,18 +283,17 @@ class PrefillControl:
     def check_invariants(self) -> None:
         """Raise AssertionError if what the `PrefillControl` counts for decode ranks differs
         from what is held."""
-        self._rooms.check_invariants(self._peers.all(), self._aborts.held_bytes())
+        self._rooms.check_invariants(self._peers.all())
 
     def lost_peers(self, now_s: float) -> LostPeers:
-        """Return the decode ranks that are suspect or over for the `PrefillControl`, what is
-        wrong with each, and how many rooms it is still in. Any thread may ask."""
+        """Return the decode ranks that are suspect or over, what is wrong with each, and how many
+        rooms it is still in. Any thread may ask."""
         return self._rooms.lost_peers(lambda peer: self._peers.trouble(peer, now_s))
 
     # --- commands ---------------------------------------------------------------------------------
 
     def _add(self, command: AddRoom, now_s: float) -> None:
-        """Take AddRoom, a command to `PrefillControl`: the engine's request for a room, new or
-        promised already.
+        """Take AddRoom: the engine's request for a room, new or promised already.
 
         Raises:
             RequestError: a room with its number has writes that have not ended.
@@ -349,13 +332,9 @@ class PrefillControl:
             self._actions.add(SourceFree(key))
         elif early is not None:
             self._rooms.on(room, Fail(early), now_s)
-        else:  # a promise may be here already, under another name
-            for other in self._rooms.of_numbers(key.numbers):
-                self._doubt_name(other, now_s)
 
     def _offer(self, command: OfferRoom, now_s: float) -> None:
-        """Take OfferRoom, a command to `PrefillControl`: a room that the engine has drawn for a
-        computed prompt.
+        """Take OfferRoom: a room that the engine has drawn for a computed prompt.
 
         Promises for it may be here already: the first that proves the prompt opens it, rooms of the
         others end. An early abort ends it where none opens it.
@@ -385,8 +364,6 @@ class PrefillControl:
             self._close_offer(command.key, early, now_s)
 
     def _open_offer(self, key: RoomKey, offer: Offer, now_s: float) -> None:
-        """Give an offer of `PrefillControl` to the decode worker of `key`, which has proved the
-        prompt."""
         # Closed first, so that the next promise is refused and not taken for a second opening.
         why = f"room {key.room} was opened by another decode worker"
         self._offers.end(key.numbers, why, now_s)
@@ -394,8 +371,6 @@ class PrefillControl:
         self._add(AddRoom(key, offer.num_tokens, offer.digest), now_s)
 
     def _close_offer(self, key: RoomKey, error: Exception, now_s: float) -> bool:
-        """Close an offer of `PrefillControl` that no decode worker has opened; it ends with
-        `error`. Return False, and do nothing, if it is not open."""
         if not self._offers.end(key.numbers, str(error), now_s):
             return False
         offered = RoomKey(*key.numbers)
@@ -405,8 +380,8 @@ class PrefillControl:
         return True
 
     def _decline(self, command: DeclineRoom, now_s: float) -> None:
-        """Take DeclineRoom, a command to `PrefillControl`: refuse a request for the engine, so
-        that decode hears why, now or when it promises.
+        """Take DeclineRoom: refuse a request for the engine, so that decode hears why, now or when
+        it promises.
 
         A room that the engine has added is not touched.
         """
@@ -423,14 +398,13 @@ class PrefillControl:
                 self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
 
     def _chunk(self, command: SendChunk, now_s: float) -> None:
-        """Take SendChunk, a command to `PrefillControl`: pass pages that the engine hands over to
-        their room. Ended or unknown: no-op."""
+        """Take SendChunk: pass pages that the engine hands over to their room. Ended or unknown:
+        no-op."""
         if (room := self._rooms.get(command.key)) is not None:
             self._rooms.on(room, command, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
-        """Take AbortRoom, a command to `PrefillControl`: end a room that the engine wants no more.
-        Unknown: no-op."""
+        """Take AbortRoom: end a room that the engine wants no more. Unknown: no-op."""
         room = self._rooms.get(command.key)
         if room is not None:
             self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
@@ -463,14 +437,10 @@ class PrefillControl:
     def _remember(
         self, key: RoomKey, event: Promised, error: TransferError, peer: Peer | None, now_s: float
     ) -> None:
-        """Remember in `PrefillControl` that a promise was answered with `error`: a request that
-        comes for it ends so, at once."""
         if peer is not None:
-            self._aborts.keep_end(key, error, (event.ticket, event.proof), peer, now_s)
+            self._aborts.keep_end(key, error, (event.ticket, event.digest), peer, now_s)
 
     def _fence(self, command: Fence, now_s: float) -> None:
-        """Take Fence, a command to `PrefillControl`: end all rooms of a decode process that is
-        dead, and refuse it from now on."""
         peer_id, how = command.peer, FENCED_DEAD if command.proved else FENCED
         # First: forgetting the peer below drops what is known of its process, and the death would
         # not be counted.
@@ -487,21 +457,16 @@ class PrefillControl:
             self._end_unpromised(peer_id if peer is None else peer.worker, how, now_s)
 
     def _tick(self, now_s: float) -> None:
-        """Look, in `PrefillControl`, at the peers, rooms and offers that are due, at early aborts,
-        and at processes to examine."""
-
         def look(key: str | RoomKey) -> None:
             # Three kinds of keys: a peer's name; a room; the numbers of an offer, as a room without
             # a decode worker.
             if isinstance(key, str):
                 self._peers.tick(key, now_s)
             elif (room := self._rooms.get(key)) is not None:
-                self._check_name(room, now_s)
-                if self._rooms.get(key) is room:
-                    awaited = room.awaits_promise
-                    self._rooms.tick(room, now_s)
-                    if awaited and room.poll.ended:
-                        self.counters["never_promised"] += 1
+                awaited = room.awaits_promise
+                self._rooms.tick(room, now_s)
+                if awaited and room.poll.ended:
+                    self.counters["never_promised"] += 1
             elif (offer := self._offers.get(key)) is not None and not key.decode:
                 if now_s < offer.until_s:
                     self._timers.wake(key, offer.until_s)  # the timer may wake early
@@ -517,8 +482,8 @@ class PrefillControl:
     # --- frames -----------------------------------------------------------------------------------
 
     def _frame(self, received: FrameReceived[bytes], now_s: float) -> None:
-        """Decode a frame that came to `PrefillControl`, and take it. Malformed, stale and foreign
-        frames are counted and dropped."""
+        """Decode a frame that came, and take it. Malformed, stale and foreign frames are counted
+        and dropped."""
         try:
             frame = messages.decode(received.raw)
             self._take(received, frame, now_s)
@@ -551,8 +516,6 @@ class PrefillControl:
                 self._rooms.on(room, Fail(error), now_s)
 
     def _take(self, received: FrameReceived[bytes], frame: Frame, now_s: float) -> None:
-        """Take a decoded frame in `PrefillControl`: introductions from any process, all else only
-        from known peers."""
         route, body = received.source, frame.body
         # 1. Is the name the sender's to use, and its life not over?
         try:
@@ -579,6 +542,9 @@ class PrefillControl:
             raise ProtocolError(f"{frame.sender} has not introduced itself")
         peer.live.take(frame, now_s)
         peer.route = route
+        # What was said to a process that is gone is late: decode may have drained its pages since.
+        if isinstance(body, Promise | Abort) and body.life != self.me.incarnation:
+            raise ProtocolError(f"a {type(body).__name__} to life {body.life:x}")
         # 4. By type. What is for decode is refused by name, so that a new type is not forgotten
         # here.
         match body:
@@ -624,8 +590,7 @@ class PrefillControl:
         hello: Hello,
         now_s: float,
     ) -> None:
-        """Take a Hello in `PrefillControl`: of a peer that repeats it, of a stranger, or of a
-        peer's next life."""
+        """Take a Hello: of a peer that repeats it, of a stranger, or of a peer's next life."""
         route = received.source
         # 1. The peer repeats itself: it has not had our reply. Nothing else changes.
         if peer is not None and peer.id == frame.sender:
@@ -638,23 +603,28 @@ class PrefillControl:
         if hello.nonce != self._peers.nonce(frame.sender):
             self._peers.hello_wanted(route, frame.sender)
             return
-        # 3. Checked, and perhaps tried in another process before it is admitted.
-        self._greeted(self._admission.hello(received, frame, hello, now_s), now_s)
+        # 3. Can the two work together, and is the sender what it says it is?
+        try:
+            accepted = handshake.accept(self._ours, frame.sender, hello)
+            self._peers.check_worker(frame, received.credential, hello, now_s)
+        except (HandshakeError, ConfigError) as error:
+            why = str(handshake.named(error, self._ours.option_names))
+            self.counters["handshakes_refused"] += 1
+            self.news.say("refused", frame.sender, why)
+            self._peers.reply(route, hello, why)
+            return
+        self._admit(accepted, received, frame, hello, now_s)
 
-    def _tried(self, tried: PeerTried, now_s: float) -> None:
-        """Take the end of a trial in `PrefillControl`: a decode rank that passed is admitted."""
-        self._greeted(self._admission.tried(tried, now_s), now_s)
-
-    def _greeted(self, arrived: OnTrial | None, now_s: float) -> None:
-        """Admit to `PrefillControl` the decode rank that has passed all checks, if one has."""
-        if arrived is not None:
-            self._admit(arrived, now_s)
-
-    def _admit(self, arrived: OnTrial, now_s: float) -> None:
+    def _admit(
+        self,
+        accepted: Accepted,
+        received: FrameReceived[bytes],
+        frame: Frame,
+        hello: Hello,
+        now_s: float,
+    ) -> None:
         """Make a decode rank a peer of `PrefillControl`, in the place of its former life."""
-        accepted, received, frame, hello, came_s = arrived
-        # 1. The former life goes first, while the name still leads to it: otherwise the bytes of
-        # its Hello would stay counted.
+        # 1. The former life goes first, while the name still leads to it.
         route, peer = received.source, self._peers.get(frame.name)
         if peer is not None:
             self._peers.lives.supersede(peer.id, frame.sender)
@@ -669,7 +639,7 @@ class PrefillControl:
         self._peers.reply(route, hello, staged=accepted.cut is not None)
         # 3. Requests that are older than this life are most likely not its own.
         if hello.rank == 0 and hello.age_ms is not None:
-            self._life_began(frame.sender, came_s - hello.age_ms / 1000, now_s)
+            self._life_began(frame.sender, now_s - hello.age_ms / 1000, now_s)
 
     def _life_began(self, life: PeerId, born_s: float, now_s: float) -> None:
         """Give this life of a decode worker a while to promise requests that came to prefill's
@@ -685,8 +655,8 @@ class PrefillControl:
                 self._rooms.on(room, sender.LifeBegan(life, until_s), now_s)
 
     def _take_refusal(self, frame: Frame, word: HelloRefused, now_s: float) -> None:
-        """Take in `PrefillControl` a decode rank's refusal to work with this process. It is never
-        answered, lest two processes refuse each other without end."""
+        """Take a decode rank's refusal to work with this process. It is never answered, lest two
+        processes refuse each other without end."""
         # A refusal names the life that it is for. One meant for a former life of ours says nothing.
         if word.life != self.me.incarnation:
             raise ProtocolError(f"a refusal of life {word.life:x}")
@@ -705,8 +675,6 @@ class PrefillControl:
             self._peers.forget(peer)
 
     def _lose_peer(self, peer: Peer, error: Exception, now_s: float) -> None:
-        """End in `PrefillControl` the rooms of a peer that has left or was replaced, and forget
-        it."""
         # Before its rooms end, so that nothing more is sent to it, and each room sees whether all
         # its ranks are gone.
         peer.gone = True
@@ -715,8 +683,8 @@ class PrefillControl:
         self._peers.forget(peer)
 
     def _end_unpromised(self, worker: PeerId, how: str, now_s: float) -> None:
-        """End in `PrefillControl` the requests that wait for this life of a decode worker to
-        promise pages, which it will not do any more.
+        """End the requests that wait for this life of a decode worker to promise pages, which it
+        will not do any more.
 
         Where a later life is known, it may ask for them: see `_life_began`.
         """
@@ -730,8 +698,8 @@ class PrefillControl:
                 self._rooms.on(room, Fail(error), now_s)
 
     def _take_promise(self, peer: Peer, promise: Promise, now_s: float) -> None:
-        """Take a promise of pages in `PrefillControl`: for a room of the engine, an offer, or a
-        request that is to come.
+        """Take a promise of pages: for a room of the engine, an offer, or a request that is to
+        come.
 
         Raises:
             ProtocolError: it is refused, and decode was answered.
@@ -741,19 +709,19 @@ class PrefillControl:
         # anywhere. Rooms that make way in it are over in any case.
         try:
             # 1. The pages themselves.
-            event = peer.promised(promise, self._ours.topology.page_size, self._ours.secret)
+            event = peer.promised(promise, self._ours.topology.page_size)
             room = self._rooms.get(key)
             # 2. May this rank speak about this use of the room?
             if not self._may_speak(peer, key, promise.ticket, room):
                 raise ProtocolError(f"room {key.room} is over, or another life's or rank's")
             # 3. A room that has ended under this number makes way: (a) decode has done with that
             # use, if it uses the number again; (b) the request ended before decode had spoken of
-            # it, and the proof says that this promise is for another prompt, so for the next
+            # it, and the digest says that this promise is for another prompt, so for the next
             # request.
             if room is not None and room.drained and room.is_other_use(promise.ticket):
                 self._rooms.drop(room)
                 room = None
-            if room is not None and room.is_left_over and not room.may_be_about(event):
+            if room is not None and room.is_left_over and not room.may_be_about(event.digest):
                 self._rooms.drop(room)
                 room = None
             # 4. Of our weights? A room that the engine has added compares them itself.
@@ -787,49 +755,13 @@ class PrefillControl:
         # Before the room takes it, since its answers go to the peers that have claimed the room.
         room.claim(peer, event.all_pages)
         self._rooms.on(room, event, now_s)
-        if isinstance(room.error, PromptMismatchError) and not room.may_be_about(event):
+        if isinstance(room.error, PromptMismatchError) and not room.may_be_about(event.digest):
             self._remember(key, event, room.error, peer, now_s)  # its request may still come
         if offer is not None:  # behind the promise: so the room is parked for no time
             self._open_offer(key, offer, now_s)
-        self._doubt_name(room, now_s)
-
-    def _doubt_name(self, parked: SenderRoom, now_s: float) -> None:
-        """Note a promise to `PrefillControl` that waits for its request, while the same request
-        waits for a promise of another decode worker: the name in it may be wrong.
-
-        May be, since each decode worker counts its own rooms. So what is missing of the two rooms
-        gets a while to come.
-        """
-        other = self._rooms.namesake(parked)
-        if other is not None:
-            # A worker that is known may be full. One that is not can only be about to say Hello.
-            is_known = self._peers.get(other.key.decode) is not None
-            until_s = now_s + (_KNOWN_NAME_S if is_known else _UNKNOWN_NAME_S)
-            parked.misnamed_s = min(parked.misnamed_s, until_s)
-            self._timers.wake(parked.key, parked.misnamed_s)
-
-    def _check_name(self, parked: SenderRoom, now_s: float) -> None:
-        """End in `PrefillControl` a promise and a request that differ in the decode worker alone,
-        once their time is over."""
-        if now_s < parked.misnamed_s:
-            return
-        parked.misnamed_s = math.inf
-        other = self._rooms.namesake(parked)
-        if other is None:
-            return
-        error = WrongWorkerError(
-            f"room {parked.key.room} generation {parked.key.generation}: the request on prefill is "
-            f"for decode worker {other.key.decode!r} (Request.decode), the pages for it are "
-            f"promised by {parked.key.decode!r}"
-        )
-        self._rooms.on(parked, Fail(error), now_s)
-        # Where names belong to keys, no worker ends a request of another, though it knows the
-        # prompt.
-        if self._timing.curve is None:
-            self._rooms.on(other, Fail(error), now_s)
 
     def _check_weights(self, peer: Peer, event: Promised, key: RoomKey, now_s: float) -> None:
-        """Raise ProtocolError in `PrefillControl` for a promise of other weights than ours.
+        """Raise ProtocolError for a promise of other weights than ours.
 
         A request that comes later ends likewise, and so does the offer that the promise would have
         opened.
@@ -865,13 +797,11 @@ class PrefillControl:
             self._peers.send(peer, refusal, now_s)
 
     def _may_speak(self, peer: Peer, key: RoomKey, ticket: int, room: SenderRoom | None) -> bool:
-        """Return whether `PrefillControl` lets this rank speak about this use of the room: it may
-        not if the use is over here, or if the room does not admit it."""
         return (key, ticket) not in peer.past and (room is None or room.admits(peer))
 
     def _take_abort(self, peer: Peer, abort: Abort, now_s: float) -> None:
-        """Take decode's abort of a room in `PrefillControl`: end it, remember it for a request to
-        come, answer Drained."""
+        """Take decode's abort of a room: end it, remember it for a request to come, answer
+        Drained."""
         key = peer.key(abort)
         # 1. Does this use of the room belong to the sender?
         room = self._rooms.get(key)
@@ -879,8 +809,8 @@ class PrefillControl:
         peer.past.answer((key, abort.ticket))
         if room is not None and room.added and not room.readers:
             # It may be about a former use of the number, and have crossed the next request: the
-            # proof tells.
-            theirs = theirs and room.may_prove(abort.proof, peer.secrets(self._ours.secret))
+            # digest tells.
+            theirs = theirs and room.may_be_about(abort.digest)
             if not theirs:
                 room = None
         closed = False

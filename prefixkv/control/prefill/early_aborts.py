@@ -1,16 +1,11 @@
-"""Aborts that came before the engine's request. They are kept, so that it fails at once.
-
-They are what a peer makes prefill remember, so they are counted in its worker's `Budget`.
-"""
+"""Aborts that came before the engine's request. They are kept, so that it fails at once."""
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
 from prefixkv.config import ControlConfig
-from prefixkv.control.prefill.budgets import ABORT_BYTES, Budget
 from prefixkv.control.prefill.peers import Peer
-from prefixkv.digest import proves
 from prefixkv.errors import TransferError
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Abort
@@ -20,28 +15,21 @@ _MAX_REASON: Final = 1000  # characters
 
 
 class _Early(NamedTuple):
-    """An abort that came before its request. `num_bytes` are counted in the worker's `budget`."""
+    """An abort that came before its request."""
 
     until_s: float
     error: TransferError
-    proof: bytes  # of the aborted prompt; b"": of any prompt
-    secrets: tuple[bytes, bytes]
-    num_bytes: int
-    budget: Budget
+    digest: bytes  # of the aborted prompt; b"": of any prompt
 
     def is_of(self, digest: bytes) -> bool:
-        """Return whether the early abort may be about this prompt: yes where either side names
-        none."""
-        return not (self.proof and digest) or proves(self.proof, digest, *self.secrets)
+        return not (self.digest and digest) or self.digest == digest
 
 
 class EarlyAborts:
     """Owned by a `PrefillControl`."""
 
-    def __init__(self, timing: ControlConfig, secret: bytes) -> None:
-        """Start without early aborts; `secret` is this process's, as for `PrefillControl`."""
+    def __init__(self, timing: ControlConfig) -> None:
         self._timing = timing
-        self._secret = secret
         # By the decode worker's name, so that no other worker can fill its limit. Within one, in
         # the order of arrival, which is that of the deadlines: `expire` looks only at the first.
         self._aborted: dict[str, dict[RoomKey, _Early]] = {}
@@ -53,28 +41,24 @@ class EarlyAborts:
         Bounded per worker.
         """
         error = abort_error(abort.reason[:_MAX_REASON], abort.versions)
-        self.keep_end(key, error, (abort.ticket, abort.proof), peer, now_s)
+        self.keep_end(key, error, (abort.ticket, abort.digest), peer, now_s)
 
     def keep_end(
         self, key: RoomKey, error: TransferError, use: tuple[int, bytes], peer: Peer, now_s: float
     ) -> None:
         """Remember, like an early abort, that a use of the room has ended with `error`; `use` is
-        its ticket and the proof of its prompt. See `keep`."""
-        ticket, proof = use
+        its ticket and the digest of its prompt. See `keep`."""
+        ticket, digest = use
         # Even if the abort finds no space below, the use is over: a late promise for it is refused.
         peer.past.add((key, ticket), answered=True)
-        # Before the budget is looked at: it gives back the bytes of an earlier abort of this room.
+        # Before the limit is looked at: an earlier abort of this room gives its place back.
         self.take(key)
         kept = self._aborted.setdefault(key.decode, {})
-        num_bytes = ABORT_BYTES + len(str(error).encode())
         # Beyond a limit the abort is lost: the request then waits for its timeout, which costs the
         # peer only time. Nothing of another worker is ever evicted for it.
-        fits = peer.budget.num_bytes + num_bytes <= peer.budget.limit
-        if fits and len(kept) < self._timing.max_parked_per_peer:
+        if len(kept) < self._timing.max_parked_per_peer:
             until_s = now_s + self._timing.parked_timeout_s
-            secrets = peer.secrets(self._secret)
-            kept[key] = _Early(until_s, error, proof, secrets, num_bytes, peer.budget)
-            peer.budget.num_bytes += num_bytes
+            kept[key] = _Early(until_s, error, digest)
 
     def take(self, key: RoomKey, digest: bytes = b"") -> TransferError | None:
         """Remove and return the error of an early abort of the room; None if there is none.
@@ -85,7 +69,6 @@ class EarlyAborts:
         early = self._aborted.get(key.decode, {}).pop(key, None)
         if early is None:
             return None
-        early.budget.num_bytes -= early.num_bytes
         return early.error if early.is_of(digest) else None
 
     def take_all(self, numbers: tuple[int, int]) -> TransferError | None:
@@ -105,15 +88,6 @@ class EarlyAborts:
                 self.take(key)
             if not kept:
                 del self._aborted[name]
-
-    def held_bytes(self) -> dict[Budget, int]:
-        """Return the bytes that early aborts hold of each decode worker's budget, recounted: for
-        audits."""
-        held: dict[Budget, int] = {}
-        for kept in self._aborted.values():
-            for early in kept.values():
-                held[early.budget] = held.get(early.budget, 0) + early.num_bytes
-        return held
 
     def all(self) -> dict[RoomKey, str]:
         """Return the rooms that an early abort is kept for, and the decode worker of each: for

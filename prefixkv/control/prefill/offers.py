@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from prefixkv.config import ControlConfig
-from prefixkv.digest import proves
 from prefixkv.errors import ProtocolError
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.sender_events import Promised
@@ -29,8 +28,7 @@ class Offer(NamedTuple):
         The number of a room proves nothing: it travels through routers, and can be guessed or
         repeated.
         """
-        known = promise.fill_len == self.num_tokens
-        return known and proves(promise.proof, self.digest, *promise.secrets)
+        return promise.fill_len == self.num_tokens and promise.digest == self.digest
 
 
 class _Closed(NamedTuple):
@@ -64,7 +62,6 @@ class Offers:
         self._open[numbers] = offer
 
     def all(self) -> list[Numbers]:
-        """Return the room numbers of this prefill rank's open offers."""
         return list(self._open)
 
     def get(self, key: RoomKey) -> Offer | None:

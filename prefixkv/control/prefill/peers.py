@@ -20,7 +20,7 @@ from prefixkv.control.former_lives import IncarnationHistory, nonce
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.heartbeat import PeerClock, Stamper
 from prefixkv.control.peer_changes import PeerChanges
-from prefixkv.control.prefill.budgets import Budget, RankClaims, hello_bytes
+from prefixkv.control.prefill.claims import RankClaims
 from prefixkv.control.prefill.retired_tickets import RetiredTickets
 from prefixkv.errors import FormerLifeError, HandshakeError, NameTakenError, ProtocolError
 from prefixkv.paging import pages_for
@@ -46,7 +46,7 @@ class Peer:
 
     `readers` are the ranks of its worker that promise us pages. `writes` says whether we write KV
     to it, `staged` whether that goes through staging, `takes_state` whether we write extra state to
-    it. `budget` is shared by all ranks of its worker. `num_parked` counts its promises that wait
+    it. `num_parked` counts its promises that wait
     for their request. `met_s` is when it was met; `succeeded` is its number among the peers met
     (`Peers.num_met`) if it replaced a former life, else 0. `gone` is True once it has left or was
     replaced, and its rooms have ended.
@@ -61,7 +61,6 @@ class Peer:
     writes: bool
     staged: bool
     takes_state: bool
-    budget: Budget
     claimed: RankClaims
     past: RetiredTickets
     met_s: float = 0.0
@@ -77,7 +76,6 @@ class Peer:
 
     @property
     def worker(self) -> PeerId:
-        """Identity of rank 0 of this peer's decode worker, which is the worker's."""
         return self.hello.worker or self.id
 
     def check_parked(self, limit: int) -> None:
@@ -88,11 +86,6 @@ class Peer:
                 f"{self.num_parked} promises wait for their requests, the limit is reached"
             )
 
-    def secrets(self, ours: bytes) -> tuple[bytes, bytes]:
-        """Return the two secrets that this peer's proofs of a prompt are keyed with: the decode
-        rank's own, and ours."""
-        return self.hello.secret, ours
-
     def key(self, word: RoomBody) -> RoomKey:
         """Return the key of the room that a frame of this peer, a decode rank, is about.
 
@@ -101,18 +94,18 @@ class Peer:
         """
         return RoomKey(word.room, word.generation, self.worker.name)
 
-    def promised(self, promise: Promise, our_page_size: int, our_secret: bytes) -> Promised:
+    def promised(self, promise: Promise, our_page_size: int) -> Promised:
         """Check a promise of this peer, a decode rank, and return it with page ids that are safe to
         turn into addresses.
 
         Raises:
-            BudgetError: it has more pages than fit; raised before an array is made of them.
+            OverpromisedError: it has more pages than fit; raised before an array is made of them.
             ProtocolError: its prefix, number of pages, page ids or state slot cannot be.
         """
-        # 1. Is there room for it at all? The number of bytes tells, before they are read.
+        # 1. Does it fit its pool? The number of bytes tells, before they are read.
         page_size = self.hello.topology.page_size
         self.claimed.check(self.key(promise), promise.num_pages)
-        # 2. What is cheap before what costs, and nothing that sorts: a promise may have two million
+        # 2. What is cheap before what costs, and nothing that sorts: a promise may have a million
         # pages.
         if promise.prefix_len % page_size or promise.prefix_len > promise.fill_len:
             raise ProtocolError(
@@ -158,9 +151,8 @@ class Peer:
             fold=fold,
             state_slot=slot,
             takes_state=self.takes_state,
-            proof=promise.proof,
+            digest=promise.digest,
             weights_version=promise.weights_version,
-            secrets=self.secrets(our_secret),
             windows=windows,
         )
 
@@ -244,7 +236,6 @@ class Peers:
         return len(self._peers)
 
     def get(self, name: str) -> Peer | None:
-        """Return prefill's peer of this name, whichever of its incarnations it is."""
         return self._peers.get(name)
 
     def find(self, peer_id: PeerId) -> Peer | None:
@@ -287,8 +278,6 @@ class Peers:
         return self.lives.how(peer.id) or suspect
 
     def taken(self, name: str, now_s: float) -> str:
-        """Return in words that the name of a decode rank is taken: by which process, and since
-        when; "" if no peer of prefill's has it."""
         peer = self._peers.get(name)
         if peer is None:
             return ""
@@ -342,7 +331,7 @@ class Peers:
 
         Raises:
             HandshakeError: its name and key do not fit the worker, a later process has its name,
-                `max_peers` workers are known, or the worker has no `max_peer_bytes` left.
+                or `max_peers` workers are known.
             FormerLifeError: that life of the worker is over.
         """
         # 1. Its name follows from the worker and the rank.
@@ -367,14 +356,11 @@ class Peers:
         for peer in others:
             if peer.hello.topology != hello.topology:
                 raise HandshakeError("topology", peer.hello.topology, hello.topology)
-        # 5. There is room for it: workers, then bytes.
+        # 5. There is room for it.
         workers = {peer.worker.name for peer in self.all()}
         if worker.name not in workers and len(workers) >= self._timing.max_peers:
             most = self._timing.max_peers
             raise HandshakeError("decode workers", most, most + 1, "are more than max_peers allows")
-        held = hello_bytes(hello) + (others[0].budget.num_bytes if others else 0)
-        if held > (most := self._timing.max_peer_bytes):
-            raise HandshakeError("bytes held for it", most, held, "are more than max_peer_bytes")
 
     def _check_later(self, sender: PeerId, hello: Hello, now_s: float) -> None:
         """Raise NameTakenError if the Hello is of an older decode process than the peer that has
@@ -409,11 +395,6 @@ class Peers:
         route, credential = received
         self.lives.begin(frame.sender)
         self.num_met += 1
-        worker = hello.worker or frame.sender
-        # All ranks of a worker share one budget; `check_worker` found room in it for this Hello.
-        shared = [peer.budget for peer in self.all() if peer.worker == worker]
-        budget = shared[0] if shared else Budget(self._timing.max_peer_bytes)
-        budget.num_bytes += hello_bytes(hello)
         self._peers[frame.name] = Peer(
             id=frame.sender,
             route=route,
@@ -426,7 +407,6 @@ class Peers:
             writes=added is not None,
             staged=accepted.cut is not None,
             takes_state=added is not None and added.state is not None,
-            budget=budget,
             claimed=RankClaims(
                 hello.layout.num_pages
                 + sum(
@@ -434,7 +414,6 @@ class Peers:
                     for group in hello.layout.windows
                     if not hello.layout.is_shared(group)
                 ),
-                budget,
             ),
             past=RetiredTickets(self._timing.max_parked_per_peer),
             met_s=now_s,
@@ -450,7 +429,7 @@ class Peers:
         """Answer the Hello of a decode rank that is or becomes a peer, or refuse it or another
         frame."""
         ours, known = self._ours, hello.known if hello is not None else 0
-        said = ours.secret, refused[:1000], ours.rank, staged, known
+        said = refused[:1000], ours.rank, staged, known
         most = ours.max_tokens
         body = HelloReply(ours.digest, ours.topology, self._endpoints, *said, ours.life, most)
         self._actions.add(SendFrame(route, self._stamp.frame(body)))
@@ -512,16 +491,10 @@ class Peers:
         if self._peers.get(peer.id.name) is peer:
             del self._peers[peer.id.name]
             self._timers.forget(peer.id.name)
-            peer.budget.num_bytes -= hello_bytes(peer.hello)
         self._actions.add(RemovePeer(peer.id))
 
 
 def _may_speak(allowed: Mapping[str, str], credential: str, name: str) -> bool:
-    """Return whether a peer's key may use the name of a decode rank.
-
-    It may if the name is listed for it. A name that is listed for no key may be used by a further
-    rank ("worker/3") of the worker that the key is listed for.
-    """
     if name in allowed.values():
         return allowed.get(credential) == name
     worker, _, rank = name.rpartition("/")

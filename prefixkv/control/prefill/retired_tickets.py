@@ -31,8 +31,6 @@ class RetiredTickets:
         return use in self._unanswered or use in self._answered
 
     def add(self, use: Use, *, answered: bool = False) -> None:
-        """Retire the ticket of a room's use that is over; `answered` says that the decode rank has
-        acknowledged or aborted it."""
         known = self._answered if answered else self._unanswered
         known[use] = None
         if len(known) > self._most:

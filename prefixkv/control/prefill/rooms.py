@@ -3,7 +3,6 @@ claimants, the decode ranks that have named it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from types import MappingProxyType
@@ -13,7 +12,6 @@ from prefixkv.config import ControlConfig
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.effects import EffectList, RoomAction
 from prefixkv.control.handshake import named_end
-from prefixkv.control.prefill.budgets import Budget, hello_bytes
 from prefixkv.control.prefill.peers import Peer, Peers
 from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.events import RoomEnded, SourceFree
@@ -29,8 +27,7 @@ _NO_ROOM: Final = RoomKey(0, -1)
 class SenderRoom(SenderMachine):
     """One use of a room on prefill: what is said and written of it (`SenderMachine`), and its
     claimants, the decode ranks that have named it. All of them are ranks of the worker that the key
-    names.
-    """
+    names."""
 
     def __init__(
         self,
@@ -44,27 +41,13 @@ class SenderRoom(SenderMachine):
         super().__init__(key, rank, page_size, next_job_id, timing, now_s)
         # The other direction of `Peer.claimed`: both are changed together (`claim`, `drop_claims`).
         self.claimants: dict[PeerId, Peer] = {}
-        # Until when a request under another decode worker's name may still turn out to be another
-        # room: see `SenderRooms.namesake`.
-        self.misnamed_s = math.inf
 
     @property
     def all_gone(self) -> bool:
-        """True if the prefill room was claimed and every decode rank that claimed it has left."""
         return bool(self.claimants) and all(peer.gone for peer in self.claimants.values())
 
-    def is_for(self, promise: sender.Promised) -> bool:
-        """Return whether the prefill room waits for a promise, no decode rank has spoken of it, and
-        this promise is for its very prompt."""
-        waits = self.added and not self.poll.ended and not self.readers
-        return waits and self.takes(promise)
-
-    @property
-    def wake_s(self) -> float:
-        return min(super().wake_s, self.misnamed_s)
-
     def admits(self, peer: Peer) -> bool:
-        """Return whether this decode rank may speak about this use of the prefill room.
+        """Return whether this decode rank may speak about this use of the room.
 
         It may not if another process has already spoken as this rank, or if a claimant belongs to
         another life of the worker: pages of two lives must not meet in one room.
@@ -74,26 +57,26 @@ class SenderRoom(SenderMachine):
         return all(claimant.worker == peer.worker for claimant in self.claimants.values())
 
     def claim(self, peer: Peer, num_pages: int = 0) -> None:
-        """Record that a decode rank has named the prefill room, with a promise of `num_pages` or
-        with an abort."""
+        """Record that a decode rank has named the room, with a promise of `num_pages` or with an
+        abort."""
         self.claimants[peer.id] = peer
         peer.claimed.add(self.key, num_pages)
 
     def unpark(self) -> None:
-        """Uncount the prefill room as parked at each decode rank that claims it: it has ended, or
-        its request has come."""
+        """Uncount the room as parked at each decode rank that claims it: it has ended, or its
+        request has come."""
         for peer in self.claimants.values():
             peer.num_parked -= 1
 
     def uncount_pages(self) -> None:
-        """Uncount the prefill room's pages at each decode rank that claims it, since no write of it
-        can land any more."""
+        """Uncount the room's pages at each decode rank that claims it, since no write of it can
+        land any more."""
         for peer in self.claimants.values():
             peer.claimed.drained(self.key)
 
     def drop_claims(self) -> None:
-        """Drop the claims of decode ranks on a prefill room that is over, or that makes way for the
-        next use of its number.
+        """Drop the claims of decode ranks on a room that is over, or that makes way for the next
+        use of its number.
 
         The use is remembered in `Peer.past`, so that a late repeat is not taken for the next use.
         """
@@ -158,12 +141,11 @@ class SenderRooms:
         return self._rooms[key]
 
     def get(self, key: RoomKey) -> SenderRoom | None:
-        """Return the prefill room of this key, if there is one."""
         return self._rooms.get(key)
 
     def new(self, key: RoomKey, now_s: float) -> SenderRoom:
-        """Add a prefill room that begins now, for a request, a promise or an offer. `on` follows,
-        which counts it."""
+        """Add a room that begins now, for a request, a promise or an offer. `on` follows, which
+        counts it."""
         room = SenderRoom(key, self._rank, self._page_size, self.next_job_id, self._timing, now_s)
         # Peers met later may know nothing of the room: see `Peers.heard_s`.
         room.met_before = self._peers.num_met
@@ -172,8 +154,8 @@ class SenderRooms:
         return room
 
     def on(self, room: SenderRoom, event: sender.SenderEvent, now_s: float) -> None:
-        """Give an event to a prefill room's machine and carry out its actions; drop the room once
-        it is over."""
+        """Give an event to a room's machine and carry out its actions; drop the room once it is
+        over."""
         key = room.key
         open_before = not room.poll.ended
         for action in room.on(event, now_s):
@@ -190,7 +172,7 @@ class SenderRooms:
         # A promise counts as parked until its request comes or its room ends.
         if open_before and room.poll.ended and not room.added:
             room.unpark()
-        # From now on decode may promise these pages in another room: see `prefill/budgets.py`.
+        # From now on decode may promise these pages in another room: see `prefill/claims.py`.
         if room.drained:
             room.uncount_pages()
         # Peers that are gone drain their own pages, or never. So only the ends of our writes are
@@ -206,31 +188,16 @@ class SenderRooms:
             self._count()
 
     def of_numbers(self, numbers: tuple[int, int]) -> list[SenderRoom]:
-        """Return the prefill rooms of this number, each with another decode worker."""
         return list(self._by_numbers.get(numbers, {}).values())
 
-    def namesake(self, room: SenderRoom) -> SenderRoom | None:
-        """Return, for a prefill room with a promise that waits for its request, the room of a
-        request that waits for its promise: of the same number and the same prompt, and under
-        another decode worker's name.
-
-        Each decode worker may count its own rooms. So both may be what they say, and the request
-        of the one and the promise of the other may still come.
-        """
-        promises = [promise for promise, _ in room.parked()]
-        for other in self.of_numbers(room.key.numbers) if promises else ():
-            if other is not room and all(map(other.is_for, promises)):
-                return other
-        return None
-
     def tick(self, room: SenderRoom, now_s: float) -> None:
-        """Let a prefill room look at its deadlines and repeats."""
+        """Let a room look at its deadlines and repeats."""
         key = room.key
         heard_s = self._peers.heard_s(key.decode, room.expected, room.met_before)
         self.on(room, RoomTick(heard_s), now_s)
 
     def drop(self, room: SenderRoom) -> None:
-        """Forget a prefill room. Its claims go with it, and the peers remember the use as past."""
+        """Forget a room. Its claims go with it, and the peers remember the use as past."""
         self._rooms.pop(room.key, None)
         same = self._by_numbers.get(room.key.numbers, {})
         same.pop(room.key, None)
@@ -248,13 +215,12 @@ class SenderRooms:
     # --- writes -----------------------------------------------------------------------------------
 
     def next_job_id(self) -> int:
-        """Return a number for a prefill room's next write or copy, never given before."""
+        """Return a number for a room's next write or copy, never given before."""
         return next(self._job_ids)
 
     def write_ended(
         self, job_id: int, error: Exception | None, drained: bool, now_s: float
     ) -> None:
-        """Tell the prefill room that a write belongs to that the write has ended."""
         room = self._rooms.get(self.jobs.get(job_id, _NO_ROOM))
         # A write that failed and is not drained stays known, for `write_drained`.
         if error is None or drained:
@@ -263,8 +229,8 @@ class SenderRooms:
             self.on(room, sender.JobEnded(job_id, error, drained), now_s)
 
     def write_drained(self, job_id: int, now_s: float) -> None:
-        """Tell the prefill room that a write belongs to that nothing of it can land any more,
-        though it had ended undrained."""
+        """Tell the room that a write belongs to that nothing of it can land any more, though it had
+        ended undrained."""
         # From now on any Drained may follow the end of an agent, so decode is asked to let settle
         # what kernels may hold of it.
         self.may_need_settle = True
@@ -275,8 +241,8 @@ class SenderRooms:
     # --- audits -----------------------------------------------------------------------------------
 
     def lost_peers(self, trouble: Callable[[Peer], str]) -> LostPeers:
-        """Return, for each decode rank that claims prefill rooms and with which there is `trouble`,
-        the reason and how many rooms it has. Any thread may ask."""
+        """Return, for each decode rank that claims rooms and with which there is `trouble`, the
+        reason and how many rooms it has. Any thread may ask."""
         found: LostPeers = {}
         # Copies: this also runs on the scheduler's thread, while the control thread changes both.
         for room in list(self._rooms.values()):
@@ -285,12 +251,10 @@ class SenderRooms:
                     found[peer.id] = what, found.get(peer.id, (what, 0))[1] + 1
         return found
 
-    def check_invariants(self, peers: list[Peer], aborts: Mapping[Budget, int]) -> None:
-        """Raise AssertionError unless prefill's rooms, claims of peers and budgets agree.
+    def check_invariants(self, peers: list[Peer]) -> None:
+        """Raise AssertionError unless prefill's rooms and the claims of peers agree.
 
-        Args:
-            peers: the peers known now. Peers that are gone are found by their claims.
-            aborts: bytes held for early aborts, by the budget that they are counted in.
+        `peers` are those known now. Peers that are gone are found by their claims.
         """
         is_drained = {key: room.drained for key, room in self._rooms.items()}
         claims = {(room.key, name) for room in self._rooms.values() for name in room.claimants}
@@ -299,11 +263,5 @@ class SenderRooms:
         claimed = self._rooms.keys() - self.unclaimed
         assert self.num_claimed == len(claimed), "rooms that are not unclaimed are counted"
         assert claims == {(key, peer.id) for peer in every for key in peer.rooms}, "both ways"
-        # Recount every budget from what is actually held, and compare with the running count.
-        held = dict(aborts)
         for peer in every:
             peer.claimed.check_invariants(is_drained)
-            own = 0 if peer.gone else hello_bytes(peer.hello)
-            held[peer.budget] = held.get(peer.budget, 0) + own + peer.claimed.num_bytes
-        for budget, num_bytes in held.items():
-            assert budget.num_bytes == num_bytes, "a worker's bytes are those of what is held"

@@ -20,7 +20,6 @@ from prefixkv.control.effects import (
     RemovePeer,
     RoomAction,
     SendFrame,
-    TryPeer,
 )
 from prefixkv.control.prefill.peers import Peers
 from prefixkv.control.prefill.rooms import SenderRooms
@@ -87,8 +86,6 @@ class Writes:
         drained: bool,
         now_s: float,
     ) -> None:
-        """Take the end of one of prefill's writes: a staged piece's goes to staging, any other to
-        its room."""
         if self._staging is not None and self._staging.owns(job_id):
             ended = self._staging.on_write_ended(job_id, error, drained, now_s)
             self.stage(ended, now_s)
@@ -142,7 +139,7 @@ class Writes:
                     self._out.add(action)
                     if staging is not None:
                         self.stage(staging.remove_peer(action.peer), now_s)
-                case SendFrame() | TryPeer() | Examine():
+                case SendFrame() | Examine():
                     self._out.add(action)
                 case Bootstrapped() | RoomEnded() | SourceFree():
                     self._out.add(action)
@@ -201,7 +198,6 @@ class Writes:
                     assert_never(action)
 
     def _staged_write(self, post: PostStaged) -> WriteJob:
-        """Return prefill's write of one gathered slot into a lease, in blocks of BLOCK_BYTES."""
         # Rounded up: slots and leases are whole blocks, so the last one stays inside both.
         blocks = np.arange(-(-post.num_bytes // BLOCK_BYTES), dtype=np.int32)
         src = blocks + np.int32(post.slot * self._slot_blocks)

@@ -2,9 +2,9 @@
 
 A forward has the new tokens of several sequences, packed into one row: [1, N]. A `Plan` has the
 places to which their KV is written, and the pages that each sequence reads; it is made once and
-used by every layer. On the CPU each sequence's K and V are gathered into one small buffer, which is
-still in the processor's cache when attention reads it: as fast as views of adjacent pages, for any
-order of pages.
+used by every layer. Sequences attend one after the other, on every device: the K and V of each
+are gathered into one small buffer, which on a CPU is still in the processor's cache when attention
+reads it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from transformers import AttentionInterface
 
 from prefixkv import KVPool
 from prefixkv.engines.hf.recurrent import StatePlan, StateRows
-from prefixkv.spi import ConfigError, Pages, WindowPages, page_table, pages_for, slot_mapping
+from prefixkv.spi import ConfigError, Pages, WindowPages, pages_for, slot_mapping
 
 NAME: Final = "prefixkv"  # the attention's name in transformers
-BATCHED: Final = ("cuda",)  # devices on which a step of decode reads one padded batch
 _QUERIES: Final = 256  # new tokens per mask: keys after the last of them are not computed
 
 
@@ -34,8 +33,7 @@ class FlatPool:
     [R * page_size, heads * dim]. The K of page p is row `k_row + p * page_rows`, its V is row
     `v_row + p * page_rows`, in all layers.
 
-    `sliding` is the memory of the layers with a window, where those are a group of their own;
-    `draft` that of a draft head.
+    `sliding` is the memory of the layers with a window, where those are a group of their own.
     """
 
     def __init__(
@@ -44,7 +42,6 @@ class FlatPool:
         layers: Sequence[int] | None = None,
         window: int = 0,
         sliding: FlatPool | None = None,
-        draft: FlatPool | None = None,
     ) -> None:
         """Make the HF engine's flat views of a pool, by page and by token, without copies.
 
@@ -52,13 +49,13 @@ class FlatPool:
             pool: the pool.
             layers: the model's layers whose KV it has, in the pool's order; None: all, from 0.
             window: tokens that a token of these layers sees, itself among them; 0: all before it.
-            sliding, draft: see above.
+            sliding: see above.
         Raises ConfigError where a page of K is not one run of memory, token by token, or K and V
         are not in one tensor: `KVPool.create` makes suitable pools; or for another number of
         layers.
         """
         self.pool, self.layout = pool, pool.layout
-        self.window, self.sliding, self.draft = window, sliding, draft
+        self.window, self.sliding = window, sliding
         layout = pool.layout
         width = layout.page_size * layout.num_kv_heads * layout.head_dim
         layers = range(layout.num_layers) if layers is None else layers
@@ -113,50 +110,22 @@ class FlatPool:
             self._buffer = self._any.new_empty(num_rows * width)
         return self._buffer[: num_rows * width].view(num_rows, width)
 
-    def gather(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """Gather one layer's rows of pages for attention: [rows, page_size * heads * dim].
-
-        Valid until the next call.
-        """
-        return torch.index_select(self.pages[layer], 0, rows, out=self.scratch(len(rows)))
-
-    def kv(self, copies: torch.Tensor, num: int) -> torch.Tensor:
-        """Return gathered rows as K and V for attention: a view [2, num, heads, tokens, dim].
-
-        `copies` has the rows of `num` sequences with equal numbers of pages, all K before all V.
-        """
-        heads, dim = self.layout.num_kv_heads, self.layout.head_dim
-        return copies.view(2, num, -1, heads, dim).transpose(2, 3)
-
 
 class _Block(NamedTuple):
-    """Some new tokens of one sequence, as queries, and the keys that one of them sees at least."""
+    """Some new tokens of one sequence, and the keys that one of them sees at least: views of the
+    memory that they are gathered into, made once for all layers."""
 
-    queries: slice  # of the sequence's new tokens
-    keys: slice  # of the tokens in its pages
-    mask: torch.Tensor | None  # bool [queries, keys]; None: plainly causal
+    k: torch.Tensor  # [1, heads, keys, dim]
+    v: torch.Tensor
+    mask: torch.Tensor | None  # bool [queries, keys]; None: plainly causal, or one query
 
 
 class _Part(NamedTuple):
     """The new tokens of one sequence in a forward."""
 
-    first: int  # its tokens are [first, last) of the packed row
-    last: int
-    start: int  # place of the first of them in the tokens of `rows`
-    rows: torch.Tensor  # rows of the pages that hold all its KV, K then V: [2 * pages]
-    blocks: list[_Block]
-
-
-class _Step(NamedTuple):
-    """One sequence in a forward with one new token per sequence.
-
-    The views are made once, not in each layer.
-    """
-
     rows: torch.Tensor  # rows of the pages that hold all its KV, K then V: [2 * pages]
     copies: torch.Tensor  # the memory into which they are gathered
-    k: torch.Tensor  # a view of `copies`: [1, heads, tokens, dim]
-    v: torch.Tensor
+    blocks: list[_Block]
 
 
 class Plan:
@@ -171,8 +140,6 @@ class Plan:
         states: the states of the sequences, where the model has recurrent layers.
         windows: per sequence its pages in the window group, where the model has layers with a
             window: they hold the tokens that the first new one sees, and those up to `ends`.
-        again: per sequence how many of its first new tokens have their KV in the pages already,
-            which may be others' too: it is not written. () stands for none.
 
     `positions` is int64 [1, N], the position of each new token in its sequence; `last` is int64
     [sequences], the index of each sequence's last token in the packed row.
@@ -187,17 +154,16 @@ class Plan:
         device: torch.device | str = "cpu",
         states: StateRows | None = None,
         windows: Sequence[WindowPages] = (),
-        again: Sequence[int] = (),
     ) -> None:
         self.flat, self.ends = flat, ends
         self.states = None if states is None else StatePlan(states, starts, ends, device)
         at = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
         self.positions = torch.from_numpy(np.concatenate(at))[None].to(device)
         self.last = torch.from_numpy(np.cumsum([len(one) for one in at]) - 1).to(device)
-        self._groups = groups = [GroupPlan(flat, rows, starts, ends, device, again)]
+        self._groups = groups = [GroupPlan(flat, rows, starts, ends, device)]
         if flat.sliding is not None:
             seen = _seen_pages(windows, starts, ends, flat.sliding.window, flat.layout.page_size)
-            groups.append(GroupPlan(flat.sliding, *seen, device, again))
+            groups.append(GroupPlan(flat.sliding, *seen, device))
         self._of_layer = {layer: group for group in groups for layer in group.flat.pages}
 
     def group(self, layer: int) -> GroupPlan | None:
@@ -225,7 +191,7 @@ class Plan:
         group = self._of_layer[layer]
         # First, since a new token attends to itself, and is read from its page.
         group.write(layer, key, value)
-        return group.attend(layer, query, key, value, scale, sinks)
+        return group.attend(layer, query, scale, sinks)
 
 
 def _seen_pages(
@@ -257,7 +223,6 @@ class GroupPlan:
         rows, starts, ends: as of `Plan`. With a window all are counted from the first page that is
             needed: the distance of two tokens is what it was.
         device: the model's device.
-        again: as of `Plan`.
     """
 
     def __init__(
@@ -267,78 +232,37 @@ class GroupPlan:
         starts: Sequence[int],
         ends: Sequence[int],
         device: torch.device | str = "cpu",
-        again: Sequence[int] = (),
     ) -> None:
         self.flat = flat
         size = flat.layout.page_size
-        lens = [end - start for start, end in zip(starts, ends, strict=True)]
-        behind = np.cumsum(lens)
         # 1. Places to write to. Slots are counted in pages of the pool; a token's row is counted in
         # its memory, where K and V of a page need not be adjacent.
         slots = slot_mapping(rows, starts, ends, size)
-        # Indices of the new tokens that are written; None: all of them are.
-        self._written: torch.Tensor | None = None
-        if any(again):
-            kept = np.concatenate([
-                np.arange(num) >= few for num, few in zip(lens, again, strict=True)
-            ])  # fmt: skip
-            slots = slots[kept]
-            self._written = torch.from_numpy(np.flatnonzero(kept)).to(device)
         first = slots // size * flat.page_rows * size + slots % size
         self._k_to = torch.from_numpy(first + flat.k_row * size).to(device)
         self._v_to = torch.from_numpy(first + flat.v_row * size).to(device)
+        # 2. Pages to read. The memory of the longest sequence is made first: a later, larger one
+        # would replace it.
         used = [row[: pages_for(end, size)] for row, end in zip(rows, ends, strict=True)]
-        self._table: torch.Tensor | None = None
-        # Indices of the sequences with one new token in the packed row; None: all of them have one.
-        self._single: torch.Tensor | None = None
+        flat.scratch(2 * max(map(len, used)))
+        heads, dim = flat.layout.num_kv_heads, flat.layout.head_dim
         self._parts: list[_Part] = []
-        self._steps: list[_Step] = []
-        # 2. Pages to read, by case: of sequences with one new token, as a padded batch on a GPU, or
-        # one after the other; of those with several, each by itself, with masks. So a step of
-        # decode costs as much beside a chunk of a prompt as alone.
-        single = [number for number, num in enumerate(lens) if num == 1]
-        if single:
-            rows_of, ends_of = [used[at] for at in single], [ends[at] for at in single]
-            if torch.device(device).type in BATCHED:
-                self._plan_table(rows_of, ends_of, device)
-            else:
-                # The memory of the longest sequence first: a later, larger request would replace
-                # it, and views of the shorter ones would keep the old memory.
-                flat.scratch(2 * max(map(len, used)))
-                self._plan_steps(rows_of, ends_of, device)
-        if len(single) < len(lens):
-            self._single = torch.from_numpy(behind[single] - 1).to(device)
-        for row, start, num, end in zip(used, starts, lens, behind.tolist(), strict=True):
-            if num > 1:
-                blocks = _blocks(start, num, flat.window, device)
-                page_rows = flat.rows(row).flatten().to(device)
-                self._parts.append(_Part(end - num, end, start, page_rows, blocks))
-
-    def _plan_table(
-        self, rows: Sequence[Pages], ends: Sequence[int], device: torch.device | str
-    ) -> None:
-        """Plan attention with one new token per sequence as one padded batch, for GPUs."""
-        table = page_table(rows)
-        self._table = self.flat.rows(table).flatten().to(device)
-        width = table.shape[1] * self.flat.layout.page_size
-        lens = torch.tensor(ends, device=device)[:, None]
-        places = torch.arange(width, device=device)
-        seen = places < lens
-        if self.flat.window:
-            seen &= places >= lens - self.flat.window
-        self._mask = seen[:, None, None]
-
-    def _plan_steps(
-        self, rows: Sequence[Pages], ends: Sequence[int], device: torch.device | str
-    ) -> None:
-        """Plan attention with one new token per sequence, one after the other, for CPUs."""
-        flat = self.flat
-        for row, end in zip(rows, ends, strict=True):
+        self._sizes: list[int] = []  # queries of each block
+        for row, start, end in zip(used, starts, ends, strict=True):
             page_rows = flat.rows(row).flatten().to(device)
             copies = flat.scratch(len(page_rows))
-            seen = slice(max(0, end - flat.window) if flat.window else 0, end)
-            k, v = flat.kv(copies, 1)[..., seen, :]
-            self._steps.append(_Step(page_rows, copies, k, v))
+            kv = copies.view(2, 1, -1, heads, dim).transpose(2, 3)
+            blocks: list[_Block] = []
+            for first in range(start, end, _QUERIES):
+                last = min(first + _QUERIES, end)
+                seen_from = max(0, first + 1 - flat.window) if flat.window else 0
+                k, v = kv[..., seen_from:last, :]
+                mask = None
+                if last - first > 1:  # SDPA needs none for one query
+                    mask = _mask(first, last, seen_from, window=flat.window, device=device)
+                blocks.append(_Block(k, v, mask))
+                self._sizes.append(last - first)
+            self._parts.append(_Part(page_rows, copies, blocks))
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the new tokens' KV of one layer into the pages, before HF attention reads them.
@@ -347,19 +271,13 @@ class GroupPlan:
         """
         tokens = self.flat.tokens[layer]
         for to, new in ((self._k_to, key), (self._v_to, value)):
-            rows = new[0].transpose(0, 1).flatten(1)
-            if self._written is not None:
-                rows = rows.index_select(0, self._written)
-            tokens.index_copy_(0, to, rows)
+            tokens.index_copy_(0, to, new[0].transpose(0, 1).flatten(1))
 
     def erase(self, new: torch.Tensor) -> None:
         """Set what was written of some new tokens, bool [N], to zero in these layers.
 
-        NaN must not stay where pages are free again: a padded batch of HF attention reads slots
-        that nothing has written since, and no mask hides NaN.
+        NaN must not stay where pages are free again: no mask hides it from a reader of whole pages.
         """
-        if self._written is not None:
-            new = new[self._written]
         for tokens in self.flat.tokens.values():
             for to in (self._k_to, self._v_to):
                 tokens.index_fill_(0, to[new], 0)
@@ -368,134 +286,64 @@ class GroupPlan:
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         scale: float | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention of each new token to its sequence up to itself, in one layer.
 
-        `write` comes first. query: [1, query heads, N, dim]; key, value as in `write`; sinks: a
-        logit of each query head, [query heads], that takes its share of the attention and gives
-        nothing. Returns [1, N, query heads, dim].
+        `write` comes first. query: [1, query heads, N, dim]; sinks: a logit of each query head,
+        [query heads], that takes its share of the attention and gives nothing. Returns
+        [1, N, query heads, dim].
         """
-        if self._single is None:
-            return self._attend_single(layer, query, scale, sinks)
-        # 1. Into one tensor, in the order of the packed row.
+        source, outs = self.flat.pages[layer], list[torch.Tensor]()
         _, heads, num, dim = query.shape
-        out = query.new_empty(1, num, heads, dim)
-        if len(self._single):
-            alone = query.index_select(2, self._single)
-            found = self._attend_single(layer, alone, scale, sinks)
-            out.index_copy_(1, self._single, found)
-        # 2. The others.
+        grouped = query[0].transpose(0, 1).reshape(num, self.flat.layout.num_kv_heads, -1, dim)
+        queries = iter(grouped.split(self._sizes))
         for part in self._parts:
-            new = slice(part.first, part.last)
-            # A sequence from its beginning has all its keys at hand, without reading pages.
-            if part.start == 0:
-                k, v = key[:, :, new], value[:, :, new]
-            else:
-                k, v = self.flat.kv(self.flat.gather(layer, part.rows), 1)
-            out[:, new] = _attend_one(query[:, :, new], k, v, part, scale, sinks)
-        return out
-
-    def _attend_single(
-        self, layer: int, query: torch.Tensor, scale: float | None, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Attend with one new token per sequence, in one layer; query is of these alone."""
-        if self._table is not None:
-            return self._attend_batch(layer, query, scale, sinks)
-        return self._attend_steps(layer, query, scale, sinks)
-
-    def _attend_batch(
-        self, layer: int, query: torch.Tensor, scale: float | None, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Attend with one new token per sequence, as a padded batch; the mask hides the padding."""
-        assert self._table is not None
-        num = query.shape[2]
-        k, v = self.flat.kv(self.flat.gather(layer, self._table), num)
-        q = query[0].transpose(0, 1).reshape(num, k.shape[1], -1, k.shape[3])  # a group together
-        if sinks is not None:
-            out = _attend_with_sinks(q, k, v, self._mask, scale, sinks)
-        else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, scale=scale)
-        return out.reshape(1, num, -1, out.shape[-1])
-
-    def _attend_steps(
-        self, layer: int, query: torch.Tensor, scale: float | None, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Attend with one new token per sequence, one after the other.
-
-        Each gather overwrites the memory of the one before.
-        """
-        source, num, dim = self.flat.pages[layer], query.shape[2], query.shape[3]
-        # The heads of a group side by side as queries, so that K is read once.
-        grouped = query[0].transpose(0, 1).reshape(num, 1, self.flat.layout.num_kv_heads, -1, dim)
-        outs = []
-        for q, step in zip(grouped.unbind(0), self._steps, strict=True):
-            torch.index_select(source, 0, step.rows, out=step.copies)
-            if sinks is not None:
-                outs.append(_attend_with_sinks(q, step.k, step.v, None, scale, sinks))
-            else:
-                outs.append(F.scaled_dot_product_attention(q, step.k, step.v, scale=scale))
-        return torch.cat(outs).view(1, num, -1, dim)
+            torch.index_select(source, 0, part.rows, out=part.copies)
+            outs += [_attend_block(next(queries), block, scale, sinks) for block in part.blocks]
+        return torch.cat(outs).reshape(1, num, heads, dim)
 
 
-def _blocks(start: int, num: int, window: int, device: torch.device | str) -> list[_Block]:
-    """Return the blocks of a sequence's new tokens for HF attention.
+def _mask(
+    first: int, last: int, seen_from: int, window: int, device: torch.device | str
+) -> torch.Tensor | None:
+    """Return which keys, from `seen_from` on, the new tokens [first, last) of a sequence see; None
+    where all is plainly causal, which SDPA needs no mask for.
 
     `window`: tokens that each of them sees, itself among them; 0: all.
     """
-    blocks: list[_Block] = []
-    for begin in range(0, num, _QUERIES):
-        size = min(_QUERIES, num - begin)
-        first, end = start + begin, start + begin + size
-        seen_from = max(0, first + 1 - window) if window else 0
-        mask = None
-        # SDPA needs none for a sequence's first block, which is plainly causal.
-        if first or (window and size > window):
-            seen = torch.ones(size, end - seen_from, dtype=torch.bool, device=device)
-            mask = seen.tril_(first - seen_from)
-            if window:
-                mask = mask.triu_(first - seen_from + 1 - window)
-        blocks.append(_Block(slice(begin, begin + size), slice(seen_from, end), mask))
-    return blocks
+    if not (first or (window and last > window)):
+        return None
+    seen = torch.ones(last - first, last - seen_from, dtype=torch.bool, device=device)
+    mask = seen.tril_(first - seen_from)
+    return mask.triu_(first - seen_from + 1 - window) if window else mask
 
 
-def _attend_one(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    part: _Part,
-    scale: float | None,
-    sinks: torch.Tensor | None,
+def _attend_block(
+    q: torch.Tensor, block: _Block, scale: float | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the attention of one sequence's new tokens, several, [1, new, query heads, dim].
-
-    q is [1, query heads, new, dim]; k, v are [1, heads, tokens or more, dim]: whole pages were
-    gathered, and the slots behind the last token hold old KV.
-    """
-    outs = []
-    for block in part.blocks:
-        queries, keys, values = q[:, :, block.queries], k[:, :, block.keys], v[:, :, block.keys]
-        if sinks is not None:
-            # A group of query heads beside each other: [1, heads, group * new, dim].
-            num = queries.shape[2]
-            mask = block.mask
-            if mask is None:
-                mask = torch.ones(num, num, dtype=torch.bool, device=q.device).tril_()
-            rows = queries.reshape(1, k.shape[1], -1, q.shape[3])
-            mask = mask.repeat(rows.shape[2] // num, 1)
-            out = _attend_with_sinks(rows, keys, values, mask, scale, sinks, num)
-            outs.append(out.view(queries.shape))
-            continue
-        outs.append(
-            F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=block.mask, is_causal=block.mask is None,
-                scale=scale, enable_gqa=True,
-            )
-        )  # fmt: skip
-    return (outs[0] if len(outs) == 1 else torch.cat(outs, 2)).transpose(1, 2)
+    """Return the attention of a block's new tokens, shaped as q: [new, heads, group, dim], the
+    query heads of a group beside each other."""
+    k, v, mask = block
+    num, kv_heads, group, dim = q.shape
+    # 1. One token: its query heads as the queries of a group, so that K is read once.
+    if num == 1:
+        if sinks is None:
+            return F.scaled_dot_product_attention(q, k, v, scale=scale)
+        return _attend_with_sinks(q, k, v, None, scale, sinks)
+    # 2. Several: [1, query heads, new, dim].
+    rows = q.flatten(1, 2).transpose(0, 1)[None]
+    if sinks is None:
+        out = F.scaled_dot_product_attention(
+            rows, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+    else:
+        if mask is None:
+            mask = torch.ones(num, num, dtype=torch.bool, device=q.device).tril_()
+        rows, mask = rows.reshape(1, kv_heads, -1, dim), mask.repeat(group, 1)
+        out = _attend_with_sinks(rows, k, v, mask, scale, sinks, num)
+    return out.view(kv_heads, group, num, dim).permute(2, 0, 1, 3)
 
 
 def _attend_with_sinks(

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import torch
 
 from prefixkv import (
     DecodeConfig,
@@ -30,9 +29,8 @@ from prefixkv import (
     PrefixKVError,
     Request,
 )
-from prefixkv.engines.hf.drafting import Drafting
 from prefixkv.engines.hf.identity import with_model
-from prefixkv.engines.hf.logprobs import MAX_PROMPT_NUMBERS, TokenLogprob
+from prefixkv.engines.hf.logprobs import TokenLogprob
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import (
@@ -45,7 +43,7 @@ from prefixkv.engines.hf.requests import (
 )
 from prefixkv.engines.hf.sampling import Choice, Sampling, choose, chosen_logprobs
 from prefixkv.engines.hf.text import AnswerText
-from prefixkv.engines.hf.thinking import KeepThinking, Markers, Thinking
+from prefixkv.engines.hf.thinking import KeepThinking, Markers
 from prefixkv.spi import ConfigError, RequestError, secret_number, whole_number
 
 OnOutput = Callable[[Output], None]
@@ -89,14 +87,6 @@ class _Answer:
     error: Exception | None = None  # an error that this engine found, not the node
     prefill_hit_tokens: int = 0
 
-    @property
-    def wants_prompt(self) -> bool:
-        """True if prefill is to give the log-probabilities of an HF answer's prompt with it.
-
-        All samples have one prompt, so only the first asks for it.
-        """
-        return self.ask.prompt_logprobs and not self.sample
-
 
 @dataclass(slots=True, eq=False)
 class _HeldSamples:
@@ -124,8 +114,8 @@ class DecodeEngine:
         config: the node's. Its `model` is replaced by the model's identity. With `compute`, prefill
             is asked only for what this engine does not compute: the config's `ask` is "late".
         tokenizer: from `load_tokenizer`: outputs then have text, and strings may end them.
-        thinking: whether the KV of a model's thinking is cached, by the markers of the tokenizer:
-            "on", "off", or "learn" by what clients send in their next turns. See `Thinking`.
+        thinking: "on" or "off": whether the KV of a model's thinking is cached. The tokenizer's
+            markers say where it begins; without any all is cached.
 
         shared_states: True to have the states of recurrent layers in memory that prefill may map,
             as `make_pool` has the KV.
@@ -144,7 +134,7 @@ class DecodeEngine:
         pool: KVPool,
         config: DecodeConfig | None = None,
         tokenizer: Any = None,
-        thinking: KeepThinking = "learn",
+        thinking: KeepThinking = "on",
         shared_states: bool = False,
     ) -> None:
         self.model, self._tokenizer = model, tokenizer
@@ -165,8 +155,12 @@ class DecodeEngine:
         if config.compute is not None:
             config = replace(config, compute=replace(config.compute, ask="late"))
         self._computes = config.compute is not None
-        self._drafting = None if model.draft is None else Drafting(model, self._flat)
-        self._thinking = Thinking(thinking, Markers(tokenizer) if tokenizer is not None else None)
+        if thinking not in ("on", "off"):
+            raise ConfigError(f"thinking is {thinking!r}, must be on or off")
+        # Of thinking that is left out of the cache; None: all is kept.
+        self._markers: Markers | None = None
+        if thinking == "off" and tokenizer is not None:
+            self._markers = Markers(tokenizer) or None
         # Last of what may raise: it has threads.
         state = None if self.states is None else self.states.pool
         self.node = DecodeNode(pool, config, state=state)
@@ -186,12 +180,13 @@ class DecodeEngine:
         # Tokens that are not appended yet, with their log-probabilities. Not empty between two
         # steps only where pages are missing: then no forward runs until they are appended.
         self._sampled: list[_Sampled] = []
-        # Guesses that the model has accepted: the tokens behind those in `_sampled`.
-        self._accepted: list[_Sampled] = []
         self._jobs: list[PrefillJob] = []
         # A former life of this worker may still have rooms on prefill, so no number is used twice.
         self._rooms = secret_number()
-        self._counters = {"steps": 0, "tokens": 0, "retractions": 0, "blocked_steps": 0}
+        self._counters = {
+            "steps": 0, "tokens": 0, "retractions": 0, "blocked_steps": 0,
+            "thinking_tokens_left_out": 0,
+        }  # fmt: skip
 
     # --- what a client asks -----------------------------------------------------------------------
 
@@ -218,7 +213,6 @@ class DecodeEngine:
             for answer in answers:
                 self.node.abort(answer.req.rid)
             raise
-        self._thinking.note_prompt(answers[0].req.request.key.tokens())
         self._samples[ask.rid] = [f"{ask.rid}/{i}" for i in range(ask.num_samples)]
         for answer in answers:
             self._begin_to_answer(answer)
@@ -237,8 +231,6 @@ class DecodeEngine:
             f"{ask.rid}/{i}", ask.tokens, ask.max_new_tokens, room=self._rooms,
             prefill=ask.prefill, namespace=ask.namespace, cacheable=ask.cacheable,
             priority=ask.priority, deadline_s=deadline_s,
-            # Prefill gives the log-probabilities of the prompt with its KV.
-            may_compute=bool(i) or not ask.prompt_logprobs,
         )  # fmt: skip
         prompt = request.key.tokens()
         self._check_tokens(ask, prompt)
@@ -381,13 +373,8 @@ class DecodeEngine:
         self._running = [req for req in self._running if not req.state.ended]
         if not self._running and not self._local:
             return bool(arrived or outputs or self._jobs)
-        if self._drafting is not None:
-            self._forward_with_guesses(self._drafting, self._running.copy())
-        else:
-            self._forward(self._running.copy(), self._next_chunks())
+        self._forward(self._running.copy(), self._next_chunks())
         self._append(outputs)
-        if self._accepted:
-            self._append_accepted(outputs)
         return True
 
     def _next_chunks(self) -> list[_Chunk]:
@@ -434,11 +421,10 @@ class DecodeEngine:
         """Start to decode an HF request that has all its KV here but the newest token's."""
         answer = self._answers[req.rid]
         try:
-            aux = req.aux if self._drafting is None else self._drafting.begin(req)
             # A resumed one continues from its newest token, which decode knows already.
             if not req.resumed:
                 token, answer.prefill_hit_tokens, logprob = unpack_first(
-                    aux, self.model.vocab_size, req.prompt_len, answer.ask.sampling.logprobs
+                    req.aux, self.model.vocab_size, req.prompt_len, answer.ask.sampling.logprobs
                 )
                 self._sampled.append((req, token, logprob))
         except ValueError as error:
@@ -519,57 +505,6 @@ class DecodeEngine:
     def _prefill_hits(self, req: DecodeRequest) -> int:
         """Return the tokens that an HF answer's prefill worker had cached of what it has sent."""
         return self._answers[req.rid].prefill_hit_tokens
-
-    def _forward_with_guesses(self, drafting: Drafting, reqs: list[DecodeRequest]) -> None:
-        """Run the HF model once with guesses of its draft head, and sample the next tokens: two of
-        an answer whose first one was guessed.
-
-        A token follows from the logits and from a number of its place alone, so a guess is accepted
-        if it is the token that was sampled, drawn or not.
-        """
-        step = drafting.step(self.node, reqs)
-        self._counters["steps"] += 1
-        self._fail([reqs[at] for at in step.not_finite])
-        rows = [at for at, req in enumerate(reqs) if not req.state.ended]
-        self._sampled = self._sample([reqs[at] for at in rows], step.logits[rows], 0)
-        accepted = [
-            at for at, (_, token, _) in zip(rows, self._sampled, strict=True)
-            if token == step.guesses[at]
-        ]  # fmt: skip
-        if accepted:
-            behind = step.logits[[step.row_behind(at) for at in accepted]]
-            self._accepted = self._sample([reqs[at] for at in accepted], behind, 1)
-        drafting.verified(step, accepted)
-
-    def _sample(
-        self, reqs: list[DecodeRequest], logits: torch.Tensor, further: int
-    ) -> list[_Sampled]:
-        """Sample the HF answers' next tokens, or those `further` behind them.
-
-        logits: [requests, vocabulary].
-        """
-        choices = [
-            replace(self._answers[req.rid].choice, position=len(req.output) + further)
-            for req in reqs
-        ]
-        found = choose(logits, choices, self.model.end_tokens)
-        return list(zip(reqs, found, chosen_logprobs(logits, found, choices), strict=True))
-
-    def _append_accepted(self, outputs: list[tuple[OnOutput, Output]]) -> None:
-        """Append the tokens behind accepted guesses on the node, and report them to the HF
-        engine's clients. They are given up, and sampled again, where the token before them is not
-        appended, or pages are missing: no request is retracted for them."""
-        further, self._accepted = self._accepted, []
-        if self._sampled:
-            return
-        further = [one for one in further if one[0] in self._running]
-        try:
-            self.node.append_many([one[0] for one in further], [one[1] for one in further])
-        except OutOfPagesError:
-            return
-        for req, token, logprob in further:
-            if not req.state.ended:
-                self._report_token(req, token, logprob, outputs)
 
     def _state_rows(self, reqs: list[DecodeRequest], chunks: list[_Chunk]) -> StateRows | None:
         """Return the states of an HF forward: a step replaces each in its slot, and a prompt's
@@ -657,8 +592,11 @@ class DecodeEngine:
         )
         if finish is not None:
             keep = None
-            if self._thinking.may_leave_out:  # the prompt is copied to look at it
-                keep = self._thinking.keep_tokens(req.request.key.tokens(), req.output)
+            if self._markers is not None:  # the prompt is copied to look at it
+                keep = self._markers.first_thought(req.request.key.tokens(), req.output)
+                if keep is not None:
+                    left_out = req.prompt_len + len(req.output) - keep
+                    self._counters["thinking_tokens_left_out"] += left_out
             if self.states is not None:  # it may end at a page boundary
                 self.states.copy(self.node.save_states([req]))
             self.node.finish(req, self.model.event(), keep_tokens=keep)
@@ -676,7 +614,7 @@ class DecodeEngine:
         return PrefillJob(
             f"{decode}/{req.rid}.0", req.request.key.tokens(), ask.prefill, decode, req.room,
             namespace=ask.namespace, cacheable=ask.cacheable, choice=answer.choice,
-            deadline_s=ask.deadline_s, prompt_logprobs=answer.wants_prompt,
+            deadline_s=ask.deadline_s,
         )  # fmt: skip
 
     def _queue_retry_job(self, ask: PrefillAsk) -> None:
@@ -687,7 +625,6 @@ class DecodeEngine:
                 f"{ask.decode}/{ask.rid}.{ask.generation}", ask.tokens, ask.prefill, ask.decode,
                 ask.room, ask.generation, ask.namespace, ask.cacheable, answer.choice,
                 ask.known_token is not None, answer.ask.deadline_s,
-                ask.known_token is None and answer.wants_prompt,
             )
         )  # fmt: skip
 
@@ -751,8 +688,6 @@ class DecodeEngine:
         if ask.sampling.min_tokens and len(ends) >= self.model.vocab_size:
             raise RequestError("every token ends the answer, so it cannot have min_tokens")
         whole_number("num_samples", ask.num_samples, 1, 1025)
-        if ask.prompt_logprobs and ask.sampling.logprobs is None:
-            raise RequestError("prompt_logprobs need sampling.logprobs, which is None")
 
     def _check_tokens(
         self, ask: Generate, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -765,13 +700,6 @@ class DecodeEngine:
             raise RequestError(
                 f"token {prompt.max()} is not in the vocabulary of {self.model.vocab_size}"
             )
-        if ask.prompt_logprobs and ask.sampling.logprobs is not None:
-            numbers = len(prompt) * (ask.sampling.logprobs + 1)
-            if numbers > MAX_PROMPT_NUMBERS:
-                raise RequestError(
-                    f"{len(prompt)} prompt tokens with logprobs={ask.sampling.logprobs} have "
-                    f"{numbers} log-probabilities, at most {MAX_PROMPT_NUMBERS} are given"
-                )
         num = len(prompt) + ask.max_new_tokens
         if num > self.model.context:
             raise RequestError(
@@ -823,9 +751,7 @@ class DecodeEngine:
         return {
             **self.node.stats(),
             **self._counters,
-            **({} if self._drafting is None else self._drafting.counters),
             "running": len(self._running),
-            "thinking_tokens_left_out": self._thinking.tokens_left_out,
         }
 
     def audit(self) -> None:

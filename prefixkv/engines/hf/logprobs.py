@@ -1,24 +1,19 @@
 """Log-probabilities of tokens under the model's own distribution: log_softmax of its logits in
 float32, before temperature, top_k and top_p, as OpenAI's interface has them.
 
-The first token's are computed where it is sampled, on prefill, and travel with it; those of the
-prompt are computed chunk by chunk with the prompt, and leave the prefill engine as `PromptPart`s.
+The first token's are computed where it is sampled, on prefill, and travel with it.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
 
 MAX_LOGPROBS: Final = 20
 """Limit of the likeliest tokens per position, as OpenAI has it."""
-
-MAX_PROMPT_NUMBERS: Final = 1 << 19
-"""Limit of the log-probabilities of one prompt: tokens times the likeliest per position and one."""
 
 LEAST: Final = -9999.0
 """Smallest log-probability: what is less, or no number, is this. JSON has no infinity."""
@@ -36,20 +31,6 @@ class TokenLogprob(NamedTuple):
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPart:
-    """Log-probabilities of prompt tokens from `position` on, of the prefill job `rid`.
-
-    The first token of a prompt has none: None. The last part of a job reaches the prompt's end, or
-    has an `error`, and then no tokens.
-    """
-
-    rid: str
-    position: int
-    logprobs: tuple[TokenLogprob | None, ...] = ()
-    error: Exception | None = None
 
 
 def logprobs_of(
@@ -102,15 +83,10 @@ def unpack_logprob(data: bytes, token: int, num_top: int, vocab_size: int) -> To
     (logprob,) = _CHOSEN.unpack_from(data)
     top = tuple(_LIKELY.iter_unpack(data[_CHOSEN.size :]))
     one = TokenLogprob(token, logprob, top)
-    check_logprob(one, vocab_size)
-    return one
-
-
-def check_logprob(one: TokenLogprob, vocab_size: int) -> None:
-    """Raise ValueError for a peer's log-probabilities with tokens or numbers out of range."""
     for token, logprob in ((one.token, one.logprob), *one.top):
         if not 0 <= token < vocab_size:
             raise ValueError(f"token {token} is not in [0, {vocab_size})")
         # Written so that NaN fails too.
         if not LEAST <= logprob <= _ROUNDING:
             raise ValueError(f"log-probability {logprob} is not in [{LEAST}, 0]")
+    return one

@@ -21,7 +21,6 @@ from transformers.utils import logging as transformers_logging
 
 from prefixkv import DecodeRequest, KVPool, ModelConfig, PoolGroup, PrefillRequest, StatePool
 from prefixkv.engines.hf.attention import NAME, FlatPool, Plan
-from prefixkv.engines.hf.draft import DraftHead
 from prefixkv.engines.hf.folder import MODEL_FILES, check_folder, one_line
 from prefixkv.engines.hf.generation import end_tokens
 from prefixkv.engines.hf.identity import identity_of
@@ -75,8 +74,6 @@ class PagedModel:
         trial: True to compare it with the plain model first, on a few tokens.
         name: for display only. "": the kind of model.
 
-    `draft` is its draft head, from `add_draft`; None: it has none.
-
     Raises: ConfigError, which names the reason, for a model that the engine does not serve.
     """
 
@@ -93,7 +90,6 @@ class PagedModel:
         self.config = config
         with _named(str(config.model_type)):
             self.context = check_served(model, context)
-            self.draft: DraftHead | None = None
             self.name = name or str(config.model_type)
             self.identity = identity or identity_of(model)
             self.model = model.eval().requires_grad_(False)
@@ -159,17 +155,6 @@ class PagedModel:
         them; 0: there are none, or no text is longer."""
         return self.layers.window
 
-    def add_draft(self, seed: int = 0, **sizes: int) -> None:
-        """Give this HF model a draft head with random weights, before its pools and engines are
-        made: decode guesses tokens with it, and its KV is a group of the pools. See `DraftHead`.
-
-        Raises ConfigError for a model with recurrent layers or windows, whose prefill goes on from
-        checkpoints: these have no hidden state to make the next slot of a draft from.
-        """
-        if self.keeps:
-            raise ConfigError(f"draft: the model has {self.keeps} a draft cannot go on from")
-        self.draft = DraftHead(self.model, seed, **sizes)
-
     def make_pool(
         self, num_pages: int, page_size: int = 16, order: str = "layer_major",
         shared: bool = False, *, step_tokens: int = 1, requests: int = 64, checkpoints: int = 0,
@@ -198,11 +183,7 @@ class PagedModel:
         if not window:
             if window_pages:
                 raise ConfigError(no_windows(window_pages))
-            if self.draft is None:
-                return pool
-            heads = self.draft.num_kv_heads, self.draft.head_dim
-            own = KVPool.create(num_pages, page_size, 1, *heads, **sizes)
-            return pool.with_groups(PoolGroup(self.draft.name, own))
+            return pool
         if not window_pages:
             of_one, kept = self._window_needs(page_size, step_tokens)
             window_pages = min(num_pages, requests * of_one + checkpoints * kept)
@@ -244,11 +225,6 @@ class PagedModel:
         Raises as `FlatPool`, and for another window group than `make_pool` makes.
         """
         groups = {group.name: (group.window, group.pool) for group in pool.groups}
-        named = "" if self.draft is None else self.draft.name
-        _, own = groups.pop(named, (0, None))
-        if self.draft is not None and own is None:
-            raise ConfigError(f"the pool has no group {named!r}: make_pool makes one that fits")
-        draft = None if own is None else FlatPool(own)
         window, last = groups.pop(SLIDING, (0, None))
         if groups or window != self.window:
             raise ConfigError(
@@ -256,7 +232,7 @@ class PagedModel:
                 f"the model has a window of {self.window or None}: make_pool makes one that fits"
             )
         sliding = None if last is None else FlatPool(last, self.layers.sliding, window)
-        return FlatPool(pool, self.layers.full, sliding=sliding, draft=draft)
+        return FlatPool(pool, self.layers.full, sliding=sliding)
 
     def window_pages(self, reqs: Iterable[DecodeRequest | PrefillRequest]) -> list[WindowPages]:
         """Return the pages of requests in the window group, for a forward of this HF model; none
@@ -284,8 +260,6 @@ class PagedModel:
         also: Sequence[int] = (),
         states: StateRows | None = None,
         windows: Sequence[WindowPages] = (),
-        again: Sequence[int] = (),
-        hidden: list[torch.Tensor] | None = None,
         not_finite: list[int] | None = None,
     ) -> torch.Tensor:
         """Run the paged model once over new tokens of several sequences; their KV goes to pages,
@@ -301,16 +275,13 @@ class PagedModel:
             also: indices into `tokens` of further tokens that need logits.
             states: where each sequence's state is and goes, for a model with recurrent layers.
             windows: each sequence's pages in the window group, for a model with windows.
-            again: see `Plan`.
-            hidden: gets the last hidden states of all new tokens, [N, hidden size], which the
-                logits are made of; None: they are not wanted.
             not_finite: gets the indices of the sequences of which a number is NaN or infinite: a
                 hidden state of any new token, or a logit (but -inf, by which a model rules a token
                 out). What was written of these is zero then. None: nothing is looked at.
         Returns: the logits after the last new token of each wanted sequence, and then after each
             token of `also`: [wanted + also, vocabulary].
         """
-        plan = Plan(flat, rows, starts, ends, self.device, states, windows, again)
+        plan = Plan(flat, rows, starts, ends, self.device, states, windows)
         ids = torch.as_tensor(np.asarray(tokens, np.int64)).to(self.device)[None]
         keep = plan.last if wanted is None else plan.last[list(wanted)]
         if also:
@@ -331,8 +302,6 @@ class PagedModel:
                 logits = rows_of[0].new_empty(0, self.vocab_size)
         finally:
             hook.remove()
-        if hidden is not None:
-            hidden += rows_of
         if not_finite is not None:
             not_finite += _not_finite(plan, rows_of[0], logits, keep)
         return logits

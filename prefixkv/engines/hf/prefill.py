@@ -7,32 +7,23 @@ returns True, `wait` otherwise. `docs/engine.md` shows the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
 
 from prefixkv import KVPool, NotFiniteError, PrefillConfig, PrefillNode, PrefillRequest
-from prefixkv.engines.hf.draft import draft_part, pack_hidden
 from prefixkv.engines.hf.identity import with_model
-from prefixkv.engines.hf.logprobs import (
-    MAX_PROMPT_NUMBERS,
-    PromptPart,
-    TokenLogprob,
-    logprobs_of,
-)
+from prefixkv.engines.hf.logprobs import TokenLogprob
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import PrefillJob, pack_first
 from prefixkv.engines.hf.sampling import choose, chosen_logprobs
 from prefixkv.spi import ConfigError, RequestError, at_least
 
-OnPrompt = Callable[[PromptPart], None]
-
 _AT_ONCE: Final = 16  # limit of prompts that are begun in one pass
-_MOST_FIRST_BYTES: Final = 256  # of `aux`, for the first token with its log-probabilities
 _IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
 _STATE_SLOTS: Final = 32  # most prompts with a state that are computed or on their way at once
 
@@ -43,9 +34,6 @@ class _Computing:
 
     Of a model with recurrent layers `source` is the slot with its state behind `done` tokens, and
     `slot` its own, which gets the next one.
-
-    Of a model with a draft head `hidden` is the hidden state of token `done` - 1, [hidden size];
-    None at the beginning, and behind what was cached: that token is computed again.
     """
 
     req: PrefillRequest
@@ -54,7 +42,6 @@ class _Computing:
     hit_tokens: int
     source: int = NO_SLOT
     slot: int = NO_SLOT
-    hidden: torch.Tensor | None = None
 
     def chunk_end(self, limit: int, window: int) -> int:
         """Return where an HF forward of at most `limit` tokens of this prompt ends: with a window
@@ -63,14 +50,6 @@ class _Computing:
         if window:
             end = next((at for at in self.req.stops if self.done < at <= end), end)
         return end
-
-
-class _Span(NamedTuple):
-    """The rows of a forward's packed tokens whose logits are about the prompt's next tokens."""
-
-    one: _Computing
-    done: int  # tokens of the prompt before this forward
-    rows: range
 
 
 class PrefillEngine:
@@ -106,9 +85,6 @@ class PrefillEngine:
         self.states: StateMemory | None = None
         self._free_slots: list[int] = []
         check_prefill_config(config, model.keeps)
-        if model.draft is not None:
-            needed = _MOST_FIRST_BYTES + model.draft.aux_bytes
-            at_least(needed, **{"control.max_aux_bytes": config.control.max_aux_bytes})
         if model.keeps and config.cache and not config.checkpoints:
             layout = pool.layout
             num = model.num_checkpoints(layout.num_pages, layout.page_size)
@@ -124,10 +100,6 @@ class PrefillEngine:
         self.node = PrefillNode(pool, config, state=state)
         self._jobs: dict[str, PrefillJob] = {}  # by id, until sent or failed
         self._computing: dict[PrefillRequest, _Computing] = {}  # in order of arrival
-        # By id, the jobs that want the log-probabilities of their prompts and have not all of them.
-        # What a pass finds is handed on at its end.
-        self._prompts: dict[str, OnPrompt] = {}
-        self._parts: list[tuple[OnPrompt, PromptPart]] = []
         self._counters = {"forwards": 0, "computed_tokens": 0}
 
     @property
@@ -135,12 +107,8 @@ class PrefillEngine:
         """Address of the HF prefill engine for decode workers: `Generate.prefill`."""
         return self.node.endpoint
 
-    def submit(self, job: PrefillJob, on_prompt: OnPrompt | None = None) -> None:
+    def submit(self, job: PrefillJob) -> None:
         """Queue a decode worker's job on the HF prefill engine.
-
-        `on_prompt` gets the log-probabilities of the prompt of a job with `prompt_logprobs`, in
-        parts and in order; see `PromptPart`. It is called at the end of `step`; it may call
-        `submit` and `abort`, and must not raise.
 
         Raises RequestError or TokenError for one that cannot be taken. Decode is refused then,
         unless the job itself is malformed.
@@ -152,19 +120,11 @@ class PrefillEngine:
             why = f"{len(request.key)} tokens, the model takes {self.model.context}"
         elif int(np.max(job.tokens)) >= self.model.vocab_size:
             why = f"token {np.max(job.tokens)}, the vocabulary has {self.model.vocab_size}"
-        elif job.prompt_logprobs:
-            num_top = job.choice.sampling.logprobs
-            if on_prompt is None or num_top is None:
-                why = "its prompt's log-probabilities are wanted; nothing takes them, or no number"
-            elif len(request.key) * (num_top + 1) > MAX_PROMPT_NUMBERS:
-                why = f"its prompt's log-probabilities are more than {MAX_PROMPT_NUMBERS}"
         if why:
             self.node.refuse(request, why)
             raise RequestError(f"request {job.rid!r}: {why}")
         self.node.add(request)
         self._jobs[job.rid] = job
-        if job.prompt_logprobs and on_prompt is not None:
-            self._prompts[job.rid] = on_prompt
 
     def abort(self, rid: str) -> bool:
         """End a job of the HF prefill engine, and inform decode.
@@ -178,18 +138,6 @@ class PrefillEngine:
 
         Returns True if it computed something.
         """
-        # Callers are called at the end, since they may call `submit` and `abort`, which change the
-        # state that a pass iterates over.
-        try:
-            return self._step()
-        finally:
-            if self._parts:
-                parts, self._parts = self._parts, []
-                for on_prompt, part in parts:
-                    on_prompt(part)
-
-    def _step(self) -> bool:
-        """Do the work of the HF prefill engine's `step`, and collect parts of log-probabilities."""
         node = self.node
         waiting = sum(one.req.num_tokens - one.done for one in self._computing.values())
         # 1. Begin prompts, but no more than the next forward needs: a prompt that has not begun
@@ -204,14 +152,11 @@ class PrefillEngine:
         # failed ones; their pages are free only when it is over.
         freed = False
         for req in [*node.pop_failed(self.model.event()), *node.pop_sent()]:
-            one = self._computing.pop(req, None)
+            self._computing.pop(req, None)
             if req in self._slots:
                 self._free_slots.append(self._slots.pop(req))
                 freed = True
             del self._jobs[req.rid]
-            if self._prompts and (on_prompt := self._prompts.pop(req.rid, None)) is not None:
-                done = 0 if one is None else one.done
-                self._parts.append((on_prompt, PromptPart(req.rid, done, (), req.error)))
         if not self._computing:
             return freed  # a prompt may have waited for the slot
         self._compute()
@@ -236,18 +181,13 @@ class PrefillEngine:
             left -= end - one.done
             if not left:
                 break
-        # 2. Forward. Only a completed prompt needs logits, unless decode knows its next token; and
-        # one whose own log-probabilities are wanted needs them all along.
+        # 2. Forward. Only a completed prompt needs logits, unless decode knows its next token.
         ends = [end for _, end in parts]
         sampled = [
             i for i, (one, end) in enumerate(parts)
             if end == one.req.num_tokens and not one.job.is_known
         ]  # fmt: skip
-        # What is computed again is not sent again, nor counted among the chunk's tokens.
-        again = [self._again(one) for one, _ in parts]
-        starts = [one.done - num for (one, _), num in zip(parts, again, strict=True)]
-        spans = self._prompt_spans(parts, starts) if self._prompts else []
-        hidden: list[torch.Tensor] | None = None if self.model.draft is None else []
+        starts = [one.done for one, _ in parts]
         not_finite: list[int] = []
         logits = self.model.forward(
             self._flat,
@@ -258,20 +198,15 @@ class PrefillEngine:
             starts,
             ends,
             sampled,
-            [row for span in spans for row in span.rows],
-            self._state_rows(parts),
-            self.model.window_pages(one.req for one, _ in parts),
-            again,
-            hidden,
-            not_finite,
+            states=self._state_rows(parts),
+            windows=self.model.window_pages(one.req for one, _ in parts),
+            not_finite=not_finite,
         )  # fmt: skip
         # Before anything of it is handed over: those end whose numbers are not finite.
         for i in not_finite:
             rid = parts[i][0].req.rid
             error = NotFiniteError(f"prefill computed NaN or infinity for request {rid!r}")
             self.node.fail(rid, error)
-        if hidden is not None:
-            self._draft(parts, starts, hidden[0], not_finite)
         # 3. The event stands before the work of sampling, for which the sends need not wait.
         ready = self.model.event()
         rows = [row for row, i in enumerate(sampled) if i not in not_finite]
@@ -285,49 +220,13 @@ class PrefillEngine:
                 continue
             last = end == one.req.num_tokens
             aux = pack_first(tokens[i][0], one.hit_tokens, tokens[i][1]) if i in tokens else b""
-            if last and one.hidden is not None:
-                aux += pack_hidden(one.hidden, end)
-            elif last and not aux:  # decode knows the token, or computes the end itself
+            if last and not aux:  # decode knows the token, or computes the end itself
                 aux = pack_first(0, one.hit_tokens)
             self._counters["computed_tokens"] += end - starts[i]
             self.node.send_chunk(one.req, end, last, aux, ready, one.slot if last else NO_SLOT)
             one.done = end
             if last:
                 del self._computing[one.req]
-        # 5. Last, since nothing on decode's device waits for it.
-        if spans:
-            failed = {parts[i][0] for i in not_finite}
-            self._collect_parts(spans, logits[len(sampled) :], failed)
-
-    def _again(self, one: _Computing) -> int:
-        """Return how many tokens before a prompt's next chunk HF's prefill computes again: one,
-        where the draft's first slot needs its hidden state."""
-        return int(self.model.draft is not None and one.done > 0 and one.hidden is None)
-
-    def _draft(
-        self, parts: list[tuple[_Computing, int]], starts: list[int], hidden: torch.Tensor,
-        not_finite: list[int],
-    ) -> None:  # fmt: skip
-        """Write the draft's KV of the chunks that the HF model has just computed, but of those that
-        are `not_finite`.
-
-        hidden: its hidden states, [tokens of all chunks, hidden size].
-        """
-        assert self.model.draft is not None
-        assert self._flat.draft is not None
-        slots, begin = [], 0
-        for i, ((one, end), start) in enumerate(zip(parts, starts, strict=True)):
-            own = hidden[begin : begin + end - start]
-            begin += end - start
-            if i in not_finite:
-                continue
-            tokens = one.job.tokens[one.done : end]
-            slots.append(
-                draft_part(self.model.draft, one.req.pages, one.done, tokens, own, one.hidden)
-            )
-            one.hidden = own[-1].clone()
-        if slots:
-            self.model.draft(self._flat.draft, slots)
 
     def _state_rows(self, parts: list[tuple[_Computing, int]]) -> StateRows | None:
         """Return the states of an HF forward's prompts, and where they are saved as checkpoints;
@@ -345,44 +244,6 @@ class PrefillEngine:
         for one, _ in parts:
             one.source = one.slot
         return StateRows(self.states, sources, [one.slot for one, _ in parts], saves)
-
-    def _prompt_spans(self, parts: list[tuple[_Computing, int]], starts: list[int]) -> list[_Span]:
-        """Return the rows of an HF forward, of each prompt from its start on, that prompts with
-        log-probabilities need."""
-        spans, begin = [], 0
-        for (one, end), start in zip(parts, starts, strict=True):
-            begin += one.done - start
-            if one.job.rid in self._prompts:
-                # The logits after a token are about the next one, which the prompt's last has not.
-                num = min(end, one.req.num_tokens - 1) - one.done
-                spans.append(_Span(one, one.done, range(begin, begin + num)))
-            begin += end - one.done
-        return spans
-
-    def _collect_parts(
-        self, spans: list[_Span], logits: torch.Tensor, failed: set[_Computing]
-    ) -> None:
-        """Collect the log-probabilities of prompts that HF's prefill hands on after this pass, but
-        of those that have just `failed`.
-
-        logits: [rows of all spans, vocabulary].
-        """
-        for span in spans:
-            job, num = span.one.job, len(span.rows)
-            if span.one in failed:
-                logits = logits[num:]
-                continue
-            start, stop = span.done + 1, span.done + 1 + num
-            num_top = job.choice.sampling.logprobs
-            assert num_top is not None  # `submit` has refused it
-            found: list[TokenLogprob | None] = [None] if span.done == 0 else []
-            found += logprobs_of(logits[:num], job.tokens[start:stop].tolist(), [num_top] * num)
-            logits = logits[num:]
-            if found:
-                part = PromptPart(job.rid, stop - len(found), tuple(found))
-                self._parts.append((self._prompts[job.rid], part))
-            if stop == span.one.req.num_tokens:
-                del self._prompts[job.rid]
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the HF prefill engine may have something to do in `step`, at most `timeout_s`.

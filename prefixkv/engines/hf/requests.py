@@ -30,10 +30,6 @@ class Generate:
         sampling: how tokens are drawn, and what ends an answer.
         max_new_tokens: limit of tokens per answer.
         num_samples: answers to this prompt. They share its whole pages; see docs/engine.md.
-        prompt_logprobs: True to have the log-probabilities of the prompt's tokens too, with the
-            likeliest as `sampling.logprobs` has them. Prefill then computes the whole prompt,
-            whatever it has in its cache, and keeps none of it. It gives them to the caller of its
-            own `submit`, as `PromptPart`s.
         namespace, cacheable, priority, deadline_s: see `Request`.
     """
 
@@ -47,7 +43,6 @@ class Generate:
     cacheable: bool = True
     priority: int = 0
     deadline_s: float | None = None
-    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +81,7 @@ class PrefillJob:
     """A decode worker's request to the prefill worker at `prefill`.
 
     Prefill computes the prompt, sends its KV, and samples the next token, unless decode knows that
-    token already (`is_known`). With `prompt_logprobs` it gives those of the prompt to its caller.
-    Such a prompt has to be computed whole, so it is not `cacheable` on prefill. A job that is not
-    sent within `deadline_s` fails there.
+    token already (`is_known`). A job that is not sent within `deadline_s` fails there.
     """
 
     rid: str
@@ -102,7 +95,6 @@ class PrefillJob:
     choice: Choice = field(default_factory=Choice)
     is_known: bool = False
     deadline_s: float | None = None
-    prompt_logprobs: bool = False
 
     def request(self) -> Request:
         """Return the `Request` that an HF engine's prefill job is for `PrefillNode.add`.
@@ -111,7 +103,7 @@ class PrefillJob:
         """
         return Request(
             self.rid, self.tokens, room=self.room, generation=self.generation, decode=self.decode,
-            namespace=self.namespace, cacheable=self.cacheable and not self.prompt_logprobs,
+            namespace=self.namespace, cacheable=self.cacheable,
             deadline_s=self.deadline_s,
         )  # fmt: skip
 

@@ -22,7 +22,6 @@ from prefixkv.engines.sglang import internals as sgl
 from prefixkv.engines.sglang.clock import CLOCK, RankClock
 from prefixkv.engines.sglang.events import EventTranslator
 from prefixkv.engines.sglang.keys import TOKEN_WORDS, Packer, RequestKey, namespace_of
-from prefixkv.engines.sglang.mirror import RowMirror
 from prefixkv.engines.sglang.slots import SlotTable
 from prefixkv.engines.sglang.waiting import weight_order
 from prefixkv.spi import (
@@ -55,24 +54,23 @@ class Handle:
 
 
 def is_aborted(req: Any) -> bool:
-    """Return whether an SGLang request has ended by an abort: its client has left, or it failed."""
+    """Return whether a request has ended by an abort: its client has left, or it failed."""
     return type(req.finished_reason).__name__ == "FINISH_ABORT"
 
 
 def is_spoilt(req: Any) -> bool:
-    """Return whether an SGLang request has ended since a token was drawn that is none; SGLang takes
-    that for NaN."""
+    """Return whether a request has ended since a token was drawn that is none; SGLang takes that
+    for NaN."""
     return getattr(req.finished_reason, "matched", None) == "NaN happened"
 
 
 class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
-    """The tree cache of one scheduler. See the module's text. Owner: SGLang's scheduler thread.
+    """The tree cache of one scheduler. See the module's text. Owner: the scheduler's thread.
 
     Args:
         params: SGLang's `CacheInitParams`.
         policy: eviction policy, a name or an object.
         clock: source of the time for the policy.
-        mirror: True to mirror rows on the host, unless they are on a CPU.
     """
 
     def __init__(
@@ -80,8 +78,6 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         params: Any,
         policy: str | Policy = DEFAULT_POLICY,
         clock: RankClock = CLOCK,
-        *,
-        mirror: bool = True,
     ) -> None:
         self.disable: bool = params.disable
         self.req_to_token_pool = params.req_to_token_pool
@@ -91,8 +87,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         self.sliding_window_size = None
         self.root_node = Handle(None)
         self.counters: Counter[str] = Counter(
-            matches=0, matched_tokens=0, checkpoints=0, rows_read=0, duplicate_tokens=0,
-            evicted_tokens=0,
+            matches=0, matched_tokens=0, checkpoints=0, duplicate_tokens=0, evicted_tokens=0,
         )  # fmt: skip
         allocator = params.token_to_kv_pool_allocator
         # Page 0 is SGLang's padding, so ids go up to size // page_size, inclusive.
@@ -104,10 +99,6 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         policy.token_scale = 1 / TOKEN_WORDS
         self.tree = RadixCache(TOKEN_WORDS * self.page_size, policy, num_pages)
         self._slots = SlotTable(num_pages, self.page_size, allocator.device)
-        on_cpu = torch.device(allocator.device).type == "cpu"
-        self.mirror: RowMirror | None = None
-        if mirror and not on_cpu and not self.disable:
-            self.mirror = RowMirror(self.req_to_token_pool, self.page_size)
         # Locks of `inc_lock_ref`, which gives its caller none; `dec_lock_ref` pops one by place.
         self._held: dict[TreeNode, list[PrefixLock]] = {}
         self._nothing = sgl.MatchResult(0, self.root_node, self.root_node, self.root_node)
@@ -128,10 +119,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- looking ----------------------------------------------------------------------------------
 
     def match_prefix(self, params: Any) -> Any:
-        """Return the longest prefix of whole pages in SGLang's tree cache.
-
-        Changes nothing, recency included.
-        """
+        """Return the longest cached prefix of whole pages. Changes nothing, recency included."""
         key, raw_len = params.key, _raw_len(params.key)
         if self.disable or raw_len < self.page_size:
             return self._nothing
@@ -147,13 +135,13 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.MatchResult(num_tokens, handle, handle, handle)
 
     def touch_prefix(self, key: Any) -> None:
-        """Count a use of the part of a key that is in SGLang's tree cache, but no visit."""
+        """Count a use of the part of a key that is cached, but no visit."""
         result = self.match_prefix(sgl.MatchPrefixParams(key=key)).last_device_node.result
         if result is not None:
             self.tree.unlock(self.tree.lock(result, self._clock.now_s, visit=False))
 
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
-        """Return the slots of a match in SGLang's tree cache, as `path_device_indices` does."""
+        """Return the slots of a match, as `path_device_indices` does."""
         slots = self.path_device_indices(req.last_node)
         # Mostly the match is all of the path, and a slice of a tensor costs as much as the rest.
         if len(slots) == req.prefix_len:
@@ -162,39 +150,30 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return slots[: req.prefix_len]
 
     def path_device_indices(self, node: Handle) -> torch.Tensor:
-        """Return the slots of a prefix in SGLang's tree cache, a new tensor int64 on the device."""
+        """Return the slots of a prefix, a new tensor int64 on the device."""
         return self._slots.slots_of_packed(b"" if node.result is None else node.result.packed)
 
     def dfs_weight_order(self, node_handles: Sequence[Handle]) -> list[int]:
-        """Return the indices of SGLang's cache handles, depth first. See `waiting.weight_order`."""
+        """Return the indices of handles, depth first. See `waiting.weight_order`."""
         return weight_order([self._place(handle) for handle in node_handles])
 
     def root_node_handle(self, extra_key: str | None = None) -> Handle:
-        """Return the root's handle in SGLang's tree cache; all namespaces share it."""
+        """Return the root's handle; all namespaces share it."""
         return self.root_node
 
     # --- holding ----------------------------------------------------------------------------------
 
     def lock(self, node: Handle) -> Any:
-        """Lock a prefix in SGLang's tree cache for one holder.
-
-        A request counts as a visit only at its first lock.
-        """
+        """Lock a prefix for one holder. A request counts as a visit only at its first lock."""
         return sgl.TreeLock(self._lock(node), sgl.DecLockRefParams())
 
     def unlock(self, lock: Any) -> None:
-        """Release a `TreeLock` of SGLang's tree cache.
-
-        No-op for one that was released already, or before a reset.
-        """
+        """Release a `TreeLock`. No-op for one that was released already, or before a reset."""
         if lock is not None and lock.node is not None and lock.node.held:
             self.tree.unlock(lock.node)
 
     def inc_lock_ref(self, node: Handle) -> Any:
-        """Lock a prefix in SGLang's tree cache without a lock object.
-
-        The result has the change of evictable tokens.
-        """
+        """Lock a prefix without a lock object. The result has the change of evictable tokens."""
         before = self.tree.evictable_pages
         lock = self._lock(node)
         if lock is not None:
@@ -202,10 +181,8 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.IncLockRefResult(delta=(self.tree.evictable_pages - before) * self.page_size)
 
     def dec_lock_ref(self, node: Handle, params: Any = None) -> Any:
-        """Release one lock that `inc_lock_ref` of SGLang's tree cache took at this place.
-
-        Raises LockError where there is none.
-        """
+        """Release one lock that `inc_lock_ref` took at this place. Raises LockError where there is
+        none."""
         before, place = self.tree.evictable_pages, self._place(node)
         if place is not None:
             held = self._held.get(place)
@@ -219,12 +196,10 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- adding -----------------------------------------------------------------------------------
 
     def checkpoint(self, req: Any, *, up_to: int, **_kwargs: Any) -> None:
-        """Hand the whole pages of a request's first `up_to` tokens to SGLang's tree cache.
-
-        Pages that the tree had already are freed, and the request's row then shows the tree's pages
-        instead. The request's lock moves to the end of these pages. Of a request that ends by an
-        abort, or by NaN, only the prompt is handed over, and that where a sound token came of it.
-        """
+        """Hand the whole pages of a request's first `up_to` tokens to the tree. Pages that the tree
+        had already are freed, and the request's row then shows the tree's pages instead. The
+        request's lock moves to the end of these pages. Of a request that ends by an abort, or by
+        NaN, only the prompt is handed over, and that where a sound token came of it."""
         if self.disable:
             return
         # 1. The lock tells whether the tree was reset, and how many pages it covers already.
@@ -268,8 +243,6 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         # 4. The tree owns these pages from here on.
         kv.cache_inserted_len = max(kv.cache_inserted_len, end)
         kv.cache_protected_len = end
-        if self.mirror is not None:
-            self.mirror.forget(kv.req_pool_idx, whole)
         # 5. `insert` has moved an old lock; without one the request gets its lock here. Locked
         # before the former one is released, so that shared pages stay protected in between. A
         # finished request needs none: SGLang releases its lock next.
@@ -280,10 +253,8 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         req.last_node = Handle(result, own_key) if end else self.root_node
 
     def insert(self, params: Any) -> Any:
-        """Insert slots under a key into SGLang's tree cache, for its tools and tests.
-
-        SGLang's schedulers call only `checkpoint`.
-        """
+        """Insert slots under a key, for SGLang's tools and tests. SGLang's schedulers call only
+        `checkpoint`."""
         if self.disable:
             return sgl.InsertResult(prefix_len=0)
         key, slots = params.key.maybe_to_bigram_view(self.is_eagle, params.value)
@@ -295,21 +266,11 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         node = Handle(result) if end else self.root_node
         return sgl.InsertResult(result.old_depth * self.page_size, last_device_node=node)
 
-    def maybe_hand_to_session(self, req: Any) -> None:
-        """Have the mirror of SGLang's tree cache follow a request's row.
-
-        SGLang calls this after it has written the row for a prompt, or a chunk of it.
-        """
-        if self.mirror is not None:
-            self.mirror.written(req.kv, req.prefix_len)
-
     # --- taking back ------------------------------------------------------------------------------
 
     def evict(self, params: Any) -> Any:
-        """Evict whole pages from SGLang's tree cache, and free their slots in its allocator.
-
-        It takes at least `num_tokens`, or all evictable ones.
-        """
+        """Evict whole pages, and free their slots in the allocator. It takes at least `num_tokens`,
+        or all evictable ones."""
         if self.disable or params.num_tokens <= 0:
             return sgl.EvictResult()
         began = time.perf_counter()
@@ -328,11 +289,8 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.EvictResult(num_tokens_evicted=num_tokens)
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
-        """Free a request's own part of its row, for SGLang's tree cache.
-
-        One range goes to the allocator as page ids, without segments of slots in between, each of
-        which is a slice of a tensor.
-        """
+        """Free a request's own part of its row. One range goes to the allocator as page ids,
+        without segments of slots in between, each of which is a slice of a tensor."""
         allocator, size = self.token_to_kv_pool_allocator, self.page_size
         (start, end), *others = ranges
         if others or start % size or not hasattr(allocator, "free_page_ids"):
@@ -342,23 +300,16 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
             pages = self._slots.page_ids_of_row(table, kv.req_pool_idx, start, end)
             allocator.free_page_ids(pages)
 
-    def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        """Forget, in SGLang's tree cache, the mirror of a row that is about to be given away."""
-        if self.mirror is not None:
-            self.mirror.released(req.kv.req_pool_idx)
-
     def reset(self) -> None:
-        """Empty SGLang's tree cache, of locked pages too: its allocator is cleared as well.
-
-        Locks from before are no longer held, which `unlock` and `checkpoint` notice.
-        """
+        """Empty the tree cache, of locked pages too: its allocator is cleared as well. Locks from
+        before are no longer held, which `unlock` and `checkpoint` notice."""
         self.tree.reset(forget_locks=True)
         self._held.clear()
 
     # --- telling ----------------------------------------------------------------------------------
 
     def take_events(self) -> list[Any]:
-        """Return the tree cache's changes since the last call, as SGLang's events."""
+        """Return the tree's changes since the last call, as SGLang's events."""
         if self._translator is None:
             return []
         self._translator.record(self.tree.drain_changes())
@@ -380,7 +331,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return self.tree.num_pages * self.page_size
 
     def all_values_flatten(self) -> torch.Tensor:
-        """Return the slots of all pages in SGLang's tree cache; those of a path are in order."""
+        """Return the slots of all pages; those of a path are in order."""
         return self._slots.slots(packed_ids([node.pages for node in self.tree.nodes()]))
 
     def pretty_print(self) -> None:
@@ -388,19 +339,16 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         print(f"{self.total_size()} tokens, {dict(self.counters)}")
 
     def sanity_check(self) -> None:
-        """Raise InternalError for a law of SGLang's tree cache that does not hold. O(tree)."""
+        """Raise InternalError for a law that does not hold. O(tree)."""
         self.tree.check_invariants()
-        if self.mirror is not None:
-            self.mirror.check_invariants()
 
     # --- shared -----------------------------------------------------------------------------------
 
     def key_of_waiting(self, req: Any) -> RadixKey:
-        """Return the key of a waiting request in SGLang's tree cache: its whole prompt, packed."""
+        """Return the key of a waiting request: its whole prompt, packed."""
         return self._key_of(req).cover(req.origin_input_ids, len(req.origin_input_ids))
 
     def _lock(self, node: Handle) -> PrefixLock | None:
-        """Lock a handle's prefix in the tree of SGLang's cache; None for the root."""
         if self.disable or node.result is None:
             return None
         visit = None
@@ -409,23 +357,15 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return self.tree.lock(node.result, self._clock.now_s, visit=visit)
 
     def _pages_of(self, row: int, start: int, end: int) -> Pages:
-        """Return pages `start` to `end` of SGLang's row, from the cache's mirror or the device."""
         if start == end:
             return _NO_PAGES
-        if self.mirror is not None:
-            pages = self.mirror.pages(row, start, end)
-            if pages is not None:
-                return pages
-            self.counters["rows_read"] += 1
         table, size = self.req_to_token_pool.req_to_token, self.page_size
         return self._slots.pages_of_row(table, row, start * size, end * size)
 
     def _place(self, handle: Handle) -> TreeNode | None:
-        """Return the node at which SGLang's cache handle ends now, after splits; None: the root."""
         return None if handle.result is None else self.tree.locate(handle.result)[0]
 
     def _key_of(self, req: Any) -> RequestKey:
-        """Return the key in SGLang's tree cache that grows with a request, and is kept on it."""
         own: RequestKey | None = getattr(req, "prefixkv_key", None)
         namespace = namespace_of(req.extra_key, req.cache_salt)
         if own is None or own.namespace != namespace:
@@ -433,7 +373,6 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return own
 
     def _packed(self, key: Any) -> RadixKey:
-        """Return the tree cache's key for a key of SGLang's that belongs to no request."""
         namespace = namespace_of(key.extra_key, key.cache_salt)
         return self._packer.pack(key.token_ids, _raw_len(key), namespace)
 
@@ -442,6 +381,5 @@ _NO_PAGES: Pages = np.empty(0, np.int32)
 
 
 def _raw_len(key: Any) -> int:
-    """Return how many tokens of its array a key given to SGLang's cache stands for."""
     num_tokens = len(key.token_ids)
     return num_tokens if key.limit is None else min(key.limit, num_tokens)

@@ -32,10 +32,8 @@ class RankClock:
         self._sent_s = float("-inf")
 
     def mark(self, requests: list[object], now_s: float) -> list[object]:
-        """Return the list to broadcast with the ranks' time, on SGLang's rank that gets requests.
-
-        Without it where there are no requests and a mark was sent less than `MARK_EVERY_S` ago.
-        """
+        """Return the list to broadcast with the ranks' time, on the rank that gets requests.
+        Without it where there are no requests and a mark was sent less than `MARK_EVERY_S` ago."""
         # An idle scheduler broadcasts an empty list all the time, which should stay cheap.
         if not requests and now_s - self._sent_s < self.MARK_EVERY_S:
             return requests
@@ -43,10 +41,8 @@ class RankClock:
         return [*requests, TimeMark(now_s)]
 
     def take(self, requests: list[object]) -> list[object]:
-        """Return the requests without time marks, and set the rank's clock to the newest.
-
-        Called on every rank.
-        """
+        """Return the requests without time marks, and set the rank's clock to the newest. Called on
+        every rank."""
         marks = [one for one in requests if isinstance(one, TimeMark)]
         if not marks:
             return requests

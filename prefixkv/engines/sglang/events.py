@@ -50,7 +50,7 @@ def hash_pairs(before: bytes, page_pairs: bytes) -> bytes:
 
 
 def before_first(namespace: Hashable) -> bytes:
-    """Return the hash that a namespace's first page follows in SGLang's cache events."""
+    """Return the hash that a namespace's first page follows."""
     _, salt = _parts(namespace)
     if salt is None:
         return NO_PARENT
@@ -58,7 +58,6 @@ def before_first(namespace: Hashable) -> bytes:
 
 
 def _parts(namespace: Hashable) -> tuple[str | None, str | None]:
-    """Split a namespace of `keys.namespace_of` into extra key and salt, for SGLang's events."""
     return namespace if isinstance(namespace, tuple) else (None, None)
 
 
@@ -83,7 +82,7 @@ class EventTranslator:
         )  # fmt: skip
 
     def record(self, changes: Iterable[Change]) -> None:
-        """Record changes of the tree as SGLang's events, in the order of the changes."""
+        """Record changes of the tree as events, in their order."""
         # The order matters: a removal is looked up among the pages that were inserted before.
         for change in changes:
             match change:
@@ -101,10 +100,6 @@ class EventTranslator:
                     assert_never(change)
 
     def _stored(self, run: list[PageRef]) -> None:
-        """Record pages of one path as SGLang's stored events.
-
-        Each page is the parent of the next.
-        """
         extra_key, salt = _parts(run[0].namespace)
         names = self._recorder.lora_names
         dynamo = self._recorder.dynamo_format
@@ -130,13 +125,11 @@ class EventTranslator:
             parent = block
 
     def _removed(self, run: list[PageRef]) -> None:
-        """Record the removal of pages of one namespace as an event for SGLang."""
         seed = self._seed(run[0].namespace)
         blocks = [self._block(place.key, seed) for place in run]
         self._recorder.enqueue(BlockRemoved(block_hashes=blocks, medium=StorageMedium.GPU))
 
     def _seed(self, namespace: Hashable) -> bytes | None:
-        """Return the seed that keeps block numbers of namespaces apart in SGLang's events."""
         # Outside Dynamo's format SGLang seeds by the adapter only: the salt is in the hash already.
         extra_key, salt = _parts(namespace)
         seed: bytes | None
@@ -148,13 +141,11 @@ class EventTranslator:
         return seed
 
     def _block(self, key: bytes, seed: bytes | None) -> int:
-        """Return a block's number in SGLang's events: its hash's first bytes, signed, seeded."""
         cut = int.from_bytes(key[:_HASH_BYTES], "big", signed=True)
         block: int = namespaced_block_hash(cut, namespace_seed=seed)
         return block
 
     def _tokens(self, packed: bytes) -> list[Any]:
-        """Return a page's tokens for SGLang's event, as pairs where the tree is keyed by pairs."""
         if not self._bigram:
             return np.frombuffer(packed, np.int64).tolist()  # type: ignore[no-any-return]
         return [tuple(pair) for pair in np.frombuffer(packed, "<i4").reshape(-1, 2).tolist()]

@@ -35,7 +35,7 @@ class FencedTransfers(Protocol):
 
 
 class FenceFolder:
-    """The view of one rank on the folder. Owner: SGLang's scheduler thread.
+    """The view of one rank on the folder. Owner: the scheduler's thread.
 
     Args:
         folder: shared by all ranks, and by any number of servers of one user.
@@ -56,9 +56,7 @@ class FenceFolder:
 
     def poll(self, transfers: FencedTransfers) -> None:
         """Fence the peers that the operator's folder names, and write the list of lost ones to it.
-
-        Cheap: looks once per second at most.
-        """
+        Cheap: looks once per second at most."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
@@ -74,7 +72,6 @@ class FenceFolder:
             _log.warning("fence_folder: %s", error)
 
     def _read_fences(self) -> list[PeerId]:
-        """Return the peers that the file `fences` names, if it has changed since the last call."""
         path = self._folder / FENCES
         try:
             found = os.lstat(path)
@@ -107,7 +104,6 @@ class FenceFolder:
         return [peer for peer in peers if peer.name]
 
     def _write_lost(self, lost: dict[PeerId, tuple[str, int]]) -> None:
-        """Write the lost peers to `RANK.lost` of the fence folder, if they have changed."""
         text = json.dumps(
             [
                 {"peer": peer.name, "life": f"{peer.incarnation:x}", "why": why, "held": held}
@@ -125,10 +121,8 @@ class FenceFolder:
 
 
 def _open_to_others(path: Path, *, folder: bool) -> str:
-    """Return why others than this user and root could change a path of the fence folder.
-
-    "" if they could not.
-    """
+    """Return why others than this user and root could change a path of the fence folder. "" if they
+    could not."""
     # `lstat`, not `stat`: a link could lead to a file of another user.
     try:
         found = os.lstat(path)

@@ -5,9 +5,9 @@ Attributes of SGLang's objects that the plug-in uses. Request: `origin_input_ids
 `finished()`, `prefix_len`, `finished_reason`, `to_finish`, `return_logprob`; its `kv` record:
 `req_pool_idx`, `cache_protected_len`, `cache_inserted_len`, `kv_allocated_len`. Decode's queue:
 `queue`, with items that have `req`, `waiting_for_input` and `is_rebootstrap`,
-`transfer_queue.queue`, `scheduler.waiting_queue`, and the arithmetic that `head_check.py` and
-`plugin._around_capacity` call. Allocator: `free_segment`, `free_page_ids`, `size`, `page_size`,
-`device`. Pool of rows: `req_to_token`, `req_generation`, `write`. Scheduler: its two queues, and
+`transfer_queue.queue`, `scheduler.waiting_queue`, and the arithmetic that
+`plugin._around_capacity` calls. Allocator: `free_segment`, `free_page_ids`, `size`, `page_size`,
+`device`. Pool of rows: `req_to_token`, `write`. Scheduler: its two queues, and
 `grammar_manager.grammar_queue`.
 """
 
@@ -53,9 +53,6 @@ RECEIVER_BROADCAST = (
 )
 POP_PREALLOCATED = "sglang.srt.disaggregation.decode.DecodePreallocQueue.pop_preallocated"
 UPDATE_HANDSHAKES = "sglang.srt.disaggregation.decode.DecodePreallocQueue._update_handshake_waiters"
-CALC_PRIORITY = "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority"
-ALLOC_FOR_DECODE = "sglang.srt.mem_cache.allocation.alloc_for_decode"
-ALLOC_FOR_SPEC_DECODE = "sglang.srt.mem_cache.allocation.alloc_for_spec_decode"
 NIXL_MEMORY_KINDS = "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds"
 
 # Names for the transfer backend. Its classes are in `internals_transfer.py`, which is imported only
@@ -83,66 +80,12 @@ CREATE_RECEIVER = (
 
 
 def fake_host() -> str:
-    """Return, of SGLang's internals, the address in its requests to itself.
-
-    These transfer nothing.
-    """
+    """Return the address in SGLang's requests to itself, which transfer nothing."""
     return str(import_module(TRANSFER_UTILS).FAKE_BOOTSTRAP_HOST)
 
 
 def refuse_request(queue: Any, req: Any, reason: str) -> None:
-    """Refuse a request with status 400, by SGLang's internals, for the tree plug-in."""
+    """Refuse a request with status 400."""
     prepare_abort = import_module(TRANSFER_UTILS).prepare_abort
     prepare_abort(req, reason, status_code=HTTPStatus.BAD_REQUEST)
     queue.scheduler.output_streamer.stream_output([req], req.return_logprob)
-
-
-__all__ = [
-    "ALLOC_FOR_DECODE",
-    "ALLOC_FOR_SPEC_DECODE",
-    "CALC_PRIORITY",
-    "CREATE_RECEIVER",
-    "CREATE_SENDER",
-    "DECODE_ADD",
-    "DECODE_CAPACITY",
-    "GET_KV_CLASS",
-    "HANDLE_REQUEST",
-    "MAKE_DECODE",
-    "MAKE_PREFILL",
-    "NIXL_MEMORY_KINDS",
-    "NORMALIZE",
-    "POP_BOOTSTRAPPED",
-    "POP_PREALLOCATED",
-    "PREFILL_ADD",
-    "RECEIVER_BROADCAST",
-    "TRANSFER_UTILS",
-    "UPDATE_HANDSHAKES",
-    "WAITING_ABORT",
-    "BasePrefixCache",
-    "BlockRemoved",
-    "BlockStored",
-    "DecLockRefParams",
-    "DecLockRefResult",
-    "EvictParams",
-    "EvictResult",
-    "HookRegistry",
-    "HookType",
-    "IncLockRefResult",
-    "InsertParams",
-    "InsertResult",
-    "KVCacheEventRecorder",
-    "MatchPrefixParams",
-    "MatchResult",
-    "StorageMedium",
-    "TreeCacheBuildContext",
-    "TreeLock",
-    "add_disagg_transfer_backend_choices",
-    "fake_host",
-    "get_disagg",
-    "get_memory",
-    "get_radix_cache_factory",
-    "kv_event_namespace_seed",
-    "namespaced_block_hash",
-    "refuse_request",
-    "register_radix_cache_backend",
-]

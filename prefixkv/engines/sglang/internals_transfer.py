@@ -28,31 +28,8 @@ from sglang.srt.utils.network import get_local_ip_auto
 
 
 def gather(given: object) -> list[object]:
-    """Gather an object, by SGLang's internals, from all ranks that share a model's KV heads.
-
-    See `rank_group.Gather`.
-    """
+    """Gather an object from all ranks that share a model's KV heads. See `rank_group.Gather`."""
     parallel = get_parallel()
     if parallel.attn_tp_size == 1:
         return [given]
     return cast(list[object], parallel.attn_tp_group.all_gather_object(given))
-
-
-__all__ = [
-    "CommonKVBootstrapServer",
-    "CommonKVManager",
-    "CommonKVReceiver",
-    "CommonKVSender",
-    "DisaggregationMode",
-    "KVArgs",
-    "KVClassType",
-    "KVPoll",
-    "KVTransferDestination",
-    "envs",
-    "gather",
-    "get_device",
-    "get_local_ip_auto",
-    "get_parallel",
-    "get_serving",
-    "web",
-]

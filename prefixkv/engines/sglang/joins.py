@@ -57,7 +57,7 @@ class Joins:
         self.num_joined = 0
 
     def begin(self, requests: Iterable[Any]) -> None:
-        """Record that these requests of SGLang's bring their missing pages, for others to join."""
+        """Record that these requests bring their missing pages, for others to join."""
         for request in requests:
             found = self._missing_pages(request)
             if found is not None:
@@ -90,7 +90,6 @@ class Joins:
         return self._held
 
     def _find_held(self) -> set[int]:
-        """Find the ready requests of SGLang's that join one that brings the same next page."""
         leaders: defaultdict[NextPage, list[_MissingPages]] = defaultdict(list)
         for one in self._bringing.values():
             leaders[one.next_page].append(one)
@@ -109,10 +108,8 @@ class Joins:
         return held
 
     def _missing_pages(self, request: Any) -> _MissingPages | None:
-        """Return the pages that have to be sent for a request, which others may join.
-
-        None where that is no whole page.
-        """
+        """Return the pages that have to be sent for a request, which others may join. None where
+        that is no whole page."""
         key, depth = self._depths.of(request)
         data, size = key.data, self._page_bytes
         end = len(data) // size
@@ -122,7 +119,6 @@ class Joins:
         return _MissingPages(request, place, data, end)
 
     def _brings_half_of(self, one: _MissingPages, lacking: _MissingPages) -> bool:
-        """Return whether `lacking` may join `one`, which brings at least half of what it lacks."""
         depth, size = lacking.next_page[1], self._page_bytes
         if not lacking.data.startswith(memoryview(one.data)[: (depth + 1) * size]):
             return False

@@ -28,7 +28,7 @@ _LE_INT32 = np.dtype("<i4")
 
 
 def namespace_of(extra_key: str | None, cache_salt: str | None) -> Hashable:
-    """Return the namespace of a request's key, by SGLang's extra key and salt.
+    """Return the namespace of a request's key, by its extra key and salt.
 
     It keeps apart requests with equal tokens; None: the common one.
 
@@ -43,7 +43,7 @@ def namespace_of(extra_key: str | None, cache_salt: str | None) -> Hashable:
 
 
 class Packer:
-    """A converter from SGLang's tokens to keys, for one thread.
+    """A converter from tokens to keys, for one thread.
 
     It keeps its work memory: a new allocation per call costs more than the packing itself.
 
@@ -56,7 +56,7 @@ class Packer:
         self._words = np.empty(0, _LE_INT32)
 
     def pack(self, token_ids: Any, num_tokens: int, namespace: Hashable) -> RadixKey:
-        """Pack the first `num_tokens` of SGLang's tokens into a key of the tree.
+        """Pack the first `num_tokens` tokens into a key of the tree.
 
         Raises:
             TokenError: see `words`.
@@ -64,7 +64,7 @@ class Packer:
         return RadixKey.of_packed(self.words(token_ids, 0, num_tokens), namespace)
 
     def words(self, token_ids: Any, start: int, end: int) -> bytes:
-        """Pack SGLang's tokens `start` to `end` as they stand in a key: int64, or pairs of int32.
+        """Pack tokens `start` to `end` as they stand in a key: int64, or pairs of int32.
 
         Raises:
             TokenError: pairs are wanted, and a token is not in [0, 2**31).
@@ -89,7 +89,7 @@ class Packer:
         return words.tobytes()
 
     def begins(self, token_ids: Any, num_tokens: int, packed: bytes) -> bool:
-        """Return whether the first `num_tokens` of SGLang's tokens are those packed before."""
+        """Return whether the first `num_tokens` tokens are those packed before."""
         if len(token_ids) < num_tokens:
             return False
         if not self.bigram:
@@ -98,18 +98,14 @@ class Packer:
 
 
 def as_buffer(token_ids: Any) -> memoryview:
-    """Return SGLang's token ids, to be packed into a key, as int64; those of an `array('q')` are
-    not copied.
-
-    The result must not be kept: while it exists, the `array('q')` cannot grow.
-    """
+    """Return token ids as int64; those of an `array('q')` are not copied. The result must not be
+    kept: while it exists, the `array('q')` cannot grow."""
     if isinstance(token_ids, array):
         return memoryview(token_ids)
     return np.ascontiguousarray(token_ids, np.int64).data
 
 
 def _few_pairs(ids: Any) -> bytes:
-    """Pack few of SGLang's tokens as pairs of a key, such as those since the last look."""
     for token in ids:
         if not 0 <= token < TOKEN_LIMIT:
             raise TokenError(f"token {token} is not in [0, {TOKEN_LIMIT})")
@@ -136,7 +132,7 @@ class RequestKey:
         self._num_tokens = 0
 
     def cover(self, token_ids: Any, num_tokens: int) -> RadixKey:
-        """Return the key of an SGLang request's first tokens; do not change it.
+        """Return the key of a request's first tokens; do not change it.
 
         O(tokens not packed before).
 

@@ -97,10 +97,8 @@ class Rows:
     def __init__(
         self, addresses: Sequence[int], lengths: Sequence[int], row_bytes: Sequence[int]
     ) -> None:
-        """Take the memory of SGLang's metadata rows: per buffer its address and sizes in bytes.
-
-        The buffers have to outlive this.
-        """
+        """Take the memory of the metadata rows: per buffer its address and sizes in bytes. The
+        buffers have to outlive this."""
         self._buffers = [
             np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address)).reshape(-1, size)
             for address, length, size in zip(addresses, lengths, row_bytes, strict=True)
@@ -108,14 +106,12 @@ class Rows:
         self.row_bytes = sum(row_bytes)
 
     def read(self, row: int) -> bytes:
-        """Return one row of SGLang's metadata: that of every buffer, concatenated."""
+        """Return one row of the metadata: that of every buffer, concatenated."""
         return b"".join(buffer[row].tobytes() for buffer in self._buffers)
 
     def write(self, row: int, data: bytes) -> None:
-        """Write one row of SGLang's metadata, as `read` returned it.
-
-        Raises RequestError for another size, and writes nothing.
-        """
+        """Write one row of the metadata, as `read` returned it. Raises RequestError for another
+        size, and writes nothing."""
         if len(data) != self.row_bytes:
             raise RequestError(
                 f"prefill sent metadata of {len(data)} bytes, decode's rows have {self.row_bytes}"

@@ -4,14 +4,10 @@ Settings are environment variables, since SGLang's command line takes no options
 
     PREFIXKV_POLICY     eviction policy, by name; else `--radix-eviction-policy` where that is not
                         `lru`, SGLang's default; else prefixkv's default
-    PREFIXKV_HINTS      0: no hints to the tree about the prefixes of waiting requests
     PREFIXKV_ADMISSION  fifo: SGLang's order of the decode queue; hit_aware (default)
     PREFIXKV_PATIENCE_S seconds during which hit_aware lets other requests overtake one
     PREFIXKV_JOIN       0: each request of decode's queue has all missing pages sent, even where
                         another request brings them
-    PREFIXKV_PEEK       0: the head of decode's queue is matched, locked and unlocked at each step,
-                        even if it does not fit
-    PREFIXKV_MIRROR     0: each checkpoint on a GPU reads page ids back from the device
     PREFIXKV_CPU_NIXL   1: KV is in host memory, for SGLang's NIXL backend on a CPU
     PREFIXKV_TRANSFER   JSON, of the transfer backend: `transfer_options.py`
 
@@ -42,9 +38,7 @@ _log = logging.getLogger("prefixkv.sglang")
 
 def load() -> None:
     """Load the plug-in: register both backends with SGLang, and hook the methods that they need.
-
-    Only warns, and does nothing, under another version of SGLang than `TESTED`.
-    """
+    Only warns, and does nothing, under another version of SGLang than `TESTED`."""
     from importlib.metadata import version
 
     found = version("sglang")
@@ -64,24 +58,17 @@ def load() -> None:
         # A hook is registered only where a setting needs it, so a switched-off feature costs
         # nothing.
         joins = _number("PREFIXKV_JOIN", 1)
-        if _number("PREFIXKV_HINTS", 1) or joins or _admission() == "hit_aware":
+        if joins or _admission() == "hit_aware":
             sgl.HookRegistry.register(sgl.POP_PREALLOCATED, _around_pop, sgl.HookType.AROUND)
-        if joins or _number("PREFIXKV_PEEK", 1):
+        if joins:
             sgl.HookRegistry.register(sgl.UPDATE_HANDSHAKES, _after_handshakes, sgl.HookType.AFTER)
-        if _number("PREFIXKV_HINTS", 1):
-            sgl.HookRegistry.register(sgl.CALC_PRIORITY, _after_priority, sgl.HookType.AFTER)
-        if _number("PREFIXKV_MIRROR", 1):
-            sgl.HookRegistry.register(sgl.ALLOC_FOR_DECODE, _after_decode, sgl.HookType.AFTER)
-            sgl.HookRegistry.register(
-                sgl.ALLOC_FOR_SPEC_DECODE, _after_spec_decode, sgl.HookType.AFTER
-            )
         if _number("PREFIXKV_CPU_NIXL", 0):
             sgl.HookRegistry.register(sgl.NIXL_MEMORY_KINDS, _in_host_memory, sgl.HookType.AROUND)
         _add_transfer_backend(sgl)
 
 
 def build(context: Any) -> Any:
-    """Build SGLang's tree cache for `--radix-cache-backend prefixkv`, by the plug-in's settings.
+    """Build the tree cache for `--radix-cache-backend prefixkv`, by the settings.
 
     Raises:
         ConfigError: names the option or the kind of model that is not supported, or a variable
@@ -93,14 +80,13 @@ def build(context: Any) -> Any:
     for reason in _refusals(context):
         raise ConfigError(f"--radix-cache-backend {NAME}: {reason}")
     policy = policy_name(os.environ.get("PREFIXKV_POLICY"), context.params.eviction_policy)
-    mirror = bool(_number("PREFIXKV_MIRROR", 1))
-    cache = PrefixKVCache(context.params, policy, mirror=mirror)
+    cache = PrefixKVCache(context.params, policy)
     _log.info("prefixkv's tree: policy %s, %s pages", policy, cache.tree.pool_pages)
     return cache
 
 
 def policy_name(chosen: str | None, sglang_policy: str) -> str:
-    """Return the eviction policy that the SGLang plug-in uses.
+    """Return the name of the eviction policy.
 
     It is the chosen one, else SGLang's unless that is its default, `lru`.
 
@@ -118,10 +104,6 @@ def policy_name(chosen: str | None, sglang_policy: str) -> str:
 
 
 def _refusals(context: Any) -> list[str]:
-    """Return why the plug-in cannot give this SGLang server its tree.
-
-    Each reason has the option to leave out.
-    """
     from prefixkv.engines.sglang import internals as sgl
 
     # Each is a part of SGLang that keeps KV outside of this tree, or expects another tree.
@@ -152,11 +134,9 @@ def _refusals(context: Any) -> list[str]:
 
 
 def _add_transfer_backend(sgl: Any) -> None:
-    """Register the plug-in's `--disaggregation-transfer-backend prefixkv` and its hooks.
-
-    SGLang's list of names can be extended, but its enumeration of backends is closed. So a member
-    is put into it by hand.
-    """
+    """Register `--disaggregation-transfer-backend prefixkv` and its hooks. SGLang's list of names
+    can be extended, but its enumeration of backends is closed. So a member is put into it by
+    hand."""
     # `object.__new__`, since the constructor of an Enum only looks members up. Both maps: SGLang
     # finds a backend by value, and lists them by name.
     kinds = import_module(sgl.TRANSFER_UTILS).TransferBackend
@@ -192,10 +172,8 @@ def _add_transfer_backend(sgl: Any) -> None:
 def _with_time(
     original: Any, receiver: Any, recv_reqs: list[Any] | None, *rest: Any, **named: Any
 ) -> list[Any]:
-    """Add the ranks' time to SGLang's broadcast of requests, in a hook, and remove it on each rank.
-
-    See `clock.py`. Only the rank that receives requests has a list here; the others have None.
-    """
+    """Add the ranks' time to the broadcast of requests, and remove it on each rank. See `clock.py`.
+    Only the rank that receives requests has a list here; the others have None."""
     from prefixkv.engines.sglang.clock import CLOCK
 
     if recv_reqs is not None:
@@ -204,76 +182,40 @@ def _with_time(
 
 
 def _around_pop(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
-    """Order SGLang's decode queue, in a hook, before SGLang admits from it.
-
-    Hints and joins are kept up to date as well.
-    """
     from prefixkv.engines.sglang.clock import CLOCK
 
     cache = _enabled_cache(queue.tree_cache)
     if cache is None:
         return original(queue, *args, **named)
     state = _queue_state(queue, cache)
-    # 1. Order. With priorities SGLang sorts the queue itself.
+    # With priorities SGLang sorts the queue itself.
     if _admission() == "hit_aware" and not queue.scheduler.enable_priority_scheduling:
         state.order.order(queue.queue, _request, CLOCK.now_s)
-    # 2. Hints, before and after. Before: SGLang evicts while it admits, and must spare the prefixes
-    # that wait. After: an admitted request holds a lock, and no longer waits.
-    hints = _number("PREFIXKV_HINTS", 1)
-    if hints:
-        _update_hints(queue, cache, [item.req for item in queue.queue])
     popped = original(queue, *args, **named)
-    if hints:
-        _update_hints(queue, cache, [item.req for item in queue.queue])
-    # 3. Admitted requests bring pages for others. A rebootstrap fetches its own output as well.
+    # Admitted requests bring pages for others. A rebootstrap fetches its own output as well.
     if _number("PREFIXKV_JOIN", 1):
         state.joins.begin(item.req for item in popped[0] if not item.is_rebootstrap)
     return popped
 
 
-def _after_handshakes(_result: Any, queue: Any, *some: Any, **named: Any) -> None:
-    """Keep requests of SGLang's decode queue back, in a hook, that would be tried next in vain.
-
-    SGLang has just marked the requests that could be admitted. Those that join another request are
-    not ready yet; and none is while the first of them does not fit.
-    """
+def _after_handshakes(_result: Any, queue: Any, *_args: Any, **_named: Any) -> None:
+    """Keep requests of decode's queue back that join another request. SGLang has just marked the
+    requests that could be admitted, and marks them again at each step."""
     cache = _enabled_cache(queue.tree_cache)
     if cache is None:
         return
     state = _queue_state(queue, cache)
     ready = [item for item in queue.queue if item.waiting_for_input and not item.req.finished()]
-    # Joins come first: the request that is tried first is the first that joins none.
-    if _number("PREFIXKV_JOIN", 1):
-        coming = [item.req for item in queue.transfer_queue.queue] + queue.scheduler.waiting_queue
-        joining = [item.req for item in ready if not item.is_rebootstrap]
-        held = state.joins.requests_to_hold(joining, coming)
-        cache.counters["joined_requests"] = state.joins.num_joined
-        _not_ready([item for item in ready if id(item.req) in held])
-        ready = [item for item in ready if item.waiting_for_input]
-    # SGLang can also call this for some requests only; then the first of `ready` need not be next.
-    all_are_tried = all(one is None for one in (*some, *named.values()))
-    if _number("PREFIXKV_PEEK", 1) and all_are_tried and ready and not ready[0].is_rebootstrap:
-        from prefixkv.engines.sglang.head_check import head_is_blocked
-
-        if head_is_blocked(queue, ready, state.depths):
-            cache.counters["blocked_steps"] += 1
-            _not_ready(ready)
-
-
-def _not_ready(items: list[Any]) -> None:
-    """Mark items of SGLang's decode queue as not ready for this step.
-
-    SGLang marks them again at the next one.
-    """
-    for item in items:
-        item.waiting_for_input = False
+    coming = [item.req for item in queue.transfer_queue.queue] + queue.scheduler.waiting_queue
+    joining = [item.req for item in ready if not item.is_rebootstrap]
+    held = state.joins.requests_to_hold(joining, coming)
+    cache.counters["joined_requests"] = state.joins.num_joined
+    for item in ready:
+        if id(item.req) in held:
+            item.waiting_for_input = False
 
 
 def _queue_state(queue: Any, cache: Any) -> Any:
-    """Return the plug-in's state for SGLang's decode queue, which is kept on the queue.
-
-    It is made at first use.
-    """
     state = queue.__dict__.get("prefixkv_queue_state")
     if state is None:
         from prefixkv.engines.sglang.joins import Joins
@@ -281,43 +223,14 @@ def _queue_state(queue: Any, cache: Any) -> Any:
 
         depths = Depths(cache.tree, cache.key_of_waiting)
         state = queue.prefixkv_queue_state = SimpleNamespace(
-            depths=depths,
             order=NewPagesFirst(depths, _number("PREFIXKV_PATIENCE_S", 5.0)),
             joins=Joins(depths, cache.tree.page_size * TOKEN_BYTES),
         )
     return state
 
 
-def _after_priority(
-    _result: Any, policy: Any, waiting_queue: list[Any], *_args: Any, **_named: Any
-) -> None:
-    """Give the tree hints about the waiting queue, in a hook at each of SGLang's passes over it."""
-    cache = _enabled_cache(policy.tree_cache)
-    if cache is not None:
-        _update_hints(policy, cache, waiting_queue)
-
-
-def _after_decode(_slots: Any, batch: Any, *_args: Any, **_named: Any) -> None:
-    """Mirror, in a hook, the slot that SGLang gave each request of a step for its next token."""
-    cache = _enabled_cache(batch.tree_cache)
-    if cache is not None and cache.mirror is not None:
-        cache.mirror.step(batch.reqs)
-
-
-def _after_spec_decode(
-    _result: Any, tree_cache: Any, *_args: Any, reqs: list[Any], **_named: Any
-) -> None:
-    """Mirror, in a hook, the slots that SGLang gave under speculation: several per request.
-
-    They are as many as a step may need.
-    """
-    cache = _enabled_cache(tree_cache)
-    if cache is not None and cache.mirror is not None:
-        cache.mirror.grown(reqs)
-
-
 def _around_manager(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
-    """Set the layout of pages, in a hook, while SGLang makes a manager. See `shares.use_share`."""
+    # SGLang's constructor has no argument for the layout of pages.
     from prefixkv.engines.sglang import shares
 
     total_heads = int(queue.scheduler.model_config.get_total_num_kv_heads())
@@ -328,14 +241,13 @@ def _around_manager(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
 
 
 def _after_sender(is_made: bool, _queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
-    """Give a sender of ours its request, in a hook: SGLang's constructor does not pass it on."""
+    # SGLang's constructor does not pass the request on.
     begin = getattr(req.disagg_kv_sender, "prefixkv_begin", None) if is_made else None
     if begin is not None:
         begin(req)
 
 
 def _after_receiver(item: Any, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
-    """Give a receiver of ours its request, in a hook, and end SGLang's timed release of pages."""
     begin = getattr(item.kv_receiver, "prefixkv_begin", None)
     if begin is not None:
         begin(req)
@@ -348,36 +260,30 @@ def _after_receiver(item: Any, queue: Any, req: Any, *_args: Any, **_named: Any)
 def _after_add(
     _result: Any, queue: Any, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False
 ) -> None:
-    """Inform prefill, in a plug-in hook, of a request that decode refused without a receiver.
-
-    For instance a prompt that is too long.
-    """
+    """Inform prefill of a request that decode refused without a receiver. For instance a prompt
+    that is too long."""
     taken = bool(queue.queue) and queue.queue[-1].req is req
     if not (taken or is_retracted or is_rebootstrap):
         _decline(queue, req)
 
 
 def _after_prefill_add(_result: Any, queue: Any, req: Any, *_args: Any, **_named: Any) -> None:
-    """Inform decode, in a plug-in hook, of a request that prefill refused without a sender."""
+    # Refused without a sender.
     if not (queue.queue and queue.queue[-1] is req):
         _decline(queue, req)
 
 
 def _before_bootstrapped(queue: Any, *_args: Any, **_named: Any) -> None:
-    """Take in decode's announcements, in a hook at each step of SGLang's prefill.
-
-    Also where no sender is polled: an announcement may belong to a request that has ended here.
-    """
+    """Take in decode's announcements at each step of prefill, also where no sender is polled: an
+    announcement may belong to a request that has ended here."""
     pump = getattr(queue.kv_manager, "prefixkv_pump", None)
     if pump is not None:
         pump()
 
 
 def _after_request(_result: Any, scheduler: Any, asked: Any, *_args: Any, **_named: Any) -> None:
-    """Inform the other server, in a hook, of a request refused on its way into SGLang's queue.
-
-    A request that is in a queue, or waits for its grammar to compile, is not refused.
-    """
+    """Inform the other server of a request refused on its way into the queue. A request that is in
+    a queue, or waits for its grammar to compile, is not refused."""
     queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     queue = queue or getattr(scheduler, "disagg_decode_prealloc_queue", None)
     manager: Any = getattr(queue, "kv_manager", None)
@@ -393,10 +299,7 @@ def _after_request(_result: Any, scheduler: Any, asked: Any, *_args: Any, **_nam
 
 
 def _decline(queue: Any, req: Any) -> None:
-    """Decline a request with a room from a hook, where SGLang's manager is ours.
-
-    SGLang's own health checks are left alone.
-    """
+    # SGLang's own health checks are left alone.
     from prefixkv.engines.sglang import internals as sgl
 
     decline = getattr(queue.kv_manager, "decline", None)
@@ -406,23 +309,17 @@ def _decline(queue: Any, req: Any) -> None:
 
 
 def _after_waiting_abort(_result: Any, _scheduler: Any, req: Any) -> None:
-    """Clear, in a hook, the sender of an aborted waiting request, which SGLang does not clear.
-
-    SGLang does not poll it either.
-
-    Otherwise the number of its room could never be used again.
-    """
+    """Clear the sender of an aborted waiting request, which SGLang neither clears nor polls.
+    Otherwise the number of its room could never be used again."""
     if hasattr(req.disagg_kv_sender, "prefixkv_begin"):
         req.disagg_kv_sender.clear()
 
 
 def _around_capacity(original: Any, queue: Any, req: Any) -> bool:
-    """Return, in a hook of SGLang, whether decode can never admit a request; refuse it then.
-
-    SGLang compares only the prompt with the pool here, but admits a request only where the tokens
-    reserved for its output fit too. A request in between would wait at the head of the queue
-    without end, and all others behind it.
-    """
+    """Return whether decode can never admit a request; refuse it then. SGLang compares only the
+    prompt with the pool here, but admits a request only where the tokens reserved for its output
+    fit too. A request in between would wait at the head of the queue without end, and all others
+    behind it."""
     from prefixkv.engines.sglang import internals as sgl
 
     if original(queue, req):
@@ -447,13 +344,9 @@ def _around_capacity(original: Any, queue: Any, req: Any) -> bool:
 
 
 def _around_normalize(original: Any, asked: Any, *args: Any, **named: Any) -> Any:
-    """Refuse requests that cannot work, in a hook of SGLang, with status 400.
-
-    They are refused before a room is opened.
-
-    Both servers do so, by the same rules. SGLang makes `n` requests of `n` samples, all with one
-    room. Several prompts have a room each: as listed, or consecutive numbers, as SGLang counts.
-    """
+    """Refuse requests that cannot work with status 400, before a room is opened, by the same rules
+    on both servers. SGLang makes `n` requests of `n` samples, all with one room. Several prompts
+    have a room each: as listed, or consecutive numbers, as SGLang counts."""
     from prefixkv.engines.sglang import internals as sgl
 
     result = original(asked, *args, **named)
@@ -472,10 +365,8 @@ def _around_normalize(original: Any, asked: Any, *args: Any, **named: Any) -> An
 
 
 def _check_rooms(asked: Any) -> None:
-    """Raise ValueError, in the plug-in for SGLang, if `bootstrap_room` cannot be opened.
-
-    A request without any room is left to SGLang, which refuses it itself.
-    """
+    """Raise ValueError if `bootstrap_room` cannot be opened. A request without any room is left to
+    SGLang, which refuses it itself."""
     # 1. The shape: one number, or a list with one per prompt. 2. Each number: in range, and once.
     rooms = asked.bootstrap_room
     if not isinstance(rooms, list):
@@ -496,22 +387,11 @@ def _check_rooms(asked: Any) -> None:
 
 
 def _in_host_memory(_original: Any, _kinds: Any, expected_len: int) -> list[str]:
-    """Return "DRAM" for all KV, in a hook: SGLang's NIXL backend says VRAM even on a CPU."""
+    # SGLang's NIXL backend says VRAM even on a CPU.
     return ["DRAM"] * expected_len
 
 
-def _update_hints(owner: Any, cache: Any, requests: list[Any]) -> None:
-    """Set the tree's hints to these requests, which wait in SGLang's queue `owner`."""
-    from prefixkv.engines.sglang.waiting import WaitingPrefixes
-
-    waiting = owner.__dict__.get("prefixkv_waiting")
-    if waiting is None:
-        waiting = owner.prefixkv_waiting = WaitingPrefixes(cache.tree, cache.key_of_waiting)
-    waiting.follow(requests)
-
-
 def _enabled_cache(cache: Any) -> Any:
-    """Return SGLang's tree cache if it is an enabled one of this plug-in, else None."""
     from prefixkv.engines.sglang.cache import PrefixKVCache
 
     return cache if isinstance(cache, PrefixKVCache) and not cache.disable else None
@@ -522,7 +402,6 @@ def _request(item: Any) -> Any:
 
 
 def _admission() -> str:
-    """Return the SGLang plug-in's PREFIXKV_ADMISSION. Raises ConfigError for an unknown value."""
     name = os.environ.get("PREFIXKV_ADMISSION", "hit_aware")
     if name not in ("fifo", "hit_aware"):
         raise ConfigError(f"PREFIXKV_ADMISSION is {name!r}, not one of fifo, hit_aware")
@@ -530,10 +409,7 @@ def _admission() -> str:
 
 
 def _number(name: str, default: float) -> float:
-    """Return a numeric setting of the SGLang plug-in from the environment.
-
-    Raises ConfigError for other text.
-    """
+    """Return a numeric setting from the environment. Raises ConfigError for other text."""
     text = os.environ.get(name, "")
     try:
         return float(text) if text else default

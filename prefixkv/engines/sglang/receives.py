@@ -15,10 +15,8 @@ _log = logging.getLogger("prefixkv.sglang")
 
 @dataclass(slots=True, eq=False)
 class Receive:
-    """A request's room on decode. `held`: a peer may still write its pages.
-
-    The first outcome stays: SGLang may have seen it already.
-    """
+    """A request's room on decode. `held`: a peer may still write its pages. The first outcome
+    stays: SGLang may have seen it already."""
 
     room: int
     num_pages: int = 0
@@ -28,16 +26,13 @@ class Receive:
     held: bool = False
 
     def fail(self, reason: str) -> None:
-        """Set a failed outcome of a request's room on SGLang's decode.
-
-        No-op after an outcome. Does not end `held`.
-        """
+        """Set a failed outcome. No-op after an outcome. Does not end `held`."""
         if self.outcome is None:
             self.outcome, self.error = KVPoll.FAILED, reason
 
 
 class Receives:
-    """All rooms of a decode rank. Owner: SGLang's scheduler thread.
+    """All rooms of a decode rank. Owner: the scheduler's thread.
 
     Args:
         transfers: closed by the caller.
@@ -51,14 +46,11 @@ class Receives:
         return len(self._rooms)
 
     def is_held(self, room: int) -> bool:
-        """Return whether a peer may still write pages that SGLang's decode promised for a room."""
+        """Return whether a peer may still write pages that decode promised for a room."""
         return room in self._rooms
 
     def answers(self, prefill: str) -> bool:
-        """Return whether a prefill worker that SGLang's decode receives from answers.
-
-        It was greeted at this address, and is not silent.
-        """
+        """Return whether the prefill worker at this address was greeted, and is not silent."""
         return self.transfers.peers().get(prefill, (None, ""))[1] == "ready"
 
     def open(
@@ -73,13 +65,10 @@ class Receives:
         windows: Sequence[PageIds] = (),
         state_slot: int = -1,
     ) -> Receive:
-        """Open decode's room for an SGLang request, and promise its pages to prefill.
-
-        `num_tokens` are the prompt's; promised are pages for those after its first `prefix_len`.
-
-        If they cannot be promised, the returned room has failed and is not held, and prefill is
-        refused. `ticket`, `windows` and `state_slot` are as for `DecodeTransfers.open`.
-        """
+        """Open decode's room for a request, and promise its pages to prefill. `num_tokens` are the
+        prompt's; promised are pages for those after its first `prefix_len`. If they cannot be
+        promised, the returned room has failed and is not held, and prefill is refused. `ticket`,
+        `windows` and `state_slot` are as for `DecodeTransfers.open`."""
         receive = Receive(room, len(pages))
         try:
             self.transfers.open(
@@ -95,29 +84,21 @@ class Receives:
         return receive
 
     def refuse(self, room: int, prefill: str, reason: str, ticket: int) -> None:
-        """Tell prefill that SGLang's decode promises no pages for a room.
-
-        A failure is only logged.
-        """
+        """Tell prefill that decode promises no pages for a room. A failure is only logged."""
         try:
             self.transfers.refuse(room, 0, prefill, reason, ticket)
         except PrefixKVError as error:
             _log.warning("room %d was not refused: %s", room, error)
 
     def abort(self, receive: Receive, reason: str) -> None:
-        """End a room of SGLang's decode, which stays held until it is drained.
-
-        No-op for a room that is over.
-        """
+        """End a room of decode, which stays held until it is drained. No-op for a room that is
+        over."""
         receive.fail(reason)
         if receive.held:
             self.transfers.abort(receive.room, 0, reason)
 
     def pump(self) -> None:
-        """Take in the events of all rooms that receive on SGLang's decode.
-
-        Cheap where there are none.
-        """
+        """Take in the events of all rooms. Cheap where there are none."""
         try:
             events = self.transfers.take_events()
         except InternalError as error:  # the control thread survives it, and so do other rooms
@@ -151,9 +132,5 @@ class Receives:
                     )  # fmt: skip
 
     def _settle(self, receive: Receive) -> None:
-        """End the hold on the pages of SGLang's decode room, once nothing can write them.
-
-        There is proof of that.
-        """
         receive.held = False
         del self._rooms[receive.room]

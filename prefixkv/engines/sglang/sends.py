@@ -54,19 +54,13 @@ class DeclinedHalf(NamedTuple):
     since_s: float = -math.inf
 
     def is_half_of(self, announced: Announcement) -> bool:
-        """Return whether a request that ended on SGLang's sending side is of an
-        announcement's prompt.
-
-        An unknown digest fits any.
-        """
+        """Return whether it is of an announcement's prompt. An unknown digest fits any."""
         return b"" in (self.digest, announced.digest) or self.digest == announced.digest
 
 
 class Announcement(NamedTuple):
-    """An announcement by a decode worker that it has a request of this prompt.
-
-    With a `reason` it is a withdrawal: decode has ended the request, and had promised nothing.
-    """
+    """An announcement by a decode worker that it has a request of this prompt. With a `reason` it
+    is a withdrawal: decode has ended the request, and had promised nothing."""
 
     decode: str
     digest: bytes
@@ -76,11 +70,9 @@ class Announcement(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RoomSend:
-    """A request's room on prefill.
-
-    `progress` is its state while it runs. `poll` is the state that SGLang may see: a room is over
-    only when no write reads its pages any more, since SGLang then frees them.
-    """
+    """A request's room on prefill. `progress` is its state while it runs. `poll` is the state that
+    SGLang may see: a room is over only when no write reads its pages any more, since SGLang then
+    frees them."""
 
     room: int
     digest: bytes
@@ -110,13 +102,13 @@ class RoomSend:
         return self.progress
 
     def fail(self, reason: str) -> None:
-        """Set a failed outcome of a room that SGLang's prefill sends. No-op after an outcome."""
+        """Set a failed outcome. No-op after an outcome."""
         if self.outcome is None:
             self.outcome, self.error = KVPoll.FAILED, reason
 
 
 class RoomSends:
-    """All rooms of a prefill rank. Owner: SGLang's scheduler thread.
+    """All rooms of a prefill rank. Owner: the scheduler's thread.
 
     Args:
         transfers: closed by the caller.
@@ -152,10 +144,8 @@ class RoomSends:
         return len(self._rooms)
 
     def begin(self, room: int, digest: bytes, num_tokens: int) -> RoomSend:
-        """Begin the room of an SGLang request, of a prompt this long, that has arrived on prefill.
-
-        It fails at once if a room of that number is not over, or if decode has ended its half.
-        """
+        """Begin the room of a request, of a prompt this long, that has arrived on prefill. It fails
+        at once if a room of that number is not over, or if decode has ended its half."""
         send = RoomSend(room, digest, num_tokens, pages_for(num_tokens, self._page_size))
         # 1. The number is in use. This request fails alone; its other half is refused as well.
         if room in self._rooms:
@@ -184,11 +174,9 @@ class RoomSends:
         return send
 
     def decline(self, room: int, digest: bytes, reason: str) -> None:
-        """Tell decode why a request with this number ends on SGLang's prefill without a room.
-
-        A room of that number that is not over is not disturbed, and decode hears of this request
-        when it is over. An empty digest stands for any prompt.
-        """
+        """Tell decode why a request with this number ends on prefill without a room. A room of that
+        number that is not over is not disturbed, and decode hears of this request when it is over.
+        An empty digest stands for any prompt."""
         # 1. Another request has the number: see `_over`. 2. and 3. Decode has announced its half:
         # refuse it. 4. Decode has ended its half too: both are gone. 5. Decode will announce it.
         send = self._rooms.get(room)
@@ -203,12 +191,9 @@ class RoomSends:
             _remember(self._declined, room, DeclinedHalf(digest, reason, self._clock()))
 
     def announce(self, room: int, decode: str, digest: bytes) -> None:
-        """Take in on SGLang's prefill that decode worker `decode` announces a room's other end.
-
-        `digest` is of its prompt.
-
-        Any process that reaches the socket may send this; the digest ties it to a prompt.
-        """
+        """Take in that decode worker `decode` announces a room's other end. `digest` is of its
+        prompt. Any process that reaches the socket may send this; the digest ties it to a
+        prompt."""
         # 1. The room waits for it. 2. The room has another decode worker: the later one is refused.
         # 3. The same worker again: it has finished with this use of the number. 4. Our half has
         # ended. The announcement may belong to the next use, so it waits for a short time. 5. Our
@@ -230,11 +215,10 @@ class RoomSends:
     def withdraw(
         self, room: int, decode: str, digest: bytes, reason: str, number_state: NumberState = ALONE
     ) -> None:
-        """Take in on SGLang's prefill that decode has ended this number's request, with no promise.
-
-        The other half fails, now or when it arrives. An empty digest stands for any prompt.
-        `number_state` is the state of the number on decode: if SILENT, the room here may belong to
-        the other request, so it is not failed."""
+        """Take in that decode has ended this number's request, with no promise. The other half
+        fails, now or when it arrives. An empty digest stands for any prompt. `number_state` is the
+        state of the number on decode: if SILENT, the room here may belong to the other request, so
+        it is not failed."""
         withdrawn = Announcement(decode, digest, f"decode: {reason}", self._clock())
         send, gone = self._rooms.get(room), self._declined.get(room)
         if number_state == ALONE:
@@ -260,7 +244,6 @@ class RoomSends:
             _remember(self._withdrawn, room, withdrawn)
 
     def _take_withdrawn(self, room: int, digest: bytes) -> Announcement | None:
-        """Take out decode's withdrawal of an SGLang prompt, unless it is too old to end a send."""
         found = self._withdrawn.get(room)
         if found is not None and self._clock() - found.since_s >= WITHDRAWN_S:
             del self._withdrawn[room]
@@ -269,11 +252,9 @@ class RoomSends:
         return None
 
     def _pair(self, send: RoomSend, announced: Announcement) -> None:
-        """Pair a room of SGLang's prefill with the decode worker that announced it.
-
-        Both must mean the same prompt. If not, one number was given to two requests. Then neither
-        is served, nor are their other halves.
-        """
+        """Pair a room with the decode worker that announced it. Both must mean the same prompt. If
+        not, one number was given to two requests. Then neither is served, nor are their other
+        halves."""
         if DeclinedHalf(send.digest, "").is_half_of(announced):
             self._add(send, announced.decode)
             return
@@ -287,7 +268,6 @@ class RoomSends:
         _remember(self._declined, send.room, DeclinedHalf(send.digest, reason))
 
     def _add(self, send: RoomSend, decode: str) -> None:
-        """Add SGLang's room to be sent to this decode worker; writes may read its pages now."""
         send.decode = decode
         try:
             self.transfers.add(send.room, 0, send.num_tokens, decode, send.digest)
@@ -297,10 +277,8 @@ class RoomSends:
             self._over(send)
 
     def _over(self, send: RoomSend) -> None:
-        """Forget a room of SGLang's sends that is over, and answer what came meanwhile.
-
-        Its number may then be used again.
-        """
+        """Forget a room that is over, and answer what came meanwhile. Its number may then be used
+        again."""
         room = send.room
         del self._rooms[room]
         # An announcement is refused if its other half failed here. One without a half waits for it,
@@ -319,10 +297,6 @@ class RoomSends:
             _remember(self._declined, room, other)
 
     def _refuse(self, room: int, decode: str, reason: str) -> None:
-        """Tell a decode worker that SGLang's prefill does not send a room.
-
-        A failure is only logged.
-        """
         try:
             self.transfers.refuse(room, 0, reason, decode=decode)
         except PrefixKVError as error:
@@ -339,14 +313,10 @@ class RoomSends:
         windows: Sequence[PageIds] = (),
         state_slot: int = -1,
     ) -> None:
-        """Send the next pages of a request from SGLang's prefill, once `ready` is.
-
-        They follow decode's prefix.
-
-        A room that has ended sends nothing. With `last` the pages must complete the prompt; and
-        with it go `windows`, for each window group of the pool the pages of its last window, and
-        the state in `state_slot`.
-        """
+        """Send the next pages of a request from prefill, once `ready` is. They follow decode's
+        prefix. A room that has ended sends nothing. With `last` the pages must complete the prompt;
+        and with it go `windows`, for each window group of the pool the pages of its last window,
+        and the state in `state_slot`."""
         send.pages += [int(page) for page in pages]
         if send.outcome is not None:
             return
@@ -370,10 +340,7 @@ class RoomSends:
             self.abort(send, str(error))
 
     def abort(self, send: RoomSend, reason: str) -> None:
-        """End a room that SGLang sends; it polls FAILED once no write reads its pages.
-
-        No-op where it is over.
-        """
+        """End a room; it polls FAILED once no write reads its pages. No-op where it is over."""
         send.fail(reason)
         # 1. Added: writes may read the pages, so it is over with SourceFree. 2. Not added: nothing
         # reads them, so it is over now, and decode is refused as soon as it announces itself.
@@ -385,10 +352,7 @@ class RoomSends:
             _remember(self._declined, send.room, declined)
 
     def pump(self) -> None:
-        """Take in the events of all rooms that SGLang's prefill sends.
-
-        Cheap where there are none.
-        """
+        """Take in the events of all rooms. Cheap where there are none."""
         # Refuse announcements that no new request has claimed in time; ordered by that time.
         while self._unclaimed and next(iter(self._unclaimed.values()))[0] <= self._clock():
             room, (_, announced, reason) = self._unclaimed.popitem(last=False)
@@ -422,10 +386,7 @@ class RoomSends:
 
 
 def _remember(rooms: OrderedDict[int, _Entry], room: int, entry: _Entry) -> None:
-    """Store an entry about a room without a send on SGLang's prefill; forget the oldest ones.
-
-    There is a limit since clients name rooms.
-    """
+    # There is a limit since clients name rooms.
     rooms[room] = entry
     rooms.move_to_end(room)
     while len(rooms) > MAX_ANNOUNCED:

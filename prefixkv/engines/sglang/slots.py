@@ -15,7 +15,7 @@ FEW_PAGES = 4
 
 
 def to_device(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Copy slots or page ids to SGLang's device, without waiting for the device."""
+    """Copy slots or page ids to the device, without waiting for the device."""
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
@@ -31,7 +31,7 @@ class SlotTable:
     Args:
         num_pages: one above the largest page id.
         page_size: tokens per page.
-        device: the device of SGLang's pool.
+        device: the device of the pool.
 
     >>> SlotTable(8, 4, "cpu").slots(np.array([7, 3], np.int32)).tolist()
     [28, 29, 30, 31, 12, 13, 14, 15]
@@ -53,10 +53,7 @@ class SlotTable:
             self._table = torch.from_numpy(slots).to(self._device)
 
     def slots(self, pages: Pages) -> torch.Tensor:
-        """Return the slots of pages in SGLang's pool, a new tensor on the device.
-
-        It is int64 [len(pages) * page_size].
-        """
+        """Return the slots of pages, a new tensor int64 [len(pages) * page_size] on the device."""
         return self.slots_of_packed(pages.tobytes())
 
     def slots_of_packed(self, packed: bytes | bytearray) -> torch.Tensor:
@@ -78,17 +75,12 @@ class SlotTable:
         return torch.from_numpy(slots.ravel())
 
     def on_device(self, pages: Pages) -> torch.Tensor:
-        """Return page ids on the device of SGLang's slots, without a wait.
-
-        They are a new tensor int64 [len(pages)].
-        """
+        """Return page ids on the device, a new tensor int64 [len(pages)], without a wait."""
         return to_device(pages.astype(np.int64), self._device)
 
     def pages_of_row(self, table: torch.Tensor, row: int, start: int, end: int) -> Pages:
-        """Return the page ids of tokens `start` to `end` of a row of SGLang's table of slots.
-
-        Waits for a GPU; `RowMirror` avoids that.
-        """
+        """Return the page ids of tokens `start` to `end` of a row of the table of slots. Waits for
+        a GPU."""
         if self._host is None:
             return self.pages(table[row, start:end])
         if table is not self._rows_of:
@@ -102,17 +94,14 @@ class SlotTable:
         return (first // size).astype(np.int32, copy=False)
 
     def page_ids_of_row(self, table: torch.Tensor, row: int, start: int, end: int) -> torch.Tensor:
-        """Return the page ids of tokens `start` to `end` of a row of SGLang's table of slots, on
-        the device; `start` is a page's first. Waits for nothing."""
+        """Return the page ids of tokens `start` to `end` of a row of the table of slots, on the
+        device; `start` is a page's first. Waits for nothing."""
         if self._host is not None:
             return self.on_device(self.pages_of_row(table, row, start, end))
         return table[row, start : end : self._page_size] // self._page_size
 
     def pages(self, slots: torch.Tensor) -> Pages:
-        """Return the page ids of whole pages of SGLang's slots, int32 on the host.
-
-        Waits for a GPU.
-        """
+        """Return the page ids of whole pages of slots, int32 on the host. Waits for a GPU."""
         # The first slot of a page names it: slots of a page are consecutive.
         first = slots[:: self._page_size]
         if first.device.type != "cpu":

@@ -60,7 +60,7 @@ NOTHING: Final = OfRequest()
 
 
 class Components:
-    """The components of an SGLang rank's memory beside its KV, and what a request has in each.
+    """The components of a rank's memory beside its KV, and what a request has in each.
 
     Args:
         args: SGLang's `KVArgs`, without a reason in `state_refusals`.
@@ -69,11 +69,8 @@ class Components:
     """
 
     def __init__(self, args: Any, window: int, device: str) -> None:
-        """Describe the components.
-
-        Raises ConfigError for buffers of one component that differ in the size or number of their
-        items, and for a model without any KV.
-        """
+        """Describe the components. Raises ConfigError for buffers of one component that differ in
+        the size or number of their items, and for a model without any KV."""
         self._kinds = [kind.value for kind in args.state_types]
         self._groups: list[PoolGroup] = []
         self._buffers: list[tuple[int, int, int]] = []  # of states: address, length, bytes a slot
@@ -92,13 +89,13 @@ class Components:
         self._device = device
 
     def pool_with(self, pool: KVPool) -> KVPool:
-        """Return SGLang's pool of KV with its windows and indices beside it. Raises ConfigError
-        for those that do not fit it."""
+        """Return the pool of KV with its windows and indices beside it. Raises ConfigError for
+        those that do not fit it."""
         return pool.with_groups(*self._groups) if self._groups else pool
 
     def state_pool(self, mesh: Mesh, rank: int) -> StatePool | None:
-        """Return the states of an SGLang rank, None without any. Each rank's share of a buffer
-        counts as one head."""
+        """Return the states of a rank, None without any. Each rank's share of a buffer counts as
+        one head."""
         if not self._buffers:
             return None
         tensors = [
@@ -113,10 +110,8 @@ class Components:
 
     def of_request(self, indices: Sequence[Any] | None, pages: Sequence[int]) -> OfRequest:
         """Return what a request has in each component, by the indices that SGLang says of it.
-
         `pages` are those of its KV, behind decode's prefix. Raises RequestError where the indices
-        are not of as many components, no single slot of a state, or other pages of an index.
-        """
+        are not of as many components, no single slot of a state, or other pages of an index."""
         if not self._kinds:
             return NOTHING
         if indices is None or len(indices) != len(self._kinds):

@@ -67,11 +67,9 @@ POLLS: Final = {
 
 
 def prompt_of(req: Any) -> tuple[bytes, int]:
-    """Return the digest of an SGLang request's prompt, 32 bytes, and its number of tokens.
-
-    Both servers compute the same digest. It leaves adapters out, since each server draws its own
-    numbers for them.
-    """
+    """Return the digest of a request's prompt, 32 bytes, and its number of tokens. Both servers
+    compute the same digest. It leaves adapters out, since each server draws its own numbers for
+    them."""
     tokens = req.origin_input_ids
     if getattr(req, "pd_rebootstrap_in_progress", False):  # decode asks for its output's KV too
         tokens = [*tokens, *req.output_ids]
@@ -87,10 +85,8 @@ def why_ended(req: Any, default: str) -> str:
 
 
 def refusals(args: sgl.KVArgs, server_args: Any) -> list[str]:
-    """Return why this SGLang server cannot have the transfer backend.
-
-    Each reason has what to leave out.
-    """
+    """Return why this server cannot have the transfer backend. Each reason has what to leave
+    out."""
     # Each would leave KV or state unsent, or change the memory that is registered for transfers.
     parallel = sgl.get_parallel()
     found = {
@@ -124,10 +120,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         server_args: Any,
         is_mla_backend: bool = False,
     ) -> None:
-        """Make SGLang's transfer manager.
-
-        Raises ConfigError for an unsupported server, with the option to leave out.
-        """
+        """Raises ConfigError for an unsupported server, with the option to leave out."""
         # 1. Refuse, and lay the pool out. Before SGLang's own constructor, so that a refusal leaves
         # nothing open.
         for reason in refusals(args, server_args):
@@ -182,10 +175,8 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- both sides -------------------------------------------------------------------------------
 
     def _gather_name(self) -> str:
-        """Return the name of this SGLang worker in transfers, which rank 0 makes.
-
-        Ranks may be on several hosts.
-        """
+        """Return the name of this worker in transfers, which rank 0 makes. Ranks may be on several
+        hosts."""
         server = self._options.name or f"{self.local_ip}:{sgl.get_serving().port}"
         replica = f"dp{self.system_dp_rank or self.attn_dp_rank}"
         name = f"{server}-{self.disaggregation_mode.value}-{replica}"
@@ -193,11 +184,9 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
 
     @property
     def rank_name(self) -> str:
-        """Name of this SGLang rank in logs and in the fence folder."""
         return f"{self.name}-tp{self.attn_tp_rank}"
 
     def _common(self) -> dict[str, Any]:
-        """Return the transfer settings of both SGLang sides: model, control and transport."""
         served = self._options.model or str(self.server_args.served_model_name)
         waits_s = (
             sgl.envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
@@ -217,7 +206,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         return {"model": model, "control": control, "transport": self._options.transport}
 
     def pump(self) -> None:
-        """Take in all transfer events of SGLang's manager, and the operator's fences."""
+        """Take in all events, and the operator's fences."""
         if self.receives is not None:
             self.receives.pump()
         if self.sends is not None:
@@ -230,12 +219,10 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     prefixkv_pump = pump
 
     def claim_room(self, room: int, who: Any) -> tuple[int, str]:
-        """Claim a number in SGLang's manager for a sender or receiver; return it, and an error.
-
-        The number is its room, or a private one with an error if another live object has the room.
-        SGLang keeps the states of rooms by number alone. Two requests of one number would change
-        and clear each other's entries, and the first `clear` would end the server.
-        """
+        """Claim a number for a sender or receiver; return it, and an error. The number is its room,
+        or a private one with an error if another live object has the room. SGLang keeps the states
+        of rooms by number alone. Two requests of one number would change and clear each other's
+        entries, and the first `clear` would end the server."""
         if room not in ROOMS:
             return next(self._private_rooms), f"room {room} is not between 1 and 2**63 - 1"
         if self._owners.setdefault(room, who) is not who:
@@ -243,17 +230,15 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         return room, ""
 
     def room_owner(self, room: int) -> Any:
-        """Return SGLang's live sender or receiver that has this room number, or None."""
         return self._owners.get(room)
 
     def release_room(self, who: Any) -> None:
-        """Give back the number in SGLang's manager of a sender or receiver that is cleared."""
+        """Give back the number of a sender or receiver that is cleared."""
         room: int = who.bootstrap_room
         if self._owners.get(room) is who:
             del self._owners[room]
 
     def close(self) -> None:
-        """Close the transfers of SGLang's manager: say goodbye, join the threads. Idempotent."""
         for side in (self.sends, self.receives):
             if side is not None and not side.transfers.closed:
                 side.transfers.close()
@@ -261,12 +246,8 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- prefill ----------------------------------------------------------------------------------
 
     def register_to_bootstrap(self) -> None:
-        """Start prefill's transfers and register their endpoint with SGLang's bootstrap server.
-
-        SGLang calls this on prefill.
-
-        All ranks call it together, since it gathers among them.
-        """
+        """Start prefill's transfers and register their endpoint with the bootstrap server. SGLang
+        calls this on prefill. All ranks call it together, since it gathers among them."""
         self.name = self._gather_name()
         bind = self._options.address(self.local_ip)
         config = PrefillConfig(self.name, bind, **self._common())
@@ -283,19 +264,15 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         super().register_to_bootstrap()
 
     def _reach(self, endpoint: str) -> str:
-        """Return the endpoint of SGLang's prefill transfers as other hosts reach it."""
         return endpoint.replace("//0.0.0.0:", f"//{self.local_ip}:")
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
-        """Register this rank as SGLang's manager does, with the endpoint as one more field."""
         super()._register_topology_row(url, {**payload, FIELD: self.endpoint})
 
     def _read_announcements(self, sends: RoomSends) -> None:
-        """Read the messages of SGLang's decode workers that wait at this prefill rank's socket.
-
-        Anything that reaches the socket can write there: a message of another form is logged and
-        skipped, and never ends the loop.
-        """
+        """Read the messages of decode workers that wait at this prefill rank's socket. Anything
+        that reaches the socket can write there: a message of another form is logged and skipped,
+        and never ends the loop."""
         while True:
             try:
                 frames = self.server_socket.recv_multipart(zmq.NOBLOCK)
@@ -319,10 +296,8 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- either side ends a request by itself -----------------------------------------------------
 
     def decline(self, req: Any) -> None:
-        """Tell the other SGLang server that this one refused a request before it had a room.
-
-        Otherwise the other one would wait for its timeout.
-        """
+        """Tell the other server that this one refused a request before it had a room. Otherwise the
+        other one would wait for its timeout."""
         self.last_handled_rid = req.rid
         # 1. Prefill. The prompt may be missing or cut, so its digest is left open.
         if req.bootstrap_room not in ROOMS:
@@ -342,11 +317,9 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         receiver.clear()
 
     def _knows(self, address: str) -> bool:
-        """Return whether prefill's SGLang bootstrap server at this address has described prefill.
-
-        One that does not answer is asked again only every `ASK_AGAIN_S`: SGLang's scheduler blocks
-        for the time of the question.
-        """
+        """Return whether prefill's bootstrap server at this address has described prefill. One that
+        does not answer is asked again only every `ASK_AGAIN_S`: SGLang's scheduler blocks for the
+        time of the question."""
         now_s = time.monotonic()
         if now_s - self._asked_s.get(address, -ASK_AGAIN_S) < ASK_AGAIN_S:
             return address in self.prefill_info_table
@@ -366,10 +339,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- decode -----------------------------------------------------------------------------------
 
     def _open_decode(self) -> None:
-        """Start the transfers of SGLang's decode manager.
-
-        All ranks call this together, since it gathers.
-        """
+        # All ranks call this together, since it gathers.
         self.name = self._gather_name()
         config = DecodeConfig(self.name, **self._common())
         rank = self._mesh, self.attn_tp_rank
@@ -379,20 +349,16 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         _log.info("prefixkv's transfers: %s", self.rank_name)
 
     def ticket(self) -> int:
-        """Return the ticket of this SGLang decode server's next promise.
-
-        It is equal on every rank, unique, and unguessable. Equal, since all ranks get the same
-        requests in one order and share a secret.
-        """
+        """Return the ticket of this decode server's next promise. It is equal on every rank,
+        unique, and unguessable. Equal, since all ranks get the same requests in one order and share
+        a secret."""
         drawn = blake2b(f"{next(self._uses)}".encode(), key=self._secret, digest_size=8)
         return int.from_bytes(drawn.digest(), "big") >> 1 or 1
 
     def forget_lost(self, bootstrap_addr: str) -> None:
-        """Forget the rows that SGLang's manager has cached of prefill ranks that do not answer.
-
-        SGLang keeps a row until some heartbeats have failed. A rank that does not answer may be
-        another process by now, at another endpoint.
-        """
+        """Forget the cached rows of prefill ranks that do not answer. SGLang keeps a row until some
+        heartbeats have failed. A rank that does not answer may be another process by now, at
+        another endpoint."""
         assert self.receives is not None
         now_s = time.monotonic()
         with self.connection_lock:  # SGLang's heartbeat thread changes the pool too
@@ -405,10 +371,8 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
                     del self.connection_pool[key]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Return to SGLang's manager whether nothing writes the room's pages any more.
-
-        SGLang asks its manager before it frees them.
-        """
+        """Return whether nothing writes the room's pages any more. SGLang asks its manager before
+        it frees them."""
         assert self.receives is not None
         self.pump()
         return not self.receives.is_held(bootstrap_room)
@@ -439,15 +403,11 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
 
     @property
     def sends(self) -> RoomSends:
-        """All rooms of the prefill rank of SGLang's sender."""
         assert self.kv_mgr.sends is not None
         return self.kv_mgr.sends
 
     def prefixkv_begin(self, req: Any) -> None:
-        """Begin the sender's room for an SGLang request.
-
-        A hook calls this before any other method.
-        """
+        """Begin the room for a request. A hook calls this before any other method."""
         self.kv_mgr.last_handled_rid = req.rid
         # First take in events: the room that had this number before may be over by now.
         self.kv_mgr.pump()
@@ -458,7 +418,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
             self.sends.decline(req.bootstrap_room, digest, self._refusal)
 
     def pop_decode_prefix_len(self) -> int:
-        """Return the tokens that decode has already, which SGLang's sender does not send."""
+        """Return the tokens that decode has already, which are not sent."""
         return 0 if self._send is None else self._send.prefix_pages * self.kv_mgr.page_size
 
     def send(
@@ -468,10 +428,8 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
         num_kv_tokens: int | None = None,
         indices_event: object | None = None,
     ) -> None:
-        """Send the pages of the next chunk from SGLang's sender.
-
-        With the last one go the metadata row, and windows and state of the request.
-        """
+        """Send the pages of the next chunk. With the last one go the metadata row, and windows and
+        state of the request."""
         # SGLang leaves here the event after which the pages hold their KV; it is for one call.
         ready, self._early_send_wait_event = self._early_send_wait_event, None
         if self.conclude_state is not None or self._send is None:
@@ -495,7 +453,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
         self._record_transfer_indices(kv_indices, state_indices if last else None)
 
     def poll(self) -> int:
-        """Return SGLang's state of the sender's room. A final state is kept, and never changes."""
+        """Return SGLang's state of the room. A final state is kept, and never changes."""
         self.kv_mgr.pump()
         send = self._send
         if self.conclude_state is not None:
@@ -517,7 +475,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
     poll_pp_consensus = poll
 
     def abort(self) -> None:
-        """End the SGLang sender's room; it polls Failed once no write reads the request's pages."""
+        """End the room; it polls Failed once no write reads the request's pages."""
         if self._send is not None:
             self.sends.abort(self._send, "Aborted by AbortReq.")
 
@@ -554,17 +512,12 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
 
     @property
     def receives(self) -> Receives:
-        """All rooms of the decode rank of SGLang's receiver."""
         assert self.kv_mgr.receives is not None
         return self.kv_mgr.receives
 
     def prefixkv_begin(self, req: Any, has_prompt: bool = True) -> None:
-        """Begin the receiver's room for an SGLang request.
-
-        A hook calls this before any other method.
-
-        `has_prompt` is False where SGLang may have put a stub in the place of the prompt.
-        """
+        """Begin the room for a request. A hook calls this before any other method. `has_prompt` is
+        False where SGLang may have put a stub in the place of the prompt."""
         self._req, self._has_prompt = req, has_prompt
         self.kv_mgr.last_handled_rid = req.rid
         # First take in events: the room that had this number before may be over by now.
@@ -574,10 +527,8 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
             self._withdraw_second(req)
 
     def _withdraw_second(self, req: Any) -> None:
-        """Withdraw an SGLang receiver's request whose number another one on this server has.
-
-        Its other half may be alone with the number on prefill, where it would wait.
-        """
+        """Withdraw a request whose number another one on this server has. Its other half may be
+        alone with the number on prefill, where it would wait."""
         # Only if both name the same prefill server: there the number could be mistaken. The rows
         # of the first receiver are borrowed, since this one never connects.
         first = self.kv_mgr.room_owner(req.bootstrap_room)
@@ -593,7 +544,6 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self.bootstrap_infos = None  # given back, so that `clear` withdraws nothing more
 
     def _fail(self, reason: str) -> None:
-        """Set SGLang's state of the receiver's room to Failed, for good."""
         self._reason = reason
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
         self.kv_mgr.update_status(self.bootstrap_room, sgl.KVPoll.Failed)
@@ -605,10 +555,8 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         super()._setup_bootstrap_infos()
 
     def _register_kv_args(self) -> bool:
-        """Check that this SGLang receiver can receive from the prefill server that was found.
-
-        Returns False, with the room failed, if it cannot. Nothing has been announced then.
-        """
+        """Check that this receiver can receive from the prefill server that was found. Returns
+        False, with the room failed, if it cannot. Nothing has been announced then."""
         info, size = self.prefill_info, self.kv_mgr.attn_tp_size
         infos = self.bootstrap_infos or []
         # With known heads each rank of the smaller server pairs with whole ranks of the larger one.
@@ -631,7 +579,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         return self.conclude_state is None
 
     def _announce(self, refusal: str = "", number_state: NumberState = ALONE) -> str:
-        """Announce the receiver's room to prefill's SGLang ranks, or withdraw it.
+        """Announce the room to prefill's ranks, or withdraw it.
 
         Returns the endpoint of prefill's transfers.
 
@@ -662,7 +610,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         destination: Any = sgl.KVTransferDestination.DEVICE,
         device_kv_indices: Any = None,
     ) -> None:
-        """Announce the SGLang receiver's room, and promise its pages to prefill."""
+        """Announce the room, and promise its pages to prefill."""
         if self.conclude_state is not None:
             return
         digest, num_tokens = prompt_of(self._req)
@@ -688,7 +636,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self.init_time = time.time()  # SGLang's own timeout begins
 
     def poll(self) -> int:
-        """Return SGLang's state of the receiver's room, with SGLang's own timeouts."""
+        """Return SGLang's state of the room, with its own timeouts."""
         if self.conclude_state is None:
             self.kv_mgr.pump()
             self._conclude()
@@ -696,7 +644,6 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         return status
 
     def _conclude(self) -> None:
-        """Pass the outcome of the receiver's room on to SGLang, if there is one."""
         receive = self._receive
         if receive is None or receive.outcome is None:
             return
@@ -722,10 +669,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self.kv_mgr.release_room(self)
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        """End the SGLang receiver's room, or withdraw it where nothing was promised.
-
-        SGLang calls this once.
-        """
+        """End the room, or withdraw it where nothing was promised. SGLang calls this once."""
         reason = why_ended(self._req, self._reason)
         if self._receive is not None:
             self.receives.abort(self._receive, reason)
@@ -744,10 +688,8 @@ class PrefixKVBootstrapServer(sgl.CommonKVBootstrapServer):  # type: ignore[misc
         super().__init__(*args, **named)
 
     async def _handle_route_put(self, request: sgl.web.Request) -> sgl.web.Response:
-        """Register a rank as SGLang's bootstrap server does, and keep its endpoint.
-
-        It is kept only if SGLang accepted the row.
-        """
+        """Register a rank as the bootstrap server does, and keep its endpoint. It is kept only if
+        SGLang accepted the row."""
         answer: sgl.web.Response = await super()._handle_route_put(request)
         row = await request.json()
         if answer.status == 200 and FIELD in row:
@@ -757,7 +699,6 @@ class PrefixKVBootstrapServer(sgl.CommonKVBootstrapServer):  # type: ignore[misc
         return answer
 
     async def _handle_route_get(self, request: sgl.web.Request) -> sgl.web.Response:
-        """Answer as SGLang's bootstrap server does, and add the endpoint to the row of a rank."""
         answer: sgl.web.Response = await super()._handle_route_get(request)
         if answer.status != 200:
             return answer

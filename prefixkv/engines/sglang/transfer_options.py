@@ -28,7 +28,6 @@ OPTION_NAMES: Final = {
     "lease_bytes": _JSON.format("transport.lease_bytes"),
     "slot_bytes": _JSON.format("transport.lease_bytes"),
     "decode workers": _JSON.format("control.max_peers"),
-    "bytes held for it": _JSON.format("control.max_peer_bytes"),
 }
 """Options of SGLang by field of a handshake: `ModelConfig.option_names`."""
 
@@ -39,10 +38,10 @@ class TransferOptions:
 
     `name` is the server's, one of its own, the same after a restart; "": its address and port.
     `bind` is where each rank of a prefill server listens, with a port of `*`; "": the loopback
-    interface, or the machine's address where keys are set or `allow_remote_without_keys`. `model`
+    interface, or the machine's address where keys are set or `network_is_isolated`. `model`
     is what both servers have to agree on; "": the last part of the model's served name.
-    `fence_folder` is where an operator declares peers dead (`fences.py`); "": nowhere.
-    `control` and `transport` are the fields of `ControlConfig` and `TransportConfig`.
+    `fence_folder` is where an operator declares peers dead (`fences.py`); "": nowhere. `control`
+    and `transport` are the fields of `ControlConfig` and `TransportConfig`.
     """
 
     name: str = ""
@@ -57,7 +56,7 @@ class TransferOptions:
 
     @classmethod
     def of(cls, text: str) -> TransferOptions:
-        """Build the options of SGLang's transfer backend from JSON.
+        """Build the options from JSON.
 
         Raises ConfigError, which names the setting, for one that is unknown or out of range.
 
@@ -71,7 +70,7 @@ class TransferOptions:
         return convert(cls, given, VARIABLE)
 
     def address(self, local_ip: str) -> str:
-        """Return the address at which an SGLang rank binds its transfers, on this machine.
+        """Return the address at which a rank binds its transfers, on this machine.
 
         `local_ip` is the machine's.
 
@@ -82,6 +81,6 @@ class TransferOptions:
             return self.bind
         # Without keys any process that reaches the port counts as a peer: other hosts only on
         # request.
-        remote = self.control.curve is not None or self.control.allow_remote_without_keys
+        remote = self.control.curve is not None or self.control.network_is_isolated
         host = local_ip if remote else "127.0.0.1"
         return f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"

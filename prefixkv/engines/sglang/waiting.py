@@ -1,14 +1,12 @@
-"""Hints from SGLang's queues to the tree, and the orders in which requests of a queue
-are tried.
+"""The orders in which requests of a queue are tried.
 
-SGLang has no call for prefixes that are waited for, and tries its decode queue in the order of
-arrival. Hooks around its own methods do both (`plugin.py`), and use `joins.py` in the same way.
+SGLang tries its decode queue in the order of arrival. A hook sorts the queue first (`plugin.py`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefixkv.spi import RadixCache, RadixKey, TreeNode
@@ -17,35 +15,9 @@ PATIENCE_S = 5.0
 """Age in seconds from which no other request overtakes one (as `DecodeConfig.patience_s`)."""
 
 
-class WaitingPrefixes:
-    """The prefixes for which one queue waits, as hints in a tree: they are evicted last."""
-
-    def __init__(self, tree: RadixCache, key_of: Callable[[Any], RadixKey]) -> None:
-        self._tree = tree
-        self._key_of = key_of
-        # By id(request): the request, kept alive so that its id stays its own, and its want's
-        # number in the tree. Each want is given back when its request leaves the queue.
-        self._wants: dict[int, tuple[Any, int]] = {}
-
-    def follow(self, requests: Iterable[Any]) -> None:
-        """Replace the requests waiting in SGLang's queue, whose prefixes the tree has hints about.
-
-        O(requests), and O(prompt) per one that came or left.
-        """
-        now = {id(request): request for request in requests}
-        for ident in [ident for ident in self._wants if ident not in now]:
-            self._tree.unwant(self._wants.pop(ident)[1])
-        for ident, request in now.items():
-            if ident not in self._wants:
-                key = RadixKey(self._key_of(request))  # as it is now: the request's own grows
-                self._wants[ident] = (request, self._tree.want(self._tree.match_prefix(key)))
-
-
 class Depths:
-    """Cache of how many pages of each waiting prompt are in the tree.
-
-    A prompt is matched again only when pages came or went since.
-    """
+    """Cache of how many pages of each waiting prompt are in the tree. A prompt is matched again
+    only when pages came or went since."""
 
     def __init__(self, tree: RadixCache, key_of: Callable[[Any], RadixKey]) -> None:
         self._tree = tree
@@ -56,19 +28,16 @@ class Depths:
 
     @property
     def version(self) -> int:
-        """The tree's version: while it is unchanged, so are SGLang's depths of waiting prompts."""
+        """The tree's version: while it is unchanged, so are the depths."""
         return self._tree.version
 
     @property
     def page_size(self) -> int:
-        """Number of key words per page of the prompts waiting in SGLang's queue."""
         return self._tree.page_size
 
     def of(self, request: Any) -> tuple[RadixKey, int]:
-        """Return a waiting SGLang request's packed prompt, and how many of its pages are cached.
-
-        The prompt is not to be changed or kept.
-        """
+        """Return a waiting request's packed prompt, and how many of its pages are cached. The
+        prompt is not to be changed or kept."""
         if self._version != self._tree.version:
             self._version = self._tree.version
             self._found.clear()
@@ -81,10 +50,8 @@ class Depths:
 
 
 class NewPagesFirst:
-    """An order of a queue by the pages that would have to be sent, fewest first.
-
-    Requests that have waited for `patience_s` come before all others, in the order of arrival.
-    """
+    """An order of a queue by the pages that would have to be sent, fewest first. Requests that have
+    waited for `patience_s` come before all others, in the order of arrival."""
 
     def __init__(self, depths: Depths, patience_s: float = PATIENCE_S) -> None:
         self._depths = depths
@@ -92,10 +59,8 @@ class NewPagesFirst:
         self._since: dict[int, float] = {}  # by id(item): time at which it was first seen
 
     def order(self, queue: list[Any], request_of: Callable[[Any], Any], now_s: float) -> None:
-        """Sort SGLang's waiting queue in place, stably, fewest new pages first.
-
-        `now_s` is the ranks' common time, so all sort alike.
-        """
+        """Sort the waiting queue in place, stably, fewest new pages first. `now_s` is the ranks'
+        common time, so all sort alike."""
         # Forget items that left first: a new item may get the id of a former one.
         here = {id(item) for item in queue}
         for gone in self._since.keys() - here:
@@ -114,7 +79,7 @@ class NewPagesFirst:
 
 
 def weight_order(ends: Sequence[TreeNode | None]) -> list[int]:
-    """Return the indices of waiting SGLang requests in the order that shares prefixes best.
+    """Return the indices of waiting requests in the order that shares prefixes best.
 
     Depth first through the tree, at each node the branch with most requests first. O(requests *
     nodes on their paths).

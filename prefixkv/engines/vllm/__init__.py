@@ -4,14 +4,15 @@ prefill server computes it. See docs/vllm.md.
     --kv-transfer-config '{"kv_connector": "PrefixKVConnector",
         "kv_connector_module_path": "prefixkv.engines.vllm", "kv_role": "kv_producer", ...}'
 
-Only `compat` imports vLLM, and names what a version of it lacks. `connector`, `metrics` and
-`block_queue` take vLLM's classes from there, and are imported when the connector is asked for.
-`scheduler` and `worker` are the two sides; they use vLLM's objects by attribute, without imports.
+Only `compat` imports vLLM; `connector`, `metrics`, `end_request` and `extension` take its names
+from there. `scheduler` and `worker` are the two sides; they use vLLM's objects by attribute.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from prefixkv.engines.vllm.versions import RANGE, check_version, installed_version
 
 if TYPE_CHECKING:
     from prefixkv.engines.vllm.connector import PrefixKVConnector as PrefixKVConnector
@@ -20,11 +21,13 @@ __all__ = ["PrefixKVConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy, so that importing `prefixkv.engines.vllm` works where vLLM is not installed, and so that
-    # `compat` can report a missing class as a ConfigError when the connector is really wanted.
+    # Lazy, so that importing `prefixkv.engines.vllm` works where vLLM is not installed.
     if name != "PrefixKVConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from prefixkv.engines.vllm.connector import PrefixKVConnector
-
+    check_version()
+    try:
+        from prefixkv.engines.vllm.connector import PrefixKVConnector
+    except ImportError as error:
+        raise ImportError(f"vLLM {installed_version()}: {error}. {RANGE}") from error
     globals()[name] = PrefixKVConnector
     return PrefixKVConnector

@@ -20,10 +20,8 @@ MAX_NONCE_CHARS = 64
 
 @dataclass(frozen=True, slots=True)
 class LoadAsk:
-    """On decode: load the KV from the prefill server at the address `prefill`.
-
-    `nonce` is the secret of a room that prefill has drawn; "" where a router drew the room.
-    """
+    """On decode: load the KV from the prefill server at the address `prefill`. `nonce` is the
+    secret of a room that prefill has drawn; "" where a router drew the room."""
 
     room: int
     prefill: str
@@ -47,7 +45,7 @@ Ask = LoadAsk | RoomSendAsk | DrawAsk
 
 
 def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
-    """Read what a request asks for in vLLM's `kv_transfer_params`; None: no transfer.
+    """Read what a request asks for in its `kv_transfer_params`; None: no transfer.
 
         {"do_remote_prefill": true, "room": 7, "prefill": "tcp://10.0.0.1:14579"}
         {"do_remote_prefill": true, "room": 7, "prefill": "tcp://10.0.0.1:14579", "nonce": "5f..."}
@@ -83,18 +81,10 @@ def ask_of(params: Any, is_producer: bool, is_consumer: bool) -> Ask | None:
 
 
 def _room(room: Any) -> int:
-    """Return the room's number that a vLLM request asks for, in [0, 2**64).
-
-    Raises RequestError for anything else.
-    """
     return whole_number("room", room, 0, 2**64)
 
 
 def _name(key: str, where: Any) -> str:
-    """Return the other server's name or address that a vLLM request asks for.
-
-    Raises RequestError for an unfit value.
-    """
     if not isinstance(where, str) or not 1 <= len(where) <= MAX_NAME_CHARS:
         raise RequestError(
             f"{key} in kv_transfer_params is {repr(where)[:200]}, a string of 1 to "
@@ -104,10 +94,6 @@ def _name(key: str, where: Any) -> str:
 
 
 def _nonce(nonce: Any) -> str:
-    """Return the nonce of the room that a vLLM request asks for, "" for None.
-
-    Raises RequestError for an unfit value.
-    """
     if nonce is None:
         return ""
     if not isinstance(nonce, str) or len(nonce) > MAX_NONCE_CHARS:
@@ -119,7 +105,7 @@ def _nonce(nonce: Any) -> str:
 
 
 def ends_in_media(request: Any) -> bool:
-    """Return whether the last token of a vLLM prompt stands for a part of an image."""
+    """Return whether the last token of a prompt stands for a part of an image."""
     return any(
         one.mm_position.offset + one.mm_position.length >= request.num_prompt_tokens
         for one in request.mm_features
@@ -127,12 +113,10 @@ def ends_in_media(request: Any) -> bool:
 
 
 def leave_out_last_token(request: Any, hash_size: int) -> None:
-    """Take the last token of its prompt from a vLLM request that has computed nothing, and have it
-    end with the first token that it generates. `hash_size`: tokens of a block hash.
-
-    Where a layer keeps a state this is how the state behind the prompt is that of the tokens before
-    its last one. The answer is of the shorter prompt.
-    """
+    """Take the last token of its prompt from a request that has computed nothing, and have it end
+    with the first token that it generates. `hash_size`: tokens of a block hash. Where a layer keeps
+    a state this is how the state behind the prompt is that of the tokens before its last one. The
+    answer is of the shorter prompt."""
     # A new list: requests in vLLM's own process may share the old one.
     request.prompt_token_ids = request.prompt_token_ids[:-1]
     del request._all_token_ids[-1]
@@ -143,15 +127,13 @@ def leave_out_last_token(request: Any, hash_size: int) -> None:
 
 
 def computes_all(request: Any) -> bool:
-    """Return whether a request asks vLLM to compute its whole prompt, for log-probabilities.
-
-    vLLM then ignores its prefix cache, and also a connector's answer, "not yet" included.
-    """
+    """Return whether a request asks vLLM to compute its whole prompt, for log-probabilities. vLLM
+    then ignores its prefix cache, and also a connector's answer, "not yet" included."""
     return bool(request.skip_reading_prefix_cache)
 
 
 def digest_of(request: Any, nonce: str = "") -> bytes:
-    """Return the digest of the prompt for which a vLLM request asks a transfer.
+    """Return the digest of the prompt for which a request asks a transfer.
 
     Both servers have to agree on it.
 
@@ -172,12 +154,9 @@ def digest_of(request: Any, nonce: str = "") -> bytes:
 
 
 def namespace_of(request: Any) -> tuple[Any, ...] | None:
-    """Return what a vLLM request's blocks depend on besides tokens: LoRA adapter, salt, images.
-
-    (adapter's name, salt, images), where an image is (hash, offset, length).
-
-    None where the request has none of the three, which is the namespace of plain prompts.
-    """
+    """Return what a request's blocks depend on besides tokens: LoRA adapter, salt, images.
+    (adapter's name, salt, images), where an image is (hash, offset, length). None where the request
+    has none of the three, which is the namespace of plain prompts."""
     lora = request.lora_request.lora_name if request.lora_request else None
     media = tuple(
         (shortened(str(one.identifier)), int(one.mm_position.offset), int(one.mm_position.length))

@@ -24,11 +24,8 @@ class BlockPool(Protocol):
 
 
 class Holds:
-    """The connector's own block references, by request.
-
-    vLLM can hand a block out when both its own references and these are gone. Used by
-    `SchedulerSide` alone, in vLLM's engine loop.
-    """
+    """The connector's own block references, by request. vLLM can hand a block out when both its own
+    references and these are gone. Used by `SchedulerSide` alone, in the engine's loop."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -37,12 +34,12 @@ class Holds:
 
     @property
     def num_blocks(self) -> int:
-        """Number of references that hold vLLM's blocks: one held for two requests counts twice."""
+        """Number of references that hold blocks: one held for two requests counts twice."""
         return sum(map(len, self._held.values()))
 
     @property
     def num_free(self) -> int:
-        """Number of vLLM's blocks that it may hand out, those in the prefix cache included."""
+        """Number of blocks that vLLM may hand out, those in the prefix cache included."""
         return self._pool.get_num_free_blocks()
 
     def is_cached(self, page: int) -> bool:
@@ -55,14 +52,11 @@ class Holds:
         return found
 
     def num_references(self, page: int) -> int:
-        """Return how many references there are on this block of vLLM's, these included."""
+        """Return how many references there are on this block, these included."""
         return int(self._pool.blocks[page].ref_cnt)
 
     def take(self, rid: str, pages: Iterable[int]) -> None:
-        """Hold more of vLLM's blocks for a request.
-
-        They must be in use, or in the prefix cache.
-        """
+        """Hold more blocks for a request. They must be in use, or in the prefix cache."""
         # `touch` takes a cached block out of the free queue as well. A block that is free and not
         # cached might have been handed to another request already: hence the precondition.
         blocks = [self._pool.blocks[page] for page in pages]
@@ -70,16 +64,13 @@ class Holds:
         self._held.setdefault(rid, []).extend(blocks)
 
     def release(self, rid: str) -> None:
-        """Give the blocks held for a request back to vLLM, after proof that no peer uses them.
-
-        Unknown id: no-op.
-
-        Reversed, so that the end of the prompt is evicted before its beginning, as in vLLM.
-        """
+        """Give the blocks held for a request back, after proof that no peer uses them. Unknown id:
+        no-op. Reversed, so that the end of the prompt is evicted before its beginning, as in
+        vLLM."""
         self._pool.free_blocks(reversed(self._held.pop(rid, [])))
 
     def check_invariants(self) -> None:
-        """Raise InternalError if one of vLLM's blocks is held and free. For tests."""
+        """Raise InternalError if a block is held and free. For tests."""
         for rid, blocks in self._held.items():
             if any(block.ref_cnt < 1 for block in blocks):
                 raise InternalError(f"a block that is held for {rid} is free")
@@ -96,7 +87,7 @@ class Flights:
         return len(self._carrier)
 
     def begin(self, rid: str, hashes: Iterable[Hashable]) -> None:
-        """Record that the request `rid` loads these blocks of vLLM's, until `land`."""
+        """Record that the request `rid` loads these blocks, until `land`."""
         mine = self._blocks.setdefault(rid, [])
         for block in hashes:
             # Two requests load one block where they do not join. The first stays its carrier, so
@@ -106,14 +97,12 @@ class Flights:
                 mine.append(block)
 
     def carrier(self, block: Hashable) -> str | None:
-        """Return the request whose load brings this block of vLLM's, or None."""
+        """Return the request whose load brings this block, or None."""
         return self._carrier.get(block)
 
     def land(self, rid: str) -> None:
-        """Forget the blocks that a request of vLLM's loads: they have arrived, or will not.
-
-        No-op for an unknown id.
-        """
+        """Forget the blocks that a request loads: they have arrived, or will not. No-op for an
+        unknown id."""
         for block in self._blocks.pop(rid, ()):
             del self._carrier[block]
 

@@ -32,13 +32,13 @@ class _VllmStep(NamedTuple):
 
 
 class OwnCompute:
-    """What decode's vLLM computes of prompts, and what is left. Owned by vLLM's scheduler.
+    """What decode computes of prompts, and what is left. Owned by the scheduler.
 
     Every call costs O(1). With `below` 0 nothing is measured, and nothing is computed here.
 
     Args:
         below: most missing tokens of a request that may be computed here.
-        step_tokens: the most that a step of vLLM computes of prompts, at least 1.
+        step_tokens: the most that a step computes of prompts, at least 1.
         now_s: seconds of a clock that never goes back.
         loads: True if there is host memory, whose loads are compared with what prefill takes.
     """
@@ -70,12 +70,10 @@ class OwnCompute:
     # --- the decision -----------------------------------------------------------------------------
 
     def is_here(self, rid: str, missing: int, address: str) -> bool:
-        """Decide whether decode's vLLM computes a request's `missing` tokens, or the prefill server
-        at `address`, by the rule of `Sources`.
-
-        vLLM asks in each step until it admits the request; it is decided again where other tokens
-        are missing, since the rule counts decisions as requests.
-        """
+        """Decide whether decode computes a request's `missing` tokens, or the prefill server at
+        `address`, by the rule of `Sources`. vLLM asks in each step until it admits the request; it
+        is decided again where other tokens are missing, since the rule counts decisions as
+        requests."""
         if not self.is_on:
             return False
         last = self._decided.get(rid)
@@ -86,25 +84,22 @@ class OwnCompute:
         return last[1]
 
     def is_worth_loading(self, missing: int, num_loaded: int, load_s: float, address: str) -> bool:
-        """Return whether decode's vLLM loads `num_loaded` of the `missing` tokens from host memory,
-        which takes `load_s`, rather than have the prefill server at `address` send them all."""
+        """Return whether decode loads `num_loaded` of the `missing` tokens from host memory, which
+        takes `load_s`, rather than have the prefill server at `address` send them all."""
         loaded = Lack(missing - num_loaded, num_loaded, load_s)
         return self.sources.worth_loading(Lack(missing), loaded, address, self.now_s())
 
     # --- requests ---------------------------------------------------------------------------------
 
     def admitted(self, rid: str, prompt_len: int, due: int) -> None:
-        """Note that vLLM has admitted a request, and computes `due` tokens of its prompt itself.
-
-        Its steps say so too; those who are admitted before the next one have to know it now.
-        """
+        """Note that a request was admitted, and `due` tokens of its prompt are computed here. Its
+        steps say so too; those who are admitted before the next one have to know it now."""
         if self.is_on:
             self._decided.pop(rid, None)
             self._prompt_lens[rid] = prompt_len
             self._set_due(rid, due)
 
     def ended(self, rid: str) -> None:
-        """Note that a request of decode's vLLM has ended."""
         self._decided.pop(rid, None)
         self._prompt_lens.pop(rid, None)
         self._decoding.discard(rid)
@@ -119,22 +114,22 @@ class OwnCompute:
 
     def promised(self, address: str, room: int, num_tokens: int, loaded: int = 0) -> None:
         """Note that a prefill server was promised a room that a router has drawn, and is to send
-        the KV of `num_tokens` to decode's vLLM, which loads that of `loaded` tokens meanwhile."""
+        the KV of `num_tokens` to decode, which loads that of `loaded` tokens meanwhile."""
         if self.measures_prefill:
             self.sources.promised(address, RoomKey(room, 0), self.now_s(), num_tokens, loaded)
 
     def arrived(self, address: str, room: int, num_tokens: int) -> None:
-        """Note that the KV of a room has come to decode's vLLM."""
+        """Note that the KV of a room has come."""
         self.sources.arrived(address, RoomKey(room, 0), num_tokens, self.now_s())
 
     def gave_up(self, address: str, room: int) -> None:
-        """Note that a room of decode's vLLM has failed: its time says nothing."""
+        """Note that a room has failed: its time says nothing."""
         self.sources.gave_up(address, RoomKey(room, 0))
 
     # --- steps ------------------------------------------------------------------------------------
 
     def scheduled(self, rid: str, start: int, count: int) -> None:
-        """Note that vLLM's next step computes `count` tokens of a request from token `start` on."""
+        """Note that the next step computes `count` tokens of a request from token `start` on."""
         prompt_len = self._prompt_lens.get(rid)
         if prompt_len is None:
             return
@@ -152,14 +147,14 @@ class OwnCompute:
             self._decoding.discard(rid)  # where it comes back after a preemption
 
     def step_scheduled(self) -> None:
-        """Note that all requests of vLLM's next step were named."""
+        """Note that all requests of the next step were named."""
         if self.is_on:
             step = _VllmStep(self.now_s(), self._prompts, self._prompt_tokens, self._running)
             self._steps.append(step)
             self._prompts = self._prompt_tokens = self._running = 0
 
     def step_ended(self) -> None:
-        """Note that the result of the oldest step of vLLM has come."""
+        """Note that the result of the oldest step has come."""
         if not self._steps:
             return
         step, now_s = self._steps.popleft(), self.now_s()
@@ -174,11 +169,11 @@ class OwnCompute:
 
     @property
     def rids(self) -> frozenset[str]:
-        """Requests of vLLM that are remembered: decided or admitted, and not over."""
+        """Requests that are remembered: decided or admitted, and not over."""
         return frozenset(self._decided) | frozenset(self._prompt_lens)
 
     def check_invariants(self) -> None:
-        """Raise InternalError if what is due in vLLM's steps is not the sum of its parts."""
+        """Raise InternalError if what is due in its steps is not the sum of its parts."""
         admitted = self._prompt_lens.keys()
         check_laws(
             {

@@ -3,51 +3,58 @@ the worker's side."""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from prefixkv import ModelConfig
 from prefixkv.engines.vllm import compat, hooks
-from prefixkv.engines.vllm.layout import is_plain, pool_of
+from prefixkv.engines.vllm.groups import BlockGroups, look_up_densely
+from prefixkv.engines.vllm.layout import (
+    check_engine,
+    check_host_memory,
+    check_windows,
+    event_on,
+    is_plain,
+    num_kv_heads,
+    pool_of,
+)
+from prefixkv.engines.vllm.metrics import PrefixKVMetrics, PrefixKVStats
 from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions
 from prefixkv.engines.vllm.orders import NO_ORDERS, StepOrders, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from prefixkv.engines.vllm.shadow import Shadow
+from prefixkv.engines.vllm.shadow import GovernedQueue, Shadow
+from prefixkv.engines.vllm.stats import share_log
+from prefixkv.engines.vllm.versions import check_overrides
 from prefixkv.engines.vllm.wakeup import EngineWait, WakeupListener
 from prefixkv.engines.vllm.worker import WorkerSide
 from prefixkv.spi import ConfigError, check_environ
 
-if TYPE_CHECKING:
-    from prefixkv.engines.vllm.metrics import PrefixKVMetrics, PrefixKVStats
+_log = logging.getLogger("vllm.prefixkv")
 
-_base = compat.require(compat.CLASSES)
 # Registered, not inherited: `orders` then needs no vLLM, and both sides are tested without it.
-_base.KVConnectorMetadata.register(StepOrders)
-_base.KVConnectorWorkerMetadata.register(WorkerReport)
+compat.KVConnectorMetadata.register(StepOrders)
+compat.KVConnectorWorkerMetadata.register(WorkerReport)
 
 
-class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: ignore[name-defined]
-    """The connector object: one in vLLM's scheduler, and one in each worker. See docs/vllm.md.
-
-    Raises ConfigError, which names the cause, for a wrong option, for a model or parallel setup
-    that cannot be transferred, and for a class or method that this version of vLLM lacks.
-    """
+class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
+    """The connector object: one in the scheduler, and one in each worker. See docs/vllm.md. Raises
+    ConfigError, which names the cause, for a wrong option, and for a model or parallel setup that
+    cannot be transferred."""
 
     is_prefixkv = True
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        # Checks come before the base class: its own error about an unknown version or a missing
-        # class would name neither prefixkv nor the option that is wrong.
-        compat.share_log()
-        compat.check_version()
+        # Checks come before the base class, whose errors would not name the option that is wrong.
+        share_log()
         # The connector has no settings there: it would ignore what is misspelt.
         check_environ(os.environ)
-        compat.check_engine(vllm_config, kv_cache_config)
+        check_engine(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = ConnectorOptions.of(transfer.kv_connector_extra_config, transfer.kv_port)
@@ -59,11 +66,13 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             "is_producer": transfer.is_kv_producer,
             "is_consumer": transfer.is_kv_consumer,
         }
-        self._groups = compat.groups_of(vllm_config, kv_cache_config)
+        is_one = len(kv_cache_config.kv_cache_groups) == 1
+        step_tokens = 0 if is_one else vllm_config.max_in_flight_tokens
+        self._groups = BlockGroups.of(kv_cache_config, step_tokens)
         if self._groups.windows:
-            compat.check_windows(self._options, self._groups.has_states)
+            check_windows(self._options, self._groups.has_states)
         if self._options.host is not None:
-            compat.check_host_memory(vllm_config)
+            check_host_memory(vllm_config)
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         # Exactly one of the two sides is made, by role. The worker's waits for the KV memory.
         self._scheduler: SchedulerSide | None = None
@@ -71,9 +80,10 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._wakeups: WakeupListener | None = None
         self.rest = EngineWait()
-        if role is _base.KVConnectorRole.SCHEDULER:
-            compat.require(compat.SCHEDULER)
+        if role is compat.KVConnectorRole.SCHEDULER:
             self._block_size = self._groups.block_size
+            events = vllm_config.kv_events_config
+            tells = events is not None and events.enable_kv_cache_events
             self._scheduler = SchedulerSide(
                 self._options,
                 self._block_size,
@@ -82,63 +92,52 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
                 num_ranks=self._num_ranks,
                 max_len=vllm_config.model_config.max_model_len,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-                tells_host=self._options.host is not None and compat.tells_host_memory(vllm_config),
+                tells_host=self._options.host is not None and bool(tells),
                 **self._roles,
             )
-            self._scheduler.sends.proves = compat.counts_nans()
-            # Without the resting hook nothing would listen, so no worker gets an address.
-            if hooks.install():
-                self._wakeups = WakeupListener(self.rest.ring)
-                self._scheduler.set_wakeup_address(self._wakeups.address)
-        else:
-            compat.require(compat.WORKER)
-            # Checked now, not at first use: a vLLM that lacks it fails at start, by name.
-            if self._num_ranks > 1:
-                compat.require(compat.RANKS)
+            self._scheduler.sends.proves = bool(compat.envs.VLLM_COMPUTE_NANS_IN_LOGITS)
+            hooks.install(compat.Scheduler, compat.EngineCore, compat.EngineCoreProc)
+            self._wakeups = WakeupListener(self.rest.ring)
+            self._scheduler.set_wakeup_address(self._wakeups.address)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return False to vLLM: a connector's transfers do not follow KV that is mapped elsewhere.
-
-        vLLM asks this from 0.33.0 on; `check_engine` refuses sleep mode in any version.
-        """
+        """Return False: a connector's transfers do not follow KV that is mapped elsewhere. vLLM
+        asks this from 0.33.0 on; `check_engine` refuses sleep mode in any version."""
         return False
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """True for vLLM where layers keep a window: it then looks for prefixes as
-        `bind_kv_cache_manager` has it."""
+        """True where layers keep a window: it then looks for prefixes as `bind_kv_cache_manager`
+        has it."""
         return bool(self._groups.windows)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False for vLLM: the connector holds a preempted request's blocks until they are sent."""
+        """False: the connector holds a preempted request's blocks until they are sent."""
         return False
 
     # --- in the scheduler -------------------------------------------------------------------------
 
     @property
     def scheduler(self) -> SchedulerSide:
-        """The connector's scheduler side; only the connector in vLLM's scheduler has it."""
         assert self._scheduler is not None, "the scheduler's connector"
         return self._scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Take vLLM's cache manager into the connector. For requests whose windows are loaded it
-        looks for a prefix in the layers that keep every token alone."""
+        """Take the cache manager. For requests whose windows are loaded it then looks for a prefix
+        in the layers that keep every token alone."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._groups.windows:
-            compat.look_up_densely(
-                kv_cache_manager, self._groups.full, self.scheduler.ignores_windows
-            )
+            look_up_densely(kv_cache_manager, self._groups.full, self.scheduler.ignores_windows)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Give vLLM's block pool to the connector, and let a policy choose its victims if set."""
+        """Take the block pool, and let a policy choose its victims if one is set."""
         shadow: Shadow | None = None
         # The queue is replaced before any block is cached, so the shadow misses none.
-        if self._options.policy and compat.can_govern(gpu_block_pool):
-            from prefixkv.engines.vllm.block_queue import GovernedQueue
-
+        if self._options.policy and not gpu_block_pool.enable_caching:
+            _log.warning("the policy is not used: vLLM's prefix cache is off")
+        elif self._options.policy:
             shadow = Shadow(self._block_size, self._options.policy, time.monotonic)
             GovernedQueue.install(gpu_block_pool, shadow, self.scheduler.counters)
         self.scheduler.bind(gpu_block_pool, shadow)
@@ -152,15 +151,12 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         return self.scheduler.count_loadable(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        # Only here is it known that some tokens are loaded, which vLLM counts as cached.
-        """Record in the connector that vLLM gave a request blocks, some to be loaded.
-
-        `num_external_tokens` is how many tokens are to be loaded.
-        """
+        """Record that a request was given blocks; `num_external_tokens` tokens are to be loaded."""
         pages, windows = self._groups.tables(blocks.get_block_ids())
         hosted = self.scheduler.allocated(request, pages, num_external_tokens, windows)
-        if num_external_tokens:
-            compat.count_own_cache_only(request, hosted)
+        # Of what is loaded, `usage` says of tokens from host memory alone that they were cached.
+        if num_external_tokens and (stats := request.prefill_stats) is not None:
+            stats.num_cached_tokens = stats.num_local_cached_tokens + hosted
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         return self.scheduler.orders(scheduler_output)
@@ -195,8 +191,8 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         return True
 
     def take_events(self) -> Iterable[Any]:
-        """Return the events of host memory, for vLLM's publisher: its own pool reports the blocks
-        that arrive there."""
+        """Return the events of host memory, for vLLM's publisher: vLLM's own pool reports the
+        blocks that arrive there."""
         events = self.scheduler.take_host_events()
         return compat.host_events(events, self._block_size) if events else ()
 
@@ -204,15 +200,12 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
 
     @property
     def worker(self) -> WorkerSide:
-        """The connector's worker side in vLLM; it exists from `register_kv_caches` on."""
+        """The worker's side; it exists from `register_kv_caches` on."""
         assert self._worker is not None, "a worker's connector, with its KV memory"
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Make the connector's side in a worker over vLLM's KV tensors, by layer name.
-
-        All ranks call it.
-        """
+        """Make the worker's side over the KV tensors, by layer name. All ranks call it."""
         config, kv_cache = self._vllm_config, self._kv_cache_config
         options = self._options
         model = ModelConfig(
@@ -225,9 +218,9 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         self._worker = WorkerSide(
             options,
             model,
-            rank=compat.tensor_parallel_rank() if self._num_ranks > 1 else 0,
+            rank=compat.get_tensor_model_parallel_rank() if self._num_ranks > 1 else 0,
             num_ranks=self._num_ranks,
-            num_kv_heads=compat.num_kv_heads(config, kv_cache),
+            num_kv_heads=num_kv_heads(config, kv_cache),
             gather=compat.gather if self._num_ranks > 1 else None,
             **self._roles,
         )
@@ -239,13 +232,9 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         self._worker.register(pool_of(kv_caches, kv_cache, tag, plain=plain))
 
     def unregister_kv_caches(self) -> None:
-        """Refuse, for the connector, to let vLLM give the KV memory back.
-
-        vLLM asks for it from 0.33.0 on.
-
-        Raises ConfigError for memory of a device: a peer may still read or write what is
-        registered. On a CPU vLLM releases nothing, and this does nothing.
-        """
+        """Refuse to have the KV memory given back. vLLM asks for it from 0.33.0 on. Raises
+        ConfigError for memory of a device: a peer may still read or write what is registered. On a
+        CPU vLLM releases nothing, and this does nothing."""
         device = next(iter(self._kv_caches.values())).device.type if self._kv_caches else "cpu"
         if device != "cpu":
             raise ConfigError(
@@ -253,15 +242,12 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
             )
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Carry out the connector's orders that precede vLLM's forward pass.
-
-        Here and not in `start_load_kv`, which vLLM calls after the forward where nothing is loaded
-        in this step.
-        """
+        """Carry out the orders that precede the forward pass. Here and not in `start_load_kv`,
+        which vLLM calls after the forward where nothing is loaded in this step."""
         super().bind_connector_metadata(connector_metadata)
         orders = connector_metadata
         has_copies = bool(orders.copies or orders.before) or self.worker.has_work_after(NO_ORDERS)
-        ready = compat.event_on(self._kv_caches) if has_copies else None
+        ready = event_on(self._kv_caches) if has_copies else None
         self.worker.before_forward(connector_metadata, ready)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -280,15 +266,12 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         # chunk is read only once its KV is written.
         orders = self._get_connector_metadata()
         if self.worker.has_work_after(orders):
-            self.worker.after_forward(orders, compat.event_on(self._kv_caches))
+            self.worker.after_forward(orders, event_on(self._kv_caches))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return the loads that are over from vLLM's connector.
-
-        vLLM waits until every rank has reported one.
-        """
+        """Return the loads that are over. vLLM waits until every rank has reported one."""
         results = self.worker.take_results()
-        return _base.KVConnectorTransferResults(
+        return compat.KVConnectorTransferResults(
             finished_recving=results.received, failed_recving=results.failed
         )
 
@@ -298,10 +281,7 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
     # --- in both, and in the API server -----------------------------------------------------------
 
     def get_kv_connector_stats(self) -> PrefixKVStats | None:
-        """Return the counts of this process's vLLM connector since the last call.
-
-        None if nothing changed.
-        """
+        """Return the counts of this process since the last call. None if nothing changed."""
         counts: dict[str, float] = {}
         if self._scheduler is not None:
             counts |= self._scheduler.take_counts() | self._scheduler.take_gauges()
@@ -311,11 +291,6 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefixKVStats | None:
-        # The import raises without METRICS, and a server without metrics must still run.
-        if not compat.available(compat.METRICS):
-            return None
-        from prefixkv.engines.vllm.metrics import PrefixKVStats
-
         return PrefixKVStats(data=data or {})
 
     @classmethod
@@ -326,18 +301,14 @@ class PrefixKVConnector(_base.KVConnectorBase_V1, _base.SupportsHMA):  # type: i
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> PrefixKVMetrics | None:
-        if not compat.available(compat.METRICS):
-            return None
-        from prefixkv.engines.vllm.metrics import PrefixKVMetrics
-
         return PrefixKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Stop the threads of vLLM's connector in this process. Idempotent."""
         if self._wakeups is not None:
             self._wakeups.close()
         if self._worker is not None:
             self._worker.close()
 
 
-compat.check_overrides(PrefixKVConnector, _base.KVConnectorBase_V1)
+for base in (compat.KVConnectorBase_V1, compat.SupportsHMA):
+    check_overrides(PrefixKVConnector, base)

@@ -10,41 +10,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefixkv.engines.vllm import compat
-
 
 class WorkerExtension:
     """Methods that vLLM mixes into each worker. Called between steps, in the worker's thread."""
 
     def prefixkv_lost_peers(self) -> list[dict[str, Any]]:
-        """Return, to an operator of vLLM, the peers that are lost and still hold something here.
-
-        They are silent or dead.
-
-        Per peer: `peer`, its name; `life`, its incarnation in hexadecimal; `why`; `held`, a number
-        of pages on decode and of rooms on prefill.
-        """
+        """Return the peers that are silent or dead, and still hold something here. Per peer:
+        `peer`, its name; `life`, its incarnation in hexadecimal; `why`; `held`, a number of pages
+        on decode and of rooms on prefill."""
         found: list[dict[str, Any]] = _side().lost_peers()
         return found
 
     def prefixkv_fence(self, peer: str, life: str) -> None:
-        """Free all that a process holds which vLLM's operator knows to be dead.
-
-        `peer` and `life` are as in `prefixkv_lost_peers` and the log. Fencing a live process loses
-        its transfers, and may let it write into blocks that belong to another request.
-        """
+        """Free all that a process holds which the operator knows to be dead. `peer` and `life` are
+        as in `prefixkv_lost_peers` and the log. Fencing a live process loses its transfers, and may
+        let it write into blocks that belong to another request."""
         _side().fence(peer, life)
 
     def prefixkv_move_weights(self, weights_version: str) -> None:
-        """Move to the operator's weights version, after a vLLM worker's were changed in place.
-
-        Transfers under way end, and none begins with a server of another version. For a vLLM
-        without a weight version of its own; call it while nothing runs, with the prefix cache
-        reset.
-        """
+        """Move to the operator's weights version, after they were changed in place. Transfers under
+        way end, and none begins with a server of another version. For a server that vLLM's own
+        weight version does not reach; call it while nothing runs, with the prefix cache reset."""
         _side().move_weights(weights_version)
 
 
 def _side() -> Any:
-    """Return the worker's side of the connector, for vLLM's worker extension."""
-    return compat.require(compat.FENCING).get_kv_transfer_group().worker
+    from prefixkv.engines.vllm.compat import get_kv_transfer_group
+
+    return get_kv_transfer_group().worker

@@ -10,10 +10,11 @@ token, so prefill computes no further either (`SchedulerSide`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Self
 
+from prefixkv.engines.vllm.versions import check_takes
 from prefixkv.spi import ConfigError, pages_for
 
 FULL: Final = ("FullAttentionSpec", "MLAAttentionSpec")
@@ -40,12 +41,10 @@ Block = int
 
 
 class WindowLayers(NamedTuple):
-    """A window group of vLLM's: its number among the groups, its name in the handshake, and the
-    tokens that its layers see, the own one included.
-
-    Of a state `table_tokens` is the number of tokens that an entry of its block table stands for,
-    and `most_blocks` the most blocks that a request has at once. 0: of a window.
-    """
+    """A window group: its number among the groups, its name in the handshake, and the tokens that
+    its layers see, the own one included. Of a state `table_tokens` is the number of tokens that an
+    entry of its block table stands for, and `most_blocks` the most blocks that a request has at
+    once. 0: of a window."""
 
     number: int
     name: str
@@ -74,7 +73,7 @@ class WindowBlocks(NamedTuple):
 
 
 class BlockGroups(NamedTuple):
-    """The KV cache groups of a vLLM server.
+    """The KV cache groups of a server.
 
     `full` is the number of the one that keeps every token; states are among `windows`.
     `step_tokens` is the most tokens of a request that vLLM has under way at once.
@@ -96,8 +95,8 @@ class BlockGroups(NamedTuple):
 
     @classmethod
     def of(cls, kv_cache: Any, step_tokens: int = 0) -> Self:
-        """Return the groups of vLLM's `KVCacheConfig`. Raises ConfigError, by name, for one whose
-        blocks are not transferred."""
+        """Return the groups of a `KVCacheConfig`. Raises ConfigError, by name, for one whose blocks
+        are not transferred."""
         groups = kv_cache.kv_cache_groups
         kinds = [type(group.kv_cache_spec).__name__ for group in groups]
         # 1. Exactly one group keeps every token: a transfer has one list of blocks that both
@@ -137,12 +136,12 @@ class BlockGroups(NamedTuple):
 
     @property
     def has_states(self) -> bool:
-        """True where some of vLLM's layers keep a state."""
+        """True where some layers keep a state."""
         return any(group.is_state for group in self.windows)
 
     def num_sent(self, num_prompt_tokens: int) -> int:
-        """Return the tokens of a vLLM prompt that a transfer carries: all, or with windows or
-        states all but the last one."""
+        """Return the tokens of a prompt that a transfer carries: all, or with windows or states all
+        but the last one."""
         return num_prompt_tokens - 1 if self.windows else num_prompt_tokens
 
     def first_block(self, group: WindowLayers, num_tokens: int) -> int:
@@ -151,7 +150,7 @@ class BlockGroups(NamedTuple):
         return max(0, num_tokens + 1 - group.window) // self.block_size
 
     def tables(self, block_ids: Sequence[Sequence[Block]]) -> Tables:
-        """Return a request's block tables, given vLLM's by group."""
+        """Return a request's block tables, given those by group."""
         windows = tuple(list(block_ids[group.number]) for group in self.windows)
         return Tables(list(block_ids[self.full]), windows)
 
@@ -159,10 +158,8 @@ class BlockGroups(NamedTuple):
         self, windows: Sequence[Sequence[Block]], num_tokens: int, first: int, stop: int
     ) -> tuple[WindowBlocks, ...]:
         """Return, by window group, a request's blocks from number `first` to `stop`: those of them
-        that vLLM keeps behind `num_tokens` tokens, which both servers send and get.
-
-        A state is asked for when vLLM computes the last of them: its block has no other state then.
-        """
+        that vLLM keeps behind `num_tokens` tokens, which both servers send and get. A state is
+        asked for when vLLM computes the last of them: its block has no other state then."""
         found = []
         for group, table in zip(self.windows, windows, strict=True):
             start = min(max(first, self.first_block(group, num_tokens)), stop)
@@ -174,12 +171,11 @@ class BlockGroups(NamedTuple):
         return tuple(found)
 
     def blocks_to_compute(self, num_sent: int) -> int:
-        """Return the most blocks of vLLM's that a prompt has at once of which `num_sent` tokens
-        are sent."""
+        """Return the most blocks that a prompt has at once of which `num_sent` tokens are sent."""
         return self.blocks_of(num_sent + (1 if self.windows else 0))
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Return the most blocks of vLLM's that a request of `num_tokens` tokens has at once."""
+        """Return the most blocks that a request of `num_tokens` tokens has at once."""
         num_blocks = pages_for(num_tokens, self.block_size)
         return num_blocks + sum(
             min(
@@ -191,9 +187,33 @@ class BlockGroups(NamedTuple):
         )
 
 
+def look_up_densely(manager: Any, full: int, wanted: Callable[[Any], bool]) -> None:
+    """Have a `KVCacheManager` look for the prefix of each request that is `wanted` in the group
+    `full` alone, which keeps every token. The windows behind the whole prompt are loaded into new
+    blocks. vLLM itself looks for a prefix that ends where all groups have what comes before."""
+
+    def get_computed_blocks_for_connector(
+        request: Any, max_cache_hit_length: int | None = None
+    ) -> tuple[Any, int, int, bool]:
+        # Of 0.33.0 on; before, vLLM's own function takes none.
+        most = () if max_cache_hit_length is None else (max_cache_hit_length,)
+        if not (wanted(request) and manager.prefix_cache_lookup_enabled(request)):
+            return *manager.get_computed_blocks(request, *most), False
+        # At least one token behind the prefix is left to load: what is loaded ends before the
+        # prompt's last token, and without any vLLM would load no window either.
+        found, lengths = manager.coordinator.find_longest_cache_hit_per_group(
+            request.block_hashes, min((request.num_tokens - 2, *most))
+        )
+        blocks = tuple(one if number == full else [] for number, one in enumerate(found))
+        # True: where nothing is loaded after all, vLLM looks again in its own way.
+        return manager.create_kv_cache_blocks(blocks), lengths[full], 0, True
+
+    if theirs := getattr(manager, "get_computed_blocks_for_connector", None):
+        check_takes(get_computed_blocks_for_connector, theirs, theirs.__qualname__)
+    manager.get_computed_blocks_for_connector = get_computed_blocks_for_connector
+
+
 def _window_layers(number: int, group: Any, first: Any) -> WindowLayers:
-    """Return a window group of vLLM's. Raises ConfigError where its blocks are not those of the
-    group that keeps every token, `first`."""
     spec = group.kv_cache_spec
     where = f"the KV cache group {number} of {WINDOWED}"
     _check_alike(where, group, first, _SAME, f"; {_INSTEAD}")
@@ -206,8 +226,6 @@ def _window_layers(number: int, group: Any, first: Any) -> WindowLayers:
 
 
 def _state_layers(number: int, group: Any, first: Any) -> WindowLayers:
-    """Return a group of vLLM's whose layers keep a state. Raises ConfigError where a state is not a
-    block of the group that keeps every token, `first`, or vLLM keeps it in an unknown way."""
     spec = group.kv_cache_spec
     where = f"the KV cache group {number} of {STATE}"
     _check_alike(where, group, first, ("page_size_bytes",))
@@ -238,8 +256,8 @@ def _state_layers(number: int, group: Any, first: Any) -> WindowLayers:
 def _check_alike(
     where: str, group: Any, first: Any, same: Sequence[str], instead: str = ""
 ) -> None:
-    """Raise ConfigError where a group's blocks of vLLM's do not lie in the memory of those of the
-    group that keeps every token, `first`. `instead`: what the error adds."""
+    """Raise ConfigError where a group's blocks do not lie in the memory of those of the group that
+    keeps every token, `first`. `instead`: what the error adds."""
     spec, kept = group.kv_cache_spec, first.kv_cache_spec
     for name in same:
         if getattr(spec, name) != getattr(kept, name):
@@ -255,6 +273,6 @@ def _check_alike(
 
 
 def _name_of(kind: str, number: int, parts: Sequence[str]) -> str:
-    """Return the name of a group of vLLM's in the handshake, in which both servers must agree: its
-    layers depend on how vLLM shares them out."""
+    """Return the name of a group in the handshake, in which both servers must agree: its layers
+    depend on how vLLM shares them out."""
     return f"{kind}-{number}-{blake2b(chr(10).join(parts).encode(), digest_size=4).hexdigest()}"

@@ -7,8 +7,8 @@ request, without an end.
 would sleep a millisecond and step again. `EngineCore.set_weight_version`: passes on the version of
 weights that were changed in place.
 
-All are wrapped when the scheduler's connector is made, each where vLLM has the names it needs. They
-do nothing for another connector, nor where `MultiConnector` stands between.
+All are wrapped when the scheduler's connector is made. They do nothing for another connector, nor
+where `MultiConnector` stands between.
 """
 
 from __future__ import annotations
@@ -16,36 +16,19 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from prefixkv.engines.vllm import compat
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 
 
-def install() -> bool:
-    """Wrap the methods of vLLM that need a hook, in this process.
-
-    Idempotent. Returns whether the engine can rest.
-    """
-    # The mark on a wrapper keeps a second connector in the same process from wrapping it twice.
-    if compat.available(compat.ENDING):
-        scheduler = compat.require(compat.ENDING).Scheduler
-        if not hasattr(scheduler.update_from_output, "prefixkv"):
-            scheduler.update_from_output = _wrap_update_from_output(scheduler.update_from_output)
-    if compat.available(compat.WEIGHTS):
-        core = compat.require(compat.WEIGHTS).EngineCore
-        if not hasattr(core.set_weight_version, "prefixkv"):
-            core.set_weight_version = _wrap_set_weight_version(core.set_weight_version)
-    if not compat.available(compat.RESTING):
-        return False
-    engine = compat.require(compat.RESTING).EngineCoreProc
-    if not hasattr(engine._process_engine_step, "prefixkv"):
-        engine._process_engine_step = _wrap_process_engine_step(engine._process_engine_step)
-    return True
+def install(scheduler: Any, core: Any, process: Any) -> None:
+    """Wrap the methods of `Scheduler`, `EngineCore` and `EngineCoreProc`, once a process."""
+    if not hasattr(scheduler.update_from_output, "prefixkv"):
+        scheduler.update_from_output = _wrap_update_from_output(scheduler.update_from_output)
+        core.set_weight_version = _wrap_set_weight_version(core.set_weight_version)
+        process._process_engine_step = _wrap_process_engine_step(process._process_engine_step)
 
 
 def _wrap_update_from_output(original: Any) -> Any:
-    """Wrap vLLM's `update_from_output`: a hook then measures the step, and ends requests that
-    decode does not want, and those whose logits have NaN.
-    """
+    from prefixkv.engines.vllm.end_request import answer, end_request, fail_requests
 
     @functools.wraps(original)
     def update_from_output(
@@ -60,20 +43,20 @@ def _wrap_update_from_output(original: Any) -> Any:
             counts = getattr(model_runner_output, "num_nans_in_logits", None) or {}
             errors, ended_hashes = side.take_logits(scheduler_output, counts)
             if errors:
-                failed, blocks = compat.fail_requests(self, errors, ended_hashes)
+                failed, blocks = fail_requests(self, errors, ended_hashes)
                 side.spoilt(blocks)
         # After it: the report that decode has refused a request was taken in there.
         outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
         for request in failed:
             error = errors[request.request_id]
-            compat.answer(request, {"prefixkv": {"error": error}}, outputs)
+            answer(request, {"prefixkv": {"error": error}}, outputs)
         if side is not None:
             # Only now is it known that this scheduler passes here: from the first call on
             # `ScheduledSends` keeps such requests waiting until they are ended, instead of
             # computing them.
             side.sends.can_end = True
             for rid, params in side.take_ended().items():
-                compat.end_request(self, rid, params, outputs)
+                end_request(self, rid, params, outputs)
             side.clear_spoilt()
         return outputs
 
@@ -82,8 +65,6 @@ def _wrap_update_from_output(original: Any) -> Any:
 
 
 def _wrap_set_weight_version(original: Any) -> Any:
-    """Wrap vLLM's `set_weight_version`: a hook first moves the connector to the version."""
-
     @functools.wraps(original)
     def set_weight_version(self: Any, weight_version: str, *args: Any, **kwargs: Any) -> Any:
         side = _side(self.scheduler)
@@ -91,31 +72,45 @@ def _wrap_set_weight_version(original: Any) -> Any:
             side.move_weights(weight_version)  # first, since it raises for what is no version
         return original(self, weight_version, *args, **kwargs)
 
-    set_weight_version.prefixkv = True  # type: ignore[attr-defined]
     return set_weight_version
 
 
 def _wrap_process_engine_step(original: Any) -> Any:
-    """Wrap vLLM's `_process_engine_step`: a hook then waits while nothing can run."""
+    from prefixkv.engines.vllm.compat import RequestStatus, unwatched
+
+    compiling = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
     @functools.wraps(original)
     def _process_engine_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         executed = original(self, *args, **kwargs)
         # After the step, so that its orders and reports are out before the engine sleeps.
         side = None if executed else _side(self.scheduler)
-        if side is not None and compat.may_rest(self):
+        if side is not None and _may_rest(self, compiling):
             timeout_s = side.rest_s()
             if timeout_s > 0.0:
-                with compat.unwatched():
+                with unwatched():
                     self.scheduler.connector.rest.wait(self.input_queue, timeout_s)
         return executed
 
-    _process_engine_step.prefixkv = True  # type: ignore[attr-defined]
     return _process_engine_step
 
 
+def _may_rest(engine: Any, compiling: Any) -> bool:
+    # Each line is something that only a further step moves on, and for which no wakeup is sent.
+    # Data parallel engines step together, so none of them may rest alone.
+    scheduler = engine.scheduler
+    return (
+        engine.is_running()
+        and engine.vllm_config.parallel_config.data_parallel_size == 1
+        and not engine.batch_queue
+        and not scheduler.running
+        and not scheduler.finished_req_ids
+        and scheduler.ec_connector is None
+        and all(request.status != compiling for request in scheduler.requests.values())
+    )
+
+
 def _side(scheduler: Any) -> SchedulerSide | None:
-    """Return our side of a hooked vLLM scheduler, or None where it has another connector."""
     connector = getattr(scheduler, "connector", None)
     if not getattr(connector, "is_prefixkv", False):
         return None

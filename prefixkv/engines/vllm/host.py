@@ -39,29 +39,27 @@ _TOKEN_MASK: Final = 0x7FFF_FFFF
 
 
 def key_of(hashes: Iterable[bytes]) -> RadixKey:
-    """Return the key of a path in the host's tree of vLLM's blocks. `hashes` are vLLM's, one per
-    block."""
+    """Return the key of a path in the host's tree of blocks. `hashes` are vLLM's, one per block."""
     # Of a hash 124 bits count: a token has 31.
     cut = b"".join([one[:NAME_BYTES].ljust(NAME_BYTES, b"\0") for one in hashes])
     return RadixKey.of_packed((np.frombuffer(cut, "<u4") & _TOKEN_MASK).tobytes())
 
 
 def _names(key: RadixKey) -> Iterator[bytes]:
-    """Yield the names of the blocks on a path in the host's tree of vLLM's blocks."""
     data = key.data
     return (data[at : at + NAME_BYTES] for at in range(0, len(data), NAME_BYTES))
 
 
 @dataclass(slots=True)
 class _BlockPath:
-    """vLLM's blocks that are cached of a path; see `DevicePath`."""
+    """Blocks that are cached of a path; see `DevicePath`."""
 
     blocks: list[int]
     unprotected_pages: int
 
     @property
     def depth(self) -> int:
-        """Number of vLLM's blocks on the path."""
+        """Number of blocks on the path."""
         return len(self.blocks)
 
     @property
@@ -71,7 +69,7 @@ class _BlockPath:
 
 @dataclass(slots=True, eq=False)
 class BlockLock:
-    """References on vLLM's blocks for a write to host memory; see `DeviceLock`."""
+    """References on blocks for a write to host memory; see `DeviceLock`."""
 
     pages: Pages
     number: int
@@ -79,11 +77,9 @@ class BlockLock:
 
 
 class DeviceBlocks:
-    """vLLM's block pool as the device of a `HostTier`. It knows where requests that have ended left
-    their blocks, and asks vLLM whether each is still what it was.
-
-    `epoch` counts the flushes, and `errors` has what a policy has raised.
-    """
+    """Block pool as the device of a `HostTier`. It knows where requests that have ended left their
+    blocks, and asks vLLM whether each is still what it was. `epoch` counts the flushes, and
+    `errors` has what a policy has raised."""
 
     page_size = _NAME_TOKENS
 
@@ -99,8 +95,7 @@ class DeviceBlocks:
 
     @property
     def available_pages(self) -> int:
-        """vLLM's blocks that it can hand out, once the request that just ends has let go of its
-        own."""
+        """Blocks that it can hand out, once the request that just ends has let go of its own."""
         return self._holds.num_free + len(self._ending)
 
     @property
@@ -119,8 +114,8 @@ class DeviceBlocks:
 
     @contextmanager
     def ending(self, blocks: Sequence[int]) -> Iterator[None]:
-        """While in it, count those of vLLM's blocks as available that only the request which ends
-        has references on."""
+        """While in it, count those of blocks as available that only the request which ends has
+        references on."""
         last = (block for block in blocks if self._holds.num_references(block) == 1)
         self._ending = frozenset(last)
         try:
@@ -129,7 +124,7 @@ class DeviceBlocks:
             self._ending = frozenset()
 
     def find(self, key: RadixKey) -> _BlockPath:
-        """Return vLLM's blocks that are still cached of a path, up to the first that is not."""
+        """Return the blocks that are still cached of a path, up to the first that is not."""
         found: list[int] = []
         unprotected = 0
         for name in _names(key):
@@ -146,14 +141,14 @@ class DeviceBlocks:
         return _BlockPath(found, unprotected)
 
     def pin_key(self, key: RadixKey, now_s: float) -> BlockLock:
-        """Reference vLLM's blocks that are cached of a path until `unpin`."""
+        """Reference the blocks that are cached of a path until `unpin`."""
         blocks = self.find(key).blocks
         self._num_locks += 1
         self._holds.take(_hold_name(self._num_locks), blocks)
         return BlockLock(np.array(blocks, np.int32), self._num_locks)
 
     def unpin(self, lock: BlockLock) -> None:
-        """Give the references of `pin_key` on vLLM's blocks back."""
+        """Give the references of `pin_key` back."""
         lock.held = False
         self._holds.release(_hold_name(lock.number))
 
@@ -162,42 +157,38 @@ class DeviceBlocks:
         return 0
 
     def holds_all(self, owner: Hashable, pages: Pages) -> bool:
-        """Return whether all these blocks of vLLM's are in use. For tests."""
+        """Return whether all these blocks are in use. For tests."""
         return all(self._holds.num_references(page) > 0 for page in pages.tolist())
 
     def flush(self) -> None:
-        """Forget vLLM's blocks: their KV is of former weights."""
+        """Forget all blocks: their KV is of former weights."""
         self.epoch += 1
         self._left.clear()
         self._name_of.clear()
 
     def _forget(self, block: int) -> None:
-        """Forget what vLLM's block was left as. No-op for an unknown one."""
         name = self._name_of.pop(block, None)
         if name is not None:
             del self._left[name]
 
 
 def _hold_name(number: int) -> str:
-    """Return the name under which vLLM's blocks are held for a write to host memory; no request of
-    vLLM's has it."""
+    # No request of vLLM's has such an id.
     return f"host memory\0{number}"
 
 
 class _Load(NamedTuple):
-    """A load from host memory into the blocks of a vLLM request."""
-
     rid: str
     pages: tuple[int, ...]
 
 
 class HostBlocks:
-    """The host memory of one vLLM server, as its scheduler sees it. Owned by vLLM's engine loop.
+    """The host memory of one server, as its scheduler sees it. Owned by the engine's loop.
 
     It is empty, and every call a no-op, until all workers have reported their memory.
 
     Args:
-        spare_blocks: vLLM's blocks that a write leaves available.
+        spare_blocks: blocks that a write leaves available.
         policy: of eviction in host memory.
         num_ranks: workers, each of which copies its share of a block.
         now_s: seconds of a clock that never goes back.
@@ -232,7 +223,7 @@ class HostBlocks:
     # --- the workers ------------------------------------------------------------------------------
 
     def resize(self, sizes: dict[int, tuple[int, int]]) -> None:
-        """Note how much host memory vLLM's workers have: by rank, pages that are ready, and all."""
+        """Note how much host memory the workers have: by rank, pages that are ready, and all."""
         if not sizes:
             return
         self._sizes |= sizes
@@ -251,7 +242,7 @@ class HostBlocks:
         )
 
     def take_orders(self) -> list[CopyOrder]:
-        """Return the copies that vLLM's workers are to make, and forget them."""
+        """Return the copies that the workers are to make, and forget them."""
         if self.tier is None:
             return []
         return [
@@ -260,7 +251,7 @@ class HostBlocks:
         ]
 
     def ended(self, ends: Iterable[CopyEnd]) -> None:
-        """Take in the ends of copies, one of each rank of vLLM's, and begin writes that are due."""
+        """Take in the ends of copies, one of each rank, and begin writes that are due."""
         if self.tier is None:
             return
         for end in ends:
@@ -290,11 +281,8 @@ class HostBlocks:
     # --- requests ---------------------------------------------------------------------------------
 
     def depth(self, rid: str, hashes: Callable[[], list[Any]], start: int) -> int:
-        """Return how many of a vLLM request's first blocks host memory has; 0 where that is not
-        more than `start`.
-
-        `hashes` returns vLLM's of its whole blocks; they are the same each time.
-        """
+        """Return how many of a request's first blocks host memory has; 0 where that is not more
+        than `start`. `hashes` returns those of its whole blocks; they are the same each time."""
         if self.tier is None or not self.tier.cache.num_pages:
             return 0
         # One load of a request's id at a time: that of an aborted one may still go on.
@@ -307,14 +295,14 @@ class HostBlocks:
         return 0 if found is None or found.depth <= start else found.depth
 
     def load_s(self, num_blocks: int) -> float:
-        """Return the seconds that the load of `num_blocks` of vLLM's takes; 0: not known."""
+        """Return the seconds that the load of `num_blocks` takes; 0: not known."""
         return 0.0 if self.tier is None else self.tier.load_s(num_blocks, self._now_s())
 
     def load(
         self, rid: str, start: int, end: int, blocks: Sequence[int], hashes: Sequence[Any]
     ) -> None:
-        """Order the load of a vLLM request's blocks from number `start` up to `end`, which are
-        `blocks` of its pool and have these hashes. `depth` has found them in this very step."""
+        """Order the load of a request's blocks from number `start` up to `end`, which are `blocks`
+        of its pool and have these hashes. `depth` has found them in this very step."""
         assert self.tier is not None
         key = self._keys[rid].prefix(end * _NAME_TOKENS)
         found = self.tier.find(key)
@@ -326,33 +314,28 @@ class HostBlocks:
         self._flights.begin(rid, hashes)
 
     def bar(self, rid: str) -> None:
-        """Load nothing more from host memory for a live vLLM request: a load of its has failed.
-
-        vLLM 0.32 keeps the blocks that such a request needs reserved, also from itself, and would
-        wait for them for ever before it admits another load. And the error of a copy may be of just
-        these blocks.
-        """
+        """Load nothing more from host memory for a live request: a load of its has failed. vLLM
+        0.32 keeps the blocks that such a request needs reserved, also from itself, and would wait
+        for them for ever before it admits another load. And the error of a copy may be of just
+        these blocks."""
         self._barred.add(rid)
 
     def carrier(self, block_hash: Any) -> str | None:
-        """Return the live request of vLLM's whose load copies this block just now, or None."""
+        """Return the live request whose load copies this block just now, or None."""
         return self._flights.carrier(block_hash)
 
     def is_loading(self, rid: str) -> bool:
-        """Return whether a load from host memory goes on for a live request of vLLM's."""
         return rid in self._load_of
 
     @property
     def loading(self) -> list[str]:
-        """Live requests of vLLM's for which a load from host memory goes on."""
         return list(self._load_of)
 
     def finished(
         self, request: Any, hashes: list[Any], blocks: Sequence[int], num_tokens: int
     ) -> None:
-        """Record that a vLLM request ends, with these first blocks cached, whose hashes are
-        `hashes`, and whose KV is that of `num_tokens`: what host memory lacks of them is to be
-        written."""
+        """Record that a request ends, with these first blocks cached, whose hashes are `hashes`,
+        and whose KV is that of `num_tokens`: what host memory lacks of them is to be written."""
         rid = request.request_id
         self._keys.pop(rid, None)
         self._barred.discard(rid)
@@ -371,7 +354,7 @@ class HostBlocks:
                 self.tier.leave(path, self._now_s(), None)
 
     def flush(self) -> None:
-        """Empty vLLM's host memory: the weights change. Copies under way end for nothing."""
+        """Empty host memory: the weights change. Copies under way end for nothing."""
         self.device.flush()
         if self.tier is not None:
             self.tier.flush()
@@ -380,25 +363,24 @@ class HostBlocks:
 
     @property
     def num_copies(self) -> int:
-        """Number of copies between vLLM's blocks and host memory that are under way, or ordered."""
+        """Number of copies between blocks and host memory that are under way, or ordered."""
         return 0 if self.tier is None else len(self.tier)
 
     @property
     def is_writing(self) -> bool:
-        """True while writes keep vLLM's blocks from other requests."""
+        """True while writes keep blocks from other requests."""
         return self.tier is not None and self.tier.num_writes > 0
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks whose KV is in vLLM's host memory."""
         return 0 if self.tier is None else self.tier.cache.num_pages
 
     def take_events(self) -> list[HostEvent]:
-        """Return what has come to vLLM's host memory, and what has gone, since the last call."""
+        """Return what has come, and what has gone, since the last call."""
         return [] if self._events is None else self._events.take()
 
     def take_counts(self) -> dict[str, int]:
-        """Return what vLLM's host memory has counted since the last call."""
+        """Return what host memory has counted since the last call."""
         counts = {name.replace("pages", "blocks"): n for name, n in self._counts.items()}
         self._counts.clear()
         return counts

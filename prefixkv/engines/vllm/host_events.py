@@ -19,8 +19,6 @@ _MOST_LEFT: Final = 1 << 16
 
 
 class _HostBlock(NamedTuple):
-    """What is said of a block in vLLM's host memory."""
-
     block_hash: bytes
     parent: bytes | None
     tokens: bytes  # packed as int32
@@ -28,8 +26,8 @@ class _HostBlock(NamedTuple):
 
 
 class HostEvent(NamedTuple):
-    """Blocks that are in vLLM's host memory from now on, one behind the other on a path; or, with
-    no tokens, that are not there any more."""
+    """Blocks that are in host memory from now on, one behind the other on a path; or, with no
+    tokens, that are not there any more."""
 
     hashes: list[bytes]
     parent: bytes | None
@@ -38,12 +36,12 @@ class HostEvent(NamedTuple):
 
     @property
     def is_stored(self) -> bool:
-        """True where vLLM's host memory has the blocks from now on."""
+        """True where host memory has the blocks from now on."""
         return bool(self.tokens)
 
 
 class HostEvents:
-    """The events of one vLLM server's host memory. Owned by its engine loop.
+    """The events of one server's host memory. Owned by its engine loop.
 
     Args:
         cache: the host's tree.
@@ -58,8 +56,8 @@ class HostEvents:
     def left(
         self, key: RadixKey, hashes: Sequence[bytes], tokens: Sequence[int], request: Any
     ) -> None:
-        """Note what is to be said of a vLLM request's blocks once they are in host memory: their
-        names are `key`, and their KV is that of the first of its `tokens`."""
+        """Note what is to be said of a request's blocks once they are in host memory: their names
+        are `key`, and their KV is that of the first of its `tokens`."""
         if not hashes:
             return
         size = self._name_bytes
@@ -75,7 +73,7 @@ class HostEvents:
             self._left.popitem(last=False)
 
     def take(self) -> list[HostEvent]:
-        """Return what has changed in vLLM's host memory since the last call. O(blocks of it)."""
+        """Return what has changed in host memory since the last call. O(blocks of it)."""
         events: list[HostEvent] = []
         for change in self._cache.drain_changes():
             if isinstance(change, Inserted):
@@ -90,8 +88,8 @@ class HostEvents:
         return events
 
     def _stored(self, change: Inserted) -> list[HostEvent]:
-        """Return the event of new blocks in vLLM's host memory; more than one where what is said of
-        some has been forgotten."""
+        """Return the event of new blocks in host memory; more than one where what is said of some
+        has been forgotten."""
         size, runs = self._name_bytes, list[list[_HostBlock]]()
         last = None
         for i, page in enumerate(np.frombuffer(change.pages, np.int32).tolist()):
@@ -113,6 +111,5 @@ class HostEvents:
         ]
 
     def _removed(self, pages: Sequence[int]) -> list[HostEvent]:
-        """Return the event of blocks that vLLM's host memory has lost; none if none was told of."""
         gone = [block for page in pages if (block := self._there.pop(page, None)) is not None]
         return [HostEvent([block.block_hash for block in gone], None, [], None)] if gone else []

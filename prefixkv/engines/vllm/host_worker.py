@@ -10,7 +10,7 @@ from prefixkv.spi import DeviceEvent, HostCopy, HostCopyDone, HostMemory, Inbox
 
 
 class WorkerHost:
-    """The host memory of one vLLM worker. Its model thread makes every call.
+    """The host memory of one worker. Its model thread makes every call.
 
     Copies run on threads of their own. A load may begin once the device has done all that was
     queued before its order: a step that used its blocks before may still run. A write has to wait
@@ -36,15 +36,12 @@ class WorkerHost:
         self._num_reported = -1
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a copy in this vLLM worker has ended."""
+        """Return a descriptor that is readable when a copy has ended."""
         return self._ends.fd
 
     def begin(self, orders: list[CopyOrder], ready: DeviceEvent | None) -> list[str]:
-        """Begin the loads of a step's orders in a vLLM worker, and keep its writes back.
-
-        `ready` stands behind the kernels of the steps before; None: they are done. Returns the
-        requests that load.
-        """
+        """Begin the loads of a step's orders, and keep its writes back. `ready` stands behind the
+        kernels of the steps before; None: they are done. Returns the requests that load."""
         self.begin_writes(ready)
         for copy, rid in orders:
             if copy.is_load:
@@ -55,20 +52,18 @@ class WorkerHost:
         return [rid for copy, rid in orders if copy.is_load]
 
     def begin_writes(self, ready: DeviceEvent | None) -> None:
-        """Begin the writes that were kept back in a vLLM worker: the kernels of their step stand
-        before `ready`."""
+        """Begin the writes that were kept back: the kernels of their step stand before `ready`."""
         writes, self._writes = self._writes, []
         for copy in writes:
             self._memory.submit(copy, ready)
 
     @property
     def has_writes(self) -> bool:
-        """True if writes are kept back in this vLLM worker."""
         return bool(self._writes)
 
     def take_ends(self) -> tuple[list[CopyEnd], dict[str, str]]:
-        """Return the copies of a vLLM worker that have ended since the last call, and the requests
-        whose loads are among them, with the error of each; "": it has come."""
+        """Return the copies that have ended since the last call, and the requests whose loads are
+        among them, with the error of each; "": it has come."""
         ends: list[CopyEnd] = []
         loaded: dict[str, str] = {}
         for done in self._ends.drain():
@@ -79,8 +74,8 @@ class WorkerHost:
         return ends, loaded
 
     def take_size(self) -> dict[int, tuple[int, int]]:
-        """Return this vLLM worker's host pages that are ready, and all of them, by its rank;
-        nothing where no more are ready than at the last call."""
+        """Return the host pages that are ready, and all of them, by its rank; nothing where no more
+        are ready than at the last call."""
         num_ready = self._memory.ready_pages
         if num_ready == self._num_reported:
             return {}
@@ -88,7 +83,6 @@ class WorkerHost:
         return {self._rank: (num_ready, self._memory.num_pages)}
 
     def close(self) -> None:
-        """Let the copies of a vLLM worker that run end, and give its host memory back.
-        Idempotent."""
+        """Let the copies that run end, and give its host memory back. Idempotent."""
         self._memory.close()
         self._ends.close()

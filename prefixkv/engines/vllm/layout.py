@@ -18,6 +18,7 @@ import torch
 
 from prefixkv import KVPool, PoolGroup
 from prefixkv.engines.vllm.groups import BlockGroups
+from prefixkv.engines.vllm.options import ConnectorOptions
 from prefixkv.spi import ITEMSIZE, ConfigError
 
 _log = logging.getLogger("vllm.prefixkv")
@@ -37,12 +38,8 @@ _PARALLEL: Final = {
 
 
 def check_config(parallel: Any, kv_cache: Any) -> None:
-    """Raise ConfigError for a vLLM configuration whose KV layout or ranks are not supported.
-
-    It is a `ParallelConfig` or `KVCacheConfig`.
-
-    The error names the setting, or the kind of cache.
-    """
+    """Raise ConfigError, by name, for a setting of `ParallelConfig` or a kind of cache that is not
+    supported."""
     for name, feature in _PARALLEL.items():
         size = getattr(parallel, name, 1)
         if size > 1:
@@ -51,11 +48,9 @@ def check_config(parallel: Any, kv_cache: Any) -> None:
 
 
 def check_sleep(model: Any, device: str) -> None:
-    """Raise ConfigError if vLLM's sleep mode may move the KV memory: NIXL has it registered.
-
-    Never on a CPU, where nothing moves. An allocator that could release the memory without sleep
-    mode is only warned of.
-    """
+    """Raise ConfigError if sleep mode may move the KV memory: NIXL has it registered. Never on a
+    CPU, where nothing moves. An allocator that could release the memory without sleep mode is only
+    warned of."""
     if device == "cpu":
         return
     if model.enable_sleep_mode:
@@ -70,8 +65,59 @@ def check_sleep(model: Any, device: str) -> None:
         )
 
 
+def check_engine(config: Any, kv_cache: Any) -> None:
+    """Raise ConfigError for a server whose cache, ranks or model are not supported."""
+    check_config(config.parallel_config, kv_cache)
+    groups = BlockGroups.of(kv_cache)
+    if groups.has_states:
+        _check_states(config.cache_config, groups.block_size)
+    if config.model_config.is_encoder_decoder:
+        raise ConfigError("the model is an encoder-decoder, whose KV is not transferred")
+    check_sleep(config.model_config, config.device_config.device_type)
+
+
+def _check_states(cache: Any, block_size: int) -> None:
+    if cache.use_replayssm:
+        raise ConfigError(
+            "--use-replayssm keeps a part of each state elsewhere, which prefixkv's connector does "
+            "not transfer"
+        )
+    if cache.prefix_match_unit not in (None, block_size):
+        raise ConfigError(
+            f"--prefix-match-unit is {cache.prefix_match_unit}: with states prefixkv's connector "
+            f"takes whole blocks alone, of {block_size} tokens"
+        )
+
+
+def check_windows(options: ConnectorOptions, has_states: bool) -> None:
+    """Raise ConfigError for an option that is not for models whose layers keep a window, or a state
+    (`has_states`)."""
+    kept = "a state" if has_states else "a window"
+    instead = "" if has_states else ", or start vLLM with --disable-hybrid-kv-cache-manager"
+    for name in ("host_memory", "compute_below", "recompute_below", "policy"):
+        if value := getattr(options, name):
+            raise ConfigError(
+                f"{name}: is {value!r}; leave it out with a model whose layers keep {kept}{instead}"
+            )
+
+
+def check_host_memory(config: Any) -> None:
+    """Raise ConfigError for a server that host memory is of no use to."""
+    transfer = config.kv_transfer_config
+    if not transfer.is_kv_consumer:
+        raise ConfigError(
+            "host_memory: this server is a kv_producer alone; it is for decode, which loads from "
+            "there what prefill need not send"
+        )
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "host_memory: the prefix cache is off (--no-enable-prefix-caching), and host memory "
+            "has the blocks that it evicts"
+        )
+
+
 def is_plain(spec: Any, backends: Iterable[str]) -> bool:
-    """Return whether vLLM's kernels keep this cache in a plain layout, as `PLAIN` describes."""
+    """Return whether these kernels keep this cache in a plain layout, as `PLAIN` describes."""
     # Each further field of a spec means bytes in a block besides K and V, or K and V of two sizes.
     return (
         {*backends} <= {*PLAIN}
@@ -85,7 +131,7 @@ def is_plain(spec: Any, backends: Iterable[str]) -> bool:
 def pool_of(
     kv_caches: Mapping[str, torch.Tensor], kv_cache: Any, tag: str, *, plain: bool = False
 ) -> KVPool:
-    """Return a pool over vLLM's KV tensors, with vLLM's block numbers as page numbers.
+    """Return a pool over vLLM's KV tensors, with block numbers as page numbers.
 
     The layers that keep every token are the pool's own; each window group, and each group of
     states, is a group of it, in the same memory.
@@ -121,7 +167,6 @@ def pool_of(
 def _pool_of_group(
     kv_caches: Mapping[str, torch.Tensor], group: Any, num_blocks: int, tag: str, plain: bool
 ) -> KVPool:
-    """Return a pool over the KV tensors of the layers of one of vLLM's groups. See `pool_of`."""
     spec = group.kv_cache_spec
     names = [name for name in group.layer_names if name in kv_caches]
     # Layers may share one tensor, which is registered once. Reversed, so that the first name stays.
@@ -153,9 +198,9 @@ def _pool_of_group(
 def _pool_of_states(
     kv_caches: Mapping[str, torch.Tensor], group: Any, full: KVPool, tag: str
 ) -> KVPool:
-    """Return a pool over the states of the layers of one of vLLM's groups: of each layer the bytes
-    of a block, with those behind the state that fill it up to a block of `full`, in whose memory
-    they lie. Raises ConfigError as `pool_of`."""
+    """Return a pool over the states of the layers of a group: of each layer the bytes of a block,
+    with those behind the state that fill it up to a block of `full`, in whose memory they lie.
+    Raises ConfigError as `pool_of`."""
     layout = full.layout
     num_blocks, block_bytes = layout.num_pages, layout.slab_page_bytes
     content = group.kv_cache_spec.state_content_size_bytes
@@ -182,10 +227,8 @@ def _pool_of_states(
 
 
 def _tokens(cache: torch.Tensor, num_blocks: int) -> torch.Tensor | None:
-    """Return vLLM's tensor of a layer as a view [num_blocks, head, token of the block, content].
-
-    None where the tokens of a block's kernel blocks are not consecutive in memory.
-    """
+    """Return a layer's tensor as a view [num_blocks, head, token of the block, content]. None where
+    the tokens of a block's kernel blocks are not consecutive in memory."""
     cache = _as_known_dtype(cache)
     parts, (_, heads, tokens, content) = cache.shape[0] // num_blocks, cache.shape
     step, *inner = cache.stride()
@@ -195,10 +238,6 @@ def _tokens(cache: torch.Tensor, num_blocks: int) -> torch.Tensor | None:
 
 
 def _blocks(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Return vLLM's tensor of a layer as a view [num_blocks, elements of a block].
-
-    Raises ConfigError, with the layer's name, where a block is not one run of bytes.
-    """
     parts, rest = divmod(cache.shape[0], num_blocks)
     if rest:
         raise ConfigError(f"{name} has {cache.shape[0]} kernel blocks for {num_blocks} blocks")
@@ -220,6 +259,24 @@ def _blocks(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def _as_known_dtype(cache: torch.Tensor) -> torch.Tensor:
-    """Return vLLM's KV tensor, as bytes where a layout has no name for its element type."""
     known = str(cache.dtype).removeprefix("torch.") in ITEMSIZE
     return cache if known else cache.view(torch.uint8)
+
+
+def num_kv_heads(config: Any, kv_cache: Any) -> int:
+    """Return the number of KV heads of the model, over all tensor parallel ranks."""
+    group = kv_cache.kv_cache_groups[BlockGroups.of(kv_cache).full]
+    if type(group.kv_cache_spec).__name__ == "MLAAttentionSpec":
+        return 1
+    return int(config.model_config.get_total_num_kv_heads())
+
+
+def event_on(kv_caches: Mapping[str, torch.Tensor]) -> Any:
+    """Record a CUDA event on the current stream, and return it; None on a CPU."""
+    # On a CPU the forward pass has returned when this is called, so its KV is written.
+    device = next(iter(kv_caches.values())).device
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -45,7 +45,7 @@ class ScheduledLoads:
     """The loads of one engine. Used by its `SchedulerSide` alone.
 
     Args:
-        groups: vLLM's KV cache groups.
+        groups: KV cache groups.
         num_ranks: number of workers, each of which holds a share of every block.
         block_size: tokens of a block.
         counters: counts under `loads_refused`.
@@ -71,11 +71,8 @@ class ScheduledLoads:
     # --- requests ---------------------------------------------------------------------------------
 
     def begin(self, request: Any, ask: LoadAsk, orders: StepOrders) -> None:
-        """Register a load in vLLM's scheduler, or a follower of one.
-
-        Raises CallerError for a prompt that cannot be loaded. Prefill is then refused, unless the
-        room belongs to another request.
-        """
+        """Register a load, or a follower of one. Raises CallerError for a prompt that cannot be
+        loaded. Prefill is then refused, unless the room belongs to another request."""
         rid, known = request.request_id, self.rooms.get(ask.room)
         try:
             if rid in self.pending:
@@ -112,11 +109,9 @@ class ScheduledLoads:
         windows: Sequence[Sequence[int]],
         orders: StepOrders,
     ) -> None:
-        """Order the load of a request that was wanted, which vLLM's scheduler has admitted.
-
-        `pages` are all its blocks, `windows` its block tables in window groups; prefill sends the
-        last `num_sent` tokens of what a load brings.
-        """
+        """Order the load of a request that was wanted, and is admitted. `pages` are all its blocks,
+        `windows` its block tables in window groups; prefill sends the last `num_sent` tokens of
+        what a load brings."""
         (ask, digest), rid = wanted, request.request_id
         total = self.groups.num_sent(request.num_prompt_tokens)
         prefix_len = total - num_sent
@@ -137,7 +132,7 @@ class ScheduledLoads:
         )  # fmt: skip
 
     def refuse(self, ask: LoadAsk, reason: str, orders: StepOrders) -> None:
-        """Refuse prefill a room that was wanted in vLLM's scheduler, and will not be loaded."""
+        """Refuse prefill a room that was wanted, and will not be loaded."""
         del self.rooms[ask.room]
         self._order_refusal(ask, reason, orders)
 
@@ -146,7 +141,7 @@ class ScheduledLoads:
         self.counters.add("loads_refused")
 
     def finished(self, rid: str, orders: StepOrders) -> bool:
-        """Note that vLLM ends a request. Returns True if it was loading: the load and its room stay
+        """Note that a request ends. Returns True if it was loading: the load and its room stay
         known until proof."""
         self.followers.discard(rid)
         # Never admitted: no block was promised, and a refusal is all that prefill needs.
@@ -160,7 +155,7 @@ class ScheduledLoads:
         return True
 
     def flush(self, orders: StepOrders) -> None:
-        """Fail the loads of vLLM's scheduler that are under way: the weights change."""
+        """Fail the loads that are under way: the weights change."""
         for rid, load in self.pending.items():
             if not load.over:
                 orders.abort_loads[rid] = "the cache is being reset"
@@ -168,12 +163,12 @@ class ScheduledLoads:
     # --- blocks of all loads together -------------------------------------------------------------
 
     def could_fit(self, num_blocks: int) -> bool:
-        """Return whether a prompt of vLLM's that takes `num_blocks` may be loaded at all."""
+        """Return whether a prompt that takes `num_blocks` may be loaded at all."""
         return self.most_blocks is None or num_blocks <= self.most_blocks
 
     def fits(self, num_blocks: int) -> bool:
-        """Return whether a prompt of vLLM's that takes `num_blocks` may be loaded now, beside what
-        is loading and what is not settled."""
+        """Return whether a prompt that takes `num_blocks` may be loaded now, beside what is loading
+        and what is not settled."""
         if self.most_blocks is None:
             return True
         loading = sum(load.num_blocks for load in self.pending.values())
@@ -181,50 +176,48 @@ class ScheduledLoads:
 
     @property
     def any_under_way(self) -> bool:
-        """True while blocks of vLLM's wait for another server."""
+        """True while blocks wait for another server."""
         return any(not load.over for load in self.pending.values())
 
     @property
     def any_expected(self) -> bool:
-        """True while vLLM's scheduler expects the proof of a load: one that is overdue may not
-        come for a long time."""
+        """True while the scheduler expects the proof of a load: one that is overdue may not come
+        for a long time."""
         return any(load.over and not load.overdue for load in self.pending.values())
 
     # --- reports ----------------------------------------------------------------------------------
 
     def failed(self, rid: str, error: str, refused: bool) -> bool:
-        """Note why a load of vLLM's has failed; `refused`: the two servers do not work with each
-        other. Returns False for an unknown one."""
+        """Note why a load has failed; `refused`: the two servers do not work with each other.
+        Returns False for an unknown one."""
         if (load := self.pending.get(rid)) is None:
             return False
         load.error, load.refused = error, refused
         return True
 
     def settled(self, rids: Iterable[str]) -> None:
-        """Note that a rank reports that no peer writes into vLLM's blocks of these loads any more,
+        """Note that a rank reports that no peer writes into the blocks of these loads any more,
         each once per rank."""
         for rid in rids:
             if rid in self.pending:
                 self.pending[rid].unsettled -= 1
 
     def overdue(self, rids: Iterable[str]) -> None:
-        """Note that a rank has waited for the proof of these loads of vLLM's beyond its time."""
+        """Note that a rank has waited for the proof of these loads beyond its time."""
         for rid in rids:
             if rid in self.pending:
                 self.pending[rid].overdue = True
 
     def received(self, rid: str) -> _PendingLoad | None:
-        """Note that a load is over for vLLM's scheduler; return it, None for an unknown one."""
+        """Note that a load is over; return it, None for an unknown one."""
         load = self.pending.get(rid)
         if load is not None:
             load.over = True
         return load
 
     def settle(self, rid: str, holds: Holds) -> None:
-        """Forget a load in vLLM's scheduler that is over and that every rank has settled.
-
-        What was held for it is freed.
-        """
+        """Forget a load that is over and that every rank has settled. What was held for it is
+        freed."""
         load = self.pending.get(rid)
         # Both are needed. Only over: a peer may still write. Only settled: vLLM has not heard the
         # outcome yet, and `received` would not find the load.
@@ -236,11 +229,10 @@ class ScheduledLoads:
     # --- the whole --------------------------------------------------------------------------------
 
     def waiting_since(self) -> list[float]:
-        """Return the times at which the loads were ordered that vLLM waits for."""
         return [load.since_s for load in self.pending.values() if not load.over]
 
     def check_invariants(self) -> None:
-        """Raise InternalError, with the state, if a law of vLLM's loads is broken. For tests."""
+        """Raise InternalError, with the state, if a law is broken. For tests."""
         loads = self.pending.values()
         rooms = [load.room for load in loads] + [ask.room for ask, _ in self.wanted.values()]
         loading = sum(load.num_blocks for load in loads)

@@ -1,19 +1,16 @@
-"""The connector's counters in the classes in which vLLM carries them to its log and to Prometheus.
-
-Importing it raises ConfigError where vLLM lacks these classes (`compat.METRICS`).
-"""
+"""The connector's counters in the classes in which vLLM carries them to its log and to
+Prometheus."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from prefixkv.engines.vllm import compat
+from prefixkv.engines.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
 from prefixkv.engines.vllm.stats import GAUGES, METRICS, added
+from prefixkv.engines.vllm.versions import check_overrides
 
-_base = compat.require(compat.METRICS)
 
-
-class PrefixKVStats(_base.KVConnectorStats):  # type: ignore[name-defined]
+class PrefixKVStats(KVConnectorStats):
     """Counts of an interval, by the names of `stats.METRICS`."""
 
     data: dict[str, Any]
@@ -32,7 +29,7 @@ class PrefixKVStats(_base.KVConnectorStats):  # type: ignore[name-defined]
         return not self.data
 
 
-class PrefixKVMetrics(_base.KVConnectorPromMetrics):  # type: ignore[name-defined]
+class PrefixKVMetrics(KVConnectorPromMetrics):
     """Prometheus metrics: a counter `vllm:prefixkv_..._total` per count, and the gauges."""
 
     def __init__(
@@ -65,7 +62,7 @@ class PrefixKVMetrics(_base.KVConnectorPromMetrics):  # type: ignore[name-define
                 gauge.labels(*labels).set(0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add an interval's counts to vLLM's Prometheus metrics, and set the gauges that it has."""
+        """Add an interval's counts, and set the gauges that it has."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, number in transfer_stats_data.items():
             if name in self._counters:
@@ -74,5 +71,5 @@ class PrefixKVMetrics(_base.KVConnectorPromMetrics):  # type: ignore[name-define
                 self._gauges[name].labels(*labels).set(number)
 
 
-compat.check_overrides(PrefixKVStats, _base.KVConnectorStats)
-compat.check_overrides(PrefixKVMetrics, _base.KVConnectorPromMetrics)
+check_overrides(PrefixKVStats, KVConnectorStats)
+check_overrides(PrefixKVMetrics, KVConnectorPromMetrics)

@@ -53,7 +53,6 @@ OPTION_NAMES: Final = {
     "lease_bytes": _EXTRA.format("transport.lease_bytes"),
     "slot_bytes": _EXTRA.format("transport.lease_bytes"),
     "decode workers": _EXTRA.format("control.max_peers"),
-    "bytes held for it": _EXTRA.format("control.max_peer_bytes"),
 }
 """Options of vLLM by field of a handshake: `ModelConfig.option_names`."""
 
@@ -124,10 +123,8 @@ class ConnectorOptions:
 
     @property
     def host(self) -> HostConfig | None:
-        """Host memory of each of vLLM's workers, by the options; None where there is none.
-
-        Raises ConfigError for what is no size.
-        """
+        """Host memory of each worker; None where there is none. Raises ConfigError for what is no
+        size."""
         if not self.host_memory:
             return None
         number, unit = parse_size(self.host_memory) or (0.0, "")
@@ -145,10 +142,7 @@ class ConnectorOptions:
 
     @property
     def reached_at(self) -> str:
-        """Address, by the options, at which decode servers reach this vLLM prefill server.
-
-        "" where no option has it.
-        """
+        """Address at which decode servers reach this prefill server; "" where no option has it."""
         if self.advertise:
             return self.advertise
         has_port = self.bind.rpartition(":")[2] not in ("", "*", "0")
@@ -156,20 +150,14 @@ class ConnectorOptions:
 
     @property
     def is_on_every_address(self) -> bool:
-        """True if vLLM's option `bind` has a port and no address.
-
-        `advertise` has none either then.
-        """
+        """True if `bind` has a port and no address, and `advertise` has none either."""
         host, _, port = self.bind.rpartition(":")
         return not self.advertise and host in ANY_HOST and port not in ("", "*", "0")
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], kv_port: int) -> ConnectorOptions:
-        """Build the connector's options from vLLM's `extra` settings.
-
-        Raises ConfigError, which names the setting, for one that is unknown or out of range, and
-        where there is no name.
-        """
+        """Build the options from `extra` settings. Raises ConfigError, which names the setting, for
+        one that is unknown or out of range, and where there is no name."""
         given = dict(extra)
         if not given.get("name"):
             raise ConfigError(

@@ -13,11 +13,9 @@ from prefixkv.spi import HostCopy
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """On decode: promise `pages` for tokens `prefix_len` to `num_tokens` of a prompt.
-
-    `ticket` is the same on all workers, and never used again. `windows`: by window group, the
-    blocks of the window behind the prompt.
-    """
+    """On decode: promise `pages` for tokens `prefix_len` to `num_tokens` of a prompt. `ticket` is
+    the same on all workers, and never used again. `windows`: by window group, the blocks of the
+    window behind the prompt."""
 
     rid: str
     room: int
@@ -62,12 +60,10 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """On prefill: this step computes the prompt up to token `end`.
-
-    `end` is a multiple of the page size, except in the last chunk. `pages` are the request's pages
-    from its page number `first_page` on. `windows`: by window group, those of the window behind the
-    prompt that this step completes.
-    """
+    """On prefill: this step computes the prompt up to token `end`. `end` is a multiple of the page
+    size, except in the last chunk. `pages` are the request's pages from its page number
+    `first_page` on. `windows`: by window group, those of the window behind the prompt that this
+    step completes."""
 
     rid: str
     first_page: int
@@ -79,11 +75,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class OfferOrder:
-    """On prefill: the prompt is complete with this step, in `pages`.
-
-    The decode server that proves the digest gets it. After `timeout_s` the room can no longer be
-    opened.
-    """
+    """On prefill: the prompt is complete with this step, in `pages`. The decode server that proves
+    the digest gets it. After `timeout_s` the room can no longer be opened."""
 
     rid: str
     room: int
@@ -95,10 +88,8 @@ class OfferOrder:
 
 
 class CopyOrder(NamedTuple):
-    """On decode: copy blocks to or from host memory.
-
-    `rid` is the request whose load it is, or a part of it; "" for a write.
-    """
+    """On decode: copy blocks to or from host memory. `rid` is the request whose load it is, or a
+    part of it; "" for a write."""
 
     copy: HostCopy
     rid: str = ""
@@ -166,13 +157,14 @@ class WorkerReport:
     """Reports of one step, from the workers to the scheduler; each worker reports each thing once.
 
     `failed`: loads that did not arrive, with the reason. `refused`: those failed loads for which
-    the two servers do not fit each other, which the log of peers reports once. `settled`:
-    loads into which no peer writes any more. `overdue`: loads that are not settled in time.
-    `promised`: sends for which decode has promised its pages. `unsent`: sends that failed, with the
-    reason. `freed`: sends from which no write reads any more. All are request ids. `bells`: the
-    number of workers that send wakeups from now on. `address`: the address at which prefill
-    listens. `copied`: copies to and from host memory that have ended. `host_pages`: by rank, pages
-    of its host memory that are ready, and all of them; only where that has changed."""
+    the two servers do not fit each other, which the log of peers reports once. `settled`: loads
+    into which no peer writes any more. `overdue`: loads that are not settled in time. `promised`:
+    sends for which decode has promised its pages. `unsent`: sends that failed, with the reason.
+    `freed`: sends from which no write reads any more. All are request ids. `bells`: the number of
+    workers that send wakeups from now on. `address`: the address at which prefill listens.
+    `copied`: copies to and from host memory that have ended. `host_pages`: by rank, pages of its
+    host memory that are ready, and all of them; only where that has changed.
+    """
 
     failed: dict[str, str] = field(default_factory=dict)
     settled: list[str] = field(default_factory=list)
@@ -191,7 +183,6 @@ class WorkerReport:
 
     @property
     def has_outcomes(self) -> bool:
-        """True where a vLLM worker's report is about some request, or a copy."""
         return bool(
             self.failed
             or self.settled
@@ -203,7 +194,7 @@ class WorkerReport:
         )
 
     def aggregate(self, other: Self) -> Self:
-        """Return the reports of two vLLM workers as one; vLLM folds all ranks into one this way."""
+        """Return the reports of two workers as one; vLLM folds all ranks into one this way."""
         # Lists keep an entry per rank: the scheduler counts down from `num_ranks`, and only the
         # last rank's report frees a block. Of errors one text per request is enough.
         return type(self)(

@@ -56,10 +56,12 @@ GIVEN_UP: Final = frozenset(["FINISHED_ABORTED", "FINISHED_ERROR"])
 
 NOT_FINITE: Final = "NotFiniteError"
 """In the reason of a request whose logits had NaN, as its peer hears it too."""
+NAN_LOG_EVERY_S: Final = 60.0
+"""Seconds between two lines of the log about such requests."""
 
 
 class _HostPart(NamedTuple):
-    """What a request loads from host memory if vLLM admits it in this step: its blocks from number
+    """What a request loads from host memory if it is admitted in this step: its blocks from number
     `start` up to `end`."""
 
     start: int
@@ -67,14 +69,14 @@ class _HostPart(NamedTuple):
 
 
 class SchedulerSide:
-    """The scheduler's side of one engine. Not thread safe: vLLM's engine loop makes every call.
+    """The scheduler's side of one engine. Not thread safe: the engine's loop makes every call.
 
     Args:
         block_size, hash_size: tokens of a block, and of each entry of `Request.block_hashes`.
-        groups: vLLM's KV cache groups; None: one.
+        groups: KV cache groups; None: one.
         num_ranks: number of workers, each of which holds a share of every block.
         max_len: tokens of the longest request that vLLM takes; 0: unknown.
-        step_tokens: most tokens that a step of vLLM computes.
+        step_tokens: most tokens that a step computes.
         draw: returns a new random ticket.
         now_s: seconds since the epoch.
         tells_host: True if `take_host_events` is asked.
@@ -113,6 +115,7 @@ class SchedulerSide:
         self._loaded_of: dict[str, tuple[int, int, int, int]] = {}
         self._hits: dict[str, int] = {}  # tokens that were cached when it was matched last
         self._spoilt: set[int] = set()  # blocks that may hold NaN
+        self._next_nan_log_s = 0.0
         # Of requests that have ended with tokens in steps under way: how many, and the hashes.
         self._in_flight: dict[str, tuple[int, list[Any]]] = {}
         self._joined: set[str] = set()  # requests that waited for another request's load
@@ -140,10 +143,7 @@ class SchedulerSide:
         self._rest = Rest(num_ranks)
 
     def bind(self, pool: BlockPool, shadow: Shadow | None = None) -> None:
-        """Take vLLM's block pool in the scheduler, once it exists.
-
-        `shadow` names victims where a policy is set.
-        """
+        """Take the block pool, once it exists. `shadow` names victims where a policy is set."""
         self._holds, self._shadow = Holds(pool), shadow
         if (host := self._options.host) is not None:
             # What a step may need, but no large part of a small pool: writes would never begin.
@@ -163,19 +163,17 @@ class SchedulerSide:
 
     @property
     def holds(self) -> Holds:
-        """References of vLLM's scheduler side on its blocks; they exist from `bind` on."""
+        """References on blocks; they exist from `bind` on."""
         assert self._holds is not None, "bind comes before any request"
         return self._holds
 
     # --- requests ---------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """Register a request that is new to vLLM's scheduler, and begin its transfer.
-
-        If the transfer is refused, vLLM computes the prompt, and the answer has the reason. A
-        request that vLLM adds only to end it at once stands for a client that has left: the peer is
-        informed if the original request never came here.
-        """
+        """Register a new request, and begin its transfer. If the transfer is refused, vLLM computes
+        the prompt, and the answer has the reason. A request that vLLM adds only to end it at once
+        stands for a client that has left: the peer is informed if the original request never came
+        here."""
         rid = request.request_id
         try:
             ask = ask_of(request.kv_transfer_params, *self._roles)
@@ -199,8 +197,8 @@ class SchedulerSide:
             self._record_error(rid, str(error))
 
     def _end_before_last(self, request: Any) -> None:
-        """Have prefill's vLLM compute a prompt that is sent no further than what decode's goes on
-        with, where layers keep a state: it has no way back to an earlier token."""
+        """Have prefill compute a prompt that is sent no further than what decode goes on with,
+        where layers keep a state: it has no way back to an earlier token."""
         if self._groups.has_states:
             leave_out_last_token(request, self._hash_size)
 
@@ -216,21 +214,17 @@ class SchedulerSide:
 
     def ignores_windows(self, request: Any) -> bool:
         """Return whether vLLM has to look for a prefix of a request in the group that keeps every
-        token alone: its windows are loaded with it, whatever the prefix is.
-
-        Not where another connector stands between, which may load the request from elsewhere.
-        """
+        token alone: its windows are loaded with it, whatever the prefix is. Not where another
+        connector stands between, which may load the request from elsewhere."""
         is_wanted = request.request_id in self.loads.wanted and self.sends.can_end
         if not self._groups.windows or not is_wanted:
             return False
         return self.loads.could_fit(self._groups.blocks_of(request.num_prompt_tokens))
 
     def count_loadable(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
-        """Tell vLLM's scheduler how many tokens after the first `num_computed` can be loaded.
-
-        Returns (tokens, asynchronous). (None, False): vLLM has to ask again later; (0, False): vLLM
-        computes the prompt. vLLM may ask any number of times before it admits the request.
-        """
+        """Return how many tokens after the first `num_computed` can be loaded: (tokens,
+        asynchronous). (None, False): vLLM has to ask again later; (0, False): vLLM computes the
+        prompt. vLLM may ask any number of times before it admits the request."""
         rid = request.request_id
         num_free = self.holds.num_free
         # Before all else: a preempted send holds blocks that any other request may lack.
@@ -303,8 +297,8 @@ class SchedulerSide:
         return missing, True
 
     def _in_host_memory(self, request: Any, num_computed: int) -> int:
-        """Return how many prompt tokens behind the first `num_computed` host memory has for vLLM:
-        whole blocks, and never the prompt's last token, which vLLM computes in any case."""
+        """Return how many prompt tokens behind the first `num_computed` host memory has: whole
+        blocks, and never the prompt's last token, which vLLM computes in any case."""
         rid = request.request_id
         self._host_parts.pop(rid, None)
         start, end = (
@@ -318,48 +312,38 @@ class SchedulerSide:
         return max(0, min(depth, end) - start) * self._block_size
 
     def _load_from_host(self, rid: str, num_computed: int, hosted: int) -> tuple[int, bool]:
-        """Remember that a request loads `hosted` tokens from host memory if vLLM admits it now.
-
-        Returns vLLM's (tokens, asynchronous) where prefill sends nothing.
-        """
+        """Remember that a request loads `hosted` tokens from host memory if it is admitted now.
+        Returns (tokens, asynchronous) where prefill sends nothing."""
         if hosted:
             start, end = (num // self._block_size for num in (num_computed, num_computed + hosted))
             self._host_parts[rid] = _HostPart(start, end)
         return hosted, hosted > 0
 
     def _carrier(self, block_hash: Any, asks: bool) -> str | None:
-        """Return the request that brings vLLM this block, or None. `asks`: also where prefill sends
-        it, or a part of that load."""
+        """Return the request that brings this block, or None. `asks`: also where prefill sends it,
+        or a part of that load."""
         copying = self._host.carrier(block_hash) if self._host is not None else None
         return self.flights.carrier(block_hash) if copying is None and asks else copying
 
     def _loads_in_s(self, hosted: int) -> float:
-        """Return the seconds that vLLM's load of `hosted` tokens from host memory takes; 0: not
-        known."""
         return 0.0 if self._host is None else self._host.load_s(hosted // self._block_size)
 
     def _may_compute(self, ask: LoadAsk) -> bool:
-        """Return whether measured cost decides how vLLM gets what a request lacks.
-
-        Not where prefill has drawn the room: it has computed the prompt already, and would have
-        done so in vain.
-        """
+        """Return whether measured cost decides where what a request lacks comes from. Not where
+        prefill has drawn the room: it has computed the prompt already, and would have done so in
+        vain."""
         return self.compute.is_on and not ask.nonce
 
     def _hashes_of_all(self, request: Any, num_blocks: int) -> list[Any]:
-        """Return the hash in vLLM's scheduler of each of a request's first blocks, those of what it
-        has generated included; fewer where vLLM has not made them."""
+        """Return the hash of each of a request's first blocks, those of what it has generated
+        included; fewer where vLLM has not made them."""
         per_block = self._block_size // self._hash_size
         num_blocks = min(num_blocks, len(request.block_hashes) // per_block)
         return [request.block_hashes[(block + 1) * per_block - 1] for block in range(num_blocks)]
 
     def _hashes(self, request: Any, start: int, end: int) -> list[Any]:
-        """Return the hash in vLLM's scheduler of each whole block of a prompt's tokens.
-
-        They are the tokens from `start` to `end`.
-
-        The last blocks may be missing, where a hash depends on tokens after its block.
-        """
+        """Return the hash of each whole block of a prompt's tokens `start` to `end`. The last
+        blocks may be missing, where a hash depends on tokens after its block."""
         size, per_block = self._block_size, self._block_size // self._hash_size
         end = min(end, request.num_prompt_tokens, len(request.block_hashes) * self._hash_size)
         blocks = range(start // size, end // size)
@@ -372,12 +356,9 @@ class SchedulerSide:
         num_external: int,
         windows: Sequence[Sequence[int]] = (),
     ) -> int:
-        """Record that vLLM's scheduler has admitted a request, and order its load.
-
-        `pages` are all its blocks, `windows` its block tables in window groups; the KV of
-        `num_external` prompt tokens behind vLLM's hit is to be loaded. Returns how many of these
-        come from host memory.
-        """
+        """Record that a request was admitted, and order its load. `pages` are all its blocks,
+        `windows` its block tables in window groups; the KV of `num_external` prompt tokens behind
+        vLLM's hit is to be loaded. Returns how many of these come from host memory."""
         rid = request.request_id
         self.sends.allocated(rid)
         # The shadow enters whole blocks only, as vLLM hashes whole blocks only.
@@ -423,8 +404,6 @@ class SchedulerSide:
         return hosted
 
     def _order_host_load(self, request: Any, pages: Sequence[int], part: _HostPart) -> int:
-        """Order a request's load from host memory, and return its tokens. What it brings counts as
-        on its way in vLLM from now on."""
         assert self._host is not None
         rid, (start, end) = request.request_id, part
         first, last = start * self._block_size, end * self._block_size
@@ -434,12 +413,8 @@ class SchedulerSide:
         return (end - start) * self._block_size
 
     def finished(self, request: Any, pages: Sequence[int]) -> dict[str, Any] | None:
-        """End a request in vLLM's scheduler, which still has the blocks `pages`.
-
-        Returns its `kv_transfer_params`.
-
-        Called for every end: finished, aborted, or failed.
-        """
+        """End a request, which still has the blocks `pages`. Returns its `kv_transfer_params`.
+        Called for every end: finished, aborted, or failed."""
         rid = request.request_id
         if self.sends.proves and (in_flight := _num_in_flight(request)):
             self._in_flight[rid] = in_flight, [*request.block_hashes]
@@ -476,11 +451,9 @@ class SchedulerSide:
         return params
 
     def take_ended(self) -> dict[str, dict[str, Any]]:
-        """Return the requests that vLLM's scheduler is to end now, since decode does not want them.
-
+        """Return the requests that the scheduler is to end now, since decode does not want them.
         Maps request ids to the `kv_transfer_params` of their answers. Nothing is forgotten here:
-        vLLM calls `finished` for each as it ends.
-        """
+        vLLM calls `finished` for each as it ends."""
         ended = {rid: {"prefixkv": {"error": error}} for rid, error in self.sends.ending.items()}
         self.counters.add("requests_ended", len(ended))
         return ended
@@ -488,12 +461,10 @@ class SchedulerSide:
     def take_logits(
         self, step: Any, num_nans: Mapping[str, int]
     ) -> tuple[dict[str, str], set[Any]]:
-        """Take in how many NaN there were in the logits of each request of a step of vLLM, before
-        vLLM's scheduler does. `step` is the `SchedulerOutput` that `orders` had.
-
-        Returns the requests that vLLM has to end with an error, and why; and the hashes of those
-        that have ended meanwhile. Nothing of them is sent, nor copied to host memory.
-        """
+        """Take in how many NaN there were in the logits of each request of a step, before the
+        scheduler does. `step` is the `SchedulerOutput` that `orders` had. Returns the requests that
+        vLLM has to end with an error, and why; and the hashes of those that have ended meanwhile.
+        Nothing of them is sent, nor copied to host memory."""
         hashes: set[Any] = set()
         for rid in self._in_flight.keys() & step.num_scheduled_tokens.keys():
             left, of_request = self._in_flight.pop(rid)
@@ -507,22 +478,23 @@ class SchedulerSide:
             for rid, count in num_nans.items()
             if count
         }
-        for error in errors.values():
-            _log.error("%s; it ends, and nothing of it is kept", error)
+        # A broken model has NaN in every request.
+        if errors and self._now_s() >= self._next_nan_log_s:
+            self._next_nan_log_s = self._now_s() + NAN_LOG_EVERY_S
+            first = next(iter(errors.values()))
+            _log.error("%s; such requests end, and nothing of them is kept", first)
         self.counters.add("requests_in_error", len(errors))
         self.sends.take_logits(step, errors, self.holds, self._orders)
         return errors, hashes
 
     def spoilt(self, pages: Iterable[int]) -> None:
-        """Note blocks of vLLM's that may hold NaN: they are overwritten before vLLM uses them again
+        """Note blocks that may hold NaN: they are overwritten before vLLM uses them again
         (`clear_spoilt`)."""
         self._spoilt.update(pages)
 
     def clear_spoilt(self) -> None:
-        """Order that spoilt blocks are overwritten which vLLM may hand out from now on.
-
-        To be called after each step's result, in which vLLM takes blocks back.
-        """
+        """Order that spoilt blocks are overwritten which vLLM may hand out from now on. To be
+        called after each step's result, in which vLLM takes blocks back."""
         for page in [*self._spoilt]:
             if self.holds.num_references(page) == 0:
                 self._spoilt.discard(page)
@@ -531,9 +503,8 @@ class SchedulerSide:
                     self._orders.cleared.append(page)
 
     def _proved_len(self, request: Any) -> int:
-        """Return how many tokens of a request that ends in vLLM's scheduler have KV that may be
-        copied: of one that was aborted, or has failed, the prompt, and only where a token came of
-        it."""
+        """Return how many tokens of a request that ends have KV that may be copied: of one that was
+        aborted, or has failed, the prompt, and only where a token came of it."""
         num_tokens = len(request.all_token_ids)
         num_computed = request.num_computed_tokens - _num_in_flight(request)
         if str(getattr(request, "status", "")) not in GIVEN_UP:
@@ -543,7 +514,6 @@ class SchedulerSide:
         return num_prompt if is_computed else 0
 
     def _cached(self, request: Any, pages: Sequence[int]) -> list[int]:
-        """Return the leading blocks of the scheduler's request that are in vLLM's prefix cache."""
         whole = min(request.num_computed_tokens, len(request.all_token_ids)) // self._block_size
         cached = self.holds.is_cached
         return list(takewhile(cached, pages[:whole]))
@@ -551,10 +521,8 @@ class SchedulerSide:
     # --- steps ------------------------------------------------------------------------------------
 
     def orders(self, step: Any) -> StepOrders:
-        """Return the scheduler's orders for the workers, for one step of the engine.
-
-        `step` is a vLLM `SchedulerOutput`.
-        """
+        """Return the scheduler's orders for the workers, for one step of the engine. `step` is a
+        `SchedulerOutput`."""
         scheduled = step.num_scheduled_tokens
         for new in step.scheduled_new_reqs:
             self._compute(new.req_id, new.num_computed_tokens, step)
@@ -584,17 +552,15 @@ class SchedulerSide:
         self.sends.compute(rid, computed, count, tables, self.holds, self._orders)
 
     def take_reports(self, report: WorkerReport | None, received: Iterable[str]) -> None:
-        """Take in the workers' reports in vLLM's scheduler, and the loads that it considers over.
-
-        Called before vLLM frees the blocks of failed loads, so they can still be held.
-        """
+        """Take in the workers' reports, and the loads that vLLM considers over. Called before vLLM
+        frees the blocks of failed loads, so they can still be held."""
         # The order matters: `_received` reads a load's error, and takes a hold only if some rank is
         # unsettled; `settle` frees only a load that is over. Any other order would hold blocks
         # that are settled, or free them before the hold exists.
         report = report or WorkerReport()
         received = list(received)
         if report.has_outcomes or received:
-            self._rest.reported()
+            self._rest.stepped(is_quiet=False)
         if report.bells:
             self._rest.sent_by(report.bells)
         self.sends.address = self.sends.address or report.address
@@ -625,7 +591,6 @@ class SchedulerSide:
             self.sends.freed(rid, self.holds)
 
     def _received(self, rid: str) -> None:
-        """End a request's load, as vLLM's scheduler does: now its blocks may be freed."""
         self.flights.land(rid)
         load = self.loads.received(rid)
         if load is None:
@@ -650,11 +615,9 @@ class SchedulerSide:
 
     @property
     def busy(self) -> bool:
-        """True while vLLM's scheduler side expects proofs, so that the engine has to step on.
-
-        Overdue proofs do not count, nor do offers where no worker wakes the engine: these may not
-        come for a long time, and are taken in with the next request.
-        """
+        """True while proofs are expected, so that the engine has to step on. Overdue proofs do not
+        count, nor do offers where no worker wakes the engine: these may not come for a long time,
+        and are taken in with the next request."""
         sends = self.sends.sends.values()
         moves = self._orders.weights_version is not None  # the workers learn it in a step
         return (
@@ -672,10 +635,8 @@ class SchedulerSide:
         return self._host is not None and self._host.is_writing
 
     def flush(self) -> None:
-        """Fail the loads under way in vLLM's scheduler and end all sends: the weights change.
-
-        KV that was computed with the former weights must not arrive any more.
-        """
+        """Fail the loads under way and end all sends: the weights change. KV that was computed with
+        the former weights must not arrive any more."""
         self.loads.flush(self._orders)
         self.sends.flush(self._orders)
         if self._host is not None:
@@ -686,11 +647,9 @@ class SchedulerSide:
             self._shadow.flush()
 
     def move_weights(self, weights_version: str) -> None:
-        """Move vLLM's scheduler to another weights version: loads under way fail, and sends end.
-
-        From then on servers of another version are refused. Raises ConfigError, with nothing
-        changed, for a string that is no version.
-        """
+        """Move to another weights version: loads under way fail, and sends end. From then on
+        servers of another version are refused. Raises ConfigError, with nothing changed, for a
+        string that is no version."""
         check_version(weights_version)  # first, since it raises: nothing is flushed then
         self.flush()
         # Rooms that were ordered before belong to the former version, later ones to the new. The
@@ -700,18 +659,15 @@ class SchedulerSide:
     # --- a server that only waits -----------------------------------------------------------------
 
     def set_wakeup_address(self, address: str) -> None:
-        """Set the address at which workers can wake vLLM's scheduler."""
         self._rest.set_address(address)
 
     @property
     def has_wakeups(self) -> bool:
-        """True where every worker wakes vLLM's scheduler when it has something to report."""
         return self._rest.has_wakeups
 
     def rest_s(self) -> float:
-        """Return how many seconds vLLM's scheduler may rest if nothing wakes it; 0: it has to step.
-
-        A new request and a wakeup end the rest."""
+        """Return how many seconds the engine may rest if nothing wakes it; 0: it has to step. A new
+        request and a wakeup end the rest."""
         if self._orders or not self._rest.may_rest:
             return 0.0
         # The end of an offer's grace is the one event that no worker rings for: wake up for it.
@@ -721,21 +677,17 @@ class SchedulerSide:
     # --- counts -----------------------------------------------------------------------------------
 
     def take_counts(self) -> dict[str, int]:
-        """Return the counts of vLLM's scheduler side since the last call. See `Counters.take`."""
+        """Return the counts since the last call. See `Counters.take`."""
         if self._host is not None:
             for name, number in self._host.take_counts().items():
                 self.counters.add(name, number)
         return self.counters.take()
 
     def take_host_events(self) -> list[HostEvent]:
-        """Return what has come to vLLM's host memory, and what has gone, since the last call."""
         return [] if self._host is None else self._host.take_events()
 
     def take_gauges(self) -> dict[str, float]:
-        """Return the gauges of vLLM's scheduler if one has changed since the last call.
-
-        Else none.
-        """
+        """Return the gauges if one has changed since the last call, else none."""
         gauges = self.gauges()
         if gauges == self._reported_gauges:
             return {}
@@ -743,11 +695,8 @@ class SchedulerSide:
         return gauges
 
     def gauges(self) -> dict[str, float]:
-        """Return the gauges of vLLM's scheduler side, by the names of `stats.GAUGES`.
-
-        Counts of what there is now; times are those of the oldest one, in seconds since the epoch
-        (0: there is none).
-        """
+        """Return the gauges, by the names of `stats.GAUGES`. Counts of what there is now; times are
+        those of the oldest one, in seconds since the epoch (0: there is none)."""
         loads = self.loads.waiting_since()
         unpromised = self.sends.waiting_since(offers=False)
         offers = self.sends.waiting_since(offers=True)
@@ -766,10 +715,7 @@ class SchedulerSide:
         }
 
     def check_invariants(self) -> None:
-        """Raise InternalError, with the state, if a law of vLLM's scheduler side is broken.
-
-        For tests.
-        """
+        """Raise InternalError, with the state, if a law is broken. For tests."""
         sends = self.sends
         check_laws(
             {
@@ -792,5 +738,4 @@ class SchedulerSide:
 
 
 def _num_in_flight(request: Any) -> int:
-    """Return how many tokens of a vLLM request are in steps whose result has not come."""
     return int(getattr(request, "num_in_flight_tokens", 0))

@@ -75,9 +75,7 @@ class _ScheduledSend:
     @property
     def is_preempted(self) -> bool:
         """True where vLLM has preempted a prompt that is computed in part, and has not resumed it.
-
-        What was handed over stays held.
-        """
+        What was handed over stays held."""
         return (
             self.num_pages > 0
             and not self.computed
@@ -101,7 +99,7 @@ class ScheduledSends:
     """The sends of one engine. Used by its `SchedulerSide` alone.
 
     Args:
-        groups: vLLM's KV cache groups.
+        groups: KV cache groups.
         num_ranks: number of workers, each of which holds a share of every block.
         most_blocks: limit of blocks per prompt that is computed for decode; None: no limit.
         offer_timeout_s: age at which an offer that no decode server has opened is withdrawn.
@@ -136,11 +134,8 @@ class ScheduledSends:
     # --- requests ---------------------------------------------------------------------------------
 
     def begin(self, request: Any, ask: RoomSendAsk, orders: StepOrders) -> None:
-        """Begin a promised send of a prompt in vLLM's scheduler.
-
-        Raises CallerError for a prompt that is not sent. Decode is then declined, unless the room
-        belongs to another request.
-        """
+        """Begin a promised send of a prompt. Raises CallerError for a prompt that is not sent.
+        Decode is then declined, unless the room belongs to another request."""
         rid, room = request.request_id, (ask.decode, ask.room)
         num_tokens = self.groups.num_sent(request.num_prompt_tokens)
         if rid in self.sends:
@@ -171,10 +166,8 @@ class ScheduledSends:
         orders.adds.append(Add(rid, ask.room, ask.decode, num_tokens, digest))
 
     def _check_size(self, request: Any) -> None:
-        """Raise RequestError for a prompt to be sent that is too large for vLLM.
-
-        It would take blocks which loads count on. So does one of which nothing is sent.
-        """
+        """Raise RequestError for a prompt to be sent that is too large. It would take blocks which
+        loads count on. So does one of which nothing is sent."""
         num_blocks = self.groups.blocks_of(request.num_prompt_tokens)
         self._check_end(request)
         if self.most_blocks is not None and num_blocks > self.most_blocks:
@@ -184,19 +177,15 @@ class ScheduledSends:
             )
 
     def _check_end(self, request: Any) -> None:
-        """Raise RequestError for a prompt in vLLM of which nothing is sent, or whose last token
-        prefill could not leave out."""
         if not self.groups.num_sent(request.num_prompt_tokens):
             raise RequestError("a prompt of one token is computed where it is wanted")
         if self.groups.has_states and ends_in_media(request):
             raise RequestError("a prompt that ends in an image is computed where it is wanted")
 
     def draw(self, request: Any, ask: DrawAsk) -> None:
-        """Draw a room in vLLM to send a prompt; a decode server that has its nonce may open it.
-
-        Choices of one request share one room. vLLM makes a request of each choice, with the id
-        "NUMBER_PARENT". Raises RequestError where the own address is not known.
-        """
+        """Draw a room to send a prompt; a decode server that has its nonce may open it. Choices of
+        one request share one room. vLLM makes a request of each choice, with the id
+        "NUMBER_PARENT". Raises RequestError where the own address is not known."""
         rid = request.request_id
         if rid in self.sends:
             raise RequestError(f"a request of the id {rid!r} is still being transferred")
@@ -224,17 +213,12 @@ class ScheduledSends:
         self._drawn[rid] = _DrawnOffer(num_tokens, digest, params, parent)
 
     def _new_room(self) -> int:
-        """Return a random room number that no offer of vLLM's sends has; never 0."""
         while True:
             room = secrets.randbits(ROOM_BITS) or 1
             if ("", room) not in self.rooms:
                 return room
 
     def _params_of(self, parent: str) -> dict[str, Any] | None:
-        """Return the parameters of the room that another choice drew to be sent by vLLM, or None.
-
-        It is a choice of `parent`.
-        """
         # Withdrawn offers do not count: decode would be refused there.
         known: dict[str, dict[str, Any] | None] = {
             one.parent: one.params for one in self.sends.values() if not one.withdrawn
@@ -245,12 +229,10 @@ class ScheduledSends:
     # --- the order law ----------------------------------------------------------------------------
 
     def may_start(self, rid: str, num_free: int, orders: StepOrders) -> bool | None:
-        """Return whether vLLM may give a request to be sent blocks; None: it is no promised send.
-
-        A prompt is started beside others only where all of them fit to their ends. A prompt that
-        is preempted keeps its blocks until they are sent, so two half-computed prompts could block
-        each other.
-        """
+        """Return whether vLLM may give a request to be sent blocks; None: it is no promised send. A
+        prompt is started beside others only where all of them fit to their ends. A prompt that is
+        preempted keeps its blocks until they are sent, so two half-computed prompts could block
+        each other."""
         # 1. It will not be sent: refused here or by decode. Where this vLLM cannot end a request
         #    uncomputed, it is computed for the sake of its answer.
         if rid in self.ending:
@@ -277,12 +259,10 @@ class ScheduledSends:
         return not others or need <= num_free
 
     def must_yield(self, rid: str) -> bool:
-        """Return whether vLLM has to skip a waiting request, since a preempted send goes first.
-
-        A preempted prompt keeps the blocks that were handed over, until all of it is computed. A
+        """Return whether vLLM has to skip a waiting request, since a preempted send goes first. A
+        preempted prompt keeps the blocks that were handed over, until all of it is computed. A
         request before it in vLLM's queue may need these blocks, and vLLM asks of no request behind
-        one for which blocks are lacking: so neither of them would ever go on.
-        """
+        one for which blocks are lacking: so neither of them would ever go on."""
         preempted = {
             one for one, send in self.sends.items() if send.is_preempted and one not in self.ending
         }
@@ -294,7 +274,7 @@ class ScheduledSends:
         return any(one.unpromised <= 0 and not one.computed for one in self.sends.values())
 
     def make_room(self, num_blocks: int, grace_s: float, orders: StepOrders) -> None:
-        """Withdraw offers of vLLM's to send, older than `grace_s`, until enough blocks come back.
+        """Withdraw offers to send, older than `grace_s`, until enough blocks come back.
 
         The oldest come first, until `num_blocks` will come back. The blocks are released when the
         workers report it, not here: a decode server may have opened the room meanwhile. A decode
@@ -317,10 +297,7 @@ class ScheduledSends:
 
     @property
     def next_grace_s(self) -> float | None:
-        """End of the grace of vLLM's oldest offer to send, in seconds since the epoch.
-
-        None: no offer.
-        """
+        """End of the grace of the oldest offer, in seconds since the epoch. None: no offer."""
         return next(
             (one.since_s + self.offer_grace_s for one in self.sends.values()
              if one.is_offer and not one.withdrawn),
@@ -338,12 +315,9 @@ class ScheduledSends:
         self, rid: str, start: int, count: int, tables: Callable[[], Tables], holds: Holds,
         orders: StepOrders,
     ) -> None:  # fmt: skip
-        """Order the sends and offers that follow from a step of vLLM.
-
-        It computes `count` tokens from token `start` on.
-
-        `tables` returns the request's block ids; it is called only where they are needed.
-        """
+        """Order the sends and offers that follow from a step that computes `count` tokens from
+        token `start` on. `tables` returns the request's block ids; it is called only where they are
+        needed."""
         if (drawn := self._drawn.get(rid)) is not None:
             if start + count >= drawn.num_tokens:
                 self._offer(rid, self._drawn.pop(rid), tables(), holds, orders)
@@ -354,11 +328,9 @@ class ScheduledSends:
         self, rid: str, send: _ScheduledSend, end: int, tables: Callable[[], Tables],
         holds: Holds, orders: StepOrders,
     ) -> None:  # fmt: skip
-        """Hold the blocks of a send that vLLM's step completes, and order them to be sent.
-
-        A preempted request is computed again from its beginning. Its blocks up to `send.end` have
-        been held and handed over, so its new blocks for these tokens are ignored.
-        """
+        """Hold the blocks of a send that a step completes, and order them to be sent. A preempted
+        request is computed again from its beginning. Its blocks up to `send.end` have been held and
+        handed over, so its new blocks for these tokens are ignored."""
         end = min(end, send.num_tokens)
         if end <= send.end:
             return
@@ -382,11 +354,9 @@ class ScheduledSends:
     def _offer(
         self, rid: str, drawn: _DrawnOffer, tables: Tables, holds: Holds, orders: StepOrders
     ) -> None:
-        """Hold the blocks of a prompt that vLLM's step completes, and offer to send it.
-
-        Not from the first chunk on: a prompt that is preempted begins again, and meanwhile keeps no
-        block from others.
-        """
+        """Hold the blocks of a prompt that a step completes, and offer to send it. Not from the
+        first chunk on: a prompt that is preempted begins again, and meanwhile keeps no block from
+        others."""
         room = "", int(drawn.params["room"])
         num_pages = pages_for(drawn.num_tokens, self.groups.block_size)
         pages = tuple(tables.pages[:num_pages])
@@ -410,7 +380,7 @@ class ScheduledSends:
         self.counters.add("offers")
 
     def hold_back(self, step: Any, orders: StepOrders) -> None:
-        """Keep back what completes a prompt in a step of vLLM, until `take_logits`."""
+        """Keep back what completes a prompt in a step, until `take_logits`."""
         if not (self.proves and self.can_end):
             return
         self._unproved += [(step, chunk) for chunk in orders.chunks if chunk.last]
@@ -421,8 +391,8 @@ class ScheduledSends:
     def take_logits(
         self, step: Any, failed: Mapping[str, str], holds: Holds, orders: StepOrders
     ) -> None:
-        """Send the prompts that a step of vLLM has completed, and end the sends of the requests
-        that have `failed` in it, with the reason. A prompt that was completed before is sent."""
+        """Send the prompts that a step has completed, and end the sends of the requests that have
+        `failed` in it, with the reason. A prompt that was completed before is sent."""
         unproved, self._unproved = self._unproved, []
         dropped: set[str] = set()
         for of_step, order in unproved:
@@ -446,10 +416,8 @@ class ScheduledSends:
                 orders.abort_sends[rid] = reason
 
     def finished(self, rid: str, orders: StepOrders) -> dict[str, Any] | None:
-        """End a vLLM request to be sent, finished or not.
-
-        Returns its answer's parameters for a decode server.
-        """
+        """End a request to be sent, finished or not. Returns its answer's parameters for a decode
+        server."""
         self.ending.pop(rid, None)
         self._choices.pop(rid, None)
         drawn = self._drawn.pop(rid, None)
@@ -468,12 +436,12 @@ class ScheduledSends:
     # --- what workers say -------------------------------------------------------------------------
 
     def promised(self, rid: str) -> None:
-        """Count one vLLM rank that has received decode's promise for a send."""
+        """Count one rank that has received decode's promise for a send."""
         if (send := self.sends.get(rid)) is not None:
             send.unpromised -= 1
 
     def unsent(self, rid: str, error: str) -> None:
-        """Log that a send of vLLM's prefill failed. Its blocks stay held until `freed`."""
+        """Log that a send failed. Its blocks stay held until `freed`."""
         # A withdrawn offer has failed on purpose, and was counted when it was withdrawn.
         send = self.sends.get(rid)
         if send is None or send.withdrawn:
@@ -490,10 +458,7 @@ class ScheduledSends:
                 self.ending[rid] = error
 
     def freed(self, rid: str, holds: Holds) -> None:
-        """Count one vLLM rank in which no write reads a send's blocks.
-
-        The last one releases them.
-        """
+        """Count one rank in which no write reads a send's blocks. The last one releases them."""
         send = self.sends.get(rid)
         if send is None:
             return
@@ -502,7 +467,6 @@ class ScheduledSends:
             self._forget(rid, holds)
 
     def _forget(self, rid: str, holds: Holds) -> None:
-        """Forget a send of vLLM's whose blocks no write reads any more, and give these back."""
         holds.release(rid)
         del self.rooms[self.sends.pop(rid).room]
         self.counters.add("sends_over")
@@ -510,10 +474,7 @@ class ScheduledSends:
     # --- the whole --------------------------------------------------------------------------------
 
     def flush(self, orders: StepOrders) -> None:
-        """Order the end of all of vLLM's sends, since the weights change.
-
-        `freed` follows for each.
-        """
+        """Order the end of all sends, since the weights change. `freed` follows for each."""
         # An offer that waits for its step's logits is withdrawn, and dropped with them.
         self._unproved = [one for one in self._unproved if isinstance(one[1], OfferOrder)]
         for rid, send in self.sends.items():
@@ -525,10 +486,8 @@ class ScheduledSends:
                 orders.abort_sends[rid] = "the cache is being reset"
 
     def waiting_since(self, offers: bool) -> list[float]:
-        """Return when each of vLLM's sends began to wait for decode, in seconds since the epoch.
-
-        Promised sends wait for the promise, offers (`offers`) for a server that opens the room.
-        """
+        """Return when each send began to wait for decode, in seconds since the epoch. Promised
+        sends wait for the promise, offers (`offers`) for a server that opens the room."""
         return [
             send.since_s
             for send in self.sends.values()

@@ -1,4 +1,4 @@
-"""A radix cache beside vLLM's, which decides by a policy which of vLLM's cached blocks to evict.
+"""Eviction by a policy: a radix cache beside vLLM's, and a queue of free blocks that asks it.
 
 The shadow follows requests as they are admitted and end, and names victims. It owns nothing: vLLM
 may take a block against it, forget all hashes, or have a block that the shadow does not know. An
@@ -11,9 +11,11 @@ policy needs no change of the tree: its place has no block any more, and is skip
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import numpy as np
 
+from prefixkv.engines.vllm.stats import Counters
 from prefixkv.spi import MAX_INDEX, InsertResult, Policy, PrefixLock, RadixCache, check_laws
 
 Usable = Callable[[int], bool]
@@ -46,14 +48,10 @@ class Shadow:
         blocks: Sequence[int] = (),
         namespace: Hashable = None,
     ) -> None:
-        """Lock the blocks in the shadow of a vLLM request that starts to run.
-
-        No-op for one that runs already.
-
+        """Lock the blocks of a request that starts to run. No-op for one that runs already.
         `blocks` are to hold the first of its `tokens`. They are entered at once: a policy takes the
         entry of new pages for a part of the last use of the pages before them, so no other request
-        may come between.
-        """
+        may come between."""
         if rid in self._locks:
             return
         match = self._tree.match_prefix(np.asarray(tokens, np.int32), namespace)
@@ -69,10 +67,8 @@ class Shadow:
     def ended(
         self, rid: str, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable = None
     ) -> None:
-        """Enter and unlock the blocks in the shadow of a vLLM request that ends.
-
-        `blocks` are cached, and hold the KV of the first of its `tokens`.
-        """
+        """Enter and unlock the blocks of a request that ends. `blocks` are cached, and hold the KV
+        of the first of its `tokens`."""
         lock = self._locks.pop(rid, None)
         # A request that was never admitted here has not been counted as a use.
         if blocks:
@@ -83,10 +79,7 @@ class Shadow:
     def _insert(
         self, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable, *, visit: bool
     ) -> InsertResult:
-        """Enter blocks into the tree of vLLM's shadow under fresh place numbers.
-
-        Pages that the tree has keep their places.
-        """
+        # Under fresh place numbers; pages that the tree has keep theirs.
         num_tokens = len(blocks) * self._tree.page_size
         places = np.arange(self._next_place, self._next_place + len(blocks), dtype=np.int32)
         inserted = self._tree.insert(
@@ -99,29 +92,21 @@ class Shadow:
         return inserted
 
     def _set(self, place: int, block: int) -> None:
-        """Connect a place of the shadow's tree with a block of vLLM's.
-
-        Both are disconnected from what they had before.
-        """
+        # Both are disconnected from what they had before.
         if self._block_at.get(place) != block:
             self.taken(block)
             self._place_of.pop(self._block_at.get(place, -1), None)
             self._block_at[place], self._place_of[block] = block, place
 
     def taken(self, block: int) -> None:
-        """Forget, in the shadow, a block that vLLM uses for something else.
-
-        No-op for an unknown block.
-        """
+        """Forget a block that vLLM uses for something else. No-op for an unknown block."""
         place = self._place_of.pop(block, None)
         if place is not None:
             del self._block_at[place]
 
     def victims(self, number: int, usable: Usable) -> list[int]:
-        """Return the shadow's victims, vLLM's blocks least worth keeping, and forget them.
-
-        At most `number`; fewer where the policy knows of no more.
-        """
+        """Return at most `number` blocks that are least worth keeping, and forget them; fewer where
+        the policy knows of no more."""
         # Some evicted places have no usable block any more, so evict until there are enough.
         found: list[int] = []
         while len(found) < number:
@@ -137,13 +122,68 @@ class Shadow:
         return found
 
     def flush(self) -> None:
-        """Forget all blocks of the shadow, as vLLM has forgotten all its hashes."""
+        """Forget all blocks, as vLLM has forgotten all its hashes."""
         self._tree.reset()
         self._block_at.clear()
         self._place_of.clear()
 
     def check_invariants(self) -> None:
-        """Raise InternalError if the vLLM shadow's places, blocks and tree disagree. For tests."""
+        """Raise InternalError if places, blocks and tree disagree. For tests."""
         inverse = {block: place for place, block in self._block_at.items()}
         check_laws({"a block has one place": inverse == self._place_of}, self._place_of)
         self._tree.check_invariants()
+
+
+class GovernedQueue:
+    """A queue of free blocks that hands out uncached blocks, then the shadow's victims, then in
+    vLLM's order. It is mixed into vLLM's queue, which has the methods that are called."""
+
+    remove: Callable[[Any], None]
+    fake_free_list_head: Any
+    fake_free_list_tail: Any
+    shadow: Shadow
+    counters: Counters
+    blocks: list[Any]
+
+    @classmethod
+    def install(cls, pool: Any, shadow: Shadow, counters: Counters) -> None:
+        """Turn the free block queue of vLLM's `BlockPool` into a governed one, before blocks are
+        cached."""
+        # The class is exchanged in place: the queue's links run through the blocks themselves, and
+        # vLLM may hold further references to the queue.
+        queue = pool.free_block_queue
+        queue.__class__ = type(cls.__name__, (cls, type(queue)), {})
+        queue.blocks, queue.shadow, queue.counters = pool.blocks, shadow, counters
+
+    def popleft_n(self, n: int) -> list[Any]:
+        """Take `n` blocks out of the queue; vLLM has checked that it has them."""
+        found: list[Any] = []
+        # 1. Uncached blocks at the front cost no hit. vLLM puts them there.
+        while len(found) < n:
+            front = self.fake_free_list_head.next_free_block
+            if front is self.fake_free_list_tail or front.block_hash is not None:
+                break
+            found.append(self._taken(front))
+        # 2. The policy's victims, which may lie anywhere in the queue.
+        if len(found) < n:
+            named = self.shadow.victims(n - len(found), self._usable)
+            found += [self._taken(self.blocks[block]) for block in named]
+            self.counters.add("evicted_by_policy", len(named))
+        # 3. vLLM's order. The shadow learns of it, or it would name these blocks later.
+        if missing := n - len(found):
+            self.counters.add("evicted_in_order", missing)
+            rest = super().popleft_n(missing)  # type: ignore[misc]
+            for block in rest:
+                self.shadow.taken(block.block_id)
+            found += rest
+        return found
+
+    def _usable(self, block: int) -> bool:
+        # The shadow may be out of date.
+        one = self.blocks[block]
+        return one.ref_cnt == 0 and one.block_hash is not None and one.prev_free_block is not None
+
+    def _taken(self, block: Any) -> Any:
+        self.remove(block)
+        self.shadow.taken(block.block_id)
+        return block

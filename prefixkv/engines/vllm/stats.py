@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Final
 
@@ -58,19 +59,19 @@ class Counters:
         self._new: dict[str, int] = {}
 
     def add(self, name: str, number: int = 1) -> None:
-        """Add to a counter of vLLM's connector; one that stays 0 is not reported."""
+        """Add to a counter; one that stays 0 is not reported."""
         assert name in METRICS, name
         if number:
             self._new[name] = self._new.get(name, 0) + number
 
     def take(self) -> dict[str, int]:
-        """Return the counts of vLLM's connector since the last call, and start again from 0."""
+        """Return the counts since the last call, and start again from 0."""
         new, self._new = self._new, {}
         return new
 
 
 def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """Return two stats of vLLM's connector together: counters are added.
+    """Return two stats together: counters are added.
 
     The gauges of `other`, the later one, replace those of `one`.
 
@@ -80,3 +81,11 @@ def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
     summed = {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
     return {name: other.get(name, one.get(name, 0)) if name in GAUGES else number
             for name, number in summed.items()}  # fmt: skip
+
+
+def share_log() -> None:
+    """Give prefixkv's logger the handlers of vLLM's, unless it has some already."""
+    ours = logging.getLogger("prefixkv")
+    if not ours.hasHandlers():
+        for handler in logging.getLogger("vllm").handlers:
+            ours.addHandler(handler)

@@ -34,23 +34,18 @@ class Turns:
         self.landed: set[str] = set()
 
     def must_yield(self, need: int) -> bool:
-        """Return whether a request that lacks `need` blocks in vLLM lets promised sends go first.
-
-        Only sends pass it: other requests keep their order, so that the loads under way end, and no
-        new one takes the blocks.
-        """
+        """Return whether a request that lacks `need` blocks lets promised sends go first. Only
+        sends pass it: other requests keep their order, so that the loads under way end, and no new
+        one takes the blocks."""
         if need > 0 and self._sends.has_promised_uncomputed:
             self._has_yielded |= self._loads.any_under_way
             self.is_changed |= self._has_yielded
         return self._has_yielded
 
     def steps_back(self, rid: str, need: int) -> bool:
-        """Return whether a request that lacks `need` blocks in vLLM lets those go first that have
-        blocks of loads.
-
-        vLLM comes to none of these behind a request whose load has failed. No other request may
-        take the blocks meanwhile.
-        """
+        """Return whether a request that lacks `need` blocks lets those go first that have blocks of
+        loads. vLLM comes to none of these behind a request whose load has failed. No other request
+        may take the blocks meanwhile."""
         self.landed.discard(rid)
         if rid in self.failed and need > 0:
             self._has_stepped_back |= self._loads.any_under_way or bool(self.landed)
@@ -58,18 +53,16 @@ class Turns:
         return self._has_stepped_back
 
     def next_step(self) -> None:
-        """Begin a step of vLLM's scheduler: all have their turns again. To be left out unless
-        `is_changed`."""
+        """Begin a step: all have their turns again. To be left out unless `is_changed`."""
         self._has_yielded = self._has_stepped_back = self.is_changed = False
 
     def received(self, rid: str, is_failed: bool) -> None:
-        """Note that the load of a request that vLLM still has is over."""
+        """Note that the load of a live request is over."""
         if self._has_windows:
             self.landed.add(rid)
             if is_failed:
                 self.failed.add(rid)
 
     def ended(self, rid: str) -> None:
-        """Note that vLLM ends a request."""
         self.failed.discard(rid)
         self.landed.discard(rid)

@@ -1,74 +1,59 @@
-"""Wake-ups from a worker's process to the scheduler's. vLLM itself only polls, a step each
-millisecond, and each step makes the worker spin for a second: an idle server uses all its cores.
+"""Wake-ups from a worker's process to the scheduler's, in place of a step each millisecond.
 
 The scheduler has a `WakeupListener`: an abstract unix datagram socket with a random name, which
 travels to the workers in `StepOrders`. Each worker has a `WakeupSender`: a thread that sleeps until
 a transfer has events, rings once, and waits until the worker's thread has taken them and armed it
-again. A datagram carries nothing: a forged one costs the engine one empty step. Workers on another
-host cannot ring; vLLM then continues to poll."""
+again. A forged datagram costs the engine one empty step. Workers on another host cannot ring; vLLM
+then continues to poll."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import select
-import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from queue import Queue
-from typing import Any, Final
+from socket import AF_UNIX, SHUT_RD, SOCK_DGRAM, socket
+from typing import Any
 
 from prefixkv.spi import Closing
-
-_STOP: Final = b"stop"
 
 
 class WakeupListener(Closing):
     """A socket at which wakeups arrive. `on_ring` is called in a thread of the listener's own.
-
-    Raises OSError where there are no abstract unix sockets.
-    """
+    Raises OSError where there are no abstract unix sockets."""
 
     def __init__(self, on_ring: Callable[[], None]) -> None:
         self._on_ring = on_ring
         self.address = f"prefixkv-{secrets.token_hex(16)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            self._socket.bind("\0" + self.address)
-        except BaseException:
-            self._socket.close()
-            raise
-        # Any local process that learns the address may send: only `close` can stop the thread.
-        self._secret = secrets.token_bytes(16)
+        self._socket, self._closing = socket(AF_UNIX, SOCK_DGRAM), False
+        self._socket.bind("\0" + self.address)
         self._thread = threading.Thread(
             target=self._listen, name="prefixkv wakeup listener", daemon=True
         )
         self._thread.start()
 
     def _listen(self) -> None:
-        while self._socket.recv(64) != _STOP + self._secret:
+        while self._socket.recv(64) or not self._closing:
             self._on_ring()
 
     def close(self) -> None:
-        """Stop listening for wakeups of vLLM's scheduler, and join the thread. Idempotent."""
-        # A datagram of our own ends the thread's blocking `recv`; closing the socket would not.
-        if self._thread.is_alive():
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mine:
-                mine.sendto(_STOP + self._secret, "\0" + self.address)
+        """Join the thread. Idempotent."""
+        if not self._closing:
+            self._closing = True
+            self._socket.shutdown(SHUT_RD)  # ends `recv`, as closing the socket would not
             self._thread.join()
-        self._socket.close()
+            self._socket.close()
 
 
 class WakeupSender(Closing):
-    """A thread that wakes a listener when one of `fds` is readable, once each time it is armed.
-
-    The descriptors belong to the caller, and must stay open until `close` has returned. Raises
-    OSError where the listener cannot be reached.
-    """
+    """A thread that wakes a listener when one of `fds` is readable, once each time it is armed. The
+    descriptors belong to the caller, and must stay open until `close` has returned. Raises OSError
+    where the listener cannot be reached."""
 
     def __init__(self, address: str, fds: Sequence[int]) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket = socket(AF_UNIX, SOCK_DGRAM)
         try:
             # A listener with a full socket has wakeups to read already, so one more is not worth
             # waiting for.
@@ -88,18 +73,11 @@ class WakeupSender(Closing):
         self._thread.start()
 
     def arm(self) -> None:
-        """Let a vLLM worker's wakeup sender ring at the next event.
-
-        Called after the present events were taken. An event that came since is not missed: its
-        descriptor is still readable.
-        """
+        """Let it ring at the next event; called after the present events were taken. An event that
+        came since is not missed: its descriptor is still readable."""
         self._armed.set()
 
     def _watch(self) -> None:
-        """Send wakeups to vLLM's scheduler for events until `close`.
-
-        Ends as well when the listener is gone.
-        """
         while True:
             # Cleared before polling: an `arm` during the ring below then counts for the next turn.
             self._armed.wait()
@@ -115,7 +93,7 @@ class WakeupSender(Closing):
                 return  # the scheduler's process is gone
 
     def close(self) -> None:
-        """Stop a vLLM worker's wakeup sender, and join the thread. Idempotent."""
+        """Join the thread. Idempotent."""
         if self._closing:
             return
         # The thread is in one of two waits, so both are ended, after the flag that it checks.
@@ -133,32 +111,23 @@ class EngineWait:
     def __init__(self) -> None:
         # Stays set until the next `wait`, so a ring that comes between two waits is not lost.
         self._rung = False
-        # The condition of the queue on which the engine rests; None while it does not rest.
-        self._resting: threading.Condition | None = None
+        self._resting: threading.Condition | None = None  # of the queue on which it rests
 
     def ring(self) -> None:
-        """Wake vLLM's engine from its wait, or keep it from resting once."""
+        """Wake the engine from its wait, or keep it from resting once."""
         # The flag before the condition is read. If `wait` has not set `_resting` yet, no
-        # notification is sent, and it finds the flag before it waits. The other way round a ring
-        # between its two steps would be lost.
+        # notification is sent, and it finds the flag before it waits.
         self._rung = True
         if (condition := self._resting) is not None:
             with condition:
                 condition.notify_all()
 
     def wait(self, inputs: Queue[Any], timeout_s: float) -> None:
-        """Rest in vLLM's engine until there is an input or a wakeup, or for `timeout_s` at most.
-
-        Takes nothing out of `inputs`. At a ring since the last wait it returns at once.
-        """
-        until_s = time.monotonic() + timeout_s
+        """Rest until there is an input or a wakeup, or for `timeout_s` at most. Takes nothing out
+        of `inputs`. At a ring since the last wait it returns at once."""
         # The queue's own condition: `put` notifies it too, so one wait covers inputs and rings.
         with inputs.not_empty:
             self._resting = inputs.not_empty
-            while not self._rung and not inputs.queue:
-                left_s = until_s - time.monotonic()
-                if left_s <= 0.0:
-                    break
-                inputs.not_empty.wait(left_s)
+            inputs.not_empty.wait_for(lambda: self._rung or inputs.queue, timeout_s)
             self._resting = None
         self._rung = False

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Results:
-    """Loads that are over, for vLLM: `received` are all of them, `failed` those without KV."""
+    """Loads that are over: `received` are all of them, `failed` those without KV."""
 
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -87,10 +87,8 @@ class _SendingRoom:
 
 @dataclass(slots=True)
 class _ComputedOffer:
-    """A computed prompt that waits for a decode server to open its room.
-
-    `ready` stands behind the kernels that compute it; None: they are done.
-    """
+    """A computed prompt that waits for a decode server to open its room. `ready` stands behind the
+    kernels that compute it; None: they are done."""
 
     order: OfferOrder
     ready: DeviceEvent | None
@@ -147,11 +145,9 @@ class WorkerSide:
     # --- memory -----------------------------------------------------------------------------------
 
     def register(self, pool: KVPool) -> None:
-        """Register the KV memory of a vLLM worker, and start the transfers of its roles.
-
-        All workers of the server call this at the same time. Raises ConfigError for a pool that
-        cannot be registered or an address that cannot be bound; nothing is left open then.
-        """
+        """Register the KV memory, and start the transfers of its roles. All workers of the server
+        call this at the same time. Raises ConfigError for a pool that cannot be registered or an
+        address that cannot be bound; nothing is left open then."""
         try:
             self._register(pool)
         except BaseException:
@@ -159,7 +155,6 @@ class WorkerSide:
             raise
 
     def _register(self, pool: KVPool) -> None:
-        """Start the transfers of a vLLM worker; see `register`, which cleans up after an error."""
         self._pool = pool
         is_producer, is_consumer = self._roles
         options, rank, name = self._options, self._rank, self._options.name
@@ -191,7 +186,6 @@ class WorkerSide:
                 self._report.address = self._prefill.endpoint
 
     def _mesh(self, pool: KVPool) -> Mesh | None:
-        """Return the mesh of the ranks of this vLLM server's workers; None for a single rank."""
         if self._num_ranks == 1:
             return None
         layout = pool.layout
@@ -200,21 +194,19 @@ class WorkerSide:
 
     @property
     def decode(self) -> DecodeTransfers:
-        """Transfers into this vLLM worker; only a registered kv_consumer has them."""
+        """Transfers into this worker; only a registered kv_consumer has them."""
         assert self._decode is not None, "a kv_consumer that is registered"
         return self._decode
 
     @property
     def prefill(self) -> PrefillTransfers:
-        """Transfers out of this vLLM worker; only a registered kv_producer has them."""
+        """Transfers out; only a registered kv_producer has them."""
         assert self._prefill is not None, "a kv_producer that is registered"
         return self._prefill
 
     def close(self) -> None:
-        """End the transfers and the wakeup sender of a vLLM worker.
-
-        Idempotent; each is closed even if another raises.
-        """
+        """End the transfers and the wakeup sender. Idempotent; each is closed even if another
+        raises."""
         with ExitStack() as stack:
             for side in (self._decode, self._prefill, self._host):
                 if side is not None:
@@ -226,12 +218,9 @@ class WorkerSide:
     # --- orders -----------------------------------------------------------------------------------
 
     def before_forward(self, orders: StepOrders, ready: DeviceEvent | None = None) -> None:
-        """Carry out, in a vLLM worker, the orders that open and end rooms, and begin its loads from
-        host memory.
-
+        """Carry out the orders that open and end rooms, and begin the loads from host memory.
         Before the forward, so that peers learn of new rooms while the model computes. `ready`
-        stands behind the kernels of the steps before; None: they are done.
-        """
+        stands behind the kernels of the steps before; None: they are done."""
         # 1. Orders from before a change of weights belong to the former version. And the chunks
         # there are of steps before.
         if orders.before is not None:
@@ -277,7 +266,6 @@ class WorkerSide:
                 self.prefill.withdraw(room, 0, orders.withdrawals[offer.order.rid])
 
     def _clear(self, pages: Sequence[int]) -> None:
-        """Overwrite blocks of a vLLM worker's memory with zeros, and wait until they are there."""
         assert self._pool is not None, "a worker that is registered"
         for pool in (self._pool, *(group.pool for group in self._pool.groups)):
             zeros = torch.zeros_like(pool.read_pages(pages[:1]))
@@ -285,10 +273,6 @@ class WorkerSide:
                 pool.write_pages([page], zeros)
 
     def _start_wakeups(self, address: str) -> None:
-        """Start to wake the scheduler when this vLLM worker has something to report.
-
-        A step is not needed for it.
-        """
         sides = self._decode, self._prefill, self._host
         fds = [side.fileno() for side in sides if side is not None]
         try:
@@ -301,17 +285,13 @@ class WorkerSide:
         self._report.bells = 1
 
     def _refuse(self, refusal: Refuse) -> None:
-        """Refuse a room to prefill from a vLLM worker.
-
-        A failure is only logged: no request of this server depends on it.
-        """
+        # A failure is only logged: no request of this server depends on it.
         try:
             self.decode.refuse(refusal.room, 0, refusal.prefill, refusal.reason, refusal.ticket)
         except PrefixKVError as error:
             _log.warning("room %d was not refused: %s", refusal.room, error)
 
     def _open(self, opening: Open) -> None:
-        """Open the room of a vLLM worker's load: the peer may write its pages from now on."""
         try:
             self.decode.open(
                 opening.room, 0, opening.num_tokens, opening.prefix_len, opening.pages,
@@ -330,7 +310,6 @@ class WorkerSide:
         self._load_keys[opening.rid] = key
 
     def _add(self, add: Add) -> None:
-        """Add a promised send in a vLLM worker: from now on decode's promise for it is accepted."""
         try:
             self.prefill.add(add.room, 0, add.num_tokens, add.decode, add.digest)
         except PrefixKVError as error:
@@ -343,26 +322,20 @@ class WorkerSide:
         self._send_keys[add.rid] = key
 
     def _decline(self, decline: Decline) -> None:
-        """Decline a room to decode from a vLLM worker.
-
-        A failure is only logged: no request of this server depends on it.
-        """
+        # A failure is only logged: no request of this server depends on it.
         try:
             self.prefill.refuse(decline.room, 0, decline.reason, decode=decline.decode)
         except PrefixKVError as error:
             _log.warning("room %d of %s was not declined: %s", decline.room, decline.decode, error)
 
     def has_work_after(self, orders: StepOrders) -> bool:
-        """Return whether a vLLM worker has something to do behind the kernels of a step."""
+        """Return whether there is something to do behind the kernels of a step."""
         has_writes = self._host is not None and self._host.has_writes
         return has_writes or bool(orders.chunks or orders.offers)
 
     def after_forward(self, orders: StepOrders, ready: DeviceEvent | None = None) -> None:
-        """Hand over a vLLM worker's chunks and offers of a step, and begin its writes to host
-        memory.
-
-        Their KV is there once `ready.query()` is True.
-        """
+        """Hand over the chunks and offers of a step, and begin the writes to host memory. Their KV
+        is there once `ready.query()` is True."""
         if self._host is not None:
             self._host.begin_writes(ready)
         self._hand_over(orders, ready)
@@ -374,7 +347,6 @@ class WorkerSide:
             self._offer(offer, ready)
 
     def _offer(self, offer: OfferOrder, ready: DeviceEvent | None) -> None:
-        """Open a vLLM worker's room of an offer, for any decode server that proves its digest."""
         try:
             self.prefill.offer(offer.room, 0, offer.num_tokens, offer.digest, offer.timeout_s)
         except PrefixKVError as error:
@@ -384,7 +356,6 @@ class WorkerSide:
         self._offers[offer.room] = _ComputedOffer(offer, ready)
 
     def _send(self, chunk: Chunk, ready: DeviceEvent | None) -> None:
-        """Hand one chunk of a vLLM worker over to be sent, with all pages of its request so far."""
         key = self._send_keys.get(chunk.rid)
         if key is None:
             return  # the room is over
@@ -409,10 +380,7 @@ class WorkerSide:
     # --- outcomes ---------------------------------------------------------------------------------
 
     def take_results(self) -> Results:
-        """Return a vLLM worker's loads that are over since the last call.
-
-        All events until now are taken in.
-        """
+        """Return the loads that are over since the last call. All events until now are taken in."""
         if self._decode is not None:
             for event in _events(self._decode.take_events):
                 self._take_decode_event(event)
@@ -428,7 +396,7 @@ class WorkerSide:
         return results
 
     def _take_decode_event(self, event: DecodeEvent) -> None:
-        """Take in what happened to a room into which a vLLM worker loads.
+        """Take in what happened to a room into which something is loaded.
 
         1. Success is also proof: the peer has written everything, so it writes nothing more.
         2. A failure is an outcome only. The peer may still write, so the room stays until 3.
@@ -455,7 +423,6 @@ class WorkerSide:
                 self._report.overdue.append(load.rid)
 
     def _take_copies(self, host: WorkerHost) -> None:
-        """Take in the copies to and from a vLLM worker's host memory that have ended."""
         ends, loaded = host.take_ends()
         self._report.copied += ends
         self._report.host_pages |= host.take_size()
@@ -465,8 +432,8 @@ class WorkerSide:
             self._end_load(rid, failed=bool(error))
 
     def _end_load(self, rid: str, failed: bool) -> None:
-        """End a part of a vLLM worker's load. vLLM hears of it when no part touches the blocks any
-        more, but a room that has failed, whose blocks are held until it is settled."""
+        # vLLM hears of it when no part touches the blocks any more, but a room that has failed,
+        # whose blocks are held until it is settled.
         parts = self._parts[rid]
         parts.pending -= 1
         parts.failed |= failed
@@ -477,16 +444,11 @@ class WorkerSide:
                 self._results.failed.add(rid)
 
     def _settle(self, key: RoomKey) -> None:
-        """Forget a vLLM worker's room that no peer writes any more; report its load as settled."""
         load = self._loads.pop(key)
         del self._load_keys[load.rid]
         self._report.settled.append(load.rid)
 
     def _take_prefill_event(self, event: PrefillEvent) -> None:
-        """Take in what happened to a room from which a vLLM worker sends.
-
-        It is the room of an offer, or of a send.
-        """
         # An offer's events carry keys that are no sends yet: its own key has no decode server's
         # name, and the first Bootstrapped brings the name.
         offer = self._offers.get(event.key.room)
@@ -510,7 +472,6 @@ class WorkerSide:
                 self._report.freed.append(send.rid)
 
     def _take_offer_event(self, offer: _ComputedOffer, event: PrefillEvent) -> None:
-        """Take in that decode opened the room of a vLLM worker's offer, or that none will."""
         order = offer.order
         match event:
             case Bootstrapped():
@@ -530,10 +491,7 @@ class WorkerSide:
                 self._report.freed.append(order.rid)
 
     def take_report(self) -> WorkerReport | None:
-        """Return the worker's report for vLLM's scheduler since the last call.
-
-        None: there is nothing to report.
-        """
+        """Return the worker's report since the last call. None: there is nothing to report."""
         if not self._report:
             return None
         report, self._report = self._report, WorkerReport()
@@ -542,10 +500,8 @@ class WorkerSide:
     # --- an operator's ----------------------------------------------------------------------------
 
     def lost_peers(self) -> list[dict[str, Any]]:
-        """Return the silent or dead peers of a vLLM worker, and what they hold.
-
-        See `extension.WorkerExtension.prefixkv_lost_peers`.
-        """
+        """Return the silent or dead peers, and what they hold. See
+        `extension.WorkerExtension.prefixkv_lost_peers`."""
         return [
             {"peer": peer.name, "life": f"{peer.incarnation:x}", "why": why, "held": held}
             for side in (self._decode, self._prefill)
@@ -554,11 +510,9 @@ class WorkerSide:
         ]
 
     def fence(self, peer: str, life: str) -> None:
-        """End and settle all of a vLLM worker's rooms of a process that is known to be dead.
-
-        See `extension.WorkerExtension.prefixkv_fence` for the danger of fencing a live one. Raises
-        RequestError for a life that is no hexadecimal number.
-        """
+        """End and settle all of the rooms of a process that is known to be dead. See
+        `extension.WorkerExtension.prefixkv_fence` for the danger of fencing a live one. Raises
+        RequestError for a life that is no hexadecimal number."""
         try:
             incarnation = int(life, 16)
         except ValueError:
@@ -568,10 +522,8 @@ class WorkerSide:
                 side.fence(peer, incarnation)
 
     def move_weights(self, weights_version: str) -> None:
-        """Move the transfers of a vLLM worker to this weights version.
-
-        Raises ConfigError for a string that is none.
-        """
+        """Move the transfers to this weights version. Raises ConfigError for a string that is
+        none."""
         for side in (self._decode, self._prefill):
             if side is not None:
                 side.move_weights(weights_version)
@@ -579,7 +531,7 @@ class WorkerSide:
     # --- counts -----------------------------------------------------------------------------------
 
     def take_counts(self) -> dict[str, int]:
-        """Return a vLLM worker's counts since the last call, `bytes_sent` of its rank included."""
+        """Return the counts since the last call, `bytes_sent` of its rank included."""
         if self._prefill is not None:
             # The transfer's number only grows; vLLM adds up intervals, so report the difference.
             sent = self._prefill.bytes_sent
@@ -589,15 +541,12 @@ class WorkerSide:
 
 
 def _any_port(bind: str) -> str:
-    """Return a vLLM worker's `bind` with any free port: several ranks share one host."""
+    # Several ranks share one host.
     return bind.rpartition(":")[0] + ":*"
 
 
 def _events(take: Callable[[], list[T]]) -> list[T]:
-    """Take the events of a vLLM worker's transfers; an internal error is logged, not raised.
-
-    The control thread survives such an error, and so do the other requests.
-    """
+    # The control thread survives an internal error, and so do the other requests.
     try:
         return take()
     except InternalError as error:

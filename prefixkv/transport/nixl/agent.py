@@ -21,7 +21,6 @@ from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.transport.interfaces import ucx_options
-from prefixkv.transport.metadata.nixl_form import read_metadata
 from prefixkv.transport.runs import Runs
 
 # Read when the libraries load. Faults are expected here, and come back as typed exceptions.
@@ -34,7 +33,6 @@ from nixl import _bindings as nixl_errors  # noqa: E402  # pyright: ignore[repor
 logging.raiseExceptions = _raise_exceptions  # nixl's logging turns it off for the whole process
 
 _UCX: Final = "UCX"
-BINDINGS_FILE: Final[str] = nixl_errors.__file__
 _MIN_RESTS: Final = 50  # polls that `rest` makes at least, however long each takes
 FORGOTTEN: Final = nixl_errors.nixlNotFoundError  # NIXL does not know the peer (any more)
 
@@ -99,12 +97,14 @@ class NixlAgent:
         """Load a peer's metadata into this NIXL agent.
 
         Raises:
-            MetadataError: it is of another agent, which it would replace inside NIXL, or it is
-                malformed.
+            MetadataError: it is of another agent, which it would replace inside NIXL.
             Exception: whatever NIXL raises.
         """
-        if (found := read_metadata(metadata).name) != name:
-            raise MetadataError(f"it is of agent {found!r}, not of {name!r}")
+        named = name.encode()
+        # As NIXL 1.5.1 begins: a head, then the agent's name, its length before it.
+        head = b"nixlSerDes|Agent" + len(named).to_bytes(8, "little") + named + b"|"
+        if not metadata.startswith(head):
+            raise MetadataError(f"it is not of agent {name!r}, but begins with {metadata[:64]!r}")
         self.api.add_remote_agent(metadata)
 
     def prepare(self, name: str, runs: Runs, layout: KVLayout) -> tuple[Any, Any]:
@@ -146,7 +146,6 @@ class NixlAgent:
 
 
 def memory_type_of(layout: KVLayout) -> str:
-    """Return the name that a NIXL agent has for the memory of the layout's device."""
     return "DRAM" if layout.device == "cpu" else "VRAM"
 
 

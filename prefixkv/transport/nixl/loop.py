@@ -38,14 +38,13 @@ from prefixkv.transport.base import (
 from prefixkv.transport.interfaces import warn_if_open
 from prefixkv.transport.jobs import ActiveJob
 from prefixkv.transport.loop import RECONNECT_S, TransportLoop, bare
-from prefixkv.transport.metadata.nixl_form import nixl_name
 from prefixkv.transport.nixl.agent import (
     CONNECTION_BROKEN,
     NEVER_POSTED,
     NixlAgent,
     error_of,
 )
-from prefixkv.transport.nixl.peer import NixlPeer, Post
+from prefixkv.transport.nixl.peer import NixlPeer, Post, nixl_name
 from prefixkv.transport.routes import PeerMemory, routes_to
 from prefixkv.wakeups import Inbox
 
@@ -202,7 +201,6 @@ class NixlLoop(TransportLoop[NixlPeer]):
 
     @property
     def _polled_lately(self) -> bool:
-        """True if NIXL's loop has polled for notifications in the last `_LINGER_S`."""
         return time.monotonic() < self._last_poll + _LINGER_S
 
     # --- commands ---------------------------------------------------------------------------------
@@ -281,8 +279,6 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return peer.in_flight < self._config.window
 
     def _transfer(self, peer: NixlPeer, job: ActiveJob) -> None:
-        """Post the next part of a job to NIXL in its loop, and note how that ended if it did so at
-        once."""
         part = job.parts[job.next_part]
         src, dst, tag = job.next_post()
         # Counted before the post, so that every way out below ends in exactly one `part_ended`.
@@ -310,7 +306,6 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self._part_ended(post, error, may_land)
 
     def _check_posts(self) -> bool:
-        """Check all posts of NIXL's loop that are under way; return whether one has ended."""
         ended: list[tuple[Post, Exception | None]] = []
         going: list[Post] = []
         for post in self._posts:
@@ -331,7 +326,6 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return bool(ended)
 
     def _part_ended(self, post: Post, error: Exception | None, may_land: bool) -> None:
-        """Note in NIXL's loop the end of a posted part: in its peer, its agent, and its job."""
         peer = post.peer
         current = post.agent is self._agent  # a former agent's posts were taken off `in_flight`
         if current:
@@ -386,7 +380,6 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return bool(arrived)
 
     def _tell_settled(self) -> None:
-        """Emit Settled for the tokens for which NIXL's loop has polled for long enough."""
         due = [token for until_s, token in self._settling if until_s <= self._polled_s]
         self._settling = [waiting for waiting in self._settling if waiting[0] > self._polled_s]
         for token in due:
@@ -404,12 +397,9 @@ class NixlLoop(TransportLoop[NixlPeer]):
 
     @property
     def _agents(self) -> list[NixlAgent]:
-        """The NIXL agents of the loop: the one that posts, and the one that it replaced until that
-        is destroyed."""
         return [self._agent] if self._former_agent is None else [self._agent, self._former_agent]
 
     def _new_agent(self, name: str) -> NixlAgent:
-        """Create a NIXL agent for the loop, with all our memory registered."""
         interface = self._config.interface
         return NixlAgent(name, self._layout, self._staging, self._state, interface)
 

@@ -9,10 +9,15 @@ from typing import Any
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.jobs import ActiveJob
 from prefixkv.transport.loop import LoopPeer
-from prefixkv.transport.metadata.nixl_form import nixl_name
 from prefixkv.transport.nixl.agent import FORGOTTEN, NixlAgent
 from prefixkv.transport.parts import Part
 from prefixkv.transport.routes import PeerMemory, Routes
+
+
+def nixl_name(peer: PeerId) -> str:
+    """Return the peer's name as a NIXL agent; it has the incarnation in it, so that a restarted
+    peer is never taken for its former self."""
+    return f"{peer.name}#{peer.incarnation}"
 
 
 class NixlPeer(LoopPeer):

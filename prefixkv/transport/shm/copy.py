@@ -84,8 +84,6 @@ class _Side(NamedTuple):
     rows: Any
 
     def places(self, first_run: int, num_runs: int, units: Pages) -> Int64s:
-        """Return [unit pages, runs]: the place of each block of an shm copy on this side, in units
-        from `base`."""
         runs = slice(first_run, first_run + num_runs)
         at = self.positions.of(units).astype(np.int64)[:, None]
         first, stride = self.first[runs].T, self.stride[runs].T  # [rows, runs]
@@ -96,7 +94,6 @@ class _Side(NamedTuple):
         return first[row[:, 0]] + stride[row[:, 0]] * at
 
     def thinned(self, step: int) -> _Side:
-        """Return this side of an shm copy with the first of each `step` runs only."""
         return self._replace(first=self.first[::step], stride=self.stride[::step])
 
 
@@ -125,8 +122,6 @@ class CopyPlan:
     """
 
     def __init__(self, runs: Runs, dst: RunTable) -> None:
-        """Plan the copies to an shm peer; `dst` is that of `runs` with addresses of this process
-        (`moved`)."""
         self._first_run = [group.first_run for group in runs.groups]
         self._plans = [
             _plan(group, _rows(runs.src, runs), _rows(dst, runs), runs) for group in runs.groups
@@ -165,8 +160,6 @@ class CopyPlan:
     def _by_strides(
         self, plan: _GroupPlan, heads: _GroupPlan, part: Part, src_pages: Pages, dst_pages: Pages
     ) -> None:
-        """Copy to an shm peer with one strided copy per page, or per pages that continue in the
-        same steps."""
         assert plan.steps is not None
         size, (src_step, dst_step) = plan.bundle, plan.steps
         # 1. The bundles that the part touches, as blocks of the plan `heads`.
@@ -213,7 +206,6 @@ class CopyPlan:
 
 
 def _rows(table: RunTable, runs: Runs) -> Int64s:
-    """Return the run table as an shm copy's plan reads it: [runs, rows of each, 5], signed."""
     rows: Int64s = table.astype(np.int64).reshape(runs.num_runs, -1, 5)
     return rows
 
@@ -243,8 +235,6 @@ def _plan(group: RunGroup, src: Int64s, dst: Int64s, runs: Runs) -> _GroupPlan:
 
 
 def _step(side: _Side, bundle: int) -> int:
-    """Return, for strided shm copies, the units from each run of a bundle to the next if they are
-    the same everywhere, else 0."""
     if bundle < 2:
         return 0
     bundles = side.first.reshape(-1, bundle, side.first.shape[1])
@@ -254,7 +244,6 @@ def _step(side: _Side, bundle: int) -> int:
 
 
 def _side(table: Int64s, base: int, unit: int, positions: Positions) -> _Side:
-    """Return one side of a group of shm copies, with its memory as an array of units."""
     # Up to the end of the last block, in whole units: nothing behind it may be reached.
     ends = table[:, :, 0] + (table[:, :, 4] - 1) * table[:, :, 3] + table[:, :, 1]
     num_bytes = (int(ends.max()) - base) // unit * unit

@@ -89,7 +89,6 @@ class ShmListener:
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def on_ready(self, fd: int, arrived: Callable[[bytes], None]) -> bool:
-        """Take what came at this descriptor; return False if it is none of the shm door's."""
         if fd == self._listener.fileno():
             self._accept(arrived)
         elif fd in self._links:
@@ -187,14 +186,12 @@ class ShmListener:
             self._drop(fd)
 
     def _greet(self, link: socket.socket, packet: bytes) -> None:
-        """Hand the memory over to a writer that says the token at the shm door."""
         # In constant time, so that the token cannot be guessed byte by byte.
         if not hmac.compare_digest(packet, MAGIC + self._token):
             raise HandshakeError("shm token", "that of the Hello", "another")
         hand_over(link, self._blocks, self._ranges)
 
     def _drop(self, fd: int) -> None:
-        """Close a link at the shm door and stop watching it."""
         link, _ = self._links.pop(fd)
         with contextlib.suppress(OSError):
             self._epoll.unregister(fd)

@@ -107,8 +107,6 @@ class ShmLoop(TransportLoop[ShmPeer]):
         return bool(self._guarded(self._progress))
 
     def _ready(self, idle_since: float | None) -> list[tuple[int, int]]:
-        """Return what came at the sockets of shm's loop, after waiting as long as nothing else is
-        to be done."""
         now = time.monotonic()
         paced_until = self._paced_until(now)
         # Five cases. 1. Something to do at once: only look.
@@ -146,8 +144,6 @@ class ShmLoop(TransportLoop[ShmPeer]):
         return self._epoll.poll(None if not times else max(0.0, min(times) - now))
 
     def _on_ready(self, fd: int, events: int) -> None:
-        """Give what came at a descriptor of shm's loop to the door or to the peer that it belongs
-        to."""
         if self._door is not None and self._door.on_ready(fd, self._arrived):
             return
         for peer in list(self._peers.values()):
@@ -160,7 +156,6 @@ class ShmLoop(TransportLoop[ShmPeer]):
                     self._lose(peer, error)
 
     def _progress(self) -> bool:
-        """Make one step of shm's loop for each peer; return whether anything moved."""
         now, moved = time.monotonic(), False
         for peer in list(self._peers.values()):
             if peer.link is not None and peer.routes is None:
@@ -185,7 +180,6 @@ class ShmLoop(TransportLoop[ShmPeer]):
         return ShmPeer(peer_id, metadata, memory)
 
     def _connect_again(self, peer: ShmPeer) -> None:
-        """Connect shm's loop to a peer again, at once: no copy is under way."""
         self._connect(peer)
 
     def _forget_if_unused(self, peer: ShmPeer) -> None:
@@ -263,7 +257,6 @@ class ShmLoop(TransportLoop[ShmPeer]):
     # --- copies -----------------------------------------------------------------------------------
 
     def _transfer(self, peer: ShmPeer, job: ActiveJob) -> None:
-        """Copy the next part of a job into the peer's memory in shm's loop, and send its tag."""
         number = job.next_part
         part = job.parts[number]
         self._jobs.part_posted(job)
@@ -283,7 +276,6 @@ class ShmLoop(TransportLoop[ShmPeer]):
     # --- events -----------------------------------------------------------------------------------
 
     def _arrived(self, tag: bytes) -> None:
-        """Emit a tag that a writer sent to shm's loop."""
         self.emit(Arrived(tag))
 
     def _tell_settled(self) -> None:
@@ -308,5 +300,4 @@ class ShmLoop(TransportLoop[ShmPeer]):
 
 
 def _is_greeting(peer: ShmPeer) -> bool:
-    """Return whether the peer has not answered the greeting of shm's loop at its door yet."""
     return peer.link is not None and not peer.link.answered

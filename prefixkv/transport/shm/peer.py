@@ -116,8 +116,6 @@ class ShmLink:
         self._watch(0)
 
     def _map(self, block: SharedBlock) -> int:
-        """Map a block of an shm peer; return the difference between our address of it and the
-        peer's."""
         try:
             memory = mmap.mmap(block.fd, block.num_bytes, mmap.MAP_SHARED)
         except (OSError, ValueError, OverflowError) as error:
@@ -197,7 +195,6 @@ class ShmLink:
             self._flush()
 
     def _flush(self) -> None:
-        """Send the tags that wait for an shm peer, as many as the socket takes."""
         try:
             while self._unsent:
                 # Removed only after the send, so that none is lost where the socket is full.
@@ -213,11 +210,9 @@ class ShmLink:
         self._watch(0)
 
     def _first(self, count: int) -> Iterable[bytes]:
-        """Return the first tags that wait for an shm peer, without removing them."""
         return (self._unsent[at] for at in range(count))
 
     def _watch(self, more: int) -> None:
-        """Watch for the end of the connection to an shm peer, and for `more`."""
         # Not for input: the peer has nothing to say any more.
         self._epoll.modify(self.fd, select.EPOLLRDHUP | more)
 
@@ -249,7 +244,6 @@ class _Stretch(NamedTuple):
 
 
 def _ranges_of(memory: PeerMemory) -> list[tuple[int, int]]:
-    """Return [address, bytes] of what the shm peer's Hello names and this rank writes to."""
     ranges = [*memory.layout.regions]
     if memory.staging is not None:
         ranges.append((memory.staging.base, memory.staging.num_bytes))

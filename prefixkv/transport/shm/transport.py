@@ -87,7 +87,5 @@ class ShmTransport(ThreadedTransport[ShmLoop]):
         """Do nothing: no job of the shm transport ends undrained."""
 
     def _run(self) -> None:
-        """Run the thread of the shm transport; the loop's objects are created by the constructor
-        and used only here."""
         self._loop.serve(self._inbox)
         self._loop.destroy()

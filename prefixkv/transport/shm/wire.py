@@ -81,7 +81,6 @@ class Handed(NamedTuple):
 
 
 def pack_offer(offer: ShmOffer) -> bytes:
-    """Return the offer of an shm transport as bytes."""
     return MAGIC + msgspec.msgpack.encode(offer)
 
 
@@ -242,8 +241,6 @@ def check_file(block: SharedBlock) -> None:
 
 
 def _check_places(blocks: Iterable[SharedBlock], ranges: Iterable[tuple[int, int]]) -> None:
-    """Raise HandshakeError for blocks of an shm peer that overlap, or a range that is not inside
-    one."""
     # In the order of addresses, so that each block is compared with its predecessor alone.
     ends: dict[int, int] = {}
     end = 0

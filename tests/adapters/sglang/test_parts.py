@@ -22,7 +22,7 @@ from prefixkv.engines.sglang.clock import RankClock, TimeMark
 from prefixkv.engines.sglang.joins import Joins
 from prefixkv.engines.sglang.keys import FEW, Packer, RequestKey, namespace_of
 from prefixkv.engines.sglang.slots import SlotTable
-from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst, WaitingPrefixes, weight_order
+from prefixkv.engines.sglang.waiting import Depths, NewPagesFirst, weight_order
 from prefixkv.errors import TokenError
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -169,20 +169,6 @@ def test_time_is_sent_with_requests_and_now_and_then_without() -> None:
 
 def ask(*tokens: int) -> SimpleNamespace:
     return SimpleNamespace(key=RadixKey(tokens))
-
-
-def test_each_request_that_waits_is_told_once_and_taken_back_once() -> None:
-    tree = RadixCache(page_size=1)
-    waiting = WaitingPrefixes(tree, lambda request: request.key)
-    first, second = ask(1, 2), ask(1, 2)
-    waiting.follow([first, second])
-    waiting.follow([first, second])
-    assert tree.stats().num_wants == 2
-    first.key.append(3)  # a request's key grows once it runs
-    waiting.follow([second])
-    assert tree.stats().num_wants == 1
-    waiting.follow([])
-    assert tree.stats().num_wants == 0
 
 
 def test_prompts_are_matched_again_only_when_pages_came_or_went() -> None:

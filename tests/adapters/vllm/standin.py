@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from prefixkv.config import ControlConfig, ModelConfig, TransportConfig
+from prefixkv.config import ControlConfig, ModelConfig
 from prefixkv.engines.vllm.layout import pool_of
 from prefixkv.engines.vllm.options import OPTION_NAMES, ConnectorOptions
 from prefixkv.engines.vllm.scheduler import SchedulerSide
@@ -144,7 +144,6 @@ class Request:
 def options(name: str, **more: Any) -> ConnectorOptions:
     said: dict[str, Any] = {
         "control": ControlConfig(heartbeat_s=0.1, resend_s=0.05, fence_settle_s=0.05),
-        "transport": TransportConfig(trial_peers=False),
     }
     return ConnectorOptions(name, **({"bind": "tcp://127.0.0.1:*"} | said | more))
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from prefixkv import HostConfig, KVPool
-from prefixkv.engines.vllm import compat
 from prefixkv.engines.vllm.blocks import Holds
 from prefixkv.engines.vllm.host import DeviceBlocks, HostBlocks, key_of
 from prefixkv.engines.vllm.host_worker import WorkerHost
+from prefixkv.engines.vllm.layout import check_host_memory
 from prefixkv.engines.vllm.orders import CopyEnd, CopyOrder, WorkerReport
 from prefixkv.engines.vllm.scheduler import SchedulerSide
 from prefixkv.errors import ConfigError
@@ -583,4 +583,4 @@ def test_servers_without_use_for_it_refuse_it(consumes: bool, caches: bool, word
         cache_config=SimpleNamespace(enable_prefix_caching=caches),
     )
     with pytest.raises(ConfigError, match=words):
-        compat.check_host_memory(config)
+        check_host_memory(config)

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from prefixkv.engines.vllm.compat import check_windows
-from prefixkv.engines.vllm.layout import PLAIN, check_config, check_sleep, is_plain, pool_of
+from prefixkv.engines.vllm.layout import (
+    PLAIN,
+    check_config,
+    check_sleep,
+    check_windows,
+    is_plain,
+    pool_of,
+)
 from prefixkv.errors import ConfigError
 from tests.adapters.vllm.standin import FullAttentionSpec, kv_cache_config, options
 

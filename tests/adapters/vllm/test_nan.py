@@ -225,6 +225,17 @@ def engine(make_servers: MakeServers) -> Engine:
     return make_servers(prefill={"advertise": "tcp://127.0.0.1:1"}).prefill
 
 
+def test_the_log_has_one_line_a_minute_of_them(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(engine.scheduler, "_now_s", lambda: now_s)
+    for at_s, num_lines in ((1000.0, 1), (1059.9, 1), (1060.0, 2), (1061.0, 2)):
+        now_s = at_s
+        assert engine.scheduler.take_logits(EMPTY, {"1": 3, "2": 4})[0].keys() == {"1", "2"}
+        assert caplog.text.count("NotFiniteError") == num_lines
+
+
 @pytest.mark.parametrize("params", [PROMISED, DRAWN])
 def test_a_prompt_waits_for_the_result_of_its_last_step(
     engine: Engine, params: dict[str, Any]

@@ -86,8 +86,8 @@ def test_what_was_evicted_is_known_when_it_comes_back_unless_forgotten():
         cache.insert([2] * 6, range(10, 16), now_s=2.0)
         assert set(cache.evict(6, 3.0).tolist()) == set(range(10, 16))
         assert [node.mark.visits for node in cache.nodes()] == [visits]
-        assert cache.policy.remembered.num_pages == (6 if visits == 2 else 0)
+        assert cache.policy.asked.remembered.num_pages == (6 if visits == 2 else 0)
         assert len(cache.evict(6, 4.0)) == 6
-        assert cache.policy.remembered.num_pages == (12 if visits == 2 else 0)
+        assert cache.policy.asked.remembered.num_pages == (12 if visits == 2 else 0)
         cache.reset()
-        assert cache.policy.remembered.num_pages == 0
+        assert cache.policy.asked.remembered.num_pages == 0

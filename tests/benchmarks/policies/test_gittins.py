@@ -54,7 +54,7 @@ def test_conversations_likely_to_return_outlive_others():
 
 def test_a_return_is_expected_at_its_time_and_not_after():
     cache, _ = taught()
-    policy = cache.policy
+    policy = cache.policy.asked
     short = policy.tables.worth[policy._kind(1, 2)]
     assert short[bin_of(29.0)] > 2 * short[bin_of(60.0)]
     assert policy.tables.peak[policy._kind(1, 2)] <= bin_of(30.0)
@@ -66,13 +66,13 @@ def test_returns_are_seen_though_the_pages_are_gone_until_ghosts_are_forgotten()
         cache.insert([1] * 6, range(6), now_s=0.0)
         cache.evict(6, 1.0)
         cache.insert([1] * 6 + [2], range(7), now_s=20.0)
-        tables = cache.policy.tables
+        tables = cache.policy.asked.tables
         assert sum(map(sum, tables._returns)) == came_back
         assert sum(map(sum, tables._losses)) == 1 - came_back
         assert max(node.mark.turn for node in cache.nodes()) == 1 + came_back
         cache.reset()
         assert sum(map(sum, tables._returns)) == sum(map(sum, tables._losses)) == 0
-        assert cache.policy.remembered.num_pages == 0
+        assert cache.policy.asked.remembered.num_pages == 0
 
 
 def test_only_a_continuation_of_another_counts_as_a_return():
@@ -81,15 +81,15 @@ def test_only_a_continuation_of_another_counts_as_a_return():
     cache.insert([1, 2, 8, 9], [0, 1, 12, 13], now_s=2.0)  # shares a beginning
     cache.insert([1, 2], [0, 1], now_s=3.0)  # brings nothing
     cache.insert([1, 2], [0, 1], now_s=4.0)
-    assert sum(map(sum, cache.policy.tables._returns)) == 0
+    assert sum(map(sum, cache.policy.asked.tables._returns)) == 0
     with cache.lock(cache.match_prefix([1, 2, 8, 9, 10]), now_s=9.0) as lock:
         prompt = cache.insert([1, 2, 8, 9, 10], [*lock.pages.tolist(), 14], now_s=9.0)
     with cache.lock(prompt, now_s=9.0):
         cache.insert(
             [1, 2, 8, 9, 10, 11], [*prompt.pages.tolist(), 15], now_s=12.0
         )  # the same request
-    assert sum(map(sum, cache.policy.tables._returns)) == 1
-    assert cache.policy.tables._returns[cache.policy._kind(1, 2)][bin_of(7.0)] == 1
+    assert sum(map(sum, cache.policy.asked.tables._returns)) == 1
+    assert cache.policy.asked.tables._returns[cache.policy.asked._kind(1, 2)][bin_of(7.0)] == 1
 
 
 def test_without_a_clock_the_oldest_goes():

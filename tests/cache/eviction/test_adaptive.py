@@ -32,6 +32,7 @@ from prefixkv.cache.eviction.hazards import (
     rise_and_fall,
 )
 from prefixkv.cache.eviction.least_worth import LeastWorth
+from prefixkv.cache.eviction.queues import forget
 from prefixkv.cache.node import TreeNode
 from prefixkv.cache.radix_cache import RadixCache
 
@@ -158,7 +159,7 @@ def test_a_line_knows_its_oldest_and_its_newest_in_whatever_order_leaves_come():
         queue.add(leaf)
         if rng.random() < 0.6:
             gone = living.pop(rng.choice(list(living)))
-            queue.take(gone)
+            forget(gone)
         if not tick % 97:
             queue._sweep()
         if living:

@@ -120,7 +120,7 @@ def test_a_user_writes_and_registers_a_policy():
 def test_a_policy_object_brings_its_own_settings_to_one_cache():
     policy = Gittins(period=60)
     cache = RadixCache(policy=policy)
-    assert cache.policy is policy is make_policy(policy)
+    assert cache.policy.asked is policy is make_policy(policy)
     with pytest.raises(ConfigError, match="'gittins' serves a cache already"):
         RadixCache(policy=policy)
     with pytest.raises(ConfigError, match="policy 7 is not one of"):

@@ -18,7 +18,6 @@ from prefixkv.control.effects import (
     Expect,
     FrameFailed,
     FrameReceived,
-    PeerTried,
     RankDrained,
     Reached,
     SendFrame,
@@ -26,7 +25,6 @@ from prefixkv.control.effects import (
     Tick,
     Unreached,
 )
-from prefixkv.digest import prove
 from prefixkv.errors import (
     AbortedError,
     HandshakeError,
@@ -83,11 +81,10 @@ from tests.control.wire import (
     kinds,
     members,
     newer,
-    of,
     of_another_version,
     promise,
 )
-from tests.protocol.rooms import PROMPT, SECRETS
+from tests.protocol.rooms import PROMPT
 
 ACK = OutcomeAck(*KEY.numbers, 0)
 ENOUGH, WHY = AbortRoom(KEY, "enough"), Alike(AbortedError("enough"))
@@ -258,7 +255,7 @@ def test_a_frame_of_another_version_changes_nothing_for_a_worker_that_is_known()
 
 def test_a_restarted_worker_counts_its_frames_from_one() -> None:
     peer = PrefillPeer().opened()
-    reply = messages.HelloReply(DIGEST, Topology(4), ("",), SECRETS[1], known=PREFILL.incarnation)
+    reply = messages.HelloReply(DIGEST, Topology(4), ("",), known=PREFILL.incarnation)
     peer.on(FrameReceived(ADDRESS, peer.raw(reply, newer(PREFILL), seq=1)))
     assert peer.control.peers(peer.now_s) == {ADDRESS: (newer(PREFILL), "ready")}
 
@@ -605,7 +602,6 @@ INPUTS: dict[str, tuple[Any, list[str]]] = {
     "a write": (WriteDone(1, 64), ["InternalError"]),
     "a write that failed": (WriteFailed(1, OSError("reset"), drained=False), ["InternalError"]),
     "a write that is drained": (WriteDrained(1), ["InternalError"]),
-    "a peer that was tried": (PeerTried(PREFILL), ["InternalError"]),
 }
 
 
@@ -638,7 +634,7 @@ def test_an_input_is_followed_by_one_expect_at_most_and_only_for_another_number(
     control = PrefillPeer().control
     for room in (7, 8):
         assert Expect(0) not in control.on(OpenRoom(promise(room), ADDRESS, PROMPT), 0.0)
-    reply = messages.HelloReply(DIGEST, Topology(4), (ADDRESS,), SECRETS[1])
+    reply = messages.HelloReply(DIGEST, Topology(4), (ADDRESS,))
     raw = messages.encode(PREFILL, 1, reply)
     assert control.on(FrameReceived(ADDRESS, raw), 0.0)[-1] == Expect(2)
     assert control.on(Tick(), 0.0) == []
@@ -648,13 +644,25 @@ def test_an_input_is_followed_by_one_expect_at_most_and_only_for_another_number(
 # --- the same tokens ------------------------------------------------------------------------------
 
 
-def test_a_promise_proves_its_prompt_to_the_rank_that_it_is_said_to_and_again() -> None:
+def test_a_promise_and_an_abort_name_the_prompt_and_the_process_that_they_are_said_to() -> None:
     peer = PrefillPeer()
-    peer.open(msgspec.structs.replace(promise(), proof=b""))
-    other = bytes(reversed(range(32)))
-    (said,) = of(peer.greet(secret=other), Promise)
-    assert said.proof == prove(PROMPT, SECRETS[0], other)
-    assert of(peer.after(TIMING.resend_s), Promise) == [said]
+    peer.open(msgspec.structs.replace(promise(), digest=b"", life=77))
+    sent: list[Any] = []
+    on = peer.control.on
+
+    def heard(what: Any, now_s: float) -> list[Any]:
+        effects = on(what, now_s)
+        frames = [effect.raw for effect in effects if isinstance(effect, SendFrame)]
+        sent.extend(messages.decode(raw).body for raw in frames)
+        return effects
+
+    peer.control.on = heard  # type: ignore[method-assign]
+    peer.greet()
+    peer.after(TIMING.resend_s)
+    peer.on(AbortRoom(KEY, "test"))
+    words = [body for body in sent if isinstance(body, Promise | messages.Abort)]
+    assert [type(word) for word in words] == [Promise, Promise, messages.Abort]
+    assert {(word.digest, word.life) for word in words} == {(PROMPT, PREFILL.incarnation)}
 
 
 def test_prefills_other_prompt_is_known_for_what_it_is_and_the_pages_are_free_at_once() -> None:

@@ -17,7 +17,6 @@ from prefixkv.control.effects import (
     CopyDone,
     FrameFailed,
     FrameReceived,
-    PeerTried,
     Reached,
     RemovePeer,
     Renew,
@@ -26,7 +25,7 @@ from prefixkv.control.effects import (
     Unreached,
 )
 from prefixkv.control.prefill.control import PrefillInput
-from prefixkv.digest import prompt_digest, prove
+from prefixkv.digest import prompt_digest
 from prefixkv.errors import (
     InternalError,
     PeerLostError,
@@ -55,6 +54,7 @@ from prefixkv.protocol.messages import (
     Heartbeat,
     HelloReply,
     HelloWanted,
+    Libraries,
     Outcome,
     OutcomeAck,
     ProcessLife,
@@ -96,9 +96,9 @@ from tests.control.wire import (
     promise,
     send_chunk,
 )
-from tests.protocol.rooms import PROMPT, SECRETS
+from tests.protocol.rooms import PROMPT
 
-WELCOME = HelloReply(DIGEST, TOPOLOGY, (ADDRESS,), SECRETS[1])
+WELCOME = HelloReply(DIGEST, TOPOLOGY, (ADDRESS,))
 OTHER = PeerId("decode-1", 1)
 ENOUGH = AbortRoom(SENT, "enough")
 ACK = PromiseAck(*SENT.numbers, 0)
@@ -204,6 +204,28 @@ def test_a_peer_that_does_not_fit_is_told_why_and_not_known(
     assert text in reply.refused
     assert peer.control.peers(peer.now_s) == {}
     assert peer.control.counters["handshakes_refused"] == 1
+
+
+@pytest.mark.parametrize(
+    ("theirs", "text"),
+    [
+        (Libraries("1.5.1", "1.22.0"), "version of ucx differs: ours '1.23.0', theirs '1.22.0'"),
+        (Libraries("1.6.0", "1.23.0"), "version of nixl differs: ours '1.5.1', theirs '1.6.0'"),
+        (Libraries("1.5.1", ""), ""),  # unknown
+        (Libraries("1.5.1", "1.23.0"), ""),
+    ],
+)
+@pytest.mark.parametrize("writes_by_nixl", [True, False])
+def test_other_versions_of_the_libraries_that_write_are_refused_by_name(
+    theirs: Libraries, text: str, writes_by_nixl: bool
+) -> None:
+    hello = msgspec.structs.replace(HELLO, libraries=theirs, shm=b"pkvshm1|")
+    if not writes_by_nixl:
+        hello = msgspec.structs.replace(hello, agent_metadata=b"")
+    peer = DecodePeer(libraries=Libraries("1.5.1", "1.23.0"), backend="auto")
+    [reply] = of(peer.say(hello), HelloReply)
+    assert (text in reply.refused) if writes_by_nixl else not reply.refused
+    assert bool(reply.refused) == (writes_by_nixl and text != "")
 
 
 def test_a_hello_that_is_repeated_by_the_network_is_dropped() -> None:
@@ -580,28 +602,33 @@ def test_a_request_of_another_length_fails_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize(
-    "proof",
-    [
-        b"",
-        PROMPT,
-        prove(PROMPT, *SECRETS[::-1]),
-        prove(PROMPT, bytes(16), SECRETS[1]),
-        prove(PROMPT, SECRETS[0], bytes(16)),
-    ],
-    ids=["none", "the digest itself", "of the other side", "of another decode", "of another"],
+    "digest",
+    [b"", PROMPT[:-1], PROMPT + b"\0", bytes(32)],
+    ids=["none", "a part", "more", "another"],
 )
-def test_a_proof_is_of_the_link_that_it_is_said_on(proof: bytes) -> None:
+def test_a_promise_without_the_digest_of_the_prompt_is_for_another(digest: bytes) -> None:
     peer = DecodePeer().known()
     peer.on(add_room())
-    said = peer.say(msgspec.structs.replace(promise(), proof=proof))
+    said = peer.say(msgspec.structs.replace(promise(), digest=digest))
     [outcome] = of(said, Outcome)
     assert outcome.code is FailureCode.PROMPT_MISMATCH
 
 
-def test_another_proof_is_another_promise() -> None:
+@pytest.mark.parametrize("life", [PREFILL.incarnation - 1, PREFILL.incarnation + 1])
+def test_what_is_said_to_another_life_of_prefill_is_dropped(life: int) -> None:
+    """A promise that is late: its pages may be drained."""
+    peer = DecodePeer().known()
+    peer.on(add_room())
+    for word in (promise(), messages.Abort(*SENT.numbers, "test")):
+        assert peer.say(msgspec.structs.replace(word, life=life)) == []
+    assert peer.control.counters["dropped: ProtocolError"] == 2
+    assert [type(body) for body in peer.say(promise())] == [PromiseAck, Bootstrapped]
+
+
+def test_another_digest_is_another_promise() -> None:
     peer = DecodePeer().bootstrapped()
-    other = prove(ANOTHER["other tokens"], *SECRETS)
-    assert peer.say(msgspec.structs.replace(promise(), proof=other)) == []
+    other = ANOTHER["other tokens"]
+    assert peer.say(msgspec.structs.replace(promise(), digest=other)) == []
     assert peer.control.counters["dropped: ProtocolError"] == 1
     assert peer.say(promise()) == [ACK], "the first one stands"
 
@@ -969,7 +996,6 @@ INPUTS: dict[str, tuple[Any, list[str]]] = {
     "a notification": (Arrived(b"junk"), []),
     "a transport that has settled": (Settled(DECODE), []),
     "a peer that is unreachable": (PeerUnreachable(DECODE, OSError("reset")), []),
-    "a trial of no peer": (PeerTried(DECODE), []),
     "a copy of no staging": (CopyDone(1), []),
     "an address that cannot be": (ConnectFailed(ADDRESS, OSError("no such")), []),
     "a connection": (Reached(ADDRESS), []),

@@ -30,7 +30,7 @@ OTHER = PeerId("decode-1", 7)
 THEIRS = RoomKey(*KEY.numbers, OTHER.name)
 TIMEOUT_S = 30.0
 OFFER = OfferRoom(KEY, 10, PROMPT, TIMEOUT_S)
-WRONG = msgspec.structs.replace(promise(), proof=prompt_digest(range(9)), ticket=3)
+WRONG = msgspec.structs.replace(promise(), digest=prompt_digest(range(9)), ticket=3)
 SHORT = msgspec.structs.replace(promise(fill_len=9), ticket=4)
 
 

@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.models.patience import until
-from tests.models.served import Expected, Serve, at_rest
+from tests.models.served import Serve, at_rest
 
 PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="PREFIXKV_ENGINE_PYTHON is not set")
@@ -264,78 +263,3 @@ def test_locust(serve: Serve, tmp_path: Path) -> None:
             (total,) = [row for row in csv.DictReader(lines) if row["Name"] == "Aggregated"]
         assert (total["Request Count"], total["Failure Count"]) == ("12", "0")
         told.append(Count(**json.loads((tmp_path / "usage.json").read_text())))
-
-
-# --- evaluation -----------------------------------------------------------------------------------
-
-CHOICES = [" kaka rito", " lipe gaze", " zebo tyty ka"]
-TEXTS = ["Once upon a time", "There was"]
-
-
-def task(name: str, kind: str, docs: Path, **more: Any) -> str:
-    """A task of lm-eval over a local file, as YAML, which reads JSON."""
-    return json.dumps(
-        {
-            "task": name, "dataset_path": "json", "test_split": "test", "output_type": kind,
-            "dataset_kwargs": {"data_files": {"test": str(docs)}}, "doc_to_text": "{{text}}",
-            **more,
-        }
-    )  # fmt: skip
-
-
-def test_lm_eval(serve: Serve, tokenizer: Path, tmp_path: Path) -> None:
-    """Likelihoods of texts and answers up to a stop string, by `local-completions`. It counts no
-    tokens: they are those of the texts that it has noted. The likelihoods are the model's."""
-    docs, tasks = tmp_path / "docs.jsonl", tmp_path / "tasks"
-    lines = [json.dumps({"text": text, "choices": CHOICES, "label": 1}) for text in TEXTS]
-    docs.write_text("\n".join(lines) + "\n")
-    tasks.mkdir()
-    (tasks / "choices.yaml").write_text(
-        task(
-            "small_choices", "multiple_choice", docs, doc_to_choice="{{choices}}",
-            doc_to_target="label", target_delimiter="", metric_list=[{"metric": "acc"}],
-        )
-    )  # fmt: skip
-    (tasks / "answers.yaml").write_text(
-        task(
-            "small_answers", "generate_until", docs, doc_to_target="{{choices[0]}}",
-            generation_kwargs={"until": ["never"], "max_gen_toks": 8},
-            metric_list=[{"metric": "exact_match"}],
-        )
-    )  # fmt: skip
-    expected = Expected()
-    # It asks first whether the server shows its tokenizer, as vLLM's may.
-    with counted(serve, 'refused_total{reason="not_found",status="404"}') as told:
-        run(
-            tool("lm-eval"), "run", "--model", "local-completions", "--model_args",
-            f"model=small,base_url={serve.url}/completions,tokenizer={tokenizer},max_retries=1",
-            "--tasks", "small_choices,small_answers", "--include_path", str(tasks),
-            "--output_path", str(tmp_path / "out"), "--log_samples", home=tmp_path,
-        )  # fmt: skip
-        prompts, answers = list[list[int]](), list[list[int]]()
-        for one in samples(tmp_path / "out", "choices"):
-            for asked, ((said, _),) in zip(one["arguments"].values(), one["resps"], strict=True):
-                start = expected.texts.plain(asked["arg_0"])
-                prompts.append(start + expected.texts.plain(asked["arg_1"]))
-                answers.append(expected.tokens(prompts[-1], 1))
-                assert float(said) == pytest.approx(
-                    likelihood(expected, prompts[-1], len(start)), abs=1e-2
-                )
-        for one in samples(tmp_path / "out", "answers"):
-            prompts.append(expected.texts.plain(one["arguments"]["gen_args_0"]["arg_0"]))
-            answers.append(expected.tokens(prompts[-1], 8))
-            assert one["resps"] == [[expected.text(answers[-1])]]
-        assert len(prompts) == len(TEXTS) * (len(CHOICES) + 1)
-        told.append(Count(len(prompts), sum(map(len, prompts)), sum(map(len, answers))))
-
-
-def samples(folder: Path, name: str) -> list[dict[str, Any]]:
-    """What lm-eval has noted for each document of a task."""
-    (file,) = folder.glob(f"*/samples_small_{name}_*.jsonl")
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def likelihood(expected: Expected, tokens: list[int], start: int) -> float:
-    """The small model's log-probability of the tokens from `start` on, after those before."""
-    rows = expected.logprobs(tokens)
-    return float(sum(rows[at - 1, tokens[at]] for at in range(start, len(tokens))))

@@ -102,15 +102,6 @@ def test_the_first_token_has_its_log_probabilities(model: PagedModel, reference:
         reference.check_logprobs([*tokens, *answer.tokens[0]], answer.logprobs[0], 3)
 
 
-def test_log_probabilities_of_a_prompt_are_prefills_to_give(model: PagedModel) -> None:
-    with _world(model, ALL) as world:
-        sampling = Sampling(logprobs=1)
-        world.ask("r", range(40), max_new_tokens=3, sampling=sampling, prompt_logprobs=True)
-        world.run()
-        assert world.decode.stats()["computed_requests"] == 0
-        assert len(world.prompt_logprobs("r")) == 40
-
-
 @pytest.mark.parametrize("below", [0, 64])
 def test_prefill_ends_and_every_answer_is_right(
     model: PagedModel, reference: Reference, below: int

@@ -16,9 +16,8 @@ from prefixkv.decode.host_tier import HostTier
 from prefixkv.engines.hf import PagedModel, Sampling, make_model
 from tests.engines.hf.test_thinking import OPEN, TOKENIZER
 from tests.models.devices import DEVICE
-from tests.models.draft_pass import Watch
 from tests.models.hf_workload import Storm
-from tests.models.hf_world import TINY, Answer, Reference, World
+from tests.models.hf_world import Answer, Reference, World
 from tests.models.patience import until
 
 
@@ -201,20 +200,11 @@ def test_prefill_ends_and_what_is_in_host_memory_is_still_of_use(
 # --- models whose layers do not all keep everything -----------------------------------------------
 
 
-def _made(kind: str) -> PagedModel:
-    if kind != "draft":
-        return make_model(config_of(kind), seed=3, device=DEVICE)
-    made = make_model("llama", seed=3, **TINY)
-    made.add_draft(seed=5)
-    return made
-
-
 @pytest.mark.parametrize(
     ("kind", "below"),
     [
         ("gemma3_text", None),
         ("granitemoehybrid", None),
-        ("draft", None),
         pytest.param("gpt_oss", 64, marks=pytest.mark.slow),
         pytest.param("qwen3_next", None, marks=pytest.mark.slow),
         pytest.param("granitemoehybrid", 64, marks=pytest.mark.slow),
@@ -223,13 +213,13 @@ def _made(kind: str) -> PagedModel:
 def test_what_other_layers_keep_is_sent_with_what_is_loaded(
     kind: str, below: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows and states are not in host memory, a draft's pages are. Log-probabilities tell what
+    """Windows and states are not in host memory. Log-probabilities tell what
     is slightly wrong where tokens do not."""
     monkeypatch.setattr(HostTier, "load_s", lambda *_: 0.0)
-    made, draw = _made(kind), np.random.default_rng(1)
+    made = make_model(config_of(kind), seed=3, device=DEVICE)
+    draw = np.random.default_rng(1)
     reference = Reference(made)
     with _world(made, below, pages=22) as world:
-        watch = Watch(world, reference) if kind == "draft" else None
         talks = [draw.integers(0, 256, 60 + i).tolist() for i in range(6)]
         # In the last turn, of three alone, the answers outgrow the pool.
         for turn, num, num_tokens, at_once in ((0, 6, 6, 2), (1, 6, 6, 2), (2, 3, 70, 3)):
@@ -254,6 +244,4 @@ def test_what_other_layers_keep_is_sent_with_what_is_loaded(
         assert stats["evicted_pages"] > 20
         assert stats["retractions"] > 0
         assert (stats["computed_requests"] > 0) == (below is not None)
-        if watch is not None:
-            watch.check()
         world.at_rest()

@@ -3,13 +3,12 @@ on, pages short, and requests aborted."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from prefixkv.engines.hf import PagedModel, Sampling, attention, make_model
+from prefixkv.engines.hf import PagedModel, Sampling, make_model
+from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.prefill.request import PrefillState
 from tests.models.hf_workload import Found, compare, run_round
 from tests.models.hf_world import TINY, Reference, World
@@ -163,45 +162,9 @@ def test_a_stop_token_ends_the_answer_and_is_its_last(
         assert answer.ends[0].finish == first.ends[0].finish == "stop"
 
 
-def test_the_padded_batch_that_gpus_get_says_the_same(
-    model: PagedModel, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the CPU here: other gathers, other masks."""
-    monkeypatch.setattr(attention, "BATCHED", ("cuda", "cpu"))
-    with World(model, page_size=4, pages=256, prefill_pages=256) as world:
-        for i, tokens in enumerate(prompts(7, [3, 50, 21])):
-            world.ask(f"{i}", tokens, max_new_tokens=10)
-        world.run()
-        for answer in world.answers:
-            assert answer.tokens[0] == reference.greedy(answer.ask.tokens, 10)
-
-
-@pytest.mark.parametrize("batched", [("cuda",), ("cuda", "cpu")])
-def test_a_step_beside_chunks_reads_its_batch_as_alone_and_says_the_same(
-    model: PagedModel, batched: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_beside_chunks_says_the_same_as_alone(model: PagedModel) -> None:
     """Wherever the sequences with one new token stand in the packed row."""
-    monkeypatch.setattr(attention, "BATCHED", batched)
-    read: list[tuple[str, int]] = []
-    for name in ("_attend_batch", "_attend_steps"):
-        whole = getattr(attention.GroupPlan, name)
-
-        def noted(
-            self: attention.GroupPlan, layer: int, query: Any, *rest: Any, name: str = name,
-            whole: Any = whole,
-        ) -> Any:  # fmt: skip
-            read.append((name, query.shape[2]))
-            return whole(self, layer, query, *rest)
-
-        monkeypatch.setattr(attention.GroupPlan, name, noted)
-    one = attention._attend_one
-
-    def noted_one(q: Any, *rest: Any) -> Any:
-        read.append(("_attend_one", q.shape[2]))
-        return one(q, *rest)
-
-    monkeypatch.setattr(attention, "_attend_one", noted_one)
-    flat = attention.FlatPool(model.make_pool(64, 4))
+    flat = FlatPool(model.make_pool(64, 4))
     rows = [np.arange(at, at + 12, dtype=np.int32) for at in range(0, 48, 12)]
     texts = prompts(11, [21, 30, 9, 40])
     starts = [20, 13, 8, 0]  # one, 17, one and 40 new tokens
@@ -212,13 +175,9 @@ def test_a_step_beside_chunks_reads_its_batch_as_alone_and_says_the_same(
         model.forward(flat, text[start:], [row], [start], [len(text)])
         for text, row, start in zip(texts, rows, starts, strict=True)
     ]
-    read.clear()
     news = [text[start:] for text, start in zip(texts, starts, strict=True)]
     together = model.forward(flat, np.concatenate(news), rows, starts, [len(one) for one in texts])
     assert torch.allclose(together, torch.cat(alone), atol=1e-4)
-    batch = "_attend_batch" if model.device.type in batched else "_attend_steps"
-    layer = [(batch, 2), ("_attend_one", 17), ("_attend_one", 40)]
-    assert read == layer * model.num_layers
 
 
 def test_a_long_prompt_in_long_chunks(model: PagedModel, reference: Reference) -> None:

@@ -1,5 +1,4 @@
-"""Log-probabilities against the model by itself: of answers and prompts, wherever their KV came
-from."""
+"""Log-probabilities of answers against the model by itself, wherever their KV came from."""
 
 from __future__ import annotations
 
@@ -14,8 +13,6 @@ from prefixkv.engines.hf import PagedModel, Sampling
 from prefixkv.engines.hf import logprobs as logprobs_module
 from prefixkv.engines.hf.logprobs import (
     LEAST,
-    MAX_PROMPT_NUMBERS,
-    PromptPart,
     TokenLogprob,
     logprobs_of,
     pack_logprob,
@@ -25,7 +22,6 @@ from prefixkv.engines.hf.requests import pack_first, unpack_first
 from prefixkv.errors import RequestError
 from tests.models.hf_workload import Found, run_round
 from tests.models.hf_world import Answer, Reference, World
-from tests.models.patience import until
 
 
 def sampling(num: int | None, **more: Any) -> Sampling:
@@ -42,13 +38,6 @@ def check(answer: Answer, reference: Reference) -> None:
         else:
             assert len(given) == len(said) > 0
             reference.check_logprobs([*answer.ask.tokens, *said], given, num_top)
-
-
-def check_prompt(world: World, answer: Answer, reference: Reference) -> None:
-    given = world.prompt_logprobs(answer.ask.rid)
-    assert len(given) == len(answer.ask.tokens)
-    assert answer.ask.sampling.logprobs is not None
-    reference.check_logprobs(answer.ask.tokens, given, answer.ask.sampling.logprobs, first=True)
 
 
 def test_each_request_of_a_batch_has_what_it_asked_for(
@@ -75,73 +64,31 @@ def test_temperature_and_cuts_do_not_change_them(model: PagedModel, reference: R
         check(answer, reference)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 32, 200])
-@pytest.mark.parametrize("prompt_len", [1, 2, 16, 33, 65])
-def test_a_prompt_has_its_own_in_chunks_of_any_size(
-    model: PagedModel, reference: Reference, chunk_tokens: int, prompt_len: int
-) -> None:
-    with World(model, chunk_tokens=chunk_tokens) as world:
-        world.ask("other", range(70, 110), max_new_tokens=2)
-        asked = world.ask(
-            "r", np.arange(prompt_len) * 7 % 256, sampling=sampling(3), max_new_tokens=3,
-            prompt_logprobs=True,
-        )  # fmt: skip
-        world.run()
-        check(asked, reference)
-        check_prompt(world, asked, reference)
-        assert [*world.prompts] == ["decode-0/r/0.0"]
-        world.at_rest()
-
-
 def test_what_is_cached_on_decode_or_on_prefill_changes_none(
     model: PagedModel, reference: Reference
 ) -> None:
     prompt = np.arange(64)
     for caches in ({"decode": {"cache": False}}, {"prefill": {"cache": False}}, {}):
         with World(model, **caches) as world:
-            for prompt_logprobs in (False, True, False, True):
+            for turn in range(2):
                 # Every token but the last is cached, on whichever sides cache.
-                answer = world.ask(
-                    f"r{len(world.answers)}", prompt, sampling=sampling(4), max_new_tokens=3,
-                    prompt_logprobs=prompt_logprobs,
-                )  # fmt: skip
+                answer = world.ask(f"r{turn}", prompt, sampling=sampling(4), max_new_tokens=3)
                 world.run()
                 check(answer, reference)
-                if prompt_logprobs:
-                    check_prompt(world, answer, reference)
-                    assert answer.ends[0].prefill_hit_tokens == 0
             assert answer.ends[0].hit_tokens == (0 if "decode" in caches else 64)
-            hit = world.answers[2].ends[0].prefill_hit_tokens
-            assert hit == (0 if "prefill" in caches else 48)
+            assert answer.ends[0].prefill_hit_tokens == (0 if "prefill" in caches else 48)
             world.at_rest()
-
-
-def test_prefill_keeps_nothing_of_a_prompt_that_it_computed_for_them(model: PagedModel) -> None:
-    with World(model, decode={"cache": False}) as world:
-        for i, prompt_logprobs in enumerate((True, False, False)):
-            how = sampling(0) if prompt_logprobs else Sampling()
-            answer = world.ask(
-                f"r{i}", range(40), sampling=how, max_new_tokens=2, prompt_logprobs=prompt_logprobs
-            )
-            world.run()
-            assert answer.ends[0].prefill_hit_tokens == (32 if i == 2 else 0)
 
 
 def test_samples_and_joined_flights_have_their_own(model: PagedModel, reference: Reference) -> None:
     with World(model, chunk_tokens=8) as world:
         for rid in ("one", "two"):
             how = sampling(2, temperature=1.0, seed=len(rid) + len(world.answers))
-            world.ask(
-                rid, range(50), sampling=how, max_new_tokens=6, num_samples=3, prompt_logprobs=True
-            )
+            world.ask(rid, range(50), sampling=how, max_new_tokens=6, num_samples=3)
         world.run()
         assert world.decode.stats()["shared_flights"]
         for answer in world.answers:
             check(answer, reference)
-            check_prompt(world, answer, reference)
-            assert [job for job in world.prompts if answer.ask.rid in job] == [
-                f"decode-0/{answer.ask.rid}/0.0"
-            ]
         world.at_rest()
 
 
@@ -151,15 +98,12 @@ def test_each_token_has_its_own_once_over_retractions(
     with World(model, pages=14, page_size=4, decode={"reserve_tokens": 0}) as world:
         for i in range(4):
             how = sampling(i, temperature=0.0 if i % 2 else 0.8)
-            world.ask(
-                f"r{i}", range(i, i + 8), sampling=how, max_new_tokens=20, prompt_logprobs=True
-            )
+            world.ask(f"r{i}", range(i, i + 8), sampling=how, max_new_tokens=20)
         world.run()
         assert world.decode.stats()["retractions"]
         for answer in world.answers:
             assert answer.ends[0].finish == "length"
             check(answer, reference)
-            check_prompt(world, answer, reference)
         world.at_rest()
 
 
@@ -195,78 +139,10 @@ def test_a_token_that_ends_an_answer_has_its_own(model: PagedModel, reference: R
         check(answer, reference)
 
 
-def test_a_prompt_whose_job_ends_early_says_so_once(model: PagedModel) -> None:
-    with World(model, chunk_tokens=8) as world:
-        answer = world.ask(
-            "r", range(100), sampling=sampling(1), max_new_tokens=5, prompt_logprobs=True
-        )
-        until(lambda: world.step() or world.prompts)
-        assert world.prefill.abort("decode-0/r/0.0")
-        world.run()
-        until(lambda: world.step() or world.prompts["decode-0/r/0.0"][-1].error)
-        parts = world.prompts["decode-0/r/0.0"]
-        assert [part.error is None for part in parts] == [True] * (len(parts) - 1) + [False]
-        assert answer.ends[0].finish == "error"
-        assert not world.prefill._prompts
-        world.at_rest()
-
-
-def test_who_takes_a_part_may_submit_and_abort(model: PagedModel) -> None:
-    """The calls come at the end of a pass, when nothing iterates over what they change."""
-    with World(model, chunk_tokens=8) as world:
-        seen: list[PromptPart] = []
-
-        def on_prompt(part: PromptPart) -> None:
-            seen.append(part)
-            world.prefill.abort(part.rid)
-
-        world._on_prompt = on_prompt  # type: ignore[method-assign]
-        answer = world.ask(
-            "r", range(30), sampling=sampling(1), max_new_tokens=5, prompt_logprobs=True
-        )
-        world.run()
-        assert answer.ends[0].finish == "error"
-        until(lambda: world.step() or seen[-1].error)
-        assert len(seen) == 2
-        world.at_rest()
-
-
-def test_what_cannot_be_given_is_refused(model: PagedModel) -> None:
-    with World(model, pages=400, prefill_pages=400) as world:
-        with pytest.raises(RequestError, match=r"need sampling\.logprobs"):
-            world.ask("r", range(20), prompt_logprobs=True)
-        for wrong in (-1, 21, True, 1.5, "1"):
-            with pytest.raises(RequestError, match="logprobs is"):
-                Sampling(logprobs=wrong)  # type: ignore[arg-type]
-        assert not world.decode.take_prefill_jobs()
-        # Prefill by itself: a job whose caller takes no parts.
-        world.ask("s", range(20), sampling=sampling(1), prompt_logprobs=True)
-        (job,) = world.decode.take_prefill_jobs()
-        with pytest.raises(RequestError, match="nothing takes them"):
-            world.prefill.submit(job)
-        world.run()
-        assert world.answers[-1].ends[0].finish == "error"
-        world.at_rest()
-
-
-def test_those_of_a_prompt_are_bounded(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MAX_PROMPT_NUMBERS >= 131072 * 2  # what scorers ask of long contexts
-    for side in ("decode", "prefill"):
-        with World(model) as world, monkeypatch.context() as patch:
-            patch.setattr(f"prefixkv.engines.hf.{side}.MAX_PROMPT_NUMBERS", 60)
-            how = {"sampling": sampling(2), "prompt_logprobs": True, "max_new_tokens": 1}
-            world.ask("fits", range(20), **how)
-            if side == "decode":
-                with pytest.raises(RequestError, match="63 log-probabilities, at most 60"):
-                    world.ask("r", range(21), **how)
-            else:
-                world.ask("r", range(21), **how)
-                jobs = world.decode.take_prefill_jobs()
-                world.prefill.submit(jobs[0], world._on_prompt)
-                with pytest.raises(RequestError, match="more than 60"):
-                    world.prefill.submit(jobs[1], world._on_prompt)
-            world.run()
-            world.at_rest()
+def test_a_number_of_likely_tokens_out_of_range_is_refused() -> None:
+    for wrong in (-1, 21, True, 1.5, "1"):
+        with pytest.raises(RequestError, match="logprobs is"):
+            Sampling(logprobs=wrong)  # type: ignore[arg-type]
 
 
 def test_without_them_none_are_computed(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +150,6 @@ def test_without_them_none_are_computed(model: PagedModel, monkeypatch: pytest.M
         raise AssertionError("computed, and not asked for")
 
     monkeypatch.setattr("prefixkv.engines.hf.sampling.logprobs_of", never)
-    monkeypatch.setattr("prefixkv.engines.hf.prefill.logprobs_of", never)
     monkeypatch.setattr("prefixkv.engines.hf.decode.chosen_logprobs", never)
     with World(model) as world:
         world.ask("r", range(20), max_new_tokens=5, num_samples=2)

@@ -14,13 +14,13 @@ import torch
 
 from benchmarks.hybrid_models import WINDOWED
 from prefixkv.config import ComputeConfig, HostConfig
-from prefixkv.engines.hf import PagedModel, Sampling, attention, make_model
+from prefixkv.engines.hf import PagedModel, Sampling
 from prefixkv.engines.hf.attention import Plan
 from prefixkv.engines.hf.models import _not_finite
 from prefixkv.errors import NotFiniteError
 from prefixkv.spi import as_pages
 from tests.engines.hf import test_recurrent, test_windows
-from tests.models.hf_world import TINY, Answer, Reference, World
+from tests.models.hf_world import Answer, Reference, World
 
 NAN, INF = float("nan"), float("inf")
 GREEDY = Sampling(ignore_end=True)
@@ -260,58 +260,6 @@ def test_an_early_chunk_of_a_bad_moment_leaves_no_state_and_no_window(
             check_memory(world)
 
 
-@pytest.mark.parametrize("when", ["prompt", "step"])
-def test_a_model_with_a_draft(when: str) -> None:
-    made = make_model("llama", seed=3, **TINY)
-    made.add_draft(seed=5)
-    reference = Reference(made)
-    prompt = prompt_of(1, begin=[7])
-    with World(made, page_size=8) as world:
-        well = world.ask("well", prompt_of(2), max_new_tokens=20, sampling=GREEDY)
-        if when == "prompt":
-            with moment(embedding(made), 7):
-                sick = world.ask("sick", prompt, max_new_tokens=20, sampling=GREEDY)
-                world.run()
-        else:
-            sick = world.ask("sick", prompt, max_new_tokens=20, sampling=GREEDY)
-            world.until(lambda: len(sick.tokens.get(0, ())) > 4)
-            with moment(embedding(made), sick.tokens[0][-1]):
-                world.until(lambda: sick.done)
-            world.run()
-        assert failed(sick)
-        assert well.tokens[0] == reference.greedy(well.ask.tokens, 20)
-        check_later(world, reference, prompt, 40 if when == "step" else 0)
-        # The draft's own numbers end nothing, and do not stay.
-        assert made.draft is not None
-        with moment(made.draft.k):
-            alone = world.ask("alone", prompt_of(6), max_new_tokens=8, sampling=GREEDY)
-            world.run()
-        assert alone.tokens[0] == reference.greedy(alone.ask.tokens, 8)
-        check_memory(world)
-
-
-def test_the_log_probabilities_of_a_prompt_end_with_its_error(
-    model: PagedModel, reference: Reference
-) -> None:
-    sampling = Sampling(ignore_end=True, logprobs=3)
-    with World(model, page_size=8, chunk_tokens=16) as world:
-        with moment(embedding(model), 7):
-            sick = world.ask(
-                "sick", [*prompt_of(1, 30), 7, *prompt_of(2, 20)], max_new_tokens=4,
-                sampling=sampling, prompt_logprobs=True,
-            )  # fmt: skip
-            well = world.ask(
-                "well", prompt_of(3), max_new_tokens=4, sampling=sampling, prompt_logprobs=True
-            )
-            world.run()
-        assert failed(sick, "prefill")
-        (parts,) = [parts for job, parts in world.prompts.items() if "sick" in job]
-        assert isinstance(parts[-1].error, NotFiniteError)
-        assert sum(len(part.logprobs) for part in parts) <= 30
-        reference.check_logprobs(well.ask.tokens, world.prompt_logprobs("well"), 3, first=True)
-        check_memory(world)
-
-
 def test_large_numbers_whose_sum_is_not_finite_end_nothing(model: PagedModel) -> None:
     pool = model.make_pool(4, 8)
     plan = Plan(model.flat_pool(pool), [as_pages(np.arange(2)), as_pages(np.arange(2, 4))],
@@ -324,11 +272,9 @@ def test_large_numbers_whose_sum_is_not_finite_end_nothing(model: PagedModel) ->
     assert _not_finite(plan, hidden, logits, keep) == [0, 1]
 
 
-def test_memory_that_is_free_again_spoils_no_batch_that_reads_it_behind_a_mask(
-    monkeypatch: pytest.MonkeyPatch, model: PagedModel, reference: Reference
+def test_memory_that_is_free_again_spoils_no_other_answer(
+    model: PagedModel, reference: Reference
 ) -> None:
-    """As on a GPU, where a step reads whole pages, and pages of padding."""
-    monkeypatch.setattr(attention, "BATCHED", ("cuda", "cpu"))
     with World(model, pages=12, page_size=8, decode=WHERE["decode"]) as world:
         for rid in ("a", "b"):
             with moment(embedding(model)):

@@ -1,5 +1,4 @@
-"""Thinking that clients leave out of the next turn, and the cache: by the tokenizer's own markers,
-and by what the next turns do."""
+"""Thinking that clients leave out of the next turn, and the cache: by the tokenizer's markers."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
 from prefixkv.engines.hf import PagedModel
-from prefixkv.engines.hf.thinking import KeepThinking, Markers, Thinking
+from prefixkv.engines.hf.thinking import KeepThinking, Markers
 from prefixkv.errors import ConfigError
 from tests.models.hf_world import Reference, World
 
@@ -67,21 +66,20 @@ def test_a_marker_of_several_tokens() -> None:
 
 
 def test_another_word_for_it_is_refused(model: PagedModel) -> None:
-    for keep in ("of", "", None, True):
-        with pytest.raises(ConfigError, match="one of on, off, learn is needed"):
-            Thinking(keep, Markers(TOKENIZER))  # type: ignore[arg-type]
     threads = threading.active_count()
-    with pytest.raises(ConfigError, match="thinking is 'no'"):
-        World(model, tokenizer=TOKENIZER, thinking="no")  # type: ignore[arg-type]
+    for keep in ("of", "learn", "", None, True):
+        with pytest.raises(ConfigError, match="must be on or off"):
+            World(model, tokenizer=TOKENIZER, thinking=keep)  # type: ignore[arg-type]
     assert threading.active_count() == threads
 
 
-def test_a_tokenizer_without_markers_leaves_nothing_out() -> None:
+def test_a_tokenizer_without_markers_leaves_nothing_out(model: PagedModel) -> None:
     made = with_marks("<s>")
     assert not Markers(made)
-    for markers in (Markers(made), None):
-        thinking = Thinking("off", markers)
-        assert thinking.keep_tokens(tokens(1, OPEN), [1, 2]) is None
+    for tokenizer in (made, None):
+        with World(model, tokenizer=tokenizer, thinking="off") as world:
+            chat(world, "a", [*range(3 * PAGE), OPEN], 4)
+            assert world.decode.stats()["thinking_tokens_left_out"] == 0
 
 
 # --- with the engines -----------------------------------------------------------------------------
@@ -93,7 +91,7 @@ def chat(world: World, rid: str, prompt: list[int], most: int = 40) -> list[int]
     return answer.tokens[0]
 
 
-@pytest.mark.parametrize(("keep", "cached"), [("on", 6), ("off", 3), ("learn", 6)])
+@pytest.mark.parametrize(("keep", "cached"), [("on", 6), ("off", 3)])
 def test_what_a_worker_caches_of_an_answer_that_thinks(
     model: PagedModel, reference: Reference, keep: KeepThinking, cached: int
 ) -> None:
@@ -108,42 +106,3 @@ def test_what_a_worker_caches_of_an_answer_that_thinks(
         for rid, turn in (("b", [*prompt[:-1], *range(9)]), ("c", [*prompt, *said, 7])):
             assert chat(world, rid, turn, 5) == reference.greedy(turn, 5)
         world.at_rest()
-
-
-def test_a_worker_learns_from_the_next_turns(model: PagedModel) -> None:
-    with World(model, tokenizer=TOKENIZER, pages=256, prefill_pages=256) as world:
-
-        def turns(name: str, num: int, sent_back: bool) -> list[int]:
-            """Tokens that each first turn leaves out of the cache."""
-            left_out, before = [], world.decode.stats()["thinking_tokens_left_out"]
-            for i in range(num):
-                first = [ord(name), i, *range(PAGE), OPEN]
-                said = chat(world, f"{name}{i}", first, 4)
-                after = world.decode.stats()["thinking_tokens_left_out"]
-                left_out.append(after - before)
-                before = after
-                told = [*first, *said] if sent_back else first[:-1]
-                world.ask(f"{name}{i}+", [*told, 3, 1, 4], max_new_tokens=1)
-                world.run()
-                before = world.decode.stats()["thinking_tokens_left_out"]
-            return left_out
-
-        # Eight turns are looked at before anything is left out; then clients that send it back.
-        assert turns("a", 12, sent_back=False) == [0] * 8 + [5] * 4
-        assert turns("b", 14, sent_back=True) == [5] * 12 + [0] * 2
-        # Regenerated: the same prompt once more is no next turn, and says nothing.
-        for i in range(10):
-            chat(world, f"same{i}", [9, *range(PAGE), OPEN], 4)
-        assert turns("c", 1, sent_back=True) == [0]
-        world.at_rest()
-
-
-def test_what_is_remembered_is_bounded() -> None:
-    thinking = Thinking("learn", Markers(TOKENIZER))
-    for i in range(1000):
-        assert thinking.keep_tokens(tokens(i % 250, i // 250, OPEN), [1, 2]) is None
-    assert len(thinking) == 256
-    for i in range(1000):  # only of these is the next turn known
-        thinking.note_prompt(tokens(i % 250, i // 250, 7, 7))
-    assert not thinking.is_kept
-    assert len(thinking) == 0

@@ -121,14 +121,11 @@ _CHOICES = {"chunks": [2, 3, 8, 30, 70], "steps": [1], "both": [1, 1, 2, 3, 8, 3
 
 
 @pytest.mark.parametrize("size", [1, 8, 16])
-@pytest.mark.parametrize("batched", [False, True])
 def test_logits_of_chunks_and_steps_are_those_of_one_forward(
-    made: PagedModel, reference: Reference, size: int, batched: bool, monkeypatch: Any
+    made: PagedModel, reference: Reference, size: int
 ) -> None:
     """Whatever the chunks, longer and shorter than the window, and whichever others are in the
-    forward; as a padded batch, as on a GPU, and one after the other."""
-    if batched:
-        monkeypatch.setattr(attention_module, "BATCHED", ("cpu", "cuda"))
+    forward."""
     grown = _Texts(made, _texts(), 70, size)
     grown.grow(random.Random(6), _CHOICES["both"])
     assert grown.off(reference) < OFF / 10
@@ -371,19 +368,6 @@ def test_a_prompt_is_computed_anew_without_a_cache(made: PagedModel, reference: 
         world.at_rest()
 
 
-def test_log_probabilities_of_a_prompt_longer_than_the_window(
-    made: PagedModel, reference: Reference
-) -> None:
-    with World(made, chunk_tokens=32) as world:
-        tokens = list(range(3, 103))
-        world.ask(
-            "r", tokens, max_new_tokens=3, sampling=Sampling(logprobs=2), prompt_logprobs=True
-        )
-        world.run()
-        reference.check_logprobs(tokens, world.prompt_logprobs("r"), 2, first=True)
-        world.at_rest()
-
-
 _ALTERNATE = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24}
 
 
@@ -521,10 +505,10 @@ def test_a_context_within_the_window_needs_no_group(family: str, less: int) -> N
 def test_the_trial_finds_a_window_that_is_one_token_off(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = attention_module._blocks
+    right = attention_module._mask
     monkeypatch.setattr(
-        attention_module, "_blocks",
-        lambda start, num, window, device: right(start, num, window and window - 1, device),
+        attention_module, "_mask",
+        lambda *tokens, window, device: right(*tokens, window and window - 1, device),
     )  # fmt: skip
     with pytest.raises(ConfigError, match="on pages its logits differ by"):
         make_model(config_of(family), seed=3)

@@ -4,7 +4,7 @@ by chance: it takes a job late, or refuses it, or cannot be reached."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -15,7 +15,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from prefixkv.config import DecodeConfig
-from prefixkv.engines.hf import Output
 from prefixkv.serving.config import (
     DecodeWorkerConfig,
     Limits,
@@ -23,13 +22,11 @@ from prefixkv.serving.config import (
     ModelSettings,
     WorkerSettings,
 )
-from prefixkv.serving.http import ApiError, HttpServer, Stream, make_app
+from prefixkv.serving.http import ApiError, HttpServer, make_app
 from prefixkv.serving.wire import (
     AbortJobs,
     Ask,
     Job,
-    Logprob,
-    PromptLine,
     SamplingParams,
     TokenEvent,
 )
@@ -50,10 +47,8 @@ class Prefill:
     def __init__(self) -> None:
         self.jobs: list[str] = []
         self.aborted: list[str] = []
-        self.closed = 0  # answers with lines
         self.taken: list[str] = []
         self.status = 202
-        self.lines: list[bytes] | None = None  # of its answer to a job, which stays open
         self.takes = asyncio.Event()
         self.takes.set()
         routes = [
@@ -69,19 +64,7 @@ class Prefill:
         if self.status != 202:
             raise ApiError(self.status, "no room for it")
         self.taken.append(job.rid)
-        if self.lines is None:
-            return Response(status_code=202)
-        return Stream(self._answer(self.lines), LIMITS, "application/x-ndjson", end=self._end)
-
-    async def _answer(self, lines: list[bytes]) -> AsyncGenerator[bytes, None]:
-        for line in lines:
-            yield line + b"\n"
-        while b"" in lines:  # a sign of life: more is to come
-            yield b"\n"
-            await asyncio.sleep(0.01)
-
-    async def _end(self) -> None:
-        self.closed += 1
+        return Response(status_code=202)
 
     async def _abort(self, request: Request) -> Response:
         self.aborted += msgspec.json.decode(await request.body(), type=AbortJobs).rids
@@ -268,79 +251,3 @@ def test_a_body_is_bounded() -> None:
             assert answer.status_code == status, answer.text
 
     run(scene, Limits(max_body_bytes=2 * MIB))
-
-
-# --- the prompt's log-probabilities ---------------------------------------------------------------
-
-PROMPTED = {
-    "prompt_logprobs": True, "sampling": SamplingParams(ignore_end=True, logprobs=0),
-}  # fmt: skip
-WHOLE = msgspec.json.encode(PromptLine(0, [None, *(Logprob(token, -1.0) for token in PROMPT[1:])]))
-
-
-def say(stage: Stage, *outputs: Output) -> None:
-    """As the engine would, once the KV is here."""
-    stage.worker._dispatch_step([], list(outputs))
-
-
-@pytest.mark.parametrize("lines", [[], [b"junk"], [WHOLE[:-9]], [WHOLE, WHOLE]])
-def test_a_request_ends_where_the_log_probabilities_of_its_prompt_are_lost(
-    lines: list[bytes], caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scene(stage: Stage) -> None:
-        stage.prefill.lines = lines
-        async with stage.open(**PROMPTED) as answer:
-            await until(lambda: stage.prefill.closed)
-            await until(lambda: "PromptError" in caplog.text)
-            # No end yet: the node may try again, and the next answer be right.
-            assert RID in stage.worker._open
-            say(stage, Output(RID, 0, 0, 5))
-            said = await last_said(answer)
-        assert said.finish == "error"
-        assert said.error.endswith(f"{stage.prefill.server.url} gave no log-probabilities")
-
-    run(scene)
-
-
-def test_outputs_wait_for_the_log_probabilities_of_their_prompt() -> None:
-    async def scene(stage: Stage) -> None:
-        stage.prefill.lines = [b"", WHOLE]
-        async with stage.open(**PROMPTED) as answer:
-            await until(lambda: stage.prefill.taken)
-            say(stage, Output(RID, 0, 0, 5))
-            await stage.worker._call(lambda engine: None)
-            assert not stage.worker._open[RID].outputs
-            stage.prefill.lines.remove(b"")
-            told = []
-            async for line in answer.aiter_lines():
-                if line:
-                    told.append(msgspec.json.decode(line, type=TokenEvent))
-                if len(told) == 2:
-                    break
-        assert [one.token for one in told[0].prompt or () if one] == PROMPT[1:]
-        assert told[1].token == 5
-
-    run(scene)
-
-
-def test_an_answer_of_prefill_is_closed_where_a_client_leaves() -> None:
-    async def scene(stage: Stage) -> None:
-        stage.prefill.lines = [b""]
-        async with stage.open(**PROMPTED):
-            await until(lambda: stage.prefill.taken)
-        await until(lambda: stage.prefill.closed)
-        assert set(stage.prefill.aborted) == {JOB}
-
-    run(scene)
-
-
-def test_a_request_ends_where_prefill_refuses_a_job_with_its_prompt() -> None:
-    async def scene(stage: Stage) -> None:
-        stage.prefill.status = 503
-        async with stage.open(**PROMPTED) as answer:
-            said = await last_said(answer)
-        assert said.finish == "error"
-        assert "503" in said.error
-        assert "no room for it" in said.error
-
-    run(scene)

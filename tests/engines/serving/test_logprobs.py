@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from prefixkv.serving.fleet import Fleet
-from prefixkv.serving.http import ApiError
 from prefixkv.serving.wire import Ask, Logprob, SamplingParams
-from tests.engines.serving.conftest import KEY as KEY_OF_CLIENTS
 from tests.engines.serving.test_worker import KEY, PROMPT, info_of, said
-from tests.models.patience import PATIENCE_S, until
-from tests.models.served import Expected, Serve, Served, at_rest, client_of
+from tests.models.patience import PATIENCE_S
+from tests.models.served import Expected, Served
 
 
 def ask(rid: str, tokens: list[int], num: int, **more: Any) -> Ask:
@@ -46,19 +39,8 @@ async def check(fleet: Fleet, expected: Expected, asked: Ask) -> None:
     events = await said(fleet, asked)
     num_top = asked.sampling.logprobs
     assert num_top is not None
-    # The prompt's, all of them and first.
-    num = sum(event.prompt is not None for event in events)
-    assert all(event.prompt is not None for event in events[:num])
-    assert bool(num) == asked.prompt_logprobs
-    prompt = [one for event in events[:num] for one in event.prompt or ()]
-    if asked.prompt_logprobs:
-        assert len(prompt) == len(asked.tokens)
-        assert prompt[0] is None
-        rows = expected.logprobs(asked.tokens)
-        for token, one, row in zip(asked.tokens[1:], prompt[1:], rows, strict=False):
-            check_one(one, token, row, num_top)
     for sample in range(asked.num_samples):
-        of = [event for event in events[num:] if event.sample == sample]
+        of = [event for event in events if event.sample == sample]
         tokens = [event.token for event in of if event.token is not None]
         assert tokens == expected.tokens(asked.tokens, asked.max_new_tokens)
         assert [event.position for event in of] == list(range(asked.max_new_tokens))
@@ -67,7 +49,7 @@ async def check(fleet: Fleet, expected: Expected, asked: Ask) -> None:
             check_one(event.logprob, event.token or 0, row, num_top)
 
 
-def test_workers_give_those_of_answers_and_prompts(expected: Expected) -> None:
+def test_workers_give_those_of_answers(expected: Expected) -> None:
     options = ("--page-size", "8", "--threads", "1")
     with (
         Served("worker", "decode", "--name", "d", *options, **KEY) as decode,
@@ -81,27 +63,11 @@ def test_workers_give_those_of_answers_and_prompts(expected: Expected) -> None:
                 fleet.add(info)
             # Cold; hit on both sides; two at once, with samples that join a flight.
             await check(fleet, expected, ask("one", PROMPT, 6))
-            await check(fleet, expected, ask("two", PROMPT, 6, prompt_logprobs=True))
+            await check(fleet, expected, ask("two", PROMPT, 6))
             long = [*range(256, 500), *range(256, 400)]
-            both = [
-                ask(f"long {i}", long, 4, prompt_logprobs=True, num_samples=2, logprobs=i)
-                for i in range(2)
-            ]
+            both = [ask(f"long {i}", long, 4, num_samples=2, logprobs=i) for i in range(2)]
             await asyncio.gather(*(check(fleet, expected, one) for one in both))
-            await check(fleet, expected, ask("one token", [300], 1, prompt_logprobs=True))
-            wrong = ask("wrong", PROMPT, 1, prompt_logprobs=True, logprobs=None)
-            with pytest.raises(ApiError, match=r"need sampling\.logprobs") as raised:
-                await said(fleet, wrong)
-            assert raised.value.status == 400
-            # A client that leaves while its prompt is computed: prefill is told, and rests.
-            for i in range(3):
-                stream = fleet.generate(ask(f"left {i}", long * 5, 4, prompt_logprobs=True))
-                task = asyncio.create_task(anext(stream))
-                await asyncio.sleep(0.02 * i)
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-                await stream.aclose()
-            await check(fleet, expected, ask("after", PROMPT, 6, prompt_logprobs=True))
+            await check(fleet, expected, ask("one token", [300], 1))
             async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}) as client:
                 for info in infos:
                     assert (await client.post(f"{info.url}/audit")).status_code == 204
@@ -116,46 +82,36 @@ TEXT = "kaka tono mumu"
 GREEDY = {"model": "small", "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
-def check_legacy(
-    expected: Expected, choice: Any, num_top: int, num: int, echo: bool, text: str = TEXT
-) -> None:
+def check_legacy(expected: Expected, choice: Any, num_top: int, num: int) -> None:
     """A completion's log-probabilities against the model by itself."""
-    prompt = expected.texts.plain(text)
-    said = expected.tokens(prompt, max(num, 1))[:num]
-    tokens = [*prompt, *said]
-    rows = [None, *expected.logprobs(tokens)]
-    begin = 0 if echo else len(prompt)
+    prompt = expected.texts.plain(TEXT)
+    said = expected.tokens(prompt, num)
+    rows = expected.logprobs([*prompt, *said])[len(prompt) - 1 :]
     found = choice.logprobs
-    assert choice.text == expected.text(tokens[begin:])
+    assert choice.text == expected.text(said)
     assert "".join(found.tokens) == choice.text
-    assert len(found.token_logprobs) == len(tokens) - begin
     columns = (found.token_logprobs, found.top_logprobs, found.tokens, found.text_offset)
-    for at, (number, top, name, place) in enumerate(zip(*columns, strict=True), start=begin):
+    assert {len(column) for column in columns} == {num}
+    for (number, top, name, place), token, row in zip(
+        zip(*columns, strict=True), said, rows, strict=False
+    ):
         assert choice.text[place : place + len(name)] == name
-        if at == 0:
-            assert number is top is None
-            continue
-        assert abs(number - rows[at][tokens[at]]) < NEAR
+        assert abs(number - row[token]) < NEAR
         assert top[name] == number
         assert num_top <= len(top) <= num_top + 1 or num_top > 1
         # As scorers do it: the greedy token is the one whose number is the largest.
         if num_top:
-            assert (number == max(top.values())) == (rows[at].argmax() == tokens[at])
+            assert (number == max(top.values())) == (row.argmax() == token)
 
 
 def test_completions_have_them(client: Any, expected: Expected) -> None:
     for num_top in (0, 1, 5):
-        for echo, num in ((False, 6), (True, 6), (True, 1)):
-            answer = client.completions.create(
-                prompt=TEXT, max_tokens=num, logprobs=num_top, echo=echo, **GREEDY
-            )
-            check_legacy(expected, answer.choices[0], num_top, num, echo)
+        for num in (6, 1):
+            how = {"prompt": TEXT, "max_tokens": num, "logprobs": num_top, **GREEDY}
+            answer = client.completions.create(**how)
+            check_legacy(expected, answer.choices[0], num_top, num)
             assert answer.usage.completion_tokens == num
-            pieces = list(
-                client.completions.create(
-                    prompt=TEXT, max_tokens=num, logprobs=num_top, echo=echo, stream=True, **GREEDY
-                )
-            )
+            pieces = list(client.completions.create(stream=True, **how))
             choice = answer.choices[0]
             assert "".join(one.choices[0].text for one in pieces) == choice.text
             parts = [one.choices[0].logprobs for one in pieces if one.choices[0].logprobs]
@@ -164,25 +120,6 @@ def test_completions_have_them(client: Any, expected: Expected) -> None:
                 if name in ("tokens", "text_offset"):
                     assert joined == getattr(choice.logprobs, name)
                 assert len(joined) == len(choice.logprobs.tokens)
-
-
-def test_a_scorer_gets_the_prompts_of_a_batch_without_answers(
-    client: Any, expected: Expected
-) -> None:
-    """As lm-eval's `local-completions` asks."""
-    texts = [TEXT, "tono", TEXT + " mumu"]
-    prompts = [expected.texts.plain(text) for text in texts]
-    for num in (0, 1):
-        answer = client.completions.create(
-            prompt=prompts, max_tokens=num, logprobs=1, echo=True, seed=1, **GREEDY
-        )
-        assert [choice.index for choice in answer.choices] == [0, 1, 2]
-        for choice, text in zip(answer.choices, texts, strict=True):
-            check_legacy(expected, choice, 1, num, True, text)
-            assert choice.finish_reason == "length"
-        assert answer.usage.completion_tokens == num * 3
-    plain = client.completions.create(prompt=TEXT, max_tokens=0, echo=True, n=2, **GREEDY)
-    assert [(one.text, one.logprobs) for one in plain.choices] == [(TEXT, None)] * 2
 
 
 def test_chats_have_them(client: Any, expected: Expected) -> None:
@@ -221,6 +158,7 @@ def test_chats_have_them(client: Any, expected: Expected) -> None:
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
         ("chat/completions", {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ("chat/completions", {"logprobs": 3}, "logprobs"),
+        ("completions", {"echo": True}, "echo"),
         ("chat/completions", {"echo": True}, "echo"),
         ("chat/completions", {"max_tokens": 0}, "max_tokens"),
     ],
@@ -237,72 +175,3 @@ def test_what_is_out_of_range_is_refused_by_name(
     answer = httpx.post(f"{serve.url}/{path}", json=body, timeout=PATIENCE_S, trust_env=False)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
-
-
-# --- a prefill worker that is lost ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_prefill", [1, 2])
-def test_prefill_is_killed_while_the_log_probabilities_of_a_prompt_come(
-    num_prefill: int, request: pytest.FixtureRequest, expected: Expected
-) -> None:
-    """Nothing hangs, no page is kept, and the client gets them all, or is told what is missing."""
-    num, streams = (0, True) if num_prefill == 1 else (4, False)
-    names = [f"prefill-{number}" for number in range(num_prefill)]
-    more = ("--chunk-tokens", "64", "--prefill", "2", "--api-key", KEY_OF_CLIENTS)
-    served = nullcontext(request.getfixturevalue("guarded")) if num_prefill == 1 else Serve(*more)
-    with (
-        served as serve,
-        client_of(serve, KEY_OF_CLIENTS) as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-
-        def score(tokens: list[int], num: int) -> list[float | None]:
-            made = client.completions.create(
-                prompt=tokens, max_tokens=num, logprobs=1, echo=True, stream=streams, **GREEDY
-            )
-            pieces = list(made) if streams else [made]
-            parts = [choice.logprobs for piece in pieces for choice in piece.choices]
-            return [number for part in parts if part for number in part.token_logprobs]
-
-        def check(numbers: list[float | None], tokens: list[int]) -> None:
-            rows = expected.logprobs(tokens)
-            assert numbers[0] is None
-            for number, token, row in zip(numbers[1:], tokens[1:], rows, strict=False):
-                assert number is not None
-                assert abs(number - row[token]) < NEAR
-            assert len(numbers) == len(tokens)
-
-        def sent_bytes(name: str) -> float:
-            return serve.figures(name).get(f'prefixkv_sent_bytes_total{{node="{name}"}}', 0)
-
-        def sending() -> list[str]:
-            return [name for name in names if sent_bytes(name) > before[name]]
-
-        for number in range(20):  # one may have ended before this process looks
-            prompt = [300 + (number + i) % 100 for i in range(3400)]  # 54 chunks
-            before = {name: sent_bytes(name) for name in names}
-            waiting = pool.submit(score, prompt, num)
-            until(lambda: bool(sending()))
-            (name,) = sending()
-            pid = serve.workers()[name]["pid"]
-            os.kill(pid, signal.SIGSTOP)
-            if not waiting.done():
-                break
-            os.kill(pid, signal.SIGCONT)
-        else:
-            raise AssertionError("each has ended before the kill")
-        os.kill(pid, signal.SIGKILL)
-        error = waiting.exception(timeout=PATIENCE_S)
-        if num_prefill == 1:  # none is left to ask, unless the next has started already
-            if error is not None:
-                assert isinstance(error, openai.APIError)
-                assert "prefill" in str(error)
-        else:
-            assert error is None
-        if error is None:
-            check(waiting.result(), [*prompt, *(expected.tokens(prompt, num) if num else ())])
-        until(lambda: serve.workers().get(name, {"pid": pid})["pid"] != pid)
-        at_rest(serve)
-        check(score(prompt[:300], 0), prompt[:300])
-        at_rest(serve)

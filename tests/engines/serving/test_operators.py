@@ -1,4 +1,4 @@
-"""What an operator of `prefixkv serve` looks at, from real processes: one `/metrics` for all, the
+"""What an operator of `prefixkv serve` looks at, from real processes: metrics of each, the
 targets for Prometheus, a line of each request from each process, and dashboard and alerts that name
 what there is."""
 
@@ -120,77 +120,65 @@ def exposed(serve: Serve, client: openai.OpenAI, proxy: Served) -> dict[str, Lab
     assert post(f"{worker['url']}/generate", b"{}")[0] == 401
     assert post(f"{proxy.url}/completions", {"prompt": "a"})[0] in (502, 503)  # type: ignore[attr-defined]
     assert post(f"{proxy.url}/completions", b"{}")[0] == 400  # type: ignore[attr-defined]
-    status = proxy.status  # type: ignore[attr-defined]
-    return {**labels_of(text_of(f"{status}/metrics")), **labels_of(text_of_all(serve))}
+    found = labels_of(text_of(f"{proxy.status}/metrics"))  # type: ignore[attr-defined]
+    # As Prometheus has it: each process with the labels of its target.
+    for target in get(f"{serve.status}/sd")[1]:
+        (address,) = target["targets"]
+        for name, labels in labels_of(text_of(f"http://{address}/metrics")).items():
+            known = found.setdefault(name, {})
+            for label, values in labels.items():
+                known.setdefault(label, set()).update(values)
+            for label, value in target["labels"].items():
+                known.setdefault(label, set()).add(value)
+    return found
 
 
-def text_of_all(serve: Serve) -> str:
-    """The front's metrics and those of each worker: a busy one may have missed its time."""
-    texts: list[str] = []
-
-    def has_all() -> bool:
-        texts.append(text_of(f"{serve.status}/metrics"))
-        return labels_of(texts[-1]).get("prefixkv_pages", {}).get("worker") == WORKERS.keys()
-
-    until(has_all)
-    return texts[-1]
+# --- metrics --------------------------------------------------------------------------------------
 
 
-# --- one /metrics ---------------------------------------------------------------------------------
-
-
-def test_the_front_shows_the_metrics_of_all_its_workers(
-    serve: Serve, exposed: dict[str, Labels]
-) -> None:
-    text = text_of_all(serve)
-    heads = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
-    assert len(heads) == len(set(heads)) > 30
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if "node" in sample.labels:
-                assert sample.labels["worker"] == sample.labels["node"]
-                assert sample.labels["role"] == WORKERS[sample.labels["worker"]]
+def test_each_process_has_its_own_metrics(serve: Serve, exposed: dict[str, Labels]) -> None:
     assert exposed["prefixkv_pages"]["worker"] == WORKERS.keys()
-    for worker, role in WORKERS.items():
-        own = text_of(f"{serve.workers()[worker]['status_url']}/metrics")
-        families = {family.name for family in text_string_to_metric_families(own)}
-        assert "prefixkv_pages" in families
-        shown = {
-            family.name for family in text_string_to_metric_families(text)
-            if any(one.labels.get("worker") == worker for one in family.samples)
-        }  # fmt: skip
-        with_rows = {
-            family.name for family in text_string_to_metric_families(own) if family.samples
+    assert not any(
+        "node" in labels for labels in labels_of(text_of(f"{serve.status}/metrics")).values()
+    )
+    for worker in ("", *WORKERS):
+        status = serve.workers()[worker]["status_url"] if worker else serve.status
+        promtool("check", "metrics", given=text_of(f"{status}/metrics"))
+
+
+def test_the_targets_are_the_front_and_its_workers(serve: Serve) -> None:
+    found = {one["labels"]["worker"]: one for one in get(f"{serve.status}/sd")[1]}
+    assert found.pop("front") == {
+        "targets": [serve.status.removeprefix("http://")],
+        "labels": {"worker": "front", "role": "front"},
+    }
+    assert found == {
+        name: {
+            "targets": [serve.workers()[name]["status_url"].removeprefix("http://")],
+            "labels": {"worker": name, "role": role},
         }
-        assert shown == with_rows | {"prefixkv_worker_up"}, role
-    promtool("check", "metrics", given=text)
+        for name, role in WORKERS.items()
+    }
 
 
-def test_a_worker_that_is_killed_is_down_and_up_again_at_another_port(guarded: Serve) -> None:
-    up = 'prefixkv_worker_up{role="decode",worker="decode-0"}'
-    pages = 'prefixkv_pages{node="decode-0",role="decode",state="free",worker="decode-0"}'
+def test_a_worker_that_is_killed_stays_a_target_and_is_back_at_another_port(
+    guarded: Serve,
+) -> None:
     before = guarded.workers()["decode-0"]
+    old = before["status_url"].removeprefix("http://")
 
-    def is_up() -> bool:
-        figures = guarded.figures()
-        return figures[up] == 1 and pages in figures
+    def target() -> str:
+        targets = get(f"{guarded.status}/sd")[1]
+        (found,) = (one["targets"][0] for one in targets if one["labels"]["worker"] == "decode-0")
+        return str(found)
 
-    until(is_up)
-    # It stands still: the scrape waits for it no longer than its time.
-    os.kill(before["pid"], signal.SIGSTOP)
-    other = 'prefixkv_worker_up{role="prefill",worker="prefill-0"}'
-    shown = [guarded.figures()]
-    until(lambda: shown[-1][other], step=lambda: shown.append(guarded.figures()))
-    for figures in shown:
-        assert figures[up] == 0
-        assert pages not in figures
     os.kill(before["pid"], signal.SIGKILL)
-    until(lambda: guarded.workers().get("decode-0", before)["pid"] != before["pid"])
-    until(is_up)
+    until(
+        lambda: guarded.workers().get("decode-0", before)["pid"] != before["pid"],
+        step=target,
+    )
     after = guarded.workers()["decode-0"]
-    _, found = get(f"{guarded.status}/sd")
-    assert after["status_url"].removeprefix("http://") in str(found)
-    assert before["status_url"].removeprefix("http://") not in str(found)
+    assert target() == after["status_url"].removeprefix("http://") != old
 
 
 # --- the request log ------------------------------------------------------------------------------
@@ -299,7 +287,7 @@ def test_a_log_that_cannot_be_written_is_refused_at_the_start() -> None:
 
 OPEN = {"status", "reason", "namespace", "peer", "prefill", "worker"}
 """Labels whose values a test cannot bring about one by one."""
-FREE = {"up": {"job": set(), "instance": set()}}
+FREE = {"up": {"job": set(), "instance": set(), "worker": set(), "role": set()}}
 """Metrics of Prometheus itself."""
 
 
@@ -394,7 +382,7 @@ def test_the_panels_show_what_an_operator_asks_for(exposed: dict[str, Labels]) -
     named = " ".join(expr for _, expr, _ in queries())
     for metric in (
         "hit_tokens_total", "skipped_bytes_total", "pages", "queue_requests", "rooms",
-        "received_bytes_total", "front_ttft_seconds_bucket", "front_refused_total", "worker_up",
+        "received_bytes_total", "front_ttft_seconds_bucket", "front_refused_total",
     ):  # fmt: skip
         assert f"prefixkv_{metric}" in named
     assert "quarantined" in named

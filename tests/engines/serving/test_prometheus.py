@@ -1,5 +1,5 @@
-"""A real Prometheus before a real `prefixkv serve`: it takes the front's exposition and the targets
-of `/sd`, and answers every query of the dashboard and of the alerts."""
+"""A real Prometheus before a real `prefixkv serve`: it takes the targets of `/sd`, and answers all
+queries of the dashboard and of the alerts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ NOT_HERE = ("prefixkv_proxy_", "prefixkv_worker_refused")  # no proxy, and no wo
 
 
 class Prometheus(Command):
-    """Prometheus on a free port, with the configuration of docs/ops and one more job, `found`, of
-    the targets of `/sd`."""
+    """Prometheus on a free port, with the configuration of docs/ops."""
 
     def __init__(self, folder: Path, status: str) -> None:
         program = shutil.which("prometheus")
@@ -35,10 +34,7 @@ class Prometheus(Command):
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["rule_files"] = [str(OPS / "prometheus-alerts.yml")]
         (job,) = config["scrape_configs"]
-        job["static_configs"] = [{"targets": [status.removeprefix("http://")]}]
-        found = {"job_name": "found", "http_sd_configs": [{"url": f"{status}/sd",
-                                                            "refresh_interval": "1s"}]}  # fmt: skip
-        config["scrape_configs"].append(found)
+        job["http_sd_configs"] = [{"url": f"{status}/sd", "refresh_interval": "1s"}]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         port = free_port()
         self.url = f"http://127.0.0.1:{port}/api/v1"
@@ -81,7 +77,7 @@ def prometheus(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         until(
             lambda: (
                 {one["health"] for one in prometheus.targets()} == {"up"}
-                and len(prometheus.targets()) == 4
+                and len(prometheus.targets()) == 3
             ),
             state=lambda: f"{prometheus.targets()}\n{prometheus.shown()}",
         )
@@ -103,32 +99,13 @@ def prometheus(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_the_targets_of_sd_are_all_processes_with_their_labels(
     serve: Serve, prometheus: Prometheus
 ) -> None:
-    found = {one["labels"]["worker"]: one for one in prometheus.targets()
-             if one["labels"]["job"] == "found"}  # fmt: skip
+    found = {one["labels"]["worker"]: one for one in prometheus.targets()}
     assert {name: one["labels"]["role"] for name, one in found.items()} == {
         "front": "front", "prefill-0": "prefill", "decode-0": "decode",
     }  # fmt: skip
-    assert found["front"]["scrapeUrl"] == f"{serve.status}/metrics/front"
+    assert found["front"]["scrapeUrl"] == f"{serve.status}/metrics"
     for name, info in serve.workers().items():
         assert found[name]["scrapeUrl"] == f"{info['status_url']}/metrics"
-
-
-def test_either_way_the_figures_and_their_labels_are_the_same(prometheus: Prometheus) -> None:
-    def shown(job: str) -> set[tuple[tuple[str, str], ...]]:
-        return {
-            tuple(sorted((k, v) for k, v in row["metric"].items() if k not in ("job", "instance")))
-            for row in prometheus.query(f'prefixkv_pages{{job="{job}"}}')
-        }
-
-    def ways() -> list[set[tuple[tuple[str, str], ...]]]:
-        return [shown("prefixkv"), shown("found")]
-
-    def agree() -> bool:
-        one, other = ways()
-        return one == other != set()
-
-    # Of a process that has missed its second there is nothing until it is asked again.
-    until(agree, state=ways, pause_s=0.2)
 
 
 def test_every_panel_has_something_to_show(prometheus: Prometheus) -> None:

@@ -1,45 +1,91 @@
-"""Runs in vLLM's environment: takes each name of `compat.TABLE` out of vLLM, as another version may
-lack it, makes the connector that needs it, and says what came of it: a line of JSON for each.
-
-Every name is taken out in a process of its own, which is forked from one that has vLLM imported and
-has looked at nothing of the table yet.
+"""Runs in vLLM's environment: makes the connector of what vLLM gives it, and says what came of it:
+a line of JSON. Then with names of vLLM taken away, and with functions that take other arguments, as
+another version may have them.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import logging
 import os
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from prefixkv.engines.vllm import compat
+from prefixkv.errors import ConfigError
 
 BLOCK, NUM_BLOCKS = 16, 64
+GONE = (
+    ("vllm.utils.network_utils", "get_ip"),
+    ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue"),
+    ("vllm.v1.engine.core", "EngineCoreProc"),
+)
 
 
 def main() -> None:
-    for row in compat.TABLE:
-        importlib.import_module(row.module)
     made = Made()
-    importlib.import_module("prefixkv.engines.vllm.scheduler")
-    importlib.import_module("prefixkv.engines.vllm.worker")
-    _apart(None, "", made)
-    owners = set()
-    for row in compat.TABLE:
-        for name in row.names:
-            _apart(row, name, made)
-        if row.owner and (row.module, row.owner) not in owners:
-            owners.add((row.module, row.owner))
-            _apart(row, "", made)
-    print(json.dumps({"sleep": _sleep(made), "flags": _flags(), "groups": _groups(made)}))
+    _print(_apart(lambda: _use(made)))
+    _print({name: _apart(partial(_remove, *one), _import) for one in GONE for name in one[1:]})
+    _print(_calls())
+    _print({
+        name: _apart(partial(_set_other, name), _import)
+        for name in ("get_num_new_matched_tokens", "wait_for_save", "request_finished")
+    })  # fmt: skip
+    _print({"sleep": _sleep(made), "flags": _flags(), "groups": _groups(made)})
+
+
+def _print(said: Any) -> None:
+    print(json.dumps(said), flush=True)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def _remove(module: str, name: str) -> None:
+    delattr(_module(module), name)
+
+
+def _import() -> None:
+    import prefixkv.engines.vllm
+
+    prefixkv.engines.vllm.PrefixKVConnector  # noqa: B018
+
+
+def _set_other(name: str) -> None:
+    """Has a method of vLLM's base class take one argument more."""
+    base = _module("vllm.distributed.kv_transfer.kv_connector.v1.base").KVConnectorBase_V1
+    before = getattr(base, name)
+    code = f"def {name}(self, {', '.join(_names(before))}, of_the_next): ..."
+    scope: dict[str, Any] = {}
+    exec(code.replace("(self, , ", "(self, "), scope)
+    setattr(base, name, scope[name])
+
+
+def _names(function: Any) -> list[str]:
+    return list(function.__code__.co_varnames[1 : function.__code__.co_argcount])
+
+
+def _calls() -> list[list[str]]:
+    """Why each function that is called would be refused, if it took one argument more."""
+    from prefixkv.engines.vllm import compat, versions
+
+    said = []
+    for function, num_args, keywords in compat.CALLS:
+        versions.check_call(function, num_args, keywords)
+        try:
+            versions.check_call(function, num_args, (*keywords, "of_the_next"))
+        except ConfigError as error:
+            said.append([function.__qualname__, str(error)])
+        else:
+            said.append([function.__qualname__, ""])
+    return said
 
 
 class Made:
@@ -96,104 +142,52 @@ class Made:
         self.blocks: Any = KVCacheBlocks((self.pool.get_new_blocks(3),))
 
 
-def _apart(row: compat.Row | None, name: str, made: Made) -> None:
+def _apart(*steps: Callable[[], Any]) -> Any:
+    """What the last of these says, or the error of one, in a process of its own."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
+        said: Any = None
         try:
-            said = _say(row, name, made)
-        except BaseException as error:
-            said = {"uncaught": f"{type(error).__name__}: {error}"}
+            for step in steps:
+                said = step()
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
         os.write(write, json.dumps(said).encode())
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as lines:
-        said = json.loads(lines.read() or "{}")
+        said = json.loads(lines.read())
     os.waitpid(child, 0)
-    what = {} if row is None else {"module": row.module, "owner": row.owner, "name": name}
-    lost = "" if row is None else row.part.consequence
-    part = next((key for key, one in vars(compat).items() if row and one is row.part), "")
-    why = "" if row is None else row.why
-    version = compat.installed_version()
-    more = {"part": part, "lost": lost, "why": why, "version": version}
-    print(json.dumps({**what, **more, **said}), flush=True)
+    return said
 
 
-def _say(row: compat.Row | None, name: str, made: Made) -> dict[str, Any]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vllm.prefixkv").addHandler(handler)
-    part = compat.POLICY if row is None else row.part
-    made.config.lora_config = SimpleNamespace() if part is compat.LORA else None
-    if part is compat.IMAGES:
-        type(made.config.model_config).is_multimodal_model = True
-    if part is compat.RANKS:
-        made.config.parallel_config.tensor_parallel_size = 2
-    request = made.request_of()
-    if row is not None:
-        _take_out(row, name)
-        for one in (made.pool, request):
-            if type(one).__name__ == row.owner and name in vars(one):
-                vars(one)[name + "_"] = vars(one).pop(name)
-    try:
-        return {"works": _use(part, made, request), "lines": lines}
-    except compat.ConfigError as error:
-        return {"refused": str(error), "lines": lines}
-
-
-def _take_out(row: compat.Row, name: str) -> None:
-    module = importlib.import_module(row.module)
-    if not row.owner:
-        delattr(module, name)
-        return
-    if not name:
-        delattr(module, row.owner)
-        return
-    for kind in getattr(module, row.owner).__mro__[:-1]:
-        if name in vars(kind):
-            type.__delattr__(kind, name)  # an enumeration's own forbids it
-        vars(kind).get("_member_map_", {}).pop(name, None)
-        vars(kind).get("__annotations__", {}).pop(name, None)
-        for method in vars(kind).values():
-            if inspect.isfunction(method):  # what it stores under this name has another one
-                plain = inspect.unwrap(method)
-                names = [one + "_" if one == name else one for one in plain.__code__.co_names]
-                plain.__code__ = plain.__code__.replace(co_names=tuple(names))
-
-
-def _use(part: compat.VllmFeature, made: Made, request: Any) -> dict[str, Any]:
-    """Makes what needs the part, with and without its option."""
+def _use(made: Made) -> dict[str, Any]:
+    """What works of a scheduler's connector, with all options, and a worker's of each kind."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     from prefixkv.engines.vllm import PrefixKVConnector
     from prefixkv.engines.vllm.extension import WorkerExtension
 
-    if part is compat.FENCING:
-        WorkerExtension().prefixkv_lost_peers()
-    if part is compat.CPU_KERNELS:
-        compat.block_format(made.config, made.kv, ["CPU_ATTN"])
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm.prefixkv").addHandler(handler)
     extra: dict[str, Any] = {"name": "drift", "bind": "tcp://*:14579"}
     made.config.kv_transfer_config.kv_connector_extra_config = extra
-    if part in (compat.HOST_WRITES, compat.HOST_EVENTS):
-        extra["host_memory"] = "4x"
-    if part in (compat.WORKER, compat.RANKS):
-        PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.kv)
-    if part is compat.WINDOWS:
-        PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.windowed)
-    if part is compat.STATES:
-        PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.stated)
-    if part is compat.POLICY:  # first as a server that wants none
-        _scheduler(PrefixKVConnector, made, request).shutdown()
-        extra["policy"] = "lru"
-    connector = _scheduler(PrefixKVConnector, made, request)
+    for kv in (made.kv, made.windowed, made.stated):
+        PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, kv)
+    extra |= {"host_memory": "4x", "policy": "lru"}
+    connector = _scheduler(PrefixKVConnector, made, made.request_of())
     stats = connector.get_kv_connector_stats()
     connector.shutdown()
     return {
-        "advertise": bool(connector._options.advertise),
-        "governed": type(getattr(made.pool, "free_block_queue", None)).__name__ == "GovernedQueue",
+        "advertise": connector._options.advertise,
+        "governed": type(made.pool.free_block_queue).__name__,
         "rests": connector._wakeups is not None,
         "stats": None if stats is None else stats.data,
+        "extension": hasattr(WorkerExtension, "prefixkv_lost_peers"),
+        "lines": lines,
     }
 
 
@@ -262,7 +256,7 @@ def _groups(made: Made) -> dict[str, Any]:
             kv = KVCacheConfig(NUM_BLOCKS, [], groups)
             windows = BlockGroups.of(kv).windows
             said[name] = [len(groups[one.number].layer_names) for one in windows]
-        except compat.ConfigError as error:
+        except ConfigError as error:
             said[name] = str(error)
         except Exception as error:
             said[name] = f"uncaught {type(error).__name__}: {error}"
@@ -272,7 +266,7 @@ def _groups(made: Made) -> dict[str, Any]:
     )
     try:
         said["both"] = len(BlockGroups.of(kv).windows)
-    except compat.ConfigError as error:
+    except ConfigError as error:
         said["both"] = str(error)
     said["options"] = _options_of_states(made)
     return said
@@ -298,7 +292,7 @@ def _options_of_states(made: Made) -> dict[str, str]:
         cache.prefix_match_unit = value if name == "prefix_match_unit" else None
         try:
             PrefixKVConnector(made.config, base.KVConnectorRole.WORKER, made.stated)
-        except compat.ConfigError as error:
+        except ConfigError as error:
             said[name] = str(error)
     cache.use_replayssm, cache.prefix_match_unit = False, None
     return said
@@ -320,13 +314,13 @@ def _sleep(made: Made) -> dict[str, Any]:
             key = f"{device} {sleeps} {role.name}"
             try:
                 connector = PrefixKVConnector(made.config, role, made.kv)
-            except compat.ConfigError as error:
+            except ConfigError as error:
                 said[key] = str(error)
                 continue
             connector._kv_caches = {"layer": torch.zeros(1, device="meta")}  # on no CPU
             try:
                 connector.unregister_kv_caches()
-            except compat.ConfigError as error:
+            except ConfigError as error:
                 said[key] = str(error)
             connector._kv_caches = {"layer": torch.zeros(1)}
             connector.unregister_kv_caches()

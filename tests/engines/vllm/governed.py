@@ -21,11 +21,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 import benchmarks.policies.gated  # noqa: F401  makes it known by name
-from prefixkv.engines.vllm import compat
-from prefixkv.engines.vllm.block_queue import GovernedQueue
 from prefixkv.engines.vllm.options import ConnectorOptions
 from prefixkv.engines.vllm.scheduler import SchedulerSide
-from prefixkv.engines.vllm.shadow import Shadow
+from prefixkv.engines.vllm.shadow import GovernedQueue, Shadow
 
 BLOCK, NUM_BLOCKS, ROUNDS = 16, 120, 600
 
@@ -63,7 +61,6 @@ def main(policy: str) -> None:
     side = SchedulerSide(ConnectorOptions("d"), BLOCK, is_producer=False, is_consumer=True)
     shadow = None
     if policy:
-        assert compat.can_govern(pool)
         shadow = Shadow(BLOCK, policy, lambda: now.s)
         GovernedQueue.install(pool, shadow, side.counters)
     side.bind(pool, shadow)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from benchmarks.ports import free_port
+from benchmarks.serve import cpu_share
 from benchmarks.vllm_servers import (
     MODEL,
     TINY,
@@ -27,7 +28,6 @@ from benchmarks.vllm_servers import (
     token_ids,
     transfer_config,
 )
-from benchmarks.waiting_cpu import cpu_share
 from tests.engines.vllm.test_vllm import PYTHON, prompt_of, started, until
 
 BLOCKS, LONG, OUT = 25, 440, 8  # one is vLLM's null block; tokens
@@ -189,7 +189,7 @@ def test_the_client_of_a_send_leaves(small: Small) -> None:
 
 
 def test_a_server_that_only_waits_rests(small: Small) -> None:
-    """While rooms and sends are pending. `python -m benchmarks waiting_cpu` has the figure."""
+    """While rooms and sends are pending. `python -m benchmarks serve` has the same of serve."""
     send, load = small.send(prompt_of(22, LONG), 601), small.load(prompt_of(23, LONG), 602)
     until(lambda: small.gauge(small.prefill, "sends_unpromised") == 1)
     until(lambda: small.gauge(small.decode, "loads_waiting") == 1)

@@ -133,24 +133,19 @@ def route(peer: PeerId) -> bytes:
     return f"{peer.name} {peer.incarnation}".encode()
 
 
-def new_prefill(rank: int, life: int, num_ranks: int, tries: bool) -> PrefillControl:
+def new_prefill(rank: int, life: int, num_ranks: int) -> PrefillControl:
     endpoints = ("", *map(address, range(1, num_ranks))) if rank == 0 else ()
     topology = Topology(PAGE_SIZE, num_ranks)
     me = prefill_id(rank, life)
     what = me, _DIGEST, topology, TIMING, endpoints, rank
-    return PrefillControl(*what, tries=tries, secret=_secret(me))
-
-
-def _secret(peer: PeerId) -> bytes:
-    """Of this life alone."""
-    return route(peer).ljust(16)
+    return PrefillControl(*what)
 
 
 def new_decode(worker: int, rank: int, life: int, num_ranks: int) -> DecodeControl:
     layout, _ = mesh_layout("layer_major", 16, PAGE_SIZE, 1, HEADS // num_ranks, head_bytes=8)
     me, topology = decode_id(worker, rank, life), Topology(PAGE_SIZE, num_ranks)
     leader = decode_id(worker, 0, life)
-    what = _DIGEST, topology, layout, b"agent", _secret(me), rank
+    what = _DIGEST, topology, layout, b"agent", rank
     hello = Hello(*what, leader if num_ranks > 1 else None)
     return DecodeControl(me, hello, TIMING)
 
@@ -223,7 +218,6 @@ def leftovers(control: Any) -> dict[str, Any]:
     if isinstance(control, PrefillControl):
         peers = control._peers.all()
         left |= {
-            "trials": dict(control._admission._trials._on_trial),
             "jobs": dict(control._rooms.jobs), "unclaimed": set(control._rooms.unclaimed),
             "aborts": control._aborts.all(),
             "parked": [peer.id for peer in peers if peer.num_parked],
@@ -481,8 +475,6 @@ class Actors:
                 return "cancel", effect.job_id
             case effects.Renew():
                 return ("renew",)
-            case effects.TryPeer():
-                return "try", effect.peer
             case effects.RemovePeer():
                 return "remove", effect.peer
             case effects.Settle():

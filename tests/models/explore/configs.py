@@ -88,7 +88,6 @@ QUICK = [
     *_configs(replace(_ONE, name="two workers", decode=(1, 1), uses=_WORKERS), _B()),
     *_configs(_SAME, _B(lose=1)),
     *_configs(_ONE, _B(restart=1, slow=1)),
-    *_configs(replace(_ONE, name="tried", tries=True), _B(), _B(restart=1), _B(lose=1, fail=1)),
     *_configs(replace(_ONE, name="fenced", fenced=True), _B(restart=1)),
     *_configs(replace(_ONE, name="retried", uses=_RETRY, retry=True), _B(abort=1), _B(fail=1)),
     # Four losses may be all that is said of an outcome, so that only asking again tells.
@@ -143,11 +142,6 @@ _LARGE = [
         _SAME, _B(abort=1), _B(repeat=1), _B(fail=1), _B(restart=1), _B(lose=1, abort=1),
     ),
     *_configs(
-        replace(_ONE, name="tried", tries=True),
-        _B(repeat=1, restart=1), _B(restart=1, fail=1), _B(restart=2), _B(restart=1, slow=1),
-        _B(abort=1, restart=1),
-    ),
-    *_configs(
         replace(_ONE, name="fenced", fenced=True),
         _B(repeat=1, restart=1), _B(abort=1, restart=1), _B(restart=1, fail=1), _B(restart=2),
         _B(lose=1, restart=1),
@@ -160,12 +154,6 @@ _LARGE = [
     *_configs(
         replace(_ONE, name="retried, two writers", prefill=2, uses=_RETRY, retry=True),
         _B(abort=1),
-    ),
-    *_configs(
-        replace(_ONE, name="tried, again", tries=True, uses=_AGAIN, successor=True), _B(restart=1),
-    ),
-    *_configs(
-        replace(_ONE, name="tried, two readers", decode=(2,), tries=True), _B(), _B(restart=1),
     ),
     *_configs(replace(_ONE, name="two rooms", uses=_TWO), _B(lose=1), _B(abort=1), _B(restart=1)),
     *_configs(
@@ -192,7 +180,6 @@ _LARGE = [
         _B(abort=1, restart=1),
     ),
     *_configs(replace(_HEARD, name="heard, fenced", fenced=True), _B(restart=1, hush=1)),
-    *_configs(replace(_HEARD, name="heard, tried", tries=True), _B(restart=1, fail=1)),
 ]  # fmt: skip
 
 

@@ -6,7 +6,6 @@ checked by what schedulers are told and transports are asked.
   never where prefill failed (7, 8);
 - a room ends once on each side; its pages are drained once, after it has failed, and then (as after
   its SUCCESS) no write of it can land; prefill's are free once it has ended and nothing reads them;
-- a peer is loaded where its trial has ended well only;
 - at rest all has ended, no write may land, no control object keeps anything, and what no fault has
   struck has succeeded.
 """
@@ -68,8 +67,7 @@ class Laws:
 
     def _new(self, slot: int, life: int) -> int:
         if slot < self.num_writers:
-            what = slot, life, self.num_writers, self.config.tries
-            return self.table.add(actors.new_prefill(*what))
+            return self.table.add(actors.new_prefill(slot, life, self.num_writers))
         worker, rank = self.readers[slot - self.num_writers]
         return self.table.add(actors.new_decode(worker, rank, life, self.config.decode[worker]))
 
@@ -110,7 +108,7 @@ class Laws:
         state = State(
             tuple(self._new(slot, 1) for slot in slots), (1,) * self.num_slots,
             ((),) * (2 * self.num_writers * len(self.readers)), None, (), (), (), uses, (), (),
-            (), config.budget,
+            config.budget,
         )  # fmt: skip
         return tuple(self._number(i, part) for i, part in enumerate(state))
 
@@ -158,9 +156,8 @@ class Laws:
         name: Any,
         build: Any,
         adding: int | None = None,
-        tried: PeerId | None = None,
     ) -> None:
-        """`adding` is the use that the input adds, `tried` the life that it says is well."""
+        """`adding` is the use that the input adds."""
         before = draft.actors[slot]
         actor, said = self.table.take(before, name, build)
         draft.actors = put(draft.actors, slot, actor)
@@ -172,14 +169,14 @@ class Laws:
                 assert_law(not forgets, f"{forgets} live, and are forgotten")
         for word in said:
             if slot < self.num_writers:
-                self._prefill_says(draft, slot, word, adding, tried)
+                self._prefill_says(draft, slot, word, adding)
             else:
                 self._decode_says(draft, slot, word)
 
     def _lives_stay(self, draft: Draft) -> bool:
         """Whether no life ends any more, so that none that was heard is forgotten; only asked
         in brief configurations."""
-        stay = self.config.brief and not self.config.tries and not draft.budget.restart
+        stay = self.config.brief and not draft.budget.restart
         return stay and not draft.dead and not draft.fences
 
     def _decode_says(self, draft: Draft, slot: int, word: Any) -> None:
@@ -232,9 +229,7 @@ class Laws:
             lands = write.reader == slot and write.pages[0] // USE_PAGES == use.number
             assert_law(not lands, f"{use.number} {how}, and a write of it may land")
 
-    def _prefill_says(
-        self, draft: Draft, slot: int, word: Any, adding: int | None, tried: PeerId | None
-    ) -> None:
+    def _prefill_says(self, draft: Draft, slot: int, word: Any, adding: int | None) -> None:
         match word:
             case ("send", to, frame):
                 for reader in range(self.num_writers, self.num_slots):
@@ -246,12 +241,8 @@ class Laws:
                 self._each_write(draft, slot, lambda write: write.job == job, cancelled=True)
             case ("remove", peer):
                 self._each_write(draft, slot, lambda write: write.peer == peer, cancelled=True)
-            case ("load", peer):
-                good = tried == peer or not self.config.tries
-                assert_law(good, f"{peer} is loaded, and its trial has not ended well")
-            case ("try", peer):
-                assert_law((slot, peer) not in draft.trials, "a trial of a life that is on trial")
-                draft.trials = (*draft.trials, (slot, peer))
+            case ("load", _):
+                pass
             case ("renew",):
                 failed = lambda write: write.status == "failed"  # noqa: E731
                 self._each_write(draft, slot, failed, status="renewing")

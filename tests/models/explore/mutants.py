@@ -16,10 +16,8 @@ from typing import Any
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.decode.rooms import ReceiverRooms
 from prefixkv.control.heartbeat import PeerClock
-from prefixkv.control.prefill.admission import PeerAdmission
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.control.prefill.rooms import SenderRoom, SenderRooms
-from prefixkv.digest import prove
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.sender_machine import SenderMachine
 
@@ -130,17 +128,8 @@ MUTANTS = (
         "body.known != link.known", "False", "repeat, restart",
     ),
     _M(
-        "a promise's proof is of no link", prove,
-        "decode_secret + prefill_secret", "decode_secret", "restart, slow",
-    ),
-    _M(
-        "another life's word drains", _D._room_of,
-        "link.peer is None or room.peers.get(body.rank) != link.peer", "False",
-        "repeat, abort, restart",
-    ),
-    _M(
-        "a peer is loaded whatever its trial says", PeerAdmission.tried,
-        "if error is None:", "if True:", "tried: lose, fail",
+        "a promise to a former life is taken", _P._take,
+        "body.life != self.me.incarnation", "False", "restart, slow",
     ),
     _M(
         "a peer that is heard is never asked again", _R._tick_open,

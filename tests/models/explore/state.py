@@ -22,7 +22,7 @@ class Budget(NamedTuple):
     repeat: int = 0  # or overtake
     abort: int = 0  # by an engine of either side; a refusal is one
     restart: int = 0  # of a process of either side
-    fail: int = 0  # of writes, and of trials
+    fail: int = 0  # of writes
     slow: int = 0
     stall: int = 0
     hush: int = 0  # nothing is heard for longer than any patience
@@ -33,8 +33,7 @@ class Config:
     """Ranks of prefill; of each decode worker; the requests; the faults.
 
     `arrivals`: a notification may come after the write has ended, else it comes with the bytes.
-    `refuse`: a refusal is one of the aborts. `tries`: prefill tries a peer's metadata before it
-    answers. `fenced`: prefill's operator fences lives of
+    `refuse`: a refusal is one of the aborts. `fenced`: prefill's operator fences lives of
     decode that are over. `retry`: request 1 is another attempt at
     request 0, which decode makes once that has failed there, and then asks prefill for.
     `successor`: request 1 uses the number of request 0, once that has ended on both sides.
@@ -51,7 +50,6 @@ class Config:
     arrivals: bool = False
     successor: bool = False
     refuse: bool = False
-    tries: bool = False
     fenced: bool = False
     retry: bool = False
     heard: bool = False
@@ -117,7 +115,6 @@ class State(NamedTuple):
     uses: tuple[Record, ...]
     dead: tuple[PeerId, ...]  # lives of prefill ranks that are not fenced yet
     fences: tuple[tuple[int, PeerId], ...]  # prefill's operator is to say that this life is over
-    trials: tuple[tuple[int, PeerId], ...]  # that are under way on this slot
     budget: Budget
 
 
@@ -133,8 +130,7 @@ class Draft:
     def __init__(self, state: State) -> None:
         (
             self.actors, self.lives, self.wires, self.held, self.writes,
-            self.settling, self.arrived, self.uses, self.dead, self.fences, self.trials,
-            self.budget,
+            self.settling, self.arrived, self.uses, self.dead, self.fences, self.budget,
         ) = state  # fmt: skip
 
     def spend(self, fault: str) -> None:

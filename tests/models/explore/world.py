@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from prefixkv.control import effects
-from prefixkv.errors import MetadataError, TransferError
+from prefixkv.errors import TransferError
 from prefixkv.protocol import commands
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import Arrived, Settled, WriteDone, WriteDrained, WriteFailed
@@ -92,8 +92,6 @@ class World(Laws):
                 yield self._renewed, write
         for slot, token in state.settling:
             yield self._settled, slot, token
-        for slot, peer in state.trials:
-            yield self._tried, slot, peer, True
         for slot, use, tag in state.arrived:
             yield self._arrive, slot, use, tag
         for use, record in zip(self.config.uses, state.uses, strict=True):
@@ -154,8 +152,6 @@ class World(Laws):
                 if write.status == "posted":
                     yield self._write_failed, write, False
                     yield self._write_failed, write, True
-            for slot, peer in state.trials:
-                yield self._tried, slot, peer, False
         if budget.abort:
             for use, record in zip(self.config.uses, state.uses, strict=True):
                 yield from self._ends_by_engines(use, record)
@@ -432,17 +428,6 @@ class World(Laws):
         )
         self._take(draft, slot, ("settled", token), lambda: Settled(token))
 
-    # --- trials -----------------------------------------------------------------------------------
-
-    def _tried(self, draft: Draft, slot: int, peer: PeerId, good: bool) -> None:
-        if not good:
-            draft.spend("fail")
-            self._spoil(draft)
-        draft.trials = tuple(one for one in draft.trials if one != (slot, peer))
-        error = None if good else MetadataError("the trial broke")
-        build = lambda: effects.PeerTried(peer, error)  # noqa: E731
-        self._take(draft, slot, ("tried", peer, good), build, tried=peer if good else None)
-
     # --- processes --------------------------------------------------------------------------------
 
     def _restart_prefill(self, draft: Draft, slot: int, how: str) -> None:
@@ -463,7 +448,6 @@ class World(Laws):
                 for to_prefill in (False, True):
                     draft.wires = put(draft.wires, self._wire(slot, reader, to_prefill), ())
         draft.dead = (*draft.dead, old)
-        draft.trials = tuple(one for one in draft.trials if one[0] != slot)
         draft.fences = tuple(one for one in draft.fences if one[0] != slot)
         draft.lives = put(draft.lives, slot, draft.lives[slot] + 1)
         draft.actors = put(draft.actors, slot, self._new(slot, draft.lives[slot]))

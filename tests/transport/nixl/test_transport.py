@@ -20,6 +20,7 @@ from prefixkv.errors import CallerError, ClosedError, InternalError, TransferTim
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteDrained, WriteFailed
+from prefixkv.transport.libraries import loaded_libraries
 from prefixkv.transport.nixl import agent as nixl_agent
 from prefixkv.transport.nixl import loop as nixl_loop
 from prefixkv.transport.nixl.transport import NixlTransport
@@ -125,6 +126,15 @@ def test_an_error_met_by_the_thread_does_not_keep_the_agent(nixl_driver: NixlDri
         "nixl"
     )  # the type is kept
     writer.transport.close()
+
+
+def test_the_versions_of_the_libraries_are_known_once_an_agent_is_there(
+    nixl_driver: NixlDriver,
+) -> None:
+    nixl_driver.node("us")
+    versions = loaded_libraries()
+    assert versions.nixl.startswith("1.")
+    assert versions.ucx.startswith("1.")
 
 
 def test_a_sink_that_raises_does_not_end_the_thread(nixl_driver: NixlDriver) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from prefixkv.engines.sglang import plugin
 from prefixkv.engines.sglang.cache import PrefixKVCache
 from prefixkv.engines.sglang.clock import RankClock
 from tests.engines.sglang.inside.gpu import on_host
@@ -135,7 +133,6 @@ class Desk:
         pool_tokens: the size of the pool, whole pages.
         keep_kv: whether slots hold anything; without, nothing is looked into.
         device: of the pools; one that is not the CPU is `gpu.py`'s.
-        mirror: whether prefixkv's cache mirrors the rows of such a device.
     """
 
     def __init__(
@@ -151,7 +148,6 @@ class Desk:
         context_len: int = 4096,
         keep_kv: bool = True,
         device: str = "cpu",
-        mirror: bool = True,
     ) -> None:
         self.page_size, self.pool_tokens, self.eagle = page_size, pool_tokens, eagle
         self.keep_kv = keep_kv
@@ -177,7 +173,7 @@ class Desk:
         )
         self.params = params
         self.cache: Any = (
-            PrefixKVCache(params, policy, self.clock, mirror=mirror)
+            PrefixKVCache(params, policy, self.clock)
             if kind == "prefixkv"
             else UnifiedRadixCache(params)
         )
@@ -254,8 +250,6 @@ class Desk:
         req.refresh_fill_ids()
         end = req.kv.kv_committed_len
         self._compute(req, end, end + 1)
-        batch = SimpleNamespace(tree_cache=self.cache, reqs=list(self.running.values()))
-        plugin._after_decode(None, batch, 1)
         return True
 
     def checkpoint(self, req: Request) -> None:

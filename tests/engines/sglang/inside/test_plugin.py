@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from sglang.srt.disaggregation import decode
-from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.mem_cache.registry import (
     TreeCacheBuildContext,
     create_tree_cache,
@@ -31,9 +30,7 @@ from tests.engines.sglang.stubs import CONTEXT
 
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        "POLICY", "HINTS", "ADMISSION", "PATIENCE_S", "CPU_NIXL", "JOIN", "PEEK", "MIRROR",
-    ):  # fmt: skip
+    for name in ("POLICY", "ADMISSION", "PATIENCE_S", "CPU_NIXL", "JOIN"):
         monkeypatch.delenv(f"PREFIXKV_{name}", raising=False)
     monkeypatch.setattr(decode, "CLIP_MAX_NEW_TOKEN", 4096)
     plugin.load()
@@ -151,9 +148,6 @@ def test_hooks_are_where_sglang_has_what_they_hook() -> None:
     assert hooked[sgl.RECEIVER_BROADCAST] == [HookType.AROUND]
     assert hooked[sgl.POP_PREALLOCATED] == [HookType.AROUND]
     assert hooked[sgl.UPDATE_HANDSHAKES] == [HookType.AFTER]
-    assert hooked[sgl.CALC_PRIORITY] == [HookType.AFTER]
-    assert hooked[sgl.ALLOC_FOR_DECODE] == [HookType.AFTER]
-    assert hooked[sgl.ALLOC_FOR_SPEC_DECODE] == [HookType.AFTER]
     assert sgl.NIXL_MEMORY_KINDS not in hooked
 
 
@@ -194,29 +188,17 @@ def test_the_time_goes_with_the_requests_from_the_rank_that_receives() -> None:
 
 
 def decode_queue(desk: Desk, prompts: dict[str, Any]) -> Any:
-    """SGLang's queue, but for what it does with servers. With SGLang's own arithmetic of room."""
-    queue = object.__new__(DecodePreallocQueue)
-    queue.__dict__.update(
-        tree_cache=desk.cache, queue=[queued(rid, tokens) for rid, tokens in prompts.items()],
-        transfer_queue=SimpleNamespace(queue=[]), retracted_queue=[],
-        token_to_kv_pool=None, token_to_kv_pool_allocator=desk.allocator,
-        num_reserved_decode_tokens=8,
-        scheduler=SimpleNamespace(
-            enable_priority_scheduling=False, waiting_queue=[], enable_lora=False,
-            enable_hisparse=False, enable_decode_hicache=False, last_batch=None,
-            running_batch=SimpleNamespace(reqs=[]),
-            tp_worker=SimpleNamespace(is_hybrid_swa=False),
-        ),
-    )  # fmt: skip
-    return queue
-
-
-def queued(rid: str, tokens: Any, max_new_tokens: int = 8) -> Any:
-    req = request(rid, tokens)
-    req.sampling_params = SimpleNamespace(max_new_tokens=max_new_tokens)
+    """What the hooks read of SGLang's queue."""
     return SimpleNamespace(
-        req=req, waiting_for_input=False, is_rebootstrap=False, host_staged=False
+        tree_cache=desk.cache,
+        queue=[queued(rid, tokens) for rid, tokens in prompts.items()],
+        transfer_queue=SimpleNamespace(queue=[]),
+        scheduler=SimpleNamespace(enable_priority_scheduling=False, waiting_queue=[]),
     )
+
+
+def queued(rid: str, tokens: Any) -> Any:
+    return SimpleNamespace(req=request(rid, tokens), waiting_for_input=False, is_rebootstrap=False)
 
 
 def pop(queue: Any, take: int = 0) -> list[str]:
@@ -314,105 +296,3 @@ def test_requests_with_one_new_prompt_have_it_sent_once() -> None:
         item.waiting_for_input = True
     plugin._after_handshakes(None, stock)
     assert all(item.waiting_for_input for item in stock.queue)
-
-
-def tried(queue: Any) -> list[str]:
-    """What SGLang tries in a step, when all are ready."""
-    for item in queue.queue:
-        item.waiting_for_input = True
-    plugin._after_handshakes(None, queue)
-    return [item.req.rid for item in queue.queue if item.waiting_for_input]
-
-
-def test_a_head_that_does_not_fit_is_not_held_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """256 tokens, 64 of them cached. What is missing and 8 reserved tokens have to fit into what is
-    free or may be evicted; what other requests will need is SGLang's to say."""
-    desk = Desk("prefixkv", 4, 256)
-    served(desk, "served", range(64))
-    queue = decode_queue(desk, {"large": [*range(64), *range(500, 748)], "small": range(900, 904)})
-    free = desk.allocator.available_size() + desk.cache.evictable_size()
-    room = free - 8  # of which the cached ones are 64
-    assert tried(queue) == ["large", "small"]  # 248 are missing: they would fit, without a lock
-    queue.queue[0].req.origin_input_ids.extend(range(1000, 1000 + room - 248))
-    assert tried(queue) == ["large", "small"]
-    queue.queue[0].req.origin_input_ids.append(7)
-    depths = queue.prefixkv_queue_state.depths
-    depths._found.clear()
-    assert tried(queue) == []
-    assert desk.cache.counters["blocked_steps"] == 1
-    assert desk.cache.tree.protected_pages == 0
-    for name, value in (("enable_lora", True), ("enable_priority_scheduling", True)):
-        monkeypatch.setattr(queue.scheduler, name, value)
-        assert tried(queue) == ["large", "small"], f"with {name} SGLang may pass over the first"
-        monkeypatch.setattr(queue.scheduler, name, False)
-    queue.queue[0].is_rebootstrap = True
-    assert tried(queue) == ["large", "small"], "it is given pages whatever is cached"
-    queue.queue[0].is_rebootstrap = False
-    monkeypatch.setenv("PREFIXKV_PEEK", "0")
-    assert tried(queue) == ["large", "small"]
-    monkeypatch.delenv("PREFIXKV_PEEK")
-    plugin._after_handshakes(None, queue, ["small"])
-    queue.queue.reverse()
-    assert tried(queue) == ["small", "large"]
-    assert desk.admit(queue.queue.pop(0).req)
-    assert tried(queue) == []
-    assert desk.cache.counters["blocked_steps"] == 2
-
-
-def test_a_running_request_that_grows_makes_room_for_the_head() -> None:
-    """SGLang keeps room for the longest answer, less what it could take back by retraction."""
-    desk = Desk("prefixkv", 4, 256)
-    queue = decode_queue(desk, {"next": range(40)})
-    running = request("runs", range(500, 600))
-    assert desk.admit(running)
-    running.sampling_params = SimpleNamespace(max_new_tokens=100)
-    queue.scheduler.running_batch.reqs.append(running)
-    assert tried(queue) == ["next"]
-    running.sampling_params.max_new_tokens = 4000
-    assert tried(queue) == []
-    running.output_ids.extend(range(4000))
-    assert tried(queue) == ["next"]
-
-
-def test_a_prefix_that_is_waited_for_is_evicted_last() -> None:
-    desk = Desk("prefixkv", 4, 256)
-    served(desk, "a", range(40))
-    served(desk, "b", range(500, 540))
-    queue = decode_queue(desk, {"waits": range(60)})
-    pop(queue)
-    assert desk.evict(40) == 40
-    assert desk.match(request("c", range(41))) == 40
-    served(desk, "d", range(700, 740))
-    assert desk.evict(40) == 40
-    assert desk.match(request("c", range(41))) == 40
-    pop(queue, take=1)  # it goes on, and waits no more
-    assert desk.cache.tree.stats().num_wants == 0
-    served(desk, "e", range(800, 840))
-    desk.evict(40)
-    assert desk.match(request("c", range(41))) == 0
-
-
-def test_prefills_waiting_queue_is_followed_too() -> None:
-    desk = Desk("prefixkv", 4, 256)
-    policy = SimpleNamespace(tree_cache=desk.cache)
-    waiting = [request("a", range(20)), request("b", range(20)), request("c", range(9))]
-    plugin._after_priority(None, policy, waiting)
-    assert desk.cache.tree.stats().num_wants == 3
-    plugin._after_priority(None, policy, waiting[1:2])
-    assert desk.cache.tree.stats().num_wants == 1
-    desk.flush()
-    plugin._after_priority(None, policy, [])
-    assert desk.cache.tree.stats().num_wants == 0
-
-
-def test_a_waiting_request_that_is_admitted_and_grows_is_taken_off_as_it_was_put_on() -> None:
-    desk = Desk("prefixkv", 4, 256)
-    req = request("a", range(20))
-    policy = SimpleNamespace(tree_cache=desk.cache)
-    plugin._after_priority(None, policy, [req])
-    assert desk.admit(req)
-    for token in range(6):
-        assert desk.decode(req, token)
-    desk.finish(req)
-    plugin._after_priority(None, policy, [])
-    assert desk.cache.tree.stats().num_wants == 0

@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 import benchmarks.policies.gated  # noqa: F401  makes it known by name
+from tests.engines.sglang.inside import gpu
 from tests.engines.sglang.inside.desk import Desk, Request
 
 NAMESPACES = [(None, None)] * 6 + [("lora", None), (None, "tenant"), ("lora", "tenant")]
@@ -166,6 +167,34 @@ def test_under_pressure_nothing_is_lost_and_no_slot_holds_anothers_kv(
     assert desk.cache.counters["evicted_tokens"] > 2_000
     assert desk.cache.counters["duplicate_tokens"] > 20
     assert load.seen["hit"] > 500
+
+
+@pytest.mark.parametrize(("page_size", "eagle"), [(1, False), (4, True), (16, False)])
+def test_on_a_device_all_is_as_on_a_cpu(page_size: int, eagle: bool) -> None:
+    """And only a checkpoint waits for it: what is written to it waits for nothing."""
+    with gpu.Device() as device:
+        there, here = (
+            Desk("prefixkv", page_size, 1024, eagle=eagle, device=name)
+            for name in (gpu.NAME, "cpu")
+        )
+        reads: list[int] = []
+        called = there.cache.checkpoint
+
+        def checkpoint(req: Request, **named: int) -> None:
+            before = device.reads
+            called(req, **named)
+            reads.append(device.reads - before)
+
+        there.cache.checkpoint = checkpoint
+        load = Load(page_size + eagle, [there, here], 200)
+        for _ in range(700):
+            load.step()
+            there.check()
+            assert there.cache.tree.dump() == here.cache.tree.dump()
+        assert set(reads) == {0, 1}
+        assert load.seen["retracted"] > 10
+        assert there.cache.counters["evicted_tokens"] > 1000
+        assert there.cache.counters["duplicate_tokens"] > 0
 
 
 def test_the_desk_itself_on_sglangs_tree_under_pressure() -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from prefixkv.decode.host_tier import HostTier
-from prefixkv.engines.vllm import compat as compat_module
+from prefixkv.engines.vllm import connector as connector_module
 from prefixkv.engines.vllm import rest as rest_module
 from prefixkv.engines.vllm import scheduler as scheduler_module
 from prefixkv.engines.vllm.blocks import Flights, Holds
@@ -288,7 +288,7 @@ def _cached_windows_are_written_over(patch: Patch) -> None:
 
         manager.get_computed_blocks_for_connector = get
 
-    patch(compat_module, "look_up_densely", found_in_all)
+    patch(connector_module, "look_up_densely", found_in_all)
 
 
 def _failed_loads_wait_for_blocks(patch: Patch) -> None:

@@ -80,13 +80,12 @@ class Thread(ControlThread[Any, Any]):
         control: Any,
         channel: Any,
         copies: Any,
-        trial: Any = None,
         prover: Any = None,
     ) -> None:
         self.name = name
         self.inbox, self.events = Inbox(), Inbox()
         self.num_errors = self.num_log_errors = 0
-        self._closed, self._copies, self.trial, self._prover = False, None, None, None
+        self._closed, self._copies, self._prover = False, None, None
         self.transport = transport(self.inbox.put)
         self.control = control(self.transport.metadata)
         self.channel = channel(self.inbox.fd)

@@ -83,7 +83,6 @@ def _config(
         "join_flights": join,
         "recompute_below": recompute_below,
         "compute_below": compute_below,
-        "transport": {"trial_peers": False},
         "host_memory": host,
     }
     scheduling = SchedulerConfig(

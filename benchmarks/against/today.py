@@ -1,0 +1,126 @@
+"""This tree's side of `sched --against`: measures the parts that it is told.
+
+It runs as a file, with PYTHONPATH set to its tree, so that `benchmarks` and `prefixkv` are that
+tree's own. It answers each order, a tuple, with the seconds of single calls, by name. A commit that
+has this file is measured by its own; an older one by `driver_76518cc8.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Seconds = dict[str, list[float]]
+
+CALLS = (
+    "life", "full_pool", "match", "evict", "append_many", "prefill", "evict_all", "policies",
+    "host_admission",
+)  # fmt: skip
+
+
+class Order(NamedTuple):
+    """What to measure. `rate`: requests a second of the demo; None lets the side find one.
+    `cpu`: calls of one thread by its processor time, not on the wall."""
+
+    part: str
+    calls: int
+    seed: int = 0
+    policy: str | None = None
+    quick: bool = False
+    rate: float | None = None
+    cpu: bool = False
+
+
+def call(order: Order) -> Seconds:
+    """Measure a part of `benchmarks.sched`."""
+    from benchmarks import sched
+
+    size = sched.Size(order.calls, order.seed, quick=order.quick)
+    if order.policy is not None:
+        size = size._replace(policy=order.policy)
+    return {name: times.seconds(order.cpu) for name, times in sched.PARTS[order.part](size).items()}
+
+
+def full_hit(order: Order) -> Seconds:
+    """Measure a prompt that both sides have, over NIXL, from decode's `add` to its commit."""
+    from benchmarks import full_hit as module
+
+    case = module.SMALL if order.quick else module.Hits(requests=50, repeats=1, patience_s=0.0)
+    return {"full hit over NIXL": [module.measured(case)["ms"]["p50"] * 1e-3]}
+
+
+def goodput(order: Order) -> Seconds:
+    """Measure transfers of a small and of a large request over NIXL, pages as in a fresh pool."""
+    from dataclasses import replace
+
+    from benchmarks import transfer
+    from benchmarks.pair import run_pair
+
+    large = transfer.Transfer("page_major", "fresh", patience_s=0.0)
+    small = replace(large, tokens=256, num_layers=8, num_kv_heads=2, head_dim=64, repeats=40)
+    if order.quick:
+        large = transfer.small("page_major", "fresh")
+    return {
+        f"goodput, {which}": run_pair(sends, transfer.prefill_side, case)
+        for which, case in (("small", small), ("large", large))
+    }
+
+
+def sends(pipe: Connection, _watch: Any, case: Any) -> list[float]:
+    """On decode: return the seconds that a MiB of each transfer took."""
+    from benchmarks import transfer
+
+    with transfer.decode_of(pipe, case) as (decode, _pool):
+        took_s = [decode.take("stack", room) for room in range(case.warm_up + case.repeats)]
+        pipe.send(None)
+    return [one / (case.num_bytes / 2**20) for one in took_s[case.warm_up :]]
+
+
+def demo(order: Order) -> Seconds:
+    """Measure first tokens of the stand-in engine with decode's cache on, at a rate that it can
+    sustain without."""
+    from benchmarks.turns.options import LOAD_FRACTION, PassPlan, StandInOptions
+    from benchmarks.turns.workers import Workers
+
+    options, rate = StandInOptions(seed=order.seed + 1), order.rate
+    with Workers(options, options.workload()) as both:
+        both.wait_ready()
+        if rate is None:
+            base = both.run(PassPlan(False, verify=False, rate=None, salt=1), lambda _ended: None)
+            rate = LOAD_FRACTION * (base.requests - base.failed) / base.duration_s
+        timed = both.run(PassPlan(True, verify=False, rate=rate, salt=2), lambda _ended: None)
+    return {"demo's first token, cache on": list(timed.ttft_s), "rate": [rate]}
+
+
+PAIRS: dict[str, Callable[[Order], Seconds]] = {
+    one.__name__: one for one in (full_hit, goodput, demo)
+}
+
+
+def main() -> None:
+    pipe, tree = Connection(int(sys.argv[1])), Path(sys.argv[2]).resolve()
+    imported = Path(importlib.import_module("prefixkv").__file__ or "").resolve()
+    if tree not in imported.parents:
+        sys.exit(f"prefixkv comes from {imported}, not from {tree}")
+    cores = sorted(os.sched_getaffinity(0))
+    while True:
+        try:
+            order = Order(*pipe.recv())
+        except EOFError:
+            return
+        # Calls of one thread are measured on one core, the same for all sides. Pairs choose theirs.
+        os.sched_setaffinity(0, cores if order.part in PAIRS else cores[-1:])
+        try:
+            pipe.send((True, PAIRS.get(order.part, call)(order)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    main()

