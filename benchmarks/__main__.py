@@ -15,7 +15,7 @@ PROGRAM = "python -m benchmarks"
 BENCHMARKS = {
     "radix": "the radix cache's calls and memory, beside SGLang's tree",
     "sched": "scheduler calls on the engine's thread; --against COMMIT compares two trees",
-    "transfer": "goodput from node to node, beside raw NIXL; unequal ranks; a full hit",
+    "transfer": "goodput from node to node, beside raw NIXL; a full hit",
     "turns": "conversations: hit rate by turn, bytes, first tokens, every byte verified",
     "burst": "bytes sent for many requests with one new system prompt",
     "host": "agents that come back, with host memory; its copies beside a memcpy",

@@ -29,12 +29,8 @@ from benchmarks.report import JsonFile, check_json, tell, write
 
 PAGE_SIZE = 16
 SHAPE: dict[str, Any] = {
-    "page_size": PAGE_SIZE,
-    "num_layers": 8,
-    "num_kv_heads": 2,
-    "head_dim": 64,
-    "dtype": "bfloat16",
-}
+    "page_size": PAGE_SIZE, "num_layers": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16",
+}  # fmt: skip
 PREFILL_PAGES = 4096
 DECODE_PAGES = 4096
 COMPUTING = 64  # requests that prefill computes side by side, if their pages fit
@@ -214,20 +210,15 @@ class Decode:
         sent, computed = sent - sent_before, computed - computed_before
         names = ("shared_flights", "shared_tokens", "flight_fallbacks", "flights_adopted")
         return {
-            "the_first": ends,
-            "tokens_computed": computed,
+            "the_first": ends, "tokens_computed": computed,
             "distinct_tokens": sizes.distinct_tokens,
-            "computed_ratio": round(computed / sizes.distinct_tokens, 4),
-            "bytes_sent": sent,
-            "bytes_of_one_prompt_and_the_suffixes": once,
-            "ratio": round(sent / once, 4),
-            "ratio_if_each_were_sent_whole": round(alone / once, 2),
-            "ran": len(took_s),
-            "failed": failed,
-            "pages_wrong": wrong,
+            "computed_ratio": round(computed / sizes.distinct_tokens, 4), "bytes_sent": sent,
+            "bytes_of_one_prompt_and_the_suffixes": once, "ratio": round(sent / once, 4),
+            "ratio_if_each_were_sent_whole": round(alone / once, 2), "ran": len(took_s),
+            "failed": failed, "pages_wrong": wrong,
             "all_run_after_s": round(max(took_s.values()), 3),
             **{name: after.get(name, 0) - before.get(name, 0) for name in names},
-        }
+        }  # fmt: skip
 
     def sums(self) -> tuple[int, int]:
         """Bytes that prefill has written and tokens that it has computed, since it began."""

@@ -1,8 +1,7 @@
-"""Claim: whatever dies, stops, restarts or is cut off, no request reads a wrong byte, none hangs,
-nothing is lost.
+"""Whatever dies, stops, restarts or is cut off, no request reads a wrong byte, none hangs, nothing
+is lost.
 
-    python -m benchmarks chaos --seed 1 --duration 60 [--tls tcp|default]
-        [--transport nixl|shm] [--json FILE] [--verbose]
+    python -m benchmarks chaos --seed 1 --seeds 7 --duration 75 --transport shm
 
 Two prefill and two decode processes over real NIXL (UCX over TCP for odd seeds, its default for
 even ones), and conversations with shared prefixes through all of them, while a storm that follows
@@ -16,11 +15,7 @@ Timing decides what meets what, so a seed gives the same storm, not the same run
 
 from __future__ import annotations
 
-import contextlib
 import heapq
-import json
-import os
-import platform
 import random
 import signal
 import sys
@@ -30,15 +25,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
 from itertools import count
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-import psutil
 import typer
 
 from benchmarks.chaos_clients import Clients, Conversation, Ledger, Sizes, system_prompts
 from benchmarks.chaos_cluster import Cluster, Worker
 from benchmarks.chaos_worker import Spec
+from benchmarks.report import JsonFile, Row, check_json, write
 from prefixkv.config import Backend, ControlConfig, DecodeConfig, PrefillConfig, TransportConfig
 
 CONTROL = ControlConfig(
@@ -57,8 +51,6 @@ STORM_OPEN = 40  # conversations at a time
 SHM = "shm"  # what KV travels by instead of NIXL's ways
 CALM_OPEN = 12
 CALM_CONVERSATIONS = 60
-NUM_PASSES = 4
-FULL = 0.85  # of the throughput before; less is more than the noise between passes
 _UP_S = 60.0
 _REST_S = 30.0
 
@@ -88,29 +80,10 @@ def specs_of(seed: int, tls: str) -> dict[str, Spec]:
                     transport=TransportConfig(backend=backend),
                 )  # fmt: skip
             specs[name] = Spec(
-                side,
-                pool,
-                config,
-                chance.getrandbits(32),
-                chunk_tokens=chance.choice((24, 64)),
-                env=env,
-                post_s=POST_S if side == "prefill" and number else 0.0,
-            )
+                side, pool, config, chance.getrandbits(32), chunk_tokens=chance.choice((24, 64)),
+                env=env, post_s=POST_S if side == "prefill" and number else 0.0,
+            )  # fmt: skip
     return specs
-
-
-class Rate(NamedTuple):
-    """One pass of the measured workload.
-
-    `per_core` is requests a second and core, of the time that was left to us: other people's
-    processes come and go, and what they took is not counted. What we left idle is, so workers that
-    wait for nothing are slow workers.
-    """
-
-    per_s: float
-    per_core: float
-    foreign_cores: float
-    failed: int
 
 
 class Run:
@@ -198,15 +171,9 @@ class Run:
         sizes = Sizes(output=(2, 96))  # long answers: more than the pools have room for
         endless = iter(lambda: Conversation(self.chance, systems, sizes), None)
         self.clients = Clients(
-            self.cluster,
-            self.ledger,
-            self.chance,
-            endless,
-            STORM_OPEN,
-            sizes,
-            trouble=0.15,
+            self.cluster, self.ledger, self.chance, endless, STORM_OPEN, sizes, trouble=0.15,
             prefix="s",
-        )
+        )  # fmt: skip
         self.storming = True
         self.clients.fill()
         end_s = time.monotonic() + self.duration_s
@@ -367,49 +334,22 @@ class Run:
 
     # --- calm -------------------------------------------------------------------------------------
 
-    def calm(self, label: str) -> Rate:
-        """One pass of the workload that is measured."""
+    def calm(self, label: str) -> int:
+        """One pass without faults; returns how many of its requests did not finish."""
         for worker in self.cluster.current.values():
             worker.tell("flush")
         chance = random.Random(self.seed)
         systems = system_prompts(chance, Sizes())
         conversations = [Conversation(chance, systems, Sizes()) for _ in range(CALM_CONVERSATIONS)]
-        before = self.ledger.num_calls
-        finished = self.ledger.outcomes["finished"]
+        before = self.ledger.num_calls - self.ledger.outcomes["finished"]
         self.clients = Clients(
-            self.cluster,
-            self.ledger,
-            chance,
-            iter(conversations),
-            CALM_OPEN,
-            Sizes(),
+            self.cluster, self.ledger, chance, iter(conversations), CALM_OPEN, Sizes(),
             prefix=f"{label}.",
-        )
-        began_s, busy_s, ours_s = time.monotonic(), _busy_s(), self._cpu_s()
+        )  # fmt: skip
         self.clients.fill()
         if not self.wait(lambda: self.clients is not None and self.clients.done, DEADLINE_S + 60):
             self.ledger.violations.append(f"the calm pass {label} did not end")
-        took_s = time.monotonic() - began_s
-        foreign_s = max(0.0, _busy_s() - busy_s - (self._cpu_s() - ours_s))
-        cores = os.cpu_count() or 1
-        calls = self.ledger.num_calls - before
-        failed = calls - (self.ledger.outcomes["finished"] - finished)
-        rate = Rate(
-            calls / took_s,
-            calls / max(cores * took_s - foreign_s, 1e-3),
-            foreign_s / took_s,
-            failed,
-        )
-        self.log(f"{label}: {rate}")
-        return rate
-
-    def _cpu_s(self) -> float:
-        """Processor time of this process and of the workers that live."""
-        total = time.process_time()
-        for worker in self.cluster.lives:
-            with contextlib.suppress(psutil.Error):
-                total += sum(psutil.Process(worker.process.pid).cpu_times()[:2])
-        return total
+        return self.ledger.num_calls - self.ledger.outcomes["finished"] - before
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -450,147 +390,70 @@ class Run:
             self.crashes += [f"{worker}: {text}" for text in report["findings"]]
 
 
-def _busy_s() -> float:
-    """Processor time of all processes on this machine so far."""
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
-
-
 def _left(worker: Worker, report: dict[str, Any]) -> str:
     stats = report["stats"]
     names = (
-        "requests",
-        "rooms",
-        "locks",
-        "protected_pages",
-        "pages_owned",
-        "pages_held",
+        "requests", "rooms", "locks", "protected_pages", "pages_owned", "pages_held",
         "pages_quarantined",
-    )
+    )  # fmt: skip
     left = {name: stats[name] for name in names if stats.get(name)}
     return f"{worker} has {left}: {report['rooms'][:3]}, {report['peers']}" if left else ""
 
 
 _FAULTS: dict[str, tuple[float, Callable[[Run], bool]]] = {
-    "kill": (2, Run.kill),
-    "stop": (2, Run.stop),
-    "stop between writes": (2, Run.stop_inside),
-    "kill between writes": (1, Run.kill_inside),
-    "replace": (1, Run.replace),
-    "cut": (3, Run.cut),
-    "stall": (3, Run.stall),
-    "refuse": (2, Run.refuse),
-    "sleep": (4, Run.sleep),
-    "cut data": (2, Run.cut_data),
-    "flush": (1, Run.flush),
-}
+    "kill": (2, Run.kill), "stop": (2, Run.stop), "stop between writes": (2, Run.stop_inside),
+    "kill between writes": (1, Run.kill_inside), "replace": (1, Run.replace), "cut": (3, Run.cut),
+    "stall": (3, Run.stall), "refuse": (2, Run.refuse), "sleep": (4, Run.sleep),
+    "cut data": (2, Run.cut_data), "flush": (1, Run.flush),
+}  # fmt: skip
 
 
-def run(seed: int, duration_s: float, tls: str, passes: int, verbose: bool) -> dict[str, Any]:
-    load_before = os.getloadavg()[0]
+def run(seed: int, duration_s: float, tls: str, verbose: bool) -> Row:
+    """A storm between two calm passes; what was found."""
     storm = Run(seed, duration_s, tls, verbose)
     try:
         for name in storm.cluster.specs:
             storm.cluster.start(name)
         if not storm.wait(storm._all_up, _UP_S):
             raise RuntimeError(f"the workers do not come up: {storm.crashes}")
-        storm.calm("warm-up")
-        before = [storm.calm(f"before-{i}") for i in range(passes)]
+        storm.calm("before")
         storm.storm()
         left = storm.settle()
-        storm.calm("warm-up-2")
-        after = [storm.calm(f"after-{i}") for i in range(passes)]
-        while (
-            _ratio(before, after) < FULL and len(after) < 3 * passes
-        ):  # noise comes and goes; a loss stays
-            after.append(storm.calm(f"after-{len(after)}"))
+        # On a busy machine some request of a pass may miss its deadline; what a storm has broken
+        # is broken in all passes.
+        failed = min(storm.calm(f"after-{number}") for number in range(2))
         left += storm.settle()
         storm.collect()
     finally:
         storm.cluster.close()
-    return summary(storm, tls, before, after, left, load_before)
-
-
-def _ratio(before: list[Rate], after: list[Rate]) -> float:
-    """Throughput after over before, the best pass of each; after the storm, of those in which
-    nothing failed.
-
-    On a busy machine some request of a pass may miss its deadline; what a storm has broken is
-    broken in all passes.
-    """
-    whole = [rate.per_core for rate in after if not rate.failed]
-    return max(whole, default=0.0) / max(rate.per_core for rate in before)
-
-
-def summary(
-    storm: Run, tls: str, before: list[Rate], after: list[Rate], left: list[str], load_before: float
-) -> dict[str, Any]:
     ledger = storm.ledger
-    took = sorted(ledger.took_s)
-    ratio = _ratio(before, after)
     checks = {
         "no page is wrong": storm.totals["mismatches"] == 0,
         "no free page was written": storm.totals["late_writes"] == 0,
         "each request has one outcome, in time": not ledger.violations,
         "nothing is left": not left,
         "nothing crashed or was found": not storm.crashes,
-        "full throughput": ratio >= FULL,
+        "all is served after the storm": not failed,
     }
     return {
-        "seed": storm.seed,
-        "tls": tls,
-        "duration_s": storm.duration_s,
-        "ok": all(checks.values()),
-        "checks": checks,
-        "requests": ledger.num_calls,
-        "outcomes": dict(ledger.outcomes),
-        "prefill_outcomes": dict(ledger.ask_outcomes),
-        "faults": dict(storm.faults),
-        "lives": storm.cluster.num_started,
-        **dict(storm.totals),
-        "took_s": {"p50": took[len(took) // 2], "p99": took[len(took) * 99 // 100], "max": took[-1]}
-        if took
-        else {},
-        "throughput_before": [
-            {k: round(v, 2) for k, v in rate._asdict().items()} for rate in before
-        ],
-        "throughput_after": [{k: round(v, 2) for k, v in rate._asdict().items()} for rate in after],
-        "throughput_ratio": round(ratio, 3),
-        "failed_in_passes": [
-            sum(rate.failed for rate in before),
-            sum(rate.failed for rate in after),
-        ],
-        "violations": ledger.violations[:20],
-        "left": left,
-        "findings": storm.crashes[:40],
+        "seed": seed, "tls": tls, "duration_s": duration_s, "checks": checks,
+        "requests": ledger.num_calls, "outcomes": dict(ledger.outcomes),
+        "prefill_outcomes": dict(ledger.ask_outcomes), "faults": dict(storm.faults),
+        "lives": storm.cluster.num_started, **dict(storm.totals),
+        "violations": ledger.violations[:20], "left": left, "findings": storm.crashes[:40],
         "errors": dict(ledger.errors.most_common(20)),
-        "load_before_after": [round(load_before, 2), round(os.getloadavg()[0], 2)],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
-        f"{platform.python_version()}",
-    }
+    }  # fmt: skip
 
 
-def verdict(result: dict[str, Any]) -> str:
+def verdict(result: Row) -> str:
     off = [name for name, ok in result["checks"].items() if not ok]
-    outcomes = ", ".join(f"{n} {kind}" for kind, n in sorted(result["outcomes"].items()))
     return (
         f"chaos seed {result['seed']} {result['tls']} {result['duration_s']:.0f} s: "
-        f"{'OK' if not off else 'OFF'}; "
-        f"{result['requests']} requests ({outcomes}), {sum(result['faults'].values())} faults, "
-        f"{result['lives']} lives"
-        f"; "
-        f"{result['mismatches']} mismatches in {result['pages_verified']} pages, "
-        f"{result['late_writes']} late writes, "
-        f"{len(result['violations'])} without one outcome in time, {len(result['left'])} not at "
-        "rest; "
-        f"throughput after/before {result['throughput_ratio']:.2f}"
-        + (f"; OFF: {'; '.join(off)}" if off else "")
+        f"{sum(result['faults'].values())} faults, {result['lives']} lives, {result['requests']} "
+        f"requests, {result['mismatches']} mismatches in {result['pages_verified']} pages, "
+        f"{result['late_writes']} late writes, {len(result['violations'])} without one outcome in "
+        f"time, {len(result['left'])} not at rest: " + ("; ".join(off) if off else "OK")
     )
-
-
-class Tls(StrEnum):
-    tcp = "tcp"
-    default = "default"
 
 
 class Transport(StrEnum):
@@ -600,29 +463,24 @@ class Transport(StrEnum):
 
 def chaos(
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 1,
-    duration: Annotated[float, typer.Option(help="Of the storm, in seconds.")] = 60.0,
-    tls: Annotated[
-        Tls | None, typer.Option(help="UCX_TLS.", show_default="tcp for odd seeds")
-    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Storms, of this seed and the next ones.")] = 1,
+    duration: Annotated[float, typer.Option(help="Of a storm, in seconds.")] = 60.0,
     transport: Annotated[
         Transport, typer.Option(help="TransportConfig.backend of all workers.")
     ] = Transport.nixl,
-    passes: Annotated[
-        int, typer.Option(help="Of the measured workload, before and after.")
-    ] = NUM_PASSES,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.")
-    ] = None,
+    json_file: JsonFile = None,
     verbose: Annotated[bool, typer.Option(help="Tell of each fault.")] = False,
 ) -> int:
     """Whether any request reads a wrong byte, hangs or leaks while workers die and are cut off."""
-    chosen = tls or (Tls.tcp if seed % 2 else Tls.default)
-    way = SHM if transport is Transport.shm else chosen.value
-    result = run(seed, duration, way, passes, verbose)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-    for name in ("violations", "left", "findings"):
-        for text in result[name]:
-            print(f"{name}: {text}", file=sys.stderr)
-    print(verdict(result))
-    return 0 if result["ok"] else 1
+    check_json(json_file)
+    rows = []
+    for number in range(seed, seed + seeds):
+        way = SHM if transport is Transport.shm else "tcp" if number % 2 else "default"
+        rows.append(run(number, duration, way, verbose))
+        for name in ("violations", "left", "findings"):
+            for text in rows[-1][name]:
+                print(f"{name}: {text}", file=sys.stderr)
+        print(verdict(rows[-1]), flush=True)
+        command = f"chaos --seed {seed} --seeds {seeds} --duration {duration:g}"
+        write(json_file, f"{command} --transport {transport.value}", rows)
+    return 0 if all(all(row["checks"].values()) for row in rows) else 1

@@ -18,14 +18,8 @@ from prefixkv.testing.hashing import VOCABULARY
 Tokens = npt.NDArray[np.int32]
 
 _DECODE_PLANS = (
-    "queued",
-    "preallocated",
-    "transferred",
-    "running",
-    "retracted",
-    "finished",
-    "later",
-)
+    "queued", "preallocated", "transferred", "running", "retracted", "finished", "later",
+)  # fmt: skip
 _PREFILL_PLANS = ("bootstrapping", "computing", "chunk", "sending", "later")
 
 

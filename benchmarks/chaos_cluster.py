@@ -42,7 +42,6 @@ class Worker:
         self.stopped = False
         self.killed = False
         self.dead = False  # and reaped
-        self.closing = False
         self._messages = messages
         self._pipe, theirs = _context.Pipe()
         forkserver.ensure_running()

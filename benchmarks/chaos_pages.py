@@ -77,12 +77,8 @@ class WatchedAllocator(PageAllocator):
                 self._freed[page] = (how, time.monotonic())
         layout = self._pool.layout
         shape = (
-            len(pages),
-            len(layout.slabs),
-            layout.page_size,
-            layout.num_kv_heads,
-            layout.head_bytes,
-        )
+            len(pages), len(layout.slabs), layout.page_size, layout.num_kv_heads, layout.head_bytes,
+        )  # fmt: skip
         self._pool.write_pages(pages, torch.full(shape, self.canary, dtype=torch.uint8))
 
     def _check(self, pages: Pages, when: str) -> None:

@@ -14,7 +14,6 @@ from it come
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import signal
@@ -34,6 +33,7 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.chaos_pages import SOURCE_CANARY, TARGET_CANARY, WatchedAllocator
+from benchmarks.pair import die_with
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.memory.kv_pool import KVPool
@@ -51,7 +51,6 @@ SALT = 7
 SWITCH_INTERVAL_S = 0.0005
 _SCAN_S = 0.25  # between two looks at all free pages
 _GAP_S = 0.1  # a longer time between two turns was taken from us: stopped, or made to sleep
-_PR_SET_PDEATHSIG = 1
 _MOST_FINDINGS = 20
 _SLOW_POSTS = 1 / 50
 # Of each request, on either side, where it may be alone. Longer than any wait of chaos.CONTROL.
@@ -211,9 +210,6 @@ class _Engine:
 
     # --- what the orchestrator asks for -----------------------------------------------------------
 
-    def on_abort(self, rid: str) -> None:
-        self.abort(rid, "asked")
-
     def on_sleep(self, seconds: float, spin: bool) -> None:
         """The scheduler's thread is slow; with `spin` it keeps the interpreter busy meanwhile."""
         if spin:
@@ -253,12 +249,8 @@ class _Engine:
                 "late_writes": self.allocator.num_findings,
                 "pages_verified": self.pages_verified,
                 "free_pages_checked": self.allocator.pages_checked,
-                "aborts": dict(self.aborts),
-                "open": sorted(self.began),
-                "cpu_s": time.process_time(),
                 "peers": repr(node.peers()),
                 "rooms": self._rooms(),
-                "taken_s": self.taken_s,
             },
         )
 
@@ -401,13 +393,9 @@ class DecodeEngine(_Engine):
             self.reached(req.rid, "preallocated")
         for ask in node.pop_needs_prefill():
             self.say(
-                "ask",
-                ask.rid,
-                ask.room,
-                ask.generation,
-                np.asarray(ask.tokens, dtype=np.int32),
+                "ask", ask.rid, ask.room, ask.generation, np.asarray(ask.tokens, dtype=np.int32),
                 ask.prefill,
-            )
+            )  # fmt: skip
         for req in node.pop_transferred():
             self._arrive(req)
         self._pop_failed()
@@ -550,9 +538,7 @@ def _post_slowly(pause_s: float, chance: random.Random) -> None:
 
 def serve(pipe: Connection, parent: int, spec: Spec) -> None:
     """The process. It dies with its parent, also while it is stopped."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with(parent)
     os.environ.update(spec.env)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:

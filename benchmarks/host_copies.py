@@ -85,7 +85,7 @@ class _Case:
             (_array(row, num_bytes), _array(place, num_bytes))
             for row, place, num_bytes in zip(
                 rows.ravel().tolist(), places.ravel().tolist(), lengths.ravel().tolist(),
-                strict=True,
+                strict=True
             )
         ]  # fmt: skip
 
@@ -165,7 +165,7 @@ def _measure(shape: str, rounds: int, seed: int, pool_bytes: int) -> list[dict[s
             **{
                 f"{name}_by_rows_cpu": _quartiles(cpu, what, name)
                 for name in ("rows_again", "copy", "order_1", "order_2")
-            },
+            }
         }
         for what in ("load", "write")
     ]  # fmt: skip

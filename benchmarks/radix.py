@@ -9,10 +9,8 @@ give that folder as `--peer` and the folder of the stubs for what it imports (`s
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
-import subprocess
 import sys
 import time
 from array import array
@@ -29,7 +27,6 @@ from benchmarks.report import JsonFile, Row, check_json, tell, write
 from benchmarks.samples import no_collector
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
 from prefixkv.cache.radix_cache import RadixCache
-from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import ConfigError
 
 LEAF_TOKENS = 64
@@ -55,10 +52,6 @@ def _turn_about(calls: dict[str, Call], rounds: int) -> dict[str, float]:
             for name, call in calls.items():
                 samples[name] += [_time_us(call) for _ in range(3)]
     return {name: median(values) for name, values in samples.items()}
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # --- the other side -------------------------------------------------------------------------------
@@ -146,27 +139,16 @@ class Bench:
         for page_size in (1, 16, 64):
             for num_tokens, depth in ((32_768, 1), (32_768, 32), (131_072, 64)):
                 self.match(num_tokens, depth, page_size)
-        self.miss()
         for page_size in (1, 16, 64):
             self.insert(page_size)
         for depth in (1, 64):
             self.lock(depth)
         for policy in ("lru", DEFAULT_POLICY):
             sizes = (1_000, 10_000) if self._quick else (1_000, 100_000, 1_000_000)
-            took = [self.evict_one(policy, leaves) for leaves in sizes]
-            self._add(
-                "evict_one_page_most_leaves",
-                took[-1],
-                None,
-                3 * took[0],
-                policy=policy,
-                fewest_us=took[0],
-            )
+            for leaves in sizes:
+                self.evict_one(policy, leaves)
         for policy in policy_names():
             self.evict_all(policy)
-        for policy in ("lru", DEFAULT_POLICY):
-            self.memory(policy)
-        self.probes()
 
     def _add(
         self,
@@ -198,17 +180,9 @@ class Bench:
         locks = [
             cache.lock(cache.insert(tokens[:end], np.arange(end // page_size))) for end in ends
         ]
-        key = RadixKey(tokens)
-        copy = bytes(bytearray(key.data))
-        match = cache.match_prefix(key)
-        assert match.prefix_len == num_tokens
+        assert cache.match_prefix(tokens).prefix_len == num_tokens
         assert cache.num_nodes == depth
-        calls: dict[str, Call] = {
-            "ours": lambda: cache.match_prefix(tokens),
-            "walk": lambda: cache.match_prefix(key),
-            "memcmp": lambda: key.data.startswith(copy),
-            "pages": lambda: match.pages,
-        }
+        calls: dict[str, Call] = {"ours": lambda: cache.match_prefix(tokens)}
         if self._peer is not None:
             import torch
 
@@ -225,23 +199,6 @@ class Bench:
         self._add(
             "match_prefix", took["ours"], theirs_us, theirs_us / 2 if theirs_us else None, **where
         )
-        self._add(
-            "walk",
-            took["walk"],
-            None,
-            4 * took["memcmp"],
-            memcmp_us=round(took["memcmp"], 3),
-            **where,
-        )
-        self._add("match.pages", took["pages"], **where)
-
-    def miss(self) -> None:
-        """A prebuilt key against a root with many children."""
-        leaves = 10_000 if self._quick else 100_000
-        cache = bushy(leaves, DEFAULT_POLICY)
-        key = RadixKey(np.full(32_768, VOCABULARY + leaves, np.int32))
-        took = _turn_about({"ours": lambda: cache.match_prefix(key)}, self._rounds(500))
-        self._add("match_prefix_miss", took["ours"], None, 1.5, root_children=leaves)
 
     def insert(self, page_size: int) -> None:
         """A new leaf of 32,768 tokens."""
@@ -263,17 +220,12 @@ class Bench:
                     took[name].append(_time_us(insertions[at]))
         theirs_us = median(took["peer"]) if "peer" in took else None
         self._add(
-            "insert_new_leaf",
-            median(took["ours"]),
-            theirs_us,
-            theirs_us / 2 if theirs_us else None,
-            tokens=num_tokens,
-            page_size=page_size,
-        )
+            "insert_new_leaf", median(took["ours"]), theirs_us,
+            theirs_us / 2 if theirs_us else None, tokens=num_tokens, page_size=page_size,
+        )  # fmt: skip
 
     def lock(self, depth: int) -> None:
-        """Lock and unlock the end of a path of nodes that branches keep apart; not held, then
-        held inside."""
+        """Lock and unlock the end of a path of nodes that branches keep apart."""
         page_size, run_tokens = 16, 64
         run = self._tokens(depth * run_tokens)
         cache = RadixCache(page_size, DEFAULT_POLICY)
@@ -295,91 +247,20 @@ class Bench:
         took = _turn_about(calls, self._rounds(500))
         theirs_us = took.get("peer")
         self._add("lock_unlock", took["ours"], theirs_us, theirs_us, depth=depth)
-        holder = cache.lock(cache.match_prefix(run))
-        took = _turn_about({"ours": calls["ours"]}, self._rounds(500))
-        cache.unlock(holder)
-        self._add("lock_unlock_held_inside", took["ours"], depth=depth)
 
-    def evict_one(self, policy: str, leaves: int) -> float:
+    def evict_one(self, policy: str, leaves: int) -> None:
         cache = bushy(leaves, policy)
         took = _turn_about({"ours": lambda: cache.evict(1)}, self._rounds(100))
         self._add("evict_one_page", took["ours"], None, 20.0, policy=policy, leaves=leaves)
-        return took["ours"]
 
     def evict_all(self, policy: str) -> None:
-        """Leaves of 64 tokens, all at once; and nine tenths of them, which needs their order."""
-        leaves = 9_000 if self._quick else 90_000
-        for share in (1.0, 0.9):
-            took, cpu_s = [], []
-            for _ in range(1 if self._quick else 3):
-                cache = bushy(leaves, policy)
-                num_pages = int(cache.num_pages * share)
-                with no_collector():
-                    cpu_s.append(-time.process_time())
-                    took.append(_time_us(partial(cache.evict, num_pages)) / (leaves * share))
-                    cpu_s[-1] += time.process_time()
-            per_leaf = median(took)
-            self._add(
-                "evict_all" if share == 1 else "evict_most",
-                per_leaf,
-                None,
-                2.0 if share == 1 else None,
-                policy=policy,
-                leaves=leaves,
-                leaves_per_s=round(1e6 / per_leaf),
-                leaves_per_cpu_s=round(leaves * share / median(cpu_s)),
-            )
-
-    def memory(self, policy: str) -> None:
-        """In a process of its own: here, what was freed before would be used again and count for
-        nothing."""
-        code = f"from benchmarks.radix import leaf_bytes; print(leaf_bytes({policy!r}))"
-        size = float(
-            subprocess.run(
-                [sys.executable, "-c", code], check=True, capture_output=True, text=True
-            ).stdout
-        )
-        row = {
-            "name": "memory_per_leaf",
-            "policy": policy,
-            "leaf_tokens": LEAF_TOKENS,
-            "bytes": round(size),
-            "target_bytes": 1000,
-            "met": size < 1000,
-        }
-        self.rows.append(row)
-        self._tell(row)
-
-    def probes(self) -> None:
-        """Looking must not fragment: partial matches, and the nodes before and after."""
-        num_tokens, looks = 4096, 10_000 if self._quick else 100_000
-        run = self._rng.integers(0, 4, num_tokens, dtype=np.int32)
-        cache = RadixCache(16, DEFAULT_POLICY)
-        cache.insert(run, np.arange(num_tokens // 16))
-        key, nodes = RadixKey(run).data, cache.num_nodes
-        for cut in self._rng.integers(0, num_tokens, looks).tolist():
-            cache.match_prefix(np.frombuffer(key[: 4 * cut], np.int32))
-        row = {
-            "name": "nodes_after_partial_matches",
-            "looks": looks,
-            "nodes": cache.num_nodes,
-            "nodes_before": nodes,
-            "met": cache.num_nodes == nodes,
-        }
-        self.rows.append(row)
-        self._tell(row)
-
-
-def leaf_bytes(policy: str, leaves: int = 50_000) -> float:
-    """Resident bytes a leaf of 64 tokens (page 16), the tree's overhead included; wants a fresh
-    process."""
-    bushy(1, policy)
-    gc.collect()
-    before = _resident_bytes()
-    cache = bushy(leaves, policy)
-    gc.collect()
-    assert cache.num_nodes == leaves
-    return (_resident_bytes() - before) / leaves
+        """Leaves of 64 tokens, all at once."""
+        leaves, took = 9_000 if self._quick else 90_000, []
+        for _ in range(1 if self._quick else 3):
+            cache = bushy(leaves, policy)
+            with no_collector():
+                took.append(_time_us(partial(cache.evict, cache.num_pages)) / leaves)
+        self._add("evict_all", median(took), None, 2.0, policy=policy, leaves=leaves)
 
 
 def bushy(leaves: int, policy: str) -> RadixCache:

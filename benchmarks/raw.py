@@ -63,20 +63,13 @@ class RawAgent:
             self.api.prep_xfer_dlist(self.peer, self._runs.dst, self._memory_type),
         )
 
-    def buffer_writes(self, post_bytes: int) -> list[Any]:
-        """Handles that write the buffer, in posts of `post_bytes`."""
-
-        def prepared(start: int) -> Any:
-            length = min(post_bytes, self.num_bytes - start)
-            ours, theirs = (
-                self.api.get_xfer_descs(
-                    [(address + start, length, self._device_id)], self._memory_type
-                )
-                for address in (self.address, self.theirs)
-            )
-            return self.api.initialize_xfer("WRITE", ours, theirs, self.peer, b"part")
-
-        return [prepared(start) for start in range(0, self.num_bytes, post_bytes)]
+    def buffer_write(self) -> list[Any]:
+        """The handle that writes the whole buffer."""
+        ours, theirs = (
+            self.api.get_xfer_descs([(at, self.num_bytes, self._device_id)], self._memory_type)
+            for at in (self.address, self.theirs)
+        )
+        return [self.api.initialize_xfer("WRITE", ours, theirs, self.peer, b"part")]
 
     def page_writes(
         self, src: Pages, dst: Pages, post_bytes: int, post_descriptors: int

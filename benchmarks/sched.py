@@ -527,7 +527,7 @@ PARTS = {
     part.__name__: part
     for part in (
         life, full_pool, match, evict, append_many, prefill, evict_all, policies, host_admission,
-        waiting, publishing,
+        waiting, publishing
     )
 }  # fmt: skip
 
@@ -549,12 +549,8 @@ def sched(
     starts: Annotated[
         int, typer.Option(min=1, help="With --against: of all processes, to share the rounds.")
     ] = 3,
-    demo: Annotated[
-        bool, typer.Option(help="With --against: first tokens of the stand-in engine, too.")
-    ] = False,
     cpu: Annotated[
-        bool,
-        typer.Option(help="With --against: processor time, for a machine with other work."),
+        bool, typer.Option(help="With --against: processor time, for a machine with other work.")
     ] = False,
 ) -> None:
     """What decode's scheduler costs the engine's thread: admission, commit, growth, end, abort."""
@@ -562,7 +558,7 @@ def sched(
     if against is not None:
         from benchmarks.against import Plan, against_command, parts_of
 
-        parts = parts_of(part or [], demo)
+        parts = parts_of(part or [])
         calls = 20 if quick else Plan(parts).calls
         plan = Plan(parts, rounds, starts, calls, seed, policy, quick, cpu)
         against_command(against, plan, json_file, Console())

@@ -1,7 +1,6 @@
 """`prefixkv serve` while very many chats begin at once, and while it only waits.
 
     python -m benchmarks serve --against COMMIT --json benchmarks/results/serve.json
-    python -m benchmarks serve --pids 123,456
 
 `burst`: how long each of many chats waits for its first token. A burst goes to a server of the
 small model that has answered one chat. There are two in a row: the second meets what the first has
@@ -318,13 +317,9 @@ def serve(
     seconds: Annotated[
         float, typer.Option(help="Of each measurement of what waiting costs; 0: none.")
     ] = 10.0,
-    pids: Annotated[str, typer.Option(help="Only the share of these processes.")] = "",
 ) -> int:
     """Chats that begin all at once, and the processor time of servers that only wait."""
     check_json(json_file)
-    if pids:
-        print(f"{cpu_share(map(int, pids.split(',')), seconds):.1%} of a core")
-        return 0
     if against is not None:
         from benchmarks.against import commit_of
 

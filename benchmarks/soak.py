@@ -199,13 +199,9 @@ def soak(
     if json_file is not None:
         outcomes = dict(sorted(run.engine.outcomes.items()))
         content = {
-            "recipe": recipe,
-            "verdict": found,
-            "plans": dict(run.plans),
-            "outcomes_here": outcomes,
-            "second_process": dict(run.second.counts),
-            "samples": run.samples,
-        }
+            "recipe": recipe, "verdict": found, "plans": dict(run.plans), "outcomes_here": outcomes,
+            "second_process": dict(run.second.counts), "samples": run.samples,
+        }  # fmt: skip
         json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found))
     print("flat" if found["flat"] else "NOT FLAT")

@@ -3,13 +3,11 @@ the counting."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
 import random
 import select
-import signal
 import sys
 import time
 from collections import Counter, deque
@@ -19,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.pair import die_with
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import ConfigError, OutOfPagesError, PrefixKVError, RequestError
 from prefixkv.memory.kv_pool import KVPool
@@ -27,19 +26,14 @@ from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.prefill_node import PrefillNode
 
 POOL: dict[str, Any] = {
-    "num_pages": 2048,
-    "page_size": 4,
-    "num_layers": 2,
-    "num_kv_heads": 1,
-    "head_dim": 16,
-}
+    "num_pages": 2048, "page_size": 4, "num_layers": 2, "num_kv_heads": 1, "head_dim": 16,
+}  # fmt: skip
 CONTROL = ControlConfig(
     heartbeat_s=0.2, suspect_after_s=2.0, forget_after_s=5.0, resend_s=0.1, bootstrap_timeout_s=1.5,
     waiting_timeout_s=1.0, transfer_timeout_s=1.0, ack_timeout_s=1.0, drain_timeout_s=0.7,
     parked_timeout_s=1.0, fence_settle_s=0.05,
 )  # fmt: skip
 DEADLINE_S = 3.0  # of each request, on either side, where it may be alone
-_PR_SET_PDEATHSIG = 1
 _ANY_PORT = "tcp://127.0.0.1:*"
 _CHUNK_TOKENS = 32
 _NEW_PORT_EVERY = 4  # starts of the second process; the others come back at the same address
@@ -274,8 +268,7 @@ class Second:
 
 
 def _second(parent: int, pipe: Connection, seed: int, bind: str) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with(parent)
     engine = Engine("second", seed, bind)
     pipe.send(("up", (engine.prefill.endpoint, (tuple(engine.prefill.peer_id),))))
     while os.getppid() == parent:

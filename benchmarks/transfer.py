@@ -5,12 +5,12 @@
 `goodput`: a prefill and a decode process, each pinned to a core of its own; 16-token pages of an
 8B-class model (32 layers, 8 KV heads of 128, bfloat16: 2 MiB a page), 2,048 tokens a request: 256
 MiB, from `send_chunk` to `pop_transferred`. Beside it, between the same processes and turn about:
-one raw NIXL write of as many contiguous bytes, raw posts of the size that the transport makes, and
-raw posts of the very descriptors that it makes. The ratio is taken in each repetition. `fresh`
+one raw NIXL write of as many contiguous bytes, and raw posts of the very descriptors that the
+transport makes. The ratio is taken in each repetition. `fresh`
 pages come from an empty pool; `aged` ones after 10,000 random requests through both sides' pages,
 evictions included; of `random` ones no two are neighbours.
 
-`staging`: between unequal ranks (`staging.py`). `full_hit`: nothing is sent (`full_hit.py`).
+`full_hit`: nothing is sent (`full_hit.py`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import numpy as np
 import typer
 
-from benchmarks import full_hit, staging
-from benchmarks.pair import (
-    Stuck,
-    Watch,
-    load_of,
-    paired_ratio,
-    run_pair,
-    spread,
-    turn_about,
-)
+from benchmarks import full_hit
+from benchmarks.pair import Stuck, Watch, load_of, paired_ratio, run_pair, spread, turn_about
 from benchmarks.report import JsonFile, Row, check_json, tell, write
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
@@ -50,7 +42,7 @@ if TYPE_CHECKING:
     from prefixkv.runtime.decode_node import DecodeNode
     from prefixkv.runtime.prefill_node import PrefillNode
 
-SIDES: Final = ("stack", "one", "many", "same")
+SIDES: Final = ("stack", "one", "same")
 LAYOUTS: Final = ("layer_major", "page_major")
 PAGES: Final = ("fresh", "aged", "random")
 AIMS: Final = {"fresh": 0.85, "aged": 0.85, "random": 0.7}  # the last for layer_major
@@ -100,15 +92,9 @@ class Transfer:
         from prefixkv.memory.kv_pool import KVPool
 
         pool = KVPool.create(
-            self.num_pages,
-            self.page_size,
-            self.num_layers,
-            self.num_kv_heads,
-            self.head_dim,
-            order=self.layout,
-            device=self.device,
-            shared=self.is_shared,
-        )
+            self.num_pages, self.page_size, self.num_layers, self.num_kv_heads, self.head_dim,
+            order=self.layout, device=self.device, shared=self.is_shared,
+        )  # fmt: skip
         for layer in range(self.num_layers):
             for view in (pool.k(layer), pool.v(layer)):
                 view.fill_(seed + layer) if self.device == "cpu" else view.normal_()
@@ -186,10 +172,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Transfer) -> None:
     with PrefillNode(pool, PrefillConfig(transport=transport)) as node:
         pipe.send((node.endpoint, raw.introduction()))
         raw.connect(pipe.recv())
-        handles = {
-            "one": raw.buffer_writes(case.num_bytes),
-            "many": raw.buffer_writes(case.post_bytes),
-        }
+        handles = {"one": raw.buffer_write()}
         case.prepare(node, 1)
         stuck = Stuck(node)
         pages: Any = None
@@ -225,12 +208,8 @@ class Decode:
         self, pipe: Connection, case: Transfer, node: DecodeNode, raw: Any, endpoint: str
     ) -> None:
         self._pipe, self._case, self._node, self._raw, self._endpoint = (
-            pipe,
-            case,
-            node,
-            raw,
-            endpoint,
-        )
+            pipe, case, node, raw, endpoint,
+        )  # fmt: skip
         self._stuck = Stuck(node)
         self._pages: Any = None
         self.runs: list[int] = []
@@ -240,8 +219,7 @@ class Decode:
         if side == "stack":
             return self._stack(room)
         self._pipe.send((side, room, self._pages))
-        parts = {"one": 1, "many": -(-self._case.num_bytes // self._case.post_bytes)}
-        count = parts[side] if side in parts else self._pipe.recv()
+        count = 1 if side == "one" else self._pipe.recv()
         arrived_s: float = self._raw.arrived_s(count)
         return arrived_s - float(self._pipe.recv())
 
@@ -310,7 +288,6 @@ def decode_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
         "mib_a_request": round(case.num_bytes / 2**20, 2),
         "runs_a_request": statistics.median(decode.runs),
         "of_one_raw_write": paired_ratio(rows, "one", "stack"),
-        "of_raw_posts": paired_ratio(rows, "many", "stack"),
         "of_raw_posts_of_the_same_descriptors": paired_ratio(rows, "same", "stack"),
         "spread_of_one_raw_write": spread(rows, "one", "stack"),
         "the_same_descriptors_of_one_raw_write": paired_ratio(rows, "one", "same"),
@@ -327,7 +304,6 @@ def decode_side(pipe: Connection, watch: Watch, case: Transfer) -> Row:
 
 class Part(StrEnum):
     goodput = "goodput"
-    staging = "staging"
     full_hit = "full_hit"
 
 
@@ -358,7 +334,6 @@ def transfer(
     check_json(json_file)
     parts: dict[Part, Callable[[], Iterator[Row]]] = {
         Part.goodput: lambda: measure(quick, backend.value),
-        Part.staging: lambda: staging.measure(quick, backend.value),
         Part.full_hit: lambda: iter(
             [full_hit.measured(full_hit.SMALL if quick else full_hit.Hits())]
         ),

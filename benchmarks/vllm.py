@@ -9,16 +9,13 @@ Systems: `pull` (NixlConnector), `push` (NixlPushConnector), `ours`, `governed` 
 that names decode's victims), `computes` (ours, decode may compute a few tokens itself). A run
 starts a prefill and a decode server of one system, which is not counted, and puts one part through
 them; the systems take turns, `--repeat` times. What is in the file already is not run again, so it
-can be cut off and gone on with; `--minutes` begins no run after so long.
+can be cut off and gone on with.
 
 Parts:
 
 - `turns`: conversations whose prompts grow, one request at a time; then a burst: requests with one
   new prompt and a few tokens of their own, all at once.
 - `long`: one prompt of 8,192 tokens at a time.
-- `pool`: working sets 1.5 times as large as decode's pool, and with `--trace` recorded ones: the
-  block hit ratio of vLLM's block manager and our scheduler's side without a model, on the
-  workload's own clock.
 - `host`: conversations that come back, with host memory and own compute (`vllm_host.py`). Only if
   it is named.
 
@@ -33,10 +30,9 @@ counts answers that differ from the first system's, and is no error of itself.
 from __future__ import annotations
 
 import json
-import os
+import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -48,13 +44,11 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from benchmarks.report import ROOT, JsonFile, check_json, write
-from benchmarks.vllm_pair import BLOCK, LARGE, POLICY, SYSTEMS, Pair, Shape
+from benchmarks.report import JsonFile, check_json, write
+from benchmarks.vllm_pair import LARGE, POLICY, SYSTEMS, Pair, Shape
 from benchmarks.vllm_servers import TINY, NotStartedError, Sizes, make_model
-from benchmarks.vllm_sets import KINDS, drawn
 from prefixkv.errors import ConfigError
 
-POOL_POLICIES: Final = ("own", "gated", POLICY)
 TURNS_S: Final = 240.0
 COUNTED_S: Final = 2.0
 """Until the counters of a step can be read."""
@@ -76,10 +70,15 @@ class Load:
     long: int = 8192
     long_chunk: int = 512
     long_prompts: int = 3
-    pool_requests: int = 4000
 
 
-QUICK: Final = Load(TINY, 2, 2, 200, 64, 4, 64, 4, 128, 600, 128, 1, 300)
+QUICK: Final = Load(TINY, 2, 2, 200, 64, 4, 64, 4, 128, 600, 128, 1)
+
+
+def drawn(seed: int, number: int) -> list[int]:
+    """Tokens of a prompt."""
+    random_ = random.Random(seed)
+    return [random_.randrange(10, 2000) for _ in range(number)]
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -141,8 +140,8 @@ def long(pair: Pair, load: Load) -> dict[str, Any]:
 class Bench:
     """What a run needs: an interpreter, models, sizes."""
 
-    def __init__(self, python: str, load: Load, folder: Path, traces: list[Path]) -> None:
-        self.python, self.load, self._folder, self._traces = python, load, folder, traces
+    def __init__(self, python: str, load: Load, folder: Path) -> None:
+        self.python, self.load, self._folder = python, load, folder
         self._models: dict[Sizes, Path] = {}
 
     def pair(self, system: str, shape: Shape) -> Pair:
@@ -151,49 +150,23 @@ class Bench:
             self._models[shape.sizes] = make_model(self.python, place, shape.sizes)
         return Pair(system, self.python, self._models[shape.sizes], shape)
 
-    def turns(self, system: str, number: int) -> dict[str, Any]:
+    def turns(self, system: str) -> dict[str, Any]:
         load = self.load
         with self.pair(system, Shape(load.sizes, load.chunk)) as pair:
             pair.ask(drawn(70_000, 64), 2).result()  # the servers have met
             return {"turns": turns(pair, load), "burst": burst(pair, load)}
 
-    def long(self, system: str, number: int) -> dict[str, Any]:
+    def long(self, system: str) -> dict[str, Any]:
         load = self.load
         shape = Shape(load.sizes, load.long_chunk, max_len=load.long + 512)
         with self.pair(system, shape) as pair:
             pair.ask(drawn(70_000, 64), 2).result()
             return {"long": long(pair, load)}
 
-    def pool(self, system: str, number: int) -> dict[str, Any]:
-        """`system` is a policy. Each run has seeds of its own; recorded traces have none."""
-        requests = self.load.pool_requests
-        found = {
-            f"pool {kind}": self._replay(kind, requests, BLOCK, number, system) for kind in KINDS
-        }
-        for trace in self._traces if not number else ():
-            found[f"pool {trace.stem}"] = self._replay(str(trace), 1 << 20, 16, 0, system)
-        return found
 
-    def _replay(self, kind: str, requests: int, block: int, seed: int, policy: str) -> Any:
-        command = [
-            self.python, "-m", "benchmarks.vllm_pool", kind, str(requests), str(block), str(seed),
-            "" if policy == "own" else policy,
-        ]  # fmt: skip
-        around = {**os.environ, "PYTHONPATH": str(ROOT)}
-        out = subprocess.check_output(command, env=around, cwd=ROOT, text=True)
-        return json.loads(out.splitlines()[-1])
-
-
-@dataclass(frozen=True)
-class Part:
-    work: Callable[[Bench, str, int], dict[str, Any]]
-    systems: tuple[str, ...]
-
-
-PARTS: Final = {
-    "turns": Part(Bench.turns, SYSTEMS),
-    "long": Part(Bench.long, SYSTEMS),
-    "pool": Part(Bench.pool, POOL_POLICIES),
+PARTS: Final[dict[str, Callable[[Bench, str], dict[str, Any]]]] = {
+    "turns": Bench.turns,
+    "long": Bench.long,
 }
 
 
@@ -202,9 +175,8 @@ def missing(
 ) -> Iterator[tuple[str, str, int]]:
     """What is still to be run, the systems turn about."""
     for name in parts:
-        for i, system in product(range(repeat), PARTS[name].systems):
-            is_wanted = system in systems or name == "pool"
-            if is_wanted and f"{name} {system} {i}" not in found:
+        for i, system in product(range(repeat), systems):
+            if f"{name} {system} {i}" not in found:
                 yield name, system, i
 
 
@@ -238,13 +210,9 @@ def vllm(
     systems: Annotated[str, typer.Option(help="Of these alone, by commas.")] = ",".join(SYSTEMS),
     part: Annotated[str, typer.Option(help="Of these parts alone.")] = ",".join(PARTS),
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each, turn about.")] = 3,
-    trace: Annotated[
-        list[Path] | None, typer.Option(help="Of requests, for `pool`; more than once.")
-    ] = None,
-    minutes: Annotated[float, typer.Option(help="Begin no run after so long.")] = 1e9,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, to try it.")] = False,
 ) -> int:
-    """vLLM's own connectors and ours: TTFT, bytes and hits; conversations with host memory."""
+    """vLLM's own connectors and ours: TTFT and bytes; conversations with host memory."""
     if not Path(python).is_file():
         raise ConfigError(f"--python is {python!r}, an interpreter that has vLLM is needed")
     for option, said, known in (("systems", systems, SYSTEMS), ("part", part, (*PARTS, "host"))):
@@ -263,14 +231,11 @@ def vllm(
     load, runs = QUICK if quick else Load(), {}
     if json_file is not None and json_file.exists():
         runs = json.loads(json_file.read_text(encoding="utf-8"))["recipe"]["runs"]
-    end_s = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(python, load, Path(folder), trace or [])
+        bench = Bench(python, load, Path(folder))
         for name, system, i in missing(runs, part.split(","), systems.split(","), repeat):
-            if time.monotonic() > end_s:
-                break
             try:
-                runs[f"{name} {system} {i}"] = PARTS[name].work(bench, system, i)
+                runs[f"{name} {system} {i}"] = PARTS[name](bench, system)
             except NotStartedError as error:
                 print(f"{system} did not start: {error}", file=sys.stderr)
                 continue

@@ -70,7 +70,7 @@ class _Servers:
             return stack.enter_context(
                 Server(
                     python, model, log, transfer, blocks=blocks, block_size=BLOCK, chunk=512,
-                    dtype=SIZES.dtype,
+                    dtype=SIZES.dtype
                 )
             )  # fmt: skip
 

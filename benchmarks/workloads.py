@@ -1,5 +1,4 @@
-"""Generated traces, for replays of eviction policies: five workloads, and two ways to put traces
-together.
+"""Generated traces, for replays of eviction policies: five workloads.
 
 Each is a list of requests as in Mooncake's traces: `timestamp` (ms), `input_length` and
 `output_length` (tokens), `hash_ids` (one a block of 512 tokens; equal ids mean an equal prefix).
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from math import exp, log
@@ -150,13 +149,9 @@ def agents(seed: int = SEED) -> list[Entry]:
             return draw.around(90, 1.1, 3, 3000)
 
         draw.talk(
-            begin_s,
-            kind + task,
-            returns=lambda _: 0.97,
-            most=600,
-            pause_s=pause_s,
+            begin_s, kind + task, returns=lambda _: 0.97, most=600, pause_s=pause_s,
             added=lambda: draw.size(3, 1.0, 60),
-        )
+        )  # fmt: skip
     return draw.trace(10_800)
 
 
@@ -231,64 +226,13 @@ def retrieval(seed: int = SEED) -> list[Entry]:
 
 
 WORKLOADS: dict[str, Callable[[int], list[Entry]]] = {
-    "chat": chat,
-    "agents": agents,
-    "flood": flood,
-    "drift": drift,
-    "retrieval": retrieval,
-}
+    "chat": chat, "agents": agents, "flood": flood, "drift": drift, "retrieval": retrieval,
+}  # fmt: skip
 
 
 def generate(name: str, seed: int = SEED) -> list[Entry]:
     """The workload of this name. Raises KeyError for another."""
     return WORKLOADS[name](seed)
-
-
-def part(trace: Sequence[Entry], begin_s: float, end_s: float) -> list[Entry]:
-    """What arrives in [begin_s, end_s), counted from `begin_s`."""
-    return [
-        entry | {"timestamp": entry["timestamp"] - round(begin_s * 1000)}
-        for entry in trace
-        if begin_s * 1000 <= entry["timestamp"] < end_s * 1000
-    ]
-
-
-def mix(*traces: Sequence[Entry]) -> list[Entry]:
-    """Traces side by side, by time. No block of one is a block of another: ids are renumbered, and
-    each entry has the number of its trace as `namespace`."""
-    ids: dict[tuple[int, int], int] = {}
-    mixed = [
-        entry
-        | {
-            "namespace": number,
-            "hash_ids": [ids.setdefault((number, name), len(ids)) for name in entry["hash_ids"]],
-        }
-        for number, trace in enumerate(traces)
-        for entry in trace
-    ]
-    return sorted(mixed, key=lambda entry: entry["timestamp"])
-
-
-def switch(
-    conversation: Sequence[Entry], coding: Sequence[Entry], phase_s: float = 3600
-) -> list[Entry]:
-    """The workload changes every `phase_s`: conversation, agents, conversation, both at once.
-
-    Each phase has its own blocks: a session that a phase cuts off does not return. The agents'
-    phases are the second and third of their trace, where sessions are under way.
-    """
-    first, last = part(coding, phase_s, 2 * phase_s), part(coding, 2 * phase_s, 3 * phase_s)
-    talk = part(conversation, 0, phase_s)
-    phases = ((0, talk), (1, first), (2, talk), (3, talk), (3, last))
-    return mix(
-        *(
-            [
-                entry | {"timestamp": entry["timestamp"] + round(number * phase_s * 1000)}
-                for entry in phase
-            ]
-            for number, phase in phases
-        )
-    )
 
 
 if __name__ == "__main__":

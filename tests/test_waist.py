@@ -130,5 +130,6 @@ def test_what_is_in_the_waist_is_used_by_a_ring_or_is_for_engines_of_ones_own() 
         "AdmissionPolicy", "register_admission",  # an admission policy of one's own
         "DecodeRank", "RankLog", "PrefillRank", "PrefillLog",  # an engine whose ranks are processes
         "Transport",  # a transport of one's own
+        "page_table",  # a batch's block table, for an engine's kernels
     }  # fmt: skip
     assert set(vars(spi)["_HOMES"]) - used == for_others

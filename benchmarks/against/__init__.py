@@ -10,7 +10,6 @@ tree are not equally fast.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -32,8 +31,7 @@ from rich.table import Table
 
 from benchmarks.against.today import CALLS, PAIRS, Order, Seconds
 from benchmarks.pair import turn_about
-from benchmarks.report import ROOT
-from prefixkv.cli.figures import machine
+from benchmarks.report import ROOT, write
 from prefixkv.errors import ConfigError, InternalError
 
 FROZEN: Final = Path(__file__).with_name("driver_76518cc8.py")
@@ -59,6 +57,9 @@ class Plan:
     policy: str | None = None
     quick: bool = False
     cpu: bool = False  # calls of one thread by its processor time
+
+    def order(self, part: str) -> Order:
+        return Order(part, self.calls, self.seed, self.policy, self.quick, self.cpu)
 
     def rounds_of(self, part: str, start: int) -> int:
         """Return how many rounds of a part are due after this start."""
@@ -123,15 +124,10 @@ def row_of(
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     same = [a / b for a, b in zip(ours, again, strict=True)]
     return Row(
-        name,
-        statistics.median(ours),
-        statistics.median(theirs),
-        round(statistics.median(ratios), 4),
-        quartiles(ratios),
-        round(statistics.median(same), 4),
-        quartiles(same),
-        len(ratios),
-    )
+        name, statistics.median(ours), statistics.median(theirs),
+        round(statistics.median(ratios), 4), quartiles(ratios), round(statistics.median(same), 4),
+        quartiles(same), len(ratios),
+    )  # fmt: skip
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
@@ -159,15 +155,10 @@ def table_of(rows: Sequence[Row], ours: str, theirs: str) -> Table:
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
-            row.name,
-            shown(row.name, row.ours_s),
-            shown(row.name, row.theirs_s),
-            f"{row.ratio:.3f}",
-            "{:.3f} {:.3f}".format(*row.quartiles),
-            f"{row.same_ratio:.3f}",
-            f"{row.spread:.3f}",
-            row.verdict,
-        )
+            row.name, shown(row.name, row.ours_s), shown(row.name, row.theirs_s),
+            f"{row.ratio:.3f}", "{:.3f} {:.3f}".format(*row.quartiles), f"{row.same_ratio:.3f}",
+            f"{row.spread:.3f}", row.verdict,
+        )  # fmt: skip
     return table
 
 
@@ -257,7 +248,6 @@ def compare(commit: str, plan: Plan, tell: Callable[[str], None]) -> tuple[list[
     """Measure both commits turn about; return the figures, and why a part has none."""
     rounds: dict[str, Rounds] = {part: {side: [] for side in SIDES} for part in plan.parts}
     failed: dict[str, str] = {}
-    rate: float | None = None
     with tree_of(commit) as other:
         trees = dict(zip(SIDES, (ROOT, other, ROOT), strict=True))
         for start in range(plan.starts):
@@ -269,14 +259,11 @@ def compare(commit: str, plan: Plan, tell: Callable[[str], None]) -> tuple[list[
                 for part in plan.parts:
                     began_s = time.monotonic()
                     for number in range(-1, plan.rounds_of(part, start)):  # the first warms up
-                        # A pair has processes of its own, so nothing of it stays warm; but the
-                        # demo's first round of all finds the rate for the others.
-                        is_pair = part in PAIRS
-                        is_due = number >= 0 or not is_pair or (part == "demo" and rate is None)
-                        if part in failed or not is_due:
+                        # A pair has processes of its own, so nothing of it stays warm.
+                        if part in failed or (number < 0 and part in PAIRS):
                             continue
                         order = Order(
-                            part, plan.calls, plan.seed, plan.policy, plan.quick, rate, plan.cpu
+                            part, plan.calls, plan.seed, plan.policy, plan.quick, plan.cpu
                         )
                         for side in turn_about(SIDES, number + 1):
                             try:
@@ -284,9 +271,6 @@ def compare(commit: str, plan: Plan, tell: Callable[[str], None]) -> tuple[list[
                             except InternalError as error:
                                 failed[part] = f"{part}, {side}: {error}"
                                 break
-                            if "rate" in took:
-                                rate = took.pop("rate")[0]
-                                order = order._replace(rate=rate)
                             if number >= 0:
                                 rounds[part][side].append(took)
                     tell(f"start {start + 1}, {part}: {time.monotonic() - began_s:.0f} s")
@@ -294,39 +278,24 @@ def compare(commit: str, plan: Plan, tell: Callable[[str], None]) -> tuple[list[
     return rows, list(failed.values())
 
 
-def parts_of(names: Sequence[str], demo: bool) -> list[str]:
-    """Return the parts to measure: those named, or all, the demo only if asked for.
-
-    Raises ConfigError for a name that is no part.
-    """
+def parts_of(names: Sequence[str]) -> list[str]:
+    """Return the parts to measure: those named, or all. Raises ConfigError for a name of none."""
     if unknown := set(names) - set(PARTS):
         raise ConfigError(f"--part is {min(unknown)!r}, the parts are {', '.join(PARTS)}")
-    chosen = names or [part for part in PARTS if part != "demo"]
-    return [part for part in PARTS if part in chosen or (demo and part == "demo")]
+    return [part for part in PARTS if part in (names or PARTS)]
 
 
 def against_command(commit: str, plan: Plan, json_file: Path | None, console: Console) -> None:
     """Compare, print the table, and write the figures. Raises InternalError if a part failed."""
     theirs, ours = commit_of(commit), commit_of("HEAD")
-    recipe = {
-        "command": f"python -m benchmarks sched --against {commit}",
-        "statistic": "medians over rounds of a round's P50 or P99, and of the ratio within a "
-        "round; ours beside ours again is A against A",
-        "ours": ours,
-        "ours_is_changed": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "theirs": theirs,
-        "clock": "the thread's processor time, of pairs the wall" if plan.cpu else "the wall",
-        "plan": asdict(plan),
-        "date": time.strftime("%Y-%m-%d"),
-        **machine(),
-    }
-    rows, failed = compare(
-        theirs, plan, lambda line: console.print(line, highlight=False, soft_wrap=True)
-    )
+    rows, failed = compare(theirs, plan, lambda line: print(line, flush=True))
     wide = Console(width=max(console.width, 110))  # names in one line, also into a file
     wide.print(table_of(rows, ours[:7], theirs[:7]))
-    if json_file is not None:
-        content = {"recipe": recipe, "rows": [row.as_json() for row in rows], "failed": failed}
-        json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write(
+        json_file, f"sched --against {commit}", [row.as_json() for row in rows], failed=failed,
+        statistic="medians over rounds of a round's P50 or P99, and of the ratio within a round; "
+        "ours beside ours again is A against A", ours=ours, theirs=theirs, plan=asdict(plan),
+        ours_is_changed=bool(git("status", "--porcelain", "--untracked-files=no")),
+    )  # fmt: skip
     if failed:
         raise InternalError("\n".join(failed))

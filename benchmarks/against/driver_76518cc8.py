@@ -30,15 +30,13 @@ BLOCKS = (1000, 3000)  # of the pool, of 512 tokens
 
 
 class Order(NamedTuple):
-    """What to measure. `rate`: requests a second of the demo; None lets the side find one.
-    `cpu`: calls of one thread by its processor time, not on the wall."""
+    """What to measure. `cpu`: calls of one thread by its processor time, not on the wall."""
 
     part: str
     calls: int
     seed: int = 0
     policy: str | None = None
     quick: bool = False
-    rate: float | None = None
     cpu: bool = False
 
 
@@ -316,28 +314,13 @@ def sends(pipe: Connection, _watch: Any, case: Any) -> list[float]:
     return [one / (case.num_bytes / 2**20) for one in took_s[case.warm_up :]]
 
 
-def demo(order: Order) -> Seconds:
-    """Measure first tokens of the stand-in engine with decode's cache on, at a rate that it can
-    sustain without."""
-    module = own("demo_parts")
-    chosen = module.StandInOptions(seed=order.seed + 1)
-    plan, rate = module.PassPlan, order.rate
-    with module.workers.Workers(chosen, chosen.workload()) as both:
-        both.wait_ready()
-        if rate is None:
-            base = both.run(plan(False, verify=False, rate=None, salt=1), module._unheard)
-            rate = module.LOAD_FRACTION * (base.requests - base.failed) / base.duration_s
-        timed = both.run(plan(True, verify=False, rate=rate, salt=2), module._unheard)
-    return {"demo's first token, cache on": list(timed.ttft_s), "rate": [rate]}
-
-
 CALLS = {
     one.__name__: one
     for one in (
-        life, full_pool, match, evict, append_many, prefill, evict_all, policies, host_admission,
+        life, full_pool, match, evict, append_many, prefill, evict_all, policies, host_admission
     )
 }  # fmt: skip
-PAIRS = {one.__name__: one for one in (full_hit, goodput, demo)}
+PAIRS = {one.__name__: one for one in (full_hit, goodput)}
 
 
 def main() -> None:

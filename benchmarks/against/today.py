@@ -25,15 +25,13 @@ CALLS = (
 
 
 class Order(NamedTuple):
-    """What to measure. `rate`: requests a second of the demo; None lets the side find one.
-    `cpu`: calls of one thread by its processor time, not on the wall."""
+    """What to measure. `cpu`: calls of one thread by its processor time, not on the wall."""
 
     part: str
     calls: int
     seed: int = 0
     policy: str | None = None
     quick: bool = False
-    rate: float | None = None
     cpu: bool = False
 
 
@@ -82,25 +80,7 @@ def sends(pipe: Connection, _watch: Any, case: Any) -> list[float]:
     return [one / (case.num_bytes / 2**20) for one in took_s[case.warm_up :]]
 
 
-def demo(order: Order) -> Seconds:
-    """Measure first tokens of the stand-in engine with decode's cache on, at a rate that it can
-    sustain without."""
-    from benchmarks.turns.options import LOAD_FRACTION, PassPlan, StandInOptions
-    from benchmarks.turns.workers import Workers
-
-    options, rate = StandInOptions(seed=order.seed + 1), order.rate
-    with Workers(options, options.workload()) as both:
-        both.wait_ready()
-        if rate is None:
-            base = both.run(PassPlan(False, verify=False, rate=None, salt=1), lambda _ended: None)
-            rate = LOAD_FRACTION * (base.requests - base.failed) / base.duration_s
-        timed = both.run(PassPlan(True, verify=False, rate=rate, salt=2), lambda _ended: None)
-    return {"demo's first token, cache on": list(timed.ttft_s), "rate": [rate]}
-
-
-PAIRS: dict[str, Callable[[Order], Seconds]] = {
-    one.__name__: one for one in (full_hit, goodput, demo)
-}
+PAIRS: dict[str, Callable[[Order], Seconds]] = {"full_hit": full_hit, "goodput": goodput}
 
 
 def main() -> None:

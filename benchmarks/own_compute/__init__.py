@@ -102,11 +102,10 @@ def agents(seed: int, num_chats: int = CHATS["conversations"]) -> Workload:
 def own_compute(
     traces: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="AGENTS CONVERSATION [SESSIONS]", help="The rule, on traces."),
+        typer.Argument(metavar="AGENTS CONVERSATION", help="The rule, on traces."),
     ] = None,
     pairs: Annotated[int, typer.Option(min=1, help="Rounds of three passes.")] = 4,
     below: Annotated[int, typer.Option(help="Most tokens that decode computes of one.")] = 2048,
-    only: Annotated[str, typer.Option(help="One case alone.")] = "",
     json_file: JsonFile = None,
 ) -> None:
     """First tokens of agents' later turns, and gaps between tokens, own compute on and off."""
@@ -116,11 +115,9 @@ def own_compute(
 
         play_traces(traces, json_file)
         return
-    if only and only not in CASES:
-        raise ConfigError(f"--only {only!r} is none of {', '.join(CASES)}")
     rows = []
     with served(one_core_each()) as model:
-        for case in [only] if only else CASES:
+        for case in CASES:
             row = asyncio.run(measured(model, case, pairs, below))
             rows.append({"prefill": case, "pairs": pairs, **row})
             print(json.dumps(rows[-1], indent=1), flush=True)

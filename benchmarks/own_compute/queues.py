@@ -35,8 +35,8 @@ class Speeds:
         prefill_tokens_per_s: of one prefill worker.
         link_bytes_per_s: from prefill to decode, all workers together.
         host_bytes_per_s: from host memory to the device.
-        own_tokens: decode computes a prompt itself if at most this many tokens of it are missing.
-        own_tokens_per_s: at which it does; 0: half of prefill's, since its batch goes on beside it.
+        own_tokens_per_s: at which decode computes a prompt itself; 0: half of prefill's, since its
+            batch goes on beside it.
     Raises:
         ConfigError: a value out of its range.
     """
@@ -44,13 +44,12 @@ class Speeds:
     prefill_tokens_per_s: float
     link_bytes_per_s: float = 12.5e9
     host_bytes_per_s: float = 25e9
-    own_tokens: int = 2048
     own_tokens_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, low, high in (
             ("prefill_tokens_per_s", 1, 1e9), ("link_bytes_per_s", 1, 1e15),
-            ("host_bytes_per_s", 1, 1e15), ("own_tokens", 1, 1e9), ("own_tokens_per_s", 0, 1e9),
+            ("host_bytes_per_s", 1, 1e15), ("own_tokens_per_s", 0, 1e9),
         ):  # fmt: skip
             check_range(name, getattr(self, name), low, high)
 

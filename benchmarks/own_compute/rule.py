@@ -9,9 +9,9 @@ chunks, its promises, what arrives, its own queues. A fixed number of tokens com
 here that lacks at most that many. A ratio is the rule's by the best of five fixed numbers, which
 is another one from row to row.
 
-Rows with a host tier: a fixed number always loads what the host has. The rule may also have all
-sent (`rule`), or loads always, too (`rule, loads always`). `rule, all known`: prefill's seconds are
-those that the model will give, which no node knows; so no estimate could do better.
+Rows with a host tier: a fixed number always loads what the host has, the rule may also have all
+sent. `rule, all known`: prefill's seconds are those that the model will give, which no node knows;
+so no estimate could do better.
 
 Held out: rows that no constant of the rule was chosen by. `mix` is the conversation, with the
 agents' second half beside it. Deterministic: no time is looked at.
@@ -32,15 +32,13 @@ import numpy as np
 from benchmarks.own_compute.queues import Queues, RequestTokens, Served, Speeds, prefill_workers
 from benchmarks.report import tell, write
 from prefixkv.cli.replay import Trace, read_trace, replay_policy
-from prefixkv.cli.replay.trace import TraceRequest, block_names, footprint, mix
+from prefixkv.cli.replay.trace import footprint, mix
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.sources import Lack, Source, Sources, Way
 from prefixkv.errors import ConfigError
 from prefixkv.protocol.ids import RoomKey
-from prefixkv.spi import RadixKey
 
 TOKEN_BYTES = 160 * 1024
-BLOCK_TOKENS = 512
 FIXED = (512, 1024, 2048, 4096, 8192)
 HOST_TIMES = 4
 CHUNK_TOKENS = 256
@@ -59,23 +57,17 @@ class Case(NamedTuple):
 
 
 TUNED = (
-    Case("agents", 1000, "as pool", 20e3, 25),
-    Case("agents", 1000, "as pool", 20e3, 100),
-    Case("agents", 1000, "as pool", 20e3, 400),
-    Case("agents", 1000, "keeps all", 20e3, 25),
-    Case("agents", 1000, "keeps all", 20e3, 100),
-    Case("agents", 1000, "keeps all", 20e3, 400),
-    Case("agents", 1000, "keeps all", 5e3, 100),
-    Case("agents", 3000, "as pool", 20e3, 100),
+    Case("agents", 1000, "as pool", 20e3, 25), Case("agents", 1000, "as pool", 20e3, 100),
+    Case("agents", 1000, "as pool", 20e3, 400), Case("agents", 1000, "keeps all", 20e3, 25),
+    Case("agents", 1000, "keeps all", 20e3, 100), Case("agents", 1000, "keeps all", 20e3, 400),
+    Case("agents", 1000, "keeps all", 5e3, 100), Case("agents", 3000, "as pool", 20e3, 100),
     Case("agents", 3000, "keeps all", 20e3, 100),
-)
+)  # fmt: skip
 HELD_OUT = (
     Case("conversation", 1000, "as pool", 20e3, 100),
     Case("conversation", 3000, "as pool", 20e3, 100),
     Case("mix", 1000, "as pool", 20e3, 100),
     Case("mix", 1000, "as pool", 20e3, 400),
-    Case("sessions", 1000, "as pool", 20e3, 100),
-    Case("sessions", 1000, "keeps all", 20e3, 100),
 )
 
 Serve = Callable[[RequestTokens, int, int], Served]
@@ -132,11 +124,10 @@ class Node:
     Args:
         queues: of the model. Those of decode are its own; of prefill's it knows nothing.
         sources: the rule.
-        loads_always: all that the host has is loaded.
     """
 
-    def __init__(self, queues: Queues, sources: Sources, loads_always: bool = False) -> None:
-        self._queues, self._sources, self._loads_always = queues, sources, loads_always
+    def __init__(self, queues: Queues, sources: Sources) -> None:
+        self._queues, self._sources = queues, sources
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._number = self._due = 0
 
@@ -155,8 +146,6 @@ class Node:
         if host_tokens:
             load_s = queues.load_s(host_tokens, one.time_s)
             lacks.insert(0, Lack(missing - host_tokens, host_tokens, load_s))
-        if self._loads_always:
-            del lacks[1:]
         if isinstance(self._sources, Knowing):
             self._sources.takes_s = lambda lack: (
                 queues.copy().serve(one, lack.loaded, False, cached).first_token_s - one.time_s
@@ -230,10 +219,6 @@ def measure(case: Case, with_host: bool) -> dict[str, Any]:
         "rule": lambda queues: Node(queues, Sources(ComputeConfig())).serve,
         "rule, all known": lambda queues: Node(queues, Knowing(ComputeConfig())).serve,
     }
-    if with_host:
-        rules["rule, loads always"] = lambda queues: (
-            Node(queues, Sources(ComputeConfig()), loads_always=True).serve
-        )
     by_number = {most: play(fixed(most)) for most in FIXED}
     best = {
         key: min(one[key] for one in by_number.values()) for key in ("ttft_s_p50", "ttft_s_p99")
@@ -252,36 +237,34 @@ def measure(case: Case, with_host: bool) -> dict[str, Any]:
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the medians and the largest of the rows' ratios, by what they are of."""
     found: dict[str, Any] = {"rows": len(rows)}
-    for name in ("rule", "rule, loads always", "rule, all known"):
+    for name in ("rule", "rule, all known"):
         for key in ("ttft_s_p50_by_best_fixed", "ttft_s_p99_by_best_fixed"):
-            ratios = [row[name][key] for row in rows if name in row]
-            if ratios:
-                found.setdefault(name, {})[key] = {
-                    "median": round(statistics.median(ratios), 3), "most": max(ratios)
-                }  # fmt: skip
+            ratios = [row[name][key] for row in rows]
+            found.setdefault(name, {})[key] = {
+                "median": round(statistics.median(ratios), 3), "most": max(ratios)
+            }  # fmt: skip
     return found
 
 
 def play_traces(paths: Sequence[Path], json_file: Path | None) -> None:
-    """Play all rows whose traces are given: of coding agents, of conversations, and of other
-    agents' sessions, a folder. Raises ConfigError for fewer than two or more than three."""
-    if not 2 <= len(paths) <= 3:
-        raise ConfigError("two or three traces are needed: AGENTS CONVERSATION [SESSIONS]")
-    for name, path in zip(("agents", "conversation", "sessions"), paths, strict=False):
-        _TRACES[name] = replace(_in_blocks(read_trace(path)), bytes_per_token=TOKEN_BYTES)
+    """Play all rows of a trace of coding agents and one of conversations. Raises ConfigError for
+    another number of traces."""
+    if len(paths) != 2:
+        raise ConfigError("two traces are needed: AGENTS CONVERSATION")
+    for name, path in zip(("agents", "conversation"), paths, strict=True):
+        _TRACES[name] = replace(read_trace(path), bytes_per_token=TOKEN_BYTES)
     _TRACES["mix"] = _mixed(_TRACES["conversation"], _TRACES["agents"])
     rows = []
     for is_held_out, cases in ((False, TUNED), (True, HELD_OUT)):
         for case in cases:
             for with_host in (False, True):
-                if case.trace in _TRACES:
-                    rows.append({"held_out": is_held_out, **measure(case, with_host)})
-                    tell(rows[-1])
+                rows.append({"held_out": is_held_out, **measure(case, with_host)})
+                tell(rows[-1])
     kinds = {
         "agents": [row for row in rows if not row["held_out"]],
         "held out": [row for row in rows if row["held_out"]],
     }
-    found = {name: summary(some) for name, some in kinds.items() if some}
+    found = {name: summary(some) for name, some in kinds.items()}
     tell(found)
     write(
         json_file, f"own_compute {' '.join(path.name for path in paths)}", rows, ratios=found,
@@ -290,23 +273,6 @@ def play_traces(paths: Sequence[Path], json_file: Path | None) -> None:
         own_tokens_per_s="half of prefill's",
         prefill_workers="as few as are busy at most 70% of the time without own compute",
     )  # fmt: skip
-
-
-def _in_blocks(trace: Trace) -> Trace:
-    """Return a trace in blocks of `BLOCK_TOKENS`, without what is less than one at a prompt's
-    end, if its own blocks are smaller."""
-    num = BLOCK_TOKENS // trace.block_tokens
-    if num <= 1:
-        return trace
-    ids: dict[Any, int] = {}
-    requests = []
-    for one in trace.requests:
-        # The name of a block covers all before it.
-        names = block_names(one.whole_key, trace.page_size)[num - 1 :: num]
-        key = RadixKey([ids.setdefault(name, len(ids)) for name in names])
-        if names:
-            requests.append(TraceRequest(one.time_s, key, key, len(names) * BLOCK_TOKENS))
-    return Trace(trace.name, requests, 1, BLOCK_TOKENS)
 
 
 def _mixed(conversation: Trace, agents: Trace) -> Trace:

@@ -92,7 +92,7 @@ def unequal(quick: bool) -> Iterator[tuple[Row, StandInOptions]]:
             }, options  # fmt: skip
 
 
-def _verified(options: StandInOptions) -> Row:
+def verified(options: StandInOptions) -> Row:
     """Both verified passes of these options."""
     with Workers(options, options.workload()) as workers:
         workers.wait_ready()
@@ -133,7 +133,7 @@ def turns(
     rows: list[Row] = []
     if unequal_ranks:
         for case, options in unequal(quick):
-            rows.append(case | _verified(options))
+            rows.append(case | verified(options))
             tell(rows[-1])
     else:
         sizes: dict[str, Any] = {"seed": seed, "layers": layers, "policy": policy}

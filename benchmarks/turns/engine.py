@@ -151,15 +151,9 @@ class DecodeEngine:
     ) -> DecodeRequest:
         """A request to both sides."""
         request = Request(
-            rid,
-            tokens,
-            output_len,
-            room=room,
-            prefill=self.prefill,
-            decode=self.node.peer_id.name,
-            cacheable=cacheable,
-            deadline_s=_DEADLINE_S,
-        )
+            rid, tokens, output_len, room=room, prefill=self.prefill, decode=self.node.peer_id.name,
+            cacheable=cacheable, deadline_s=_DEADLINE_S,
+        )  # fmt: skip
         self.asks.send(request)
         return self.node.add(request)
 

@@ -88,14 +88,9 @@ class StandInOptions:
 
     def workload(self) -> Workload:
         return chat(
-            self.seed,
-            self.conversations,
-            self.turns,
-            system_tokens=self.system_tokens,
-            user_tokens=self.user_tokens,
-            output_tokens=self.output_tokens,
-            requests=self.requests,
-        )
+            self.seed, self.conversations, self.turns, system_tokens=self.system_tokens,
+            user_tokens=self.user_tokens, output_tokens=self.output_tokens, requests=self.requests,
+        )  # fmt: skip
 
     def check_pools(self, workload: Workload, available_bytes: int) -> None:
         """That each pool holds the longest request, and the machine both pools. Raises ConfigError

@@ -193,10 +193,7 @@ def _prefill_worker(end: Connection, options: StandInOptions, asks: Connection) 
         with PrefillGroup(pools, config, mesh) as node:
             end.send(("endpoint", node.endpoint))
             engine = PrefillEngine(
-                node,
-                make_patterns(pools, mesh, plan.salt),
-                asks,
-                chunk_tokens=options.chunk_tokens,
+                node, make_patterns(pools, mesh, plan.salt), asks, chunk_tokens=options.chunk_tokens
             )
             engine.run()
             stats = _settled(node)
@@ -240,15 +237,10 @@ def _decode_worker(
         digest_every = _DIGEST_EVERY if plan.verify else 0
         with DecodeGroup(pools, config, mesh, digest_every) as node:
             engine = DecodeEngine(
-                node=node,
-                patterns=make_patterns(pools, mesh, plan.salt),
-                clients=Clients(workload, due, options.concurrency),
-                asks=asks,
-                prefill=endpoint,
-                step_s=options.step_ms * 1e-3,
-                verify=plan.verify,
-                progress=progress,
-            )
+                node=node, patterns=make_patterns(pools, mesh, plan.salt),
+                clients=Clients(workload, due, options.concurrency), asks=asks, prefill=endpoint,
+                step_s=options.step_ms * 1e-3, verify=plan.verify, progress=progress,
+            )  # fmt: skip
             engine.warm_up()
             measured = engine.run()
             asks.send(END_OF_PASS)

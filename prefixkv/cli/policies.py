@@ -110,7 +110,6 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _said(error: BaseException) -> str:
-    """Return what an error in a policy's module says, on one line."""
     text = " ".join(str(error).split())
     if isinstance(error, ImportError | SyntaxError):
         return text  # says it all by itself

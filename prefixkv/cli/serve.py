@@ -40,7 +40,6 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def _doc(role: str) -> str:
-    """Return the help text of `prefixkv worker ROLE`."""
     return (
         f"One {role} worker as a process. Every setting is an option, a line of the file and a "
         "variable PREFIXKV_... of the environment. The worker drains on SIGTERM; a second one ends "
@@ -49,8 +48,6 @@ def _doc(role: str) -> str:
 
 
 def _worker(role: str) -> Callable[..., int]:
-    """Return the function that `prefixkv worker ROLE` runs, for this role."""
-
     def run(config: Path | None, **options: Any) -> int:
         check_packages()
         loaded: Any = load(KINDS[role], config, os.environ, options)
@@ -173,7 +170,6 @@ def _option(setting: Setting) -> Parameter:
 
 
 def _line(setting: Setting) -> str:
-    """Show a setting of serving in `--help-all`: Typer's table would cut its name."""
     flag = setting.option
     name = f"--[no-]{flag[2:]}" if _is_switch(setting) else f"{flag} {_metavar(setting)}"
     text = f"  {name:<45} {_about(setting, setting.field.sentences)}"

@@ -315,10 +315,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             # did not.
             self.budget.start(req.rid, remaining, req.pages_held.num_own)
             self.journal.committed(req, now_s)
-        # Those that wait for the device have a deadline again, if it found them complete.
+        # Those that wait for the device have a deadline again, if it found them complete; but not
+        # those that were retracted.
         for flight in self.arriving.complete:
-            if flight.owner is not None:
-                self._note_deadline(flight.owner)
+            if (owner := flight.owner) is not None and owner.committed_s is None:
+                self._note_deadline(owner)
         return committed
 
     def pop_local(self, now_s: float) -> list[DecodeRequest]:

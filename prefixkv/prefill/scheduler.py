@@ -72,15 +72,14 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         num_slots: int = 0,
         usable_prefix: UsablePrefix | None = None,
         follow_s: float = 1.0,
-        in_step: bool = False,
         weights_version: str = "",
         checkpoint_tokens: int = 1,
     ) -> None:
         """Begin prefill's scheduler without requests. `num_slots`: of the engine's extra state, a
         slot of which is sent with every request; 0: there is none. `follow_s`: see PrefillConfig.
-        `in_step`: with the other ranks of a worker. `weights_version`: of the weights that it
-        begins with. `checkpoint_tokens`: where `pages` has checkpoints, the depth of each is a
-        multiple of it; their slots of the extra state come behind the `num_slots`."""
+        `weights_version`: of the weights that it begins with. `checkpoint_tokens`: where `pages`
+        has checkpoints, the depth of each is a multiple of it; their slots of the extra state come
+        behind the `num_slots`."""
         self.journal = PrefillJournal()
         super().__init__(pages, self.journal, weights_version)
         self.num_slots = num_slots
@@ -95,7 +94,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.at_checkpoints = self.checkpoints is not None or usable_prefix is _no_prefix
         points = self.checkpoints
         self.shared_prefixes = SharedPrefixes(
-            pages.page_size, self.counters, follow_s, oldest_leads=in_step,
+            pages.page_size, self.counters, follow_s,
             step_pages=1 if points is None else points.step_pages,
             on_wait=None if points is None else points.add_stop,
         )  # fmt: skip

@@ -1,6 +1,6 @@
-"""The ranks of a prefill worker that has one cache: rank 0 decides, and the others follow its log.
+"""The ranks of a prefill worker: rank 0 decides, and the others follow its log.
 
-    rank 0       node = PrefillNode(pool, config, mesh, 0, endpoints, ranks=PrefillLog())
+    rank 0       node = PrefillNode(pool, config, mesh, endpoints, ranks=PrefillLog())
                  broadcast(node.take_log())
     rank 1 ...   rank = PrefillRank(pool, config, mesh, 1)
                  rank.apply(receive(), ready); send(rank.take_rank_events())
@@ -141,7 +141,7 @@ class _PrefillBatch(msgspec.Struct, frozen=True, array_like=True):
 def settings_of(
     num_pages: int, page_size: int, num_slots: int, windows: Sequence[WindowSpec]
 ) -> dict[str, _Setting]:
-    """Return what all ranks of a prefill worker with one cache have alike: sizes of the pool, its
+    """Return what all ranks of a prefill worker have alike: sizes of the pool, its
     window groups and the StatePool."""
     groups: list[list[int | str]] = [list(spec) for spec in windows]
     return {"num_pages": num_pages, "page_size": page_size, "slots": num_slots, "windows": groups}

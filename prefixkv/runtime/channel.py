@@ -83,8 +83,6 @@ class _Channel(Closing):
         return sock
 
     def _set_options(self, sock: zmq.Socket[bytes], address: str) -> None:
-        """Set the options that ROUTER and DEALER sockets share: bounds, pauses between
-        reconnections, CURVE keys."""
         # Options take effect only before bind or connect.
         sock.setsockopt(zmq.IPV6, "[" in address)
         sock.setsockopt(zmq.LINGER, 0)
@@ -103,8 +101,6 @@ class _Channel(Closing):
             sock.curve_secretkey = secret.encode()
 
     def _poll(self, timeout_s: float) -> list[Any]:
-        """Wait on the channel's zmq poller, and return what is ready: sockets, and
-        monitors."""
         # zmq waits in whole milliseconds: round up, so that a short wait is not a busy one.
         timeout_ms = (
             None if timeout_s == float("inf") else max(0, int(timeout_s * 1000) + (timeout_s > 0))

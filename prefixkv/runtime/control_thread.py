@@ -266,8 +266,6 @@ class ControlThread(Generic[Command, To]):
             self.channel.close(linger_s=_FAREWELL_S)
 
     def _step(self, now_s: float) -> None:
-        """Make one step of the control thread: wait, take commands and events, then frames, then
-        look at deadlines."""
         frames = self.channel.poll(self.control.wake_s - now_s)
         # The time after the wait: deadlines are compared with it.
         now_s = time.monotonic()
@@ -348,8 +346,6 @@ class ControlThread(Generic[Command, To]):
         self.events.put(ControlFailed(error))
 
     def _do(self, effect: Effect[To]) -> None:
-        """Carry out one effect of the control object: call sockets, transport, copies or prover
-        for it."""
         # Sockets, transport, copy threads and prover carry them out. No call here waits for
         # that; the result is an input later.
         match effect:

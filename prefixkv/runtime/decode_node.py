@@ -231,7 +231,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return recorder
 
     def close(self) -> None:
-        """Close the decode node, its recorder last: that writes what waits. See `Node.close`."""
+        """Close the node, its recorder last: that writes what waits. See `Node.close`."""
         try:
             super().close()
         finally:
@@ -242,7 +242,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
                 self._recorder.close()
 
     def add(self, request: Request) -> DecodeRequest:
-        """Queue a request of the engine on the decode node.
+        """Queue a request of the engine.
 
         Raises:
             RequestError: it cannot be taken; DrainingError is one of them. Nothing was changed, and
@@ -257,8 +257,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return req
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
-        """Tell prefill at once that the decode node will not take this request, as when `add` has
-        refused it.
+        """Tell prefill at once that the node will not take this request, as when `add` has refused
+        it.
 
         Its room's number is in use here until prefill has answered.
 
@@ -272,8 +272,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def pop_preallocated(self) -> list[DecodeRequest]:
-        """Return the requests that the decode node admits now: prefix locked, pages taken, the rest
-        asked of prefill.
+        """Return the requests that the node admits now: prefix locked, pages taken, the rest asked
+        of prefill.
 
         Call it once per pass. The first request to a prefill worker is admitted when that has
         answered, by a later call, and `wait` returns for it.
@@ -286,16 +286,15 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return admitted
 
     def pop_transferred(self) -> list[DecodeRequest]:
-        """Return the decode node's requests with KV complete in `req.pages`; `req.aux` came with
-        it.
+        """Return the requests with KV complete in `req.pages`; `req.aux` came with it.
 
         They run from now on.
         """
         return self.scheduler.pop_transferred(self._pump())
 
     def pop_local(self) -> list[DecodeRequest]:
-        """Return the decode node's requests that the engine computes itself from now on, from
-        `prefix_len` to `fill_len` tokens (see `DecodeConfig.compute`).
+        """Return the requests that the engine computes itself from now on, from `prefix_len` to
+        `fill_len` tokens (see `DecodeConfig.compute`).
 
         Compute chunks of at most `chunk_tokens` beside the running batch, and call `computed` after
         each. Call this once a pass: what is computed until the next call is measured as one. A
@@ -306,8 +305,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     def computed(
         self, req: DecodeRequest, end: int, aux: bytes = b"", after: DeviceEvent | None = None
     ) -> None:
-        """Tell the decode node that a request of `pop_local` has KV in `req.pages` up to token
-        `end`.
+        """Tell the node that a request of `pop_local` has KV in `req.pages` up to token `end`.
 
         With `end` at `req.fill_len` it is whole, and comes out of `pop_transferred` with `aux`, as
         if prefill had sent it. One with extra state may lack nothing but that: then `prefix_len` is
@@ -332,8 +330,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
     def save_state(self, req: DecodeRequest, end: int) -> int:
         """Return the slot into which the engine copies the extra state behind `end` tokens of a
-        request of `pop_local`, one of `req.stops`, for the decode node to go on from; -1 if it need
-        not.
+        request of `pop_local`, one of `req.stops`, to go on from; -1 if it need not.
 
         Before `computed(req, end)` or a later one: with that its stops up to there are over.
 
@@ -345,8 +342,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
     def save_states(self, reqs: Sequence[DecodeRequest]) -> list[tuple[int, int]]:
         """Return the copies of extra state that the engine makes before a step of these running
-        requests of the decode node: (from, to) slots of the StatePool, for those of them that are
-        at a page boundary.
+        requests: (from, to) slots of the StatePool, for those of them that are at a page boundary.
 
         A request keeps one state so: the next one takes its place, and `finish` and `retract` enter
         the last in the cache. Call it where `req.state_slot` has the state behind `req.kv_len`
@@ -359,15 +355,15 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
     @property
     def chunk_tokens(self) -> int:
-        """Most tokens of prompts that the decode node's engine should compute in its next step, so
-        that those that run wait no longer for it than `ComputeConfig.itl_share` says; 0 where that
-        step has to go without, and without a `DecodeConfig.compute`."""
+        """Most tokens of prompts that the engine should compute in its next step, so that those
+        that run wait no longer for it than `ComputeConfig.itl_share` says; 0 where that step has to
+        go without, and without a `DecodeConfig.compute`."""
         return self.scheduler.chunk_tokens
 
     @property
     def further_prompt_tokens(self) -> int:
-        """Tokens of the decode node's `chunk_tokens` that each prompt after the first in the same
-        step counts for, besides its own; 0 where nothing runs, or none was measured."""
+        """Tokens of `chunk_tokens` that each prompt after the first in the same step counts for,
+        besides its own; 0 where nothing runs, or none was measured."""
         return self.scheduler.further_prompt_tokens
 
     def give_up_prefill(self, rid: str, reason: str = "prefill was not reached") -> bool:
@@ -383,7 +379,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return given_up
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
-        """Return the decode node's requests that failed or were aborted; `req.error` says why.
+        """Return the requests that failed or were aborted; `req.error` says why.
 
         Their pages must not be touched.
 
@@ -395,13 +391,13 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return self.scheduler.pop_failed(after)
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
-        """Return the decode node's requests for the engine to submit to a prefill worker again."""
+        """Return the requests for the engine to submit to a prefill worker again."""
         self._pump()
         return self.scheduler.pop_needs_prefill()
 
     def append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]) -> None:
-        """Add the token that the engine has newly sampled to each request of the decode node;
-        afterwards the page for its KV is there.
+        """Add the token that the engine has newly sampled to each request; afterwards the page for
+        its KV is there.
 
         The exception is the token that completes `max_new_tokens`: finish that request, no step
         writes its KV. Requests that were aborted meanwhile are left out.
@@ -414,8 +410,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self.scheduler.append_many(reqs, token_ids, self._pump())
 
     def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int) -> None:
-        """Take pages of the decode node for the KV of `num_tokens` tokens from the `kv_len` of each
-        request on, as far as its `max_new_tokens` goes.
+        """Take pages for the KV of `num_tokens` tokens from the `kv_len` of each request on, as far
+        as its `max_new_tokens` goes.
 
         For a step that writes more KV than that of the newest token: drafts, or a step that is
         launched before the last one's tokens are known. `append_many` gives pages for one token.
@@ -439,7 +435,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         continues: bool | None = None,
         keep_tokens: int | None = None,
     ) -> None:
-        """End a request that is done on the decode node: what has KV becomes cached prefix.
+        """End a request that is done: what has KV becomes cached prefix.
 
         Nothing is released before `after.query()` is True. `continues` says whether the
         conversation will go on, if known. With `keep_tokens` only the whole pages of the first that
@@ -450,13 +446,12 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def retract(self, rid: str, after: DeviceEvent | None = None) -> None:
-        """Take a running request's pages back on the decode node; it queues again and resumes where
-        it was."""
+        """Take a running request's pages back; it queues again and resumes where it was."""
         self.scheduler.retract(rid, self._pump(), after)
         self._tell()
 
     def abort(self, rid: str, after: DeviceEvent | None = None) -> bool:
-        """End a request wherever it is in the decode node; it comes out of `pop_failed`.
+        """End a request wherever it is; it comes out of `pop_failed`.
 
         Nothing of it is cached but its prompt, and what a retraction has cached. Returns False if
         it is unknown or has ended.
@@ -478,8 +473,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return known
 
     def flush(self, weights_version: str | None = None, after: DeviceEvent | None = None) -> int:
-        """Empty the decode node's prefix cache, after a weight update. Returns the pages freed at
-        once.
+        """Empty the prefix cache, after a weight update. Returns the pages freed at once.
 
         Without `weights_version`, or with the version that the node has already, requests that run
         now finish but cache nothing. With another version everything that has KV or output of the
@@ -503,8 +497,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         )
 
     def retarget(self, rid: str, prefill: str) -> None:
-        """Send a request of the decode node to the prefill worker at another address from its next
-        attempt on.
+        """Send a request to the prefill worker at another address from its next attempt on.
 
         One that waits to be admitted is refused where it was submitted, and comes out of
         `pop_needs_prefill` once admitted.
@@ -571,8 +564,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return stats
 
     def take_log(self) -> bytes:
-        """Return what the other tensor-parallel ranks have to apply of this decode node's pass, for
-        the engine to broadcast once per pass.
+        """Return what the other tensor-parallel ranks have to apply of this pass, for the engine to
+        broadcast once per pass.
 
         Raises:
             CallerError: the node was built without `ranks`.
@@ -582,8 +575,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return self._ranks.take(self.scheduler.pages)
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this prefill process is dead: its rooms on the decode node
-        end, and their held pages come back."""
+        """Take the caller's word that this prefill process is dead: its rooms end, and their held
+        pages come back."""
         self._check_open()
         self._command(Fence(peer_id(peer, incarnation)))
 
@@ -612,13 +605,13 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return {} if self._leader.rooms is None else self._leader.rooms.awaited()
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
-        """Return the prefill workers of the decode node: by address, the identity, and "ready",
-        "suspect" or "connecting". Any thread may ask."""
+        """Return the prefill workers: by address, the identity, and "ready", "suspect" or
+        "connecting". Any thread may ask."""
         return self.transfers.peers()
 
     def lost_peers(self) -> LostPeers:
-        """Return the prefill processes to think of fencing on the decode node: suspect or over, and
-        may still write pages. Any thread may ask.
+        """Return the prefill processes to think of fencing: suspect or over, and may still write
+        pages. Any thread may ask.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many pages. Fence
         those that are dead.
@@ -632,16 +625,14 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return self.scheduler.take_commands()
 
     def _take(self, event: DecodeEvent | WorkerEvent | HostCopyDone, now_s: float) -> None:
-        """Hand an event of a room to the decode node's leader, which waits for the other ranks
-        before the scheduler hears it; the end of a copy to the scheduler."""
+        """Hand an event of a room to the leader, which waits for the other ranks before the
+        scheduler hears it; the end of a copy to the scheduler."""
         if isinstance(event, HostCopyDone):
             self._leader.on_copy(0, event, now_s)
         else:
             self._leader.on(event, now_s)
 
     def _tell(self) -> None:
-        """Hand the commands and copies of the decode node's scheduler to their threads. See
-        `Node._tell`."""
         if self._host is not None:
             for order in self.scheduler.take_copies():
                 self._host.submit(order)
@@ -650,8 +641,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         super()._tell()
 
     def apply_rank_events(self, raw: bytes) -> None:
-        """Take the events of a `DecodeRank` (its `take_rank_events`) into the decode node, rank 0;
-        b"" is nothing.
+        """Take the events of a `DecodeRank` (its `take_rank_events`) into rank 0; b"" is nothing.
 
         Raises:
             CallerError: a batch of this rank is missing or doubled: each has to come, in order.

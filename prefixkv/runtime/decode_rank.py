@@ -87,7 +87,7 @@ class DecodeRank(FollowingRank):
             undo.pop_all()
 
     def apply(self, raw: bytes) -> None:
-        """Apply to this decode rank's replica and rooms what rank 0 did in one pass
+        """Apply to this rank's replica and rooms what rank 0 did in one pass
         (`DecodeNode.take_log`). Raises as `DecodeReplica.apply`."""
         self.transfers.check_open()
         # The tree and the page table first, then the rooms: their pages are taken by now.
@@ -103,27 +103,26 @@ class DecodeRank(FollowingRank):
         return pack_rank_events(self.rank, number, told)
 
     def pages(self, row: int) -> npt.NDArray[np.int32]:
-        """Return this decode rank's page ids for the request in this row; see
-        `DecodeReplica.pages`."""
+        """Return this rank's page ids for the request in this row; see `DecodeReplica.pages`."""
         return self.replica.pages(row)
 
     def window_pages(self, row: int, name: str) -> WindowPages:
-        """Return this decode rank's pages for the request in this row in a window group; see
+        """Return this rank's pages for the request in this row in a window group; see
         `DecodeRequest.window_pages`."""
         return self.replica.window_pages(row, name)
 
     def state_slot(self, row: int) -> int:
-        """Return this decode rank's state slot for the request in this row; see
+        """Return this rank's state slot for the request in this row; see
         `DecodeRequest.state_slot`."""
         return self.replica.state_slot(row)
 
     def audit(self) -> None:
-        """Check every law of this decode rank's tree, allocator and page table. Slow. Raises
+        """Check every law of this rank's tree, allocator and page table. Slow. Raises
         InternalError."""
         self.replica.audit()
 
     def close(self) -> None:
-        """Close this decode rank's transfer side, with its threads. See `DecodeNode.close`."""
+        """Close this rank's transfer side, with its threads. See `DecodeNode.close`."""
         try:
             super().close()
         finally:

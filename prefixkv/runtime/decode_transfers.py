@@ -127,8 +127,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
 
     @property
     def control(self) -> DecodeControl:
-        """Control object of this decode rank's transfers, for audits; it belongs to the control
-        thread."""
+        """Control object, for audits; it belongs to the control thread."""
         return cast(DecodeControl, self.thread.control)
 
     @property
@@ -206,8 +205,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self.submit(OpenRoom(promise, prefill, digest))
 
     def _window_ids(self, num_tokens: int, windows: Sequence[PageIds]) -> tuple[bytes, ...]:
-        """Return what a room of decode's transfers promises in each window group, packed. Raises as
-        `open`."""
+        """Return what a room promises in each window group, packed. Raises as `open`."""
         groups = self._windows
         if not isinstance(windows, tuple | list):
             raise RequestError(f"windows is {shown(windows)}, a list of page ids is needed")
@@ -225,8 +223,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         return tuple(found)
 
     def abort(self, room: int, generation: int, reason: str = "aborted") -> None:
-        """End a room of decode's transfers; its pages come back with RoomDrained. Unknown or ended:
-        no-op."""
+        """End a room; its pages come back with RoomDrained. Unknown or ended: no-op."""
         check_reason(reason)
         self.submit(AbortRoom(room_key(room, generation), reason))
 
@@ -272,19 +269,19 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             self._keys.discard(event.key)
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this prefill process is dead: its rooms among decode's
-        transfers end, and are drained."""
+        """Take the caller's word that this prefill process is dead: its rooms end, and are
+        drained."""
         self.submit(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
-        """Return the prefill workers of this decode rank's transfers: by address, the identity, and
-        "ready", "suspect" or "connecting". Any thread may ask."""
+        """Return the prefill workers: by address, the identity, and "ready", "suspect" or
+        "connecting". Any thread may ask."""
         self.check_open()
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
-        """Return the prefill processes to think of fencing in decode's transfers: suspect or over,
-        and may still write pages. Any thread may ask.
+        """Return the prefill processes to think of fencing: suspect or over, and may still write
+        pages. Any thread may ask.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many pages.
         """
@@ -292,6 +289,5 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         return self.control.lost_peers(time.monotonic())
 
     def peer_states(self) -> list[str]:
-        """Return the state of each prefill rank that decode's transfers know, as `peers` says
-        it."""
+        """Return the state of each prefill rank, as `peers` says it."""
         return [state for _, state in self.peers().values()]

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TypeVar
 
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig, PrefillConfig
@@ -24,23 +23,19 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.paging import Pages
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
-from prefixkv.prefill.rank_group import RankGroup
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.ranks.prefill_log import PrefillLog
 from prefixkv.ranks.replica import RankLog
 from prefixkv.request import DeviceEvent
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.decode_rank import DecodeRank
-from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.runtime.prefill_rank import PrefillRank
 from prefixkv.settings import check_kind, check_timeout
 from prefixkv.wakeups import wait_readable
 
-Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
-
-def _rank_configs(config: Config, num_ranks: int) -> list[Config]:
+def _rank_configs(config: DecodeConfig, num_ranks: int) -> list[DecodeConfig]:
     """Return the configs of a group's ranks: each has a policy object of its own, since one serves
     one cache."""
     configs = [config]
@@ -220,19 +215,51 @@ class DecodeGroup(DecodeNode):
             closing.callback(self._readiness.close)
 
 
-class _LeadingNode(PrefillNode):
-    """Rank 0 of a prefill worker with one cache, and the ranks that follow it at hand: each call
-    takes their events in and hands them the log."""
+class PrefillGroup(PrefillNode):
+    """Rank 0 of a mesh with the other ranks at hand: each call takes their events in and hands them
+    the log.
+
+    Args:
+        pools: by rank; each holds its rank's share, all have as many pages.
+        states: by rank, where requests have extra state; all have as many slots.
+        usable_prefix: as for PrefillNode.
+
+    Raises:
+        ConfigError: the ranks differ in pages, page size or slots, or are not as many as the mesh
+            has.
+    """
 
     def __init__(
-        self, pool: KVPool, config: PrefillConfig, mesh: Mesh, others: Sequence[PrefillRank],
-        state: StatePool | None,
-    ) -> None:  # fmt: skip
-        self.others: Sequence[PrefillRank] = ()
-        self.chunk_ready: DeviceEvent | None = None  # of the chunk that is handed over now
-        endpoints = [other.endpoint for other in others]
-        super().__init__(pool, config, mesh, 0, endpoints, state, ranks=PrefillLog())
+        self,
+        pools: Sequence[KVPool],
+        config: PrefillConfig,
+        mesh: Mesh,
+        states: Sequence[StatePool | None] = (),
+        usable_prefix: UsablePrefix | None = None,
+    ) -> None:
+        check_kind("config", config, PrefillConfig)
+        check_kind("mesh", mesh, Mesh)
+        states = _check_ranks(pools, states, mesh.num_ranks)
+        self.others: list[PrefillRank] = []
+        self._readiness = _Readiness()
+        self._chunk_ready: DeviceEvent | None = None  # of the chunk that is handed over now
+        others: list[PrefillRank] = []
+        # Rank 0 last: it says where the others are.
+        with ExitStack() as undo:
+            undo.callback(self._readiness.close)
+            for rank in range(mesh.num_ranks - 1, 0, -1):
+                others.insert(0, PrefillRank(pools[rank], config, mesh, rank, states[rank]))
+                undo.callback(others[0].close)
+            log = PrefillLog() if others else None
+            endpoints = [other.endpoint for other in others]
+            super().__init__(pools[0], config, mesh, endpoints, states[0], usable_prefix, ranks=log)
+            undo.pop_all()
         self.others = others
+        self._readiness.watch([self.transfers.fileno(), *(other.fileno() for other in others)])
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 + len(self.others)
 
     def _pump(self) -> float:
         now_s = super()._pump()
@@ -247,10 +274,47 @@ class _LeadingNode(PrefillNode):
     def _tell(self) -> None:
         super()._tell()
         if self.others and self._ranks:
-            self.hand_log()
+            self._hand_log()
 
-    def audit_others(self) -> None:
-        self.hand_log()
+    def _hand_log(self) -> None:
+        if self.others:
+            raw = self.take_log()
+            for other in self.others:
+                other.apply(raw, self._chunk_ready)
+
+    def send_chunk(
+        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
+        ready: DeviceEvent | None = None, state_slot: int = -1,
+    ) -> int:  # fmt: skip
+        """Send a chunk on every rank; return the sum of the pages. See `PrefillNode.send_chunk`."""
+        self._chunk_ready = ready
+        try:
+            return super().send_chunk(req, end, last, aux, ready, state_slot) * self.num_ranks
+        finally:
+            self._chunk_ready = None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for events of any rank; see `PrefillNode.wait`."""
+        check_timeout(timeout_s)
+        self._check_open()
+        return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable for any rank. See `Node.fileno`."""
+        return self._readiness.fd if self.others else super().fileno()
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters, summed over the ranks; those of requests and pages are rank 0's."""
+        stats = super().stats()
+        for other in self.others:
+            for name, count in other.stats().items():
+                stats[name] = stats.get(name, 0) + count
+        return stats
+
+    def audit(self) -> None:
+        """Check the laws on every rank. Raises InternalError."""
+        super().audit()
+        self._hand_log()
         held = [req for req in self.scheduler.requests.values() if req.pages_held is not None]
         for other in self.others:
             laws = {
@@ -261,130 +325,10 @@ class _LeadingNode(PrefillNode):
             }
             check_laws(laws, other.peer_id)
 
-    def hand_log(self) -> None:
-        raw = self.take_log()
-        for other in self.others:
-            other.apply(raw, self.chunk_ready)
-
-
-class PrefillGroup(RankGroup[PrefillNode], OneThread):
-    """The ranks of a prefill worker in step (prefill/rank_group.py). With
-    `PrefillConfig.checkpoints` there is one cache, rank 0's, which the others follow."""
-
-    any_thread = frozenset({"fileno"})
-
-    def __init__(
-        self,
-        pools: Sequence[KVPool],
-        config: PrefillConfig,
-        mesh: Mesh,
-        states: Sequence[StatePool | None] = (),
-        usable_prefix: UsablePrefix | None = None,
-    ) -> None:
-        """Build every rank of the prefill group in this process, the last one first.
-
-        `states` are by rank, where requests have extra state. `usable_prefix` is as for
-        PrefillNode; each rank asks it.
-        """
-        check_kind("config", config, PrefillConfig)
-        check_kind("mesh", mesh, Mesh)
-        states = _check_ranks(pools, states, mesh.num_ranks)
-        configs = _rank_configs(config, mesh.num_ranks)
-        super().__init__(nodes := list[PrefillNode]())
-        self.others: list[PrefillRank] = []
-        self._readiness = _Readiness()
-        is_led = config.checkpoints > 0 and mesh.num_ranks > 1 and usable_prefix is None
-        try:
-            # Rank 0 last: it says where the others are.
-            for rank in range(mesh.num_ranks - 1, -1, -1):
-                of_rank = pools[rank], configs[rank], mesh
-                if not is_led:
-                    endpoints = [node.endpoint for node in nodes] if rank == 0 else []
-                    node = PrefillNode(*of_rank, rank, endpoints, states[rank], usable_prefix)
-                    nodes.insert(0, node)
-                elif rank:
-                    self.others.insert(0, PrefillRank(*of_rank, rank, states[rank]))
-                else:
-                    nodes.append(_LeadingNode(*of_rank, self.others, states[0]))
-        except BaseException:
-            self.close()
-            raise
-        self._readiness.watch([rank.fileno() for rank in self._all_ranks])
-
-    @property
-    def _all_ranks(self) -> list[PrefillNode | PrefillRank]:
-        return [*self.nodes, *self.others]
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks of the prefill group."""
-        return len(self._all_ranks)
-
-    def ranks_of(self, rid: str) -> list[PrefillRequest]:
-        """Return the request on each prefill rank of the group; see `RankGroup.ranks_of`. With one
-        cache it is rank 0's on all: the others have the same pages."""
-        reqs = super().ranks_of(rid)
-        return reqs * self.num_ranks if self.others else reqs
-
-    def send_chunk(
-        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
-        ready: DeviceEvent | None = None, state_slot: int = -1,
-    ) -> int:  # fmt: skip
-        """Send a chunk on every prefill rank of the group; return the sum of the pages. See
-        `PrefillNode.send_chunk`."""
-        leader = self.nodes[0]
-        if not isinstance(leader, _LeadingNode):
-            return super().send_chunk(req, end, last, aux, ready, state_slot)
-        leader.chunk_ready = ready
-        try:
-            return super().send_chunk(req, end, last, aux, ready, state_slot) * self.num_ranks
-        finally:
-            leader.chunk_ready = None
-
-    def save_state(self, req: PrefillRequest, end: int) -> int:
-        """Return the slot of every rank's StatePool into which the prefill group's engine copies a
-        request's extra state behind `end` tokens. See `PrefillNode.save_state`.
-
-        Raises RequestError without checkpoints, and as that.
-        """
-        return self.nodes[0].save_state(req, end)
-
-    @property
-    def endpoint(self) -> str:
-        """Address of the prefill group's rank 0, which `Request.prefill` names."""
-        return self.nodes[0].endpoint
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for events of any rank of the prefill group; see `PrefillNode.wait`."""
-        check_timeout(timeout_s)
-        if self._ready or any(node.scheduler.has_results for node in self.nodes):
-            return True
-        return self.nodes[0]._wait(self._readiness.wait, timeout_s)
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable for any rank of the prefill group. See
-        `Node.fileno`."""
-        return self._readiness.fd
-
-    def stats(self) -> dict[str, int]:
-        """Return the counters of the prefill group's nodes, summed over the ranks; with one cache,
-        those of its requests and pages are rank 0's."""
-        all_stats = [rank.stats() for rank in self._all_ranks]
-        return {name: sum(stats.get(name, 0) for stats in all_stats) for name in all_stats[0]}
-
-    def audit(self) -> None:
-        """Check the laws on every rank of the prefill group. Raises InternalError."""
-        for node in self.nodes:
-            node.audit()
-        for leader in self.nodes:
-            if isinstance(leader, _LeadingNode):
-                leader.audit_others()
-
     def close(self) -> None:
-        """Close every rank of the prefill group. An InternalError comes once all are closed; others
-        are its context."""
+        """Close every rank. An InternalError comes once all are closed; others are its context."""
         with ExitStack() as closing:
-            # Callbacks run in reverse: rank 0 first, where there is one cache.
-            for rank in (*self.others, *self.nodes):
-                closing.callback(rank.close)
+            for other in self.others:
+                closing.callback(other.close)
+            closing.callback(super().close)
             closing.callback(self._readiness.close)

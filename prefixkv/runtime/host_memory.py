@@ -44,8 +44,8 @@ class HostMemory:
             )  # fmt: skip
 
     def start(self, sink: Callable[[HostCopyDone], None]) -> None:
-        """Start the threads that copy to and from a decode rank's host memory; `sink` gets the end
-        of each copy, from any thread."""
+        """Start the threads that copy to and from host memory; `sink` gets the end of each copy,
+        from any thread."""
         self._copies = HostCopies(
             self._device_pool.layout,
             self._pool,
@@ -57,24 +57,23 @@ class HostMemory:
         )
 
     def wait_until_ready(self) -> None:
-        """Wait until all of a decode rank's host memory can be used. Raises CapacityError if that
-        cannot be had."""
+        """Wait until all of host memory can be used. Raises CapacityError if that cannot be had."""
         self._pool.wait_until_ready()
 
     @property
     def ready_pages(self) -> int:
-        """Pages of a decode rank's host memory that can be used by now, from the first on."""
+        """Pages of host memory that can be used by now, from the first on."""
         return self._pool.ready_pages
 
     def submit(self, order: HostCopy, after: DeviceEvent | None = None) -> None:
-        """Begin a copy between a decode rank's pool and its host memory, once a thread is free and
-        the device has done what `after` stands for."""
+        """Begin a copy between the pool and host memory, once a thread is free and the device has
+        done what `after` stands for."""
         assert self._copies is not None
         self._copies.submit(order, after)
 
     def close(self) -> None:
-        """Let the copies to and from a decode rank's host memory that run end, and give the memory
-        back. Idempotent."""
+        """Let the copies to and from host memory that run end, and give the memory back.
+        Idempotent."""
         if self._copies is not None:
             self._copies.close()
         self._pool.close()

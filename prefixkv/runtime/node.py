@@ -78,8 +78,7 @@ class Node(OneThread, Generic[C, To, E]):
             self._host_feed = EventFeed(self.scheduler.host.cache, *self.peer_id, is_host=True)
 
     def on_ended(self, listener: Callable[[dict[str, Any], float], object]) -> None:
-        """Have the node, decode's or prefill's, call `listener(record, arrived_s)` for each request
-        that ends from now on.
+        """Have the node call `listener(record, arrived_s)` for each request that ends from now on.
 
         It is called on the node's thread, in the middle of the request's end: it must be quick, and
         call nothing of the node. What it raises comes out of a later call of the engine's, and is
@@ -129,8 +128,7 @@ class Node(OneThread, Generic[C, To, E]):
             self.kv_events.blocks.check(request.key.namespace)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a `pop_*` of the node, decode's or prefill's, may have something for the
-        engine, at most `timeout_s`.
+        """Block until a `pop_*` may have something for the engine, at most `timeout_s`.
 
         Returns True if one may.
         """
@@ -148,8 +146,8 @@ class Node(OneThread, Generic[C, To, E]):
         return wait(timeout_s)
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no new requests on the node, decode's or prefill's, from now on (`add` raises
-        DrainingError); return True once all have ended.
+        """Take no new requests from now on (`add` raises DrainingError); return True once all have
+        ended.
 
         True once no request lives, nothing is left to pop, and no peer may still write here or read
         from here: then `close` harms nothing. Waits for that up to `timeout_s`, but not while a
@@ -173,8 +171,8 @@ class Node(OneThread, Generic[C, To, E]):
             self.transfers.wait(min(end_s - now_s, 0.05))
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while a `pop_*` of the node, decode's or prefill's,
-        may have something, for the engine's own poller. Any thread may ask.
+        """Return a descriptor that is readable while a `pop_*` may have something, for the engine's
+        own poller. Any thread may ask.
 
         Now and then it is readable once more when all has been popped already. It does not become
         readable when a request has waited too long: call `pop_preallocated` from time to time.
@@ -189,12 +187,10 @@ class Node(OneThread, Generic[C, To, E]):
 
     @abstractmethod
     def flush(self, weights_version: str | None = None) -> int:
-        """Empty the prefix cache of the node, decode's or prefill's. Returns the pages freed at
-        once."""
+        """Empty the prefix cache. Returns the pages freed at once."""
 
     def _flush(self, weights_version: str | None, move: Callable[[str, float], None]) -> int:
-        """Empty the prefix cache of the node, decode's or prefill's; call `move` first if the
-        version differs from the present one."""
+        """Empty the prefix cache; call `move` first if the version differs from the present one."""
         # The version is checked before anything changes; events that have come are taken in under
         # the old one.
         if weights_version is not None:
@@ -207,14 +203,13 @@ class Node(OneThread, Generic[C, To, E]):
         return freed
 
     def audit(self) -> None:
-        """Check every law of the node, decode's or prefill's: tree, allocator, page table and
-        requests. Slow. Raises InternalError."""
+        """Check every law: tree, allocator, page table and requests. Slow. Raises InternalError."""
         self._pump()
         self.scheduler.check_invariants()
 
     def take_cache_events(self, snapshot: bool = False) -> EventBatch:
-        """Return what the node's prefix cache, on decode or prefill, stored and removed since the
-        last call, for a router (`BoundedAffinityRouter.apply`); behind it what its host memory did.
+        """Return what the prefix cache stored and removed since the last call, for a router
+        (`BoundedAffinityRouter.apply`); behind it what its host memory did.
 
         The first batch, and one with `snapshot`, gives the whole content. Before the first call
         nothing is recorded.
@@ -229,13 +224,12 @@ class Node(OneThread, Generic[C, To, E]):
 
     @property
     def closed(self) -> bool:
-        """True once `close` of the node, decode's or prefill's, was called."""
+        """True once `close` was called."""
         return self.transfers.closed
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms of the node, decode's or prefill's, that are open, or not drained yet.
-        Any thread may ask."""
+        """Number of rooms that are open, or not drained yet. Any thread may ask."""
         return self.transfers.num_rooms
 
     def stats(self) -> dict[str, int]:
@@ -315,8 +309,8 @@ class Node(OneThread, Generic[C, To, E]):
         }
 
     def close(self) -> None:
-        """Close the node, decode's or prefill's: destroy the transport's agent, tell the peers,
-        join every thread. Idempotent.
+        """Close the node: destroy the transport's agent, tell the peers, join every thread.
+        Idempotent.
 
         A peer that is writing into this pool over shared memory is not stopped by it: keep the
         pool's memory until its requests have ended there.
@@ -331,8 +325,7 @@ class Node(OneThread, Generic[C, To, E]):
                 self.kv_events.close()
 
     def _pump(self) -> float:
-        """Take in what the control thread has to say to the node, decode's or prefill's; return the
-        time.
+        """Take in what the control thread has to say to the node; return the time.
 
         Every call of the engine begins with this, so that it sees the present state.
 
@@ -355,8 +348,8 @@ class Node(OneThread, Generic[C, To, E]):
         return now_s
 
     def _tell(self) -> None:
-        """Hand the commands of the node's scheduler, decode's or prefill's, to the control thread,
-        and mark what is left for the engine.
+        """Hand the commands of the node's scheduler to the control thread, and mark what is left
+        for the engine.
 
         Any call takes in what has happened, but only some pop it: the descriptor has been read by
         then, so it is made readable again.
@@ -378,11 +371,11 @@ class Node(OneThread, Generic[C, To, E]):
 
     @abstractmethod
     def _take_commands(self) -> list[C]:
-        """Return and remove the commands of the node's scheduler, decode's or prefill's."""
+        """Return and remove the commands of the node's scheduler."""
 
     @abstractmethod
     def _take(self, event: E, now_s: float) -> None:
-        """Tell the node's scheduler, decode's or prefill's, what became of a room."""
+        """Tell the node's scheduler what became of a room."""
 
 
 def checkpoint_counts(pages: PageManager) -> dict[str, int]:

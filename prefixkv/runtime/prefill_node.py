@@ -55,11 +55,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
     Args:
         pool: the KV memory; kept until the node has closed.
         config: see PrefillConfig.
-        mesh, rank: how the model is shared out over the ranks of this worker, and which of them
-            this is. Every rank is a PrefillNode with its own share, and gets the same requests and
-            chunks. None: the only rank.
-        endpoints: on rank 0, the `endpoint` of each other rank, in order: `Request.prefill` names
-            rank 0's.
+        mesh: how the model is shared out over the ranks of this worker, of which this is rank 0.
+            None: the only rank.
+        endpoints: the `endpoint` of each other rank, in order: `Request.prefill` names rank 0's.
         state: this rank's share of the extra state of requests. Its slots are the engine's: one
             that it names in `send_chunk(last=True, state_slot=)` must be left alone until the
             request is popped as sent or failed.
@@ -68,14 +66,13 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             behind them; rounded down to whole pages. By default none where there is extra state
             without `PrefillConfig.checkpoints`, all where there is none.
         transport: makes another transport than NIXL's, for tests.
-        ranks: on rank 0 of several: the others are `PrefillRank`s, which follow this node's cache
-            and its checkpoints (`take_log`). Without, each is a PrefillNode with a cache of its
-            own.
+        ranks: with several: the others are `PrefillRank`s, which follow this node's cache
+            (`take_log`).
 
     Raises:
         ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this
             rank's share or cannot be registered, `checkpoints` without as many slots of extra state
-            and one more, with several ranks and no `ranks`, or with `usable_prefix`.
+            and one more, or with `usable_prefix`, a mesh of several ranks without `ranks`.
     """
 
     scheduler: PrefillScheduler
@@ -87,7 +84,6 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         pool: KVPool,
         config: PrefillConfig | None = None,
         mesh: Mesh | None = None,
-        rank: int = 0,
         endpoints: Sequence[str] = (),
         state: StatePool | None = None,
         usable_prefix: UsablePrefix | None = None,
@@ -97,14 +93,14 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         super().__init__(pool, state)
         config = checked_config(config, PrefillConfig)
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
-        spec = RankSpec.of(pool, config.model, mesh, rank, state)
+        spec = RankSpec.of(pool, config.model, mesh, 0, state)
         check_callable("usable_prefix", usable_prefix)
         if ranks is not None:
             check_kind("ranks", ranks, PrefillLog)
-            if rank:
-                raise ConfigError(f"ranks: rank {rank} that follows a PrefillLog is a PrefillRank")
         num_ranks = spec.mesh.num_ranks
-        _check_checkpoints(config.checkpoints, spec, usable_prefix, ranks is not None)
+        if num_ranks > 1 and ranks is None:
+            raise ConfigError(f"a mesh of {num_ranks} ranks needs a PrefillLog")
+        _check_checkpoints(config.checkpoints, spec, usable_prefix)
         layout = pool.layout
         check_own_memory(layout)
         pages = PageManager(
@@ -129,13 +125,12 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             num_slots=max(0, spec.num_slots - config.checkpoints),
             usable_prefix=usable_prefix,
             follow_s=config.follow_s,
-            in_step=num_ranks > 1 and ranks is None,
             weights_version=config.model.weights_version,
             checkpoint_tokens=config.checkpoint_tokens,
         )
         try:
             self.transfers = PrefillTransfers(
-                pool, config, mesh, rank, endpoints, state=state, transport=transport
+                pool, config, mesh, 0, endpoints, state=state, transport=transport
             )
         except BaseException:
             pages.cache.policy.release()  # the next node may have it
@@ -148,17 +143,15 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             ranks.settings = settings_of(*sizes, window_specs(pool))
             self._rank_rooms = PrefillRankRooms(num_ranks)
         self._observe(prefill_journal.timeline)
-        # The ranks cache the same, so one of them publishes.
-        if rank == 0:
-            self._publish_events(config)
+        self._publish_events(config)
 
     @property
     def endpoint(self) -> str:
-        """Bound address of the prefill node, which `Request.prefill` names."""
+        """Bound address, which `Request.prefill` names."""
         return self.transfers.endpoint
 
     def add(self, request: Request) -> PrefillRequest:
-        """Take a request of the engine into the prefill node; it waits for decode's promise.
+        """Take a request of the engine; it waits for decode's promise.
 
         Raises:
             RequestError: nothing was changed here. Decode hears of it as by `refuse`, unless the
@@ -177,7 +170,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             self._tell()
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
-        """Tell decode at once that the prefill node will not take this request.
+        """Tell decode at once that the node will not take this request.
 
         If decode promises its pages later, it hears it then, for `parked_timeout_s`.
 
@@ -191,8 +184,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self._tell()
 
     def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
-        """Return the requests for the prefill node's engine to compute now: `decode_prefix_len` and
-        `prefix_len` are known, `pages` are there.
+        """Return the requests for the engine to compute now: `decode_prefix_len` and `prefix_len`
+        are known, `pages` are there.
 
         At most `limit`, first come first served. But one that needs a prefix which another request
         computes comes when that is there, or will not come.
@@ -205,8 +198,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
         ready: DeviceEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
-        """Send from the prefill node what decode lacks of a request's KV up to token `end`,
-        computed once `ready.query()` is True.
+        """Send what decode lacks of a request's KV up to token `end`, computed once `ready.query()`
+        is True.
 
         With `last`, the extra state in `state_slot`, the outcome and `aux` follow. Returns the
         number of pages queued.
@@ -219,9 +212,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return queued
 
     def save_state(self, req: PrefillRequest, end: int) -> int:
-        """Return the slot of the StatePool into which the prefill node's engine copies the extra
-        state of a request behind `end` tokens, one of its `stops`, which it has just computed; -1
-        if it need not.
+        """Return the slot of the StatePool into which the engine copies the extra state of a
+        request behind `end` tokens, one of its `stops`, which it has just computed; -1 if it need
+        not.
 
         Before the chunk up to there is handed over by `send_chunk`. The copy has to be queued
         before any later work on that slot. The slot is the library's from then on.
@@ -232,11 +225,11 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.scheduler.save_state(req, end, self._pump())
 
     def pop_sent(self) -> list[PrefillRequest]:
-        """Return the requests that are done on the prefill node: decode has all of their KV."""
+        """Return the requests that are done: decode has all of their KV."""
         return self.scheduler.pop_sent(self._pump())
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
-        """Return the prefill node's requests that failed or were aborted; `req.error` says why.
+        """Return the requests that failed or were aborted; `req.error` says why.
 
         The engine has to stop computing them. One with extra state handed over comes when no write
         reads that any more. `after`: device work launched for them before this call has ended once
@@ -245,8 +238,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.scheduler.pop_failed(self._pump(), after)
 
     def abort(self, rid: str) -> bool:
-        """End a request of the prefill node; it comes out of `pop_failed`. Returns False if it is
-        unknown or has ended.
+        """End a request; it comes out of `pop_failed`. Returns False if it is unknown or has ended.
 
         What its chunks have brought is cached by the next `pop_bootstrapped`, unless this comes
         before that.
@@ -268,8 +260,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return known
 
     def flush(self, weights_version: str | None = None) -> int:
-        """Empty the prefill node's prefix cache, after a weight update. Returns the pages freed at
-        once.
+        """Empty the prefix cache, after a weight update. Returns the pages freed at once.
 
         Without `weights_version`, or with the version that the node has already, requests that run
         now finish but cache nothing. With another version everything that was promised pages under
@@ -287,8 +278,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self._flush(weights_version, self.scheduler.move_weights)
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this decode process is dead: its requests on the prefill node
-        fail."""
+        """Take the caller's word that this decode process is dead: its requests fail."""
         self._check_open()
         self._command(Fence(peer_id(peer, incarnation)))
 
@@ -327,13 +317,13 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self._rank_rooms
 
     def peers(self) -> dict[PeerId, str]:
-        """Return "ready" or "suspect" for each decode rank that the prefill node knows. Any thread
-        may ask."""
+        """Return "ready" or "suspect" for each decode rank that the node knows. Any thread may
+        ask."""
         return self.transfers.peers()
 
     def lost_peers(self) -> LostPeers:
-        """Return the decode processes to think of fencing on the prefill node: suspect or over, and
-        still in rooms here. Any thread may ask.
+        """Return the decode processes to think of fencing: suspect or over, and still in rooms
+        here. Any thread may ask.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
         """
@@ -341,7 +331,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
 
     @property
     def bytes_sent(self) -> int:
-        """KV bytes that the prefill node has written to decode workers. Any thread may ask."""
+        """KV bytes that the node has written to decode workers. Any thread may ask."""
         return self.transfers.bytes_sent
 
     def stats(self) -> dict[str, int]:
@@ -374,16 +364,15 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.scheduler.take_commands()
 
     def _command(self, command: PrefillCommand) -> None:
-        """Hand a command of the prefill node's scheduler to its control thread, and log it for the
-        ranks that follow."""
+        """Hand a command of the scheduler to its control thread, and log it for the ranks that
+        follow."""
         super()._command(command)
         if self._ranks is not None:
             self._ranks.command(command)
 
     def take_log(self) -> bytes:
-        """Return what the ranks that follow have to apply of this prefill node's pass, for the
-        engine to broadcast: once a pass, before they compute, and once the chunks of a pass were
-        handed over.
+        """Return what the ranks that follow have to apply of this pass, for the engine to
+        broadcast: once a pass, before they compute, and once the chunks of a pass were handed over.
 
         Raises:
             CallerError: the node was built without `ranks`.
@@ -393,8 +382,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self._ranks.take(self.scheduler.requests.values())
 
     def apply_rank_events(self, raw: bytes) -> None:
-        """Take the events of a `PrefillRank` (its `take_rank_events`) into the prefill node, rank
-        0; b"" is nothing.
+        """Take the events of a `PrefillRank` (its `take_rank_events`) into rank 0; b"" is nothing.
 
         Raises:
             CallerError: a batch of this rank is missing or doubled: each has to come, in order; or
@@ -426,8 +414,6 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             self._hear(joined, now_s)
 
     def _hear(self, event: PrefillEvent, now_s: float) -> None:
-        """Tell the prefill node's scheduler what became of a room: bootstrapped, ended, or its
-        source free."""
         match event:
             case Bootstrapped():
                 peer = event.peer.name
@@ -441,7 +427,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
 
 
 def _check_checkpoints(
-    num_checkpoints: int, spec: RankSpec, usable_prefix: UsablePrefix | None, has_log: bool
+    num_checkpoints: int, spec: RankSpec, usable_prefix: UsablePrefix | None
 ) -> None:
     if usable_prefix is not None and spec.layout.windows:
         raise ConfigError("usable_prefix: a pool with window groups goes on at checkpoints alone")
@@ -452,11 +438,6 @@ def _check_checkpoints(
     only_windows = spec.state is None and bool(spec.layout.windows)
     if not only_windows and spec.num_slots <= num_checkpoints:
         why = f"the extra state has {spec.num_slots} slots, and the engine needs some"
-    elif spec.mesh.num_ranks > 1 and not has_log:
-        why = (
-            "a prefill worker of several ranks keeps them on rank 0 alone, built with "
-            "ranks=PrefillLog(); the others are PrefillRanks"
-        )
     elif usable_prefix is not None:
         why = "usable_prefix says where the engine goes on"
     if why:

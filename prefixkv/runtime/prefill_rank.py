@@ -1,4 +1,4 @@
-"""A prefill rank above 0 of a worker with one cache: its own pool, agent and rooms; rank 0 decides
+"""A prefill rank above 0: its own pool, agent and rooms; rank 0 decides
 what to do with them."""
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class PrefillRank(FollowingRank):
 
     @property
     def endpoint(self) -> str:
-        """Bound address of this prefill rank, one of rank 0's `endpoints`."""
+        """Bound address of this rank, one of rank 0's `endpoints`."""
         return self.transfers.endpoint
 
     def apply(self, raw: bytes, ready: DeviceEvent | None = None) -> None:
-        """Apply to this prefill rank's rooms what rank 0 did in one pass (`PrefillNode.take_log`).
+        """Apply to this rank's rooms what rank 0 did in one pass (`PrefillNode.take_log`).
 
         Its chunks are sent once `ready.query()` is True: when this rank has computed them.
 
@@ -81,7 +81,7 @@ class PrefillRank(FollowingRank):
         return pack_prefill_events(self.rank, number, events)
 
     def request(self, rid: str) -> RankRequest:
-        """Return what this prefill rank's engine computes a request by: its pages, where it goes on
-        from, where it saves. It holds until the next `apply`. Raises RequestError for one that does
-        not compute here."""
+        """Return what this rank's engine computes a request by: its pages, where it goes on from,
+        where it saves. It holds until the next `apply`. Raises RequestError for one that does not
+        compute here."""
         return self.follower.request(rid)

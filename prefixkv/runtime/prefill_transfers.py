@@ -183,8 +183,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
     @property
     def control(self) -> PrefillControl:
-        """Control object of this prefill rank's transfers, for audits; it belongs to the control
-        thread."""
+        """Control object, for audits; it belongs to the control thread."""
         return cast(PrefillControl, self.thread.control)
 
     @property
@@ -193,18 +192,17 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
     @property
     def endpoint(self) -> str:
-        """Bound address of this prefill rank's transfers, which `DecodeTransfers.open` names."""
+        """Bound address, which `DecodeTransfers.open` names."""
         return self._router.endpoint
 
     @property
     def bytes_sent(self) -> int:
-        """KV bytes that this prefill rank's transfers have written to decode workers. Any thread
-        may ask."""
+        """KV bytes written to decode workers. Any thread may ask."""
         return self.control.counters["bytes_sent"]
 
     def add(self, room: int, generation: int, num_tokens: int, decode: str, digest: bytes) -> None:
-        """Add a room, whose request the engine has, to prefill's transfers. Bootstrapped follows
-        once decode has promised its pages; chunks may be handed over before.
+        """Add a room, whose request the engine has. Bootstrapped follows once decode has promised
+        its pages; chunks may be handed over before.
 
         Args:
             room, generation: the transfer, and which attempt at it.
@@ -239,8 +237,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         generation: int | None = None,
         windows: Sequence[tuple[int, PageIds]] | None = (),
     ) -> None:
-        """Send what decode lacks of the KV in the engine's `pages`, by prefill's transfers, up to
-        token `end`, computed once `ready.query()` is True.
+        """Send what decode lacks of the KV in the engine's `pages`, up to token `end`, computed
+        once `ready.query()` is True.
 
         Args:
             room, decode, generation: as added; None: the generation that was added last. One that
@@ -323,8 +321,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     def _window_chunks(
         self, plans: _Plans, end: int, last: bool, windows: Sequence[tuple[int, PageIds]]
     ) -> tuple[WindowChunk, ...]:
-        """Return what a chunk of prefill's transfers sends in each window group. Raises as
-        `send_chunk`, with nothing changed."""
+        """Return what a chunk sends in each window group. Raises as `send_chunk`, with nothing
+        changed."""
         if not isinstance(windows, tuple | list) or not all(
             isinstance(one, tuple | list) and len(one) == 2 for one in windows
         ):
@@ -349,16 +347,14 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         return tuple(found)
 
     def abort(self, room: int, generation: int, reason: str = "aborted", *, decode: str) -> None:
-        """End a room of prefill's transfers; RoomEnded and SourceFree follow. Not added or ended:
-        no-op."""
+        """End a room; RoomEnded and SourceFree follow. Not added or ended: no-op."""
         check_reason(reason)
         key = _key(room, generation, decode)
         if key in self._rooms:
             self.submit(AbortRoom(key, reason))
 
     def refuse(self, room: int, generation: int, reason: str = "refused", *, decode: str) -> None:
-        """Refuse a room in prefill's transfers: decode is told now, or once it promises pages for
-        it.
+        """Refuse a room: decode is told now, or once it promises pages for it.
 
         RoomEnded and SourceFree follow.
 
@@ -376,8 +372,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     def offer(
         self, room: int, generation: int, num_tokens: int, digest: bytes, timeout_s: float
     ) -> None:
-        """Offer a room of prefill's transfers, drawn by the engine for a prompt that it has
-        computed, to any decode worker.
+        """Offer a room, drawn by the engine for a prompt that it has computed, to any decode
+        worker.
 
         The engine has named it where the request is placed. The first decode worker with a promise
         that proves the digest opens the room; from then on it is like one that was added for that
@@ -409,8 +405,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self.submit(OfferRoom(key, num_tokens, digest, float(timeout_s)))
 
     def withdraw(self, room: int, generation: int, reason: str = "withdrawn") -> None:
-        """Withdraw an offer of prefill's transfers; RoomEnded and SourceFree follow for the key
-        without a name.
+        """Withdraw an offer; RoomEnded and SourceFree follow for the key without a name.
 
         Not offered, ended, or opened meanwhile: no-op, and Bootstrapped or the other events say so.
         """
@@ -426,8 +421,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self._rooms[key] = plan
 
     def _follow_event(self, event: PrefillEvent) -> None:
-        """Follow an event of prefill's transfers that the engine gets: an offer is opened, a room
-        ends or is free."""
+        """Follow an event that the engine gets: an offer is opened, a room ends or is free."""
         # An offer has no decode worker in its key; the first event of its room brings the name.
         offered = RoomKey(*event.key.numbers)
         if event.key not in self._rooms and offered in self._rooms:  # a decode worker opens it
@@ -443,19 +437,17 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 del self._last[number]
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this decode process is dead: its rooms among prefill's
-        transfers end."""
+        """Take the caller's word that this decode process is dead: its rooms end."""
         self.submit(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[PeerId, str]:
-        """Return "ready" or "suspect" for each decode rank that prefill's transfers know. Any
-        thread may ask."""
+        """Return "ready" or "suspect" for each decode rank. Any thread may ask."""
         self.check_open()
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
-        """Return the decode processes to think of fencing in prefill's transfers: suspect or over,
-        and still in rooms here. Any thread may ask.
+        """Return the decode processes to think of fencing: suspect or over, and still in rooms
+        here. Any thread may ask.
 
         Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
         """
@@ -463,6 +455,5 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         return self.control.lost_peers(time.monotonic())
 
     def peer_states(self) -> list[str]:
-        """Return the state of each decode rank that prefill's transfers know, as `peers` says
-        it."""
+        """Return the state of each decode rank, as `peers` says it."""
         return list(self.peers().values())

@@ -50,16 +50,15 @@ or a fabric's of `prefixkv.testing`."""
 
 
 def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
-    """Return the key of a room for a call of the transfers, decode's or prefill's. Raise
-    RequestError for numbers that no frame carries."""
+    """Return the key of a room. Raise RequestError for numbers that no frame carries."""
     room = whole_number("room", room, 0, 2**64)
     generation = whole_number("generation", generation, 0, 2**31)
     return RoomKey(room, generation, decode)
 
 
 def peer_id(peer: str, incarnation: int) -> PeerId:
-    """Return the identity of a peer's process that a caller of the transfers names. Raise
-    RequestError for what names none.
+    """Return the identity of a peer's process that a caller names. Raise RequestError for what
+    names none.
 
     Checked here, since an error in the control thread could not be raised by the call that caused
     it.
@@ -70,8 +69,7 @@ def peer_id(peer: str, incarnation: int) -> PeerId:
 
 
 def secret_number() -> int:
-    """Return 63 random bits, never 0: the incarnation of a rank's transfers as they start, or a
-    ticket."""
+    """Return 63 random bits, never 0: the incarnation of a process, or a ticket."""
     return secrets.randbits(63) or 1
 
 
@@ -87,7 +85,7 @@ class Memory:
         config: TransportConfig,
         make: MakeTransport | None,
     ) -> None:
-        """Make the staging memory for a rank's transfers. Raises ConfigError or CapacityError."""
+        """Make the staging memory. Raises ConfigError or CapacityError."""
         self._layout, self._me, self._config = pool.layout, me, config
         self._keep_alive = pool, spec.state  # layouts are addresses only: the memory has to stay
         self._make = make or make_transport
@@ -109,8 +107,7 @@ class Memory:
         return self._make(self._me, self._layout, sink, self._config, self.area, self._state)
 
     def copies(self, sink: CopySink) -> StagingCopies | None:
-        """Make the staging copies for a rank's transfers, None where nothing is staged; their ends
-        go to `sink`."""
+        """Make the staging copies, None where nothing is staged; their ends go to `sink`."""
         if self._buffer is None:
             return None
         config = self._config
@@ -138,12 +135,11 @@ class Transfers(OneThread, Generic[C, To, E]):
         self._closed = False
 
     def submit(self, command: C) -> None:
-        """Hand a command of a rank's transfers to their control thread. Raises ClosedError after
-        `close`."""
+        """Hand a command to the control thread. Raises ClosedError after `close`."""
         self.thread.submit(command)
 
     def move_weights(self, weights_version: str) -> None:
-        """Move a rank's transfers, decode's or prefill's, to another version of the weights.
+        """Move to another version of the weights.
 
         Every room of the former version ends, with a RoomEnded and a WeightsVersionError, here and
         at the other side; so does one that is begun later under a version that the other side does
@@ -160,8 +156,7 @@ class Transfers(OneThread, Generic[C, To, E]):
         self._weights_version = weights_version
 
     def take_events(self) -> list[E]:
-        """Return the events of a rank's transfers since the last call, in order: what became of
-        rooms.
+        """Return the events since the last call, in order: what became of rooms.
 
         Raises:
             InternalError: an exception in the control thread; the events come next time.
@@ -180,12 +175,11 @@ class Transfers(OneThread, Generic[C, To, E]):
         return events
 
     def _follow_event(self, event: E) -> None:
-        """Follow an event that the engine is about to get from a rank's transfers, decode's or
-        prefill's: a room that it opened may be over."""
+        """Follow an event that the engine is about to get: a room that it opened may be over."""
 
     def take_raw(self) -> tuple[list[E], Exception | None]:
-        """Return the events that came to a rank's transfers since the last call, and the first
-        error of their control thread.
+        """Return the events that came since the last call, and the first error of the control
+        thread.
 
         For a node, which knows its rooms itself.
         """
@@ -206,36 +200,32 @@ class Transfers(OneThread, Generic[C, To, E]):
 
     @property
     def pending(self) -> bool:
-        """True if `take_events` of a rank's transfers has something, or their descriptor has to be
-        cleared."""
+        """True if `take_events` has something, or the descriptor has to be cleared."""
         return bool(self._undelivered) or self.thread.events.pending
 
     def notify(self) -> None:
-        """Make the descriptor of a rank's transfers readable until the next `take_events`."""
+        """Make the descriptor readable until the next `take_events`."""
         self.thread.events.notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a rank's transfers may have events, at most `timeout_s`; return True if there
-        may be some."""
+        """Block until there may be events, at most `timeout_s`; return whether there may."""
         check_timeout(timeout_s)
         self.check_open()
         return bool(self._undelivered) or self.thread.events.wait(timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while a rank's transfers, decode's or prefill's,
-        have events, for the engine's own poller."""
+        """Return a descriptor that is readable while there are events, for the engine's poller."""
         self.check_open()
         return self.thread.events.fd
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms of a rank's transfers that are open, or that a peer may still write or
-        speak for. Any thread may ask."""
+        """Number of rooms that are open, or that a peer may still write or speak for. Any thread
+        may ask."""
         return self.thread.control.num_rooms
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of a rank's transfers, decode's or prefill's: control object,
-        staging, sockets and thread. Any thread may ask."""
+        """Return the counters: control object, staging, sockets and thread. Any thread may ask."""
         control = self.thread.control
         # Copies made in one step: the control thread counts on.
         staging = dict(self._staging_counters)
@@ -249,13 +239,11 @@ class Transfers(OneThread, Generic[C, To, E]):
         }
 
     def lost_peers(self) -> LostPeers:
-        """Return the lost peers of a rank's transfers; see those of decode's and prefill's. Any
-        thread may ask."""
+        """Return the lost peers; see those of decode's and prefill's. Any thread may ask."""
         raise NotImplementedError
 
     def dropped_frames(self) -> dict[str, int]:
-        """Return the number of control frames that a rank's transfers have dropped, by reason. Any
-        thread may ask.
+        """Return the number of dropped control frames, by reason. Any thread may ask.
 
         Received ones ("dropped: ..."), those not sent ("frames_not_sent: ..."), and those that no
         peer's socket sends ("frames_malformed").
@@ -269,18 +257,17 @@ class Transfers(OneThread, Generic[C, To, E]):
         raise NotImplementedError
 
     def check_open(self) -> None:
-        """Raise ClosedError after `close` of a rank's transfers."""
+        """Raise ClosedError after `close`."""
         if self._closed:
             raise ClosedError("the node is closed")
 
     @property
     def closed(self) -> bool:
-        """True once `close` of a rank's transfers was called."""
+        """True once `close` was called."""
         return self._closed
 
     def close(self) -> None:
-        """Close a rank's transfers, decode's or prefill's: destroy the transport's agent, tell the
-        peers, join every thread. Idempotent.
+        """Destroy the transport's agent, tell the peers, join every thread. Idempotent.
 
         A peer that is writing into this pool over shared memory is not stopped by it: keep the
         pool's memory until its requests have ended there.

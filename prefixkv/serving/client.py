@@ -82,7 +82,6 @@ class _Connections(httpx.AsyncBaseTransport):
         return one
 
     async def _give_back(self, origin: _Origin, one: httpx.AsyncHTTPTransport, ok: bool) -> None:
-        """Keep a connection of the client for another request, or close it if it is not `ok`."""
         self._busy.discard(one)
         if not ok or self._closed:
             await one.aclose()
@@ -92,7 +91,6 @@ class _Connections(httpx.AsyncBaseTransport):
         await self._close_old()
 
     async def _close_old(self) -> None:
-        """Close the client's idle connections that are too many or have been idle too long."""
         while self._idle:
             one, (origin, since_s) = next(iter(self._idle.items()))
             if len(self._idle) <= _MAX_IDLE and time.monotonic() - since_s < self._kept_s:

@@ -118,7 +118,6 @@ class FormerLives:
         )  # fmt: skip
 
     async def _end(self, life: Life) -> None:
-        """Have the fleet fence a former life of a Ray actor, which is certainly dead."""
         # Both before the await: an answer of that life from now on finds it fenced.
         self._former.pop(_key(life), None)
         self._fenced.add(_key(life))
@@ -161,7 +160,6 @@ def _key(life: Life) -> tuple[str, str]:
 
 
 def _as_json(former: _Former, lost: dict[str, list[Any]]) -> dict[str, Any]:
-    """Return a former life of an actor as `/lost` shows it."""
     info = former.life.info
     held = {
         worker: one.held
@@ -331,7 +329,6 @@ class RayLaunch(Launch):
         return Actor(handle, name, fleet, self._former)
 
     def _name(self, role: str, number: int) -> str:
-        """Return the name of a launched worker: a Ray actor's too."""
         return self._environ(role, number)["PREFIXKV_NAME"]
 
     def _threads(self) -> int:
@@ -342,7 +339,6 @@ class RayLaunch(Launch):
         return {**super()._environ(role, number), "PREFIXKV_PARENT": "0"}
 
     async def _close(self) -> None:
-        """Leave the Ray cluster, and give the placement group's room back."""
         # The proofs run tasks in the cluster, so they end before it is left.
         await self._former.close()
         if self._group is not None:
@@ -395,6 +391,5 @@ class _Keys:
 
 
 def _new_pair() -> tuple[str, str]:
-    """Return a new CURVE public key and its secret key."""
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()

@@ -80,7 +80,7 @@ class Start(NamedTuple):
 
 
 class _Member:
-    """A worker of the fleet, and whether it is silent.
+    """A worker, and whether it is silent.
 
     Silence is counted in ticks of the event loop, not in clock time: if this process or the whole
     machine stands still, that is no silence of the worker.
@@ -110,12 +110,12 @@ class _Member:
 
     @property
     def given_up(self) -> bool:
-        """True if the fleet's worker has been silent for so long that no request waits for it."""
+        """True if the worker has been silent for so long that no request waits for it."""
         return self._quiet_ticks >= _GIVEN_UP_TICKS
 
     async def watch(self) -> None:
-        """Mark the fleet's worker silent after `_QUIET_TICKS` without a sign of life, for as long
-        as it is here. What waits for it is ended once it can go elsewhere, or it is given up."""
+        """Mark the worker silent after `_QUIET_TICKS` without a sign of life, for as long as it is
+        here. What waits for it is ended once it can go elsewhere, or it is given up."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._quiet_ticks += 1
@@ -178,7 +178,7 @@ class _WorkerPair:
             raise WorkerLostError(f"{' and '.join(silent)} did not answer") from None
 
     def end(self) -> None:
-        """Release the count of the pair's attempt in the fleet's routers."""
+        """Release the count of the pair's attempt in the routers."""
         now_s = time.monotonic()
         # Decode's router is the first.
         for router, route in zip(self._fleet.routers.values(), self._routes, strict=False):
@@ -216,8 +216,7 @@ class Fleet:
     # --- which there are --------------------------------------------------------------------------
 
     def add(self, info: WorkerInfo) -> None:
-        """Add a worker to the fleet: requests may go to it from now on. It replaces a worker of the
-        same name.
+        """Add a worker: requests may go to it from now on. It replaces a worker of the same name.
 
         Raises ConfigError, with nothing changed, if it cannot work with the others. After `close`:
         no-op.
@@ -254,8 +253,8 @@ class Fleet:
         )
 
     def remove(self, name: str, life: str = "") -> bool:
-        """Remove a worker from the fleet: it gets no more requests, and those in progress end by
-        themselves. With `life`, only if it is in that life. Returns False if it is not here."""
+        """Remove a worker: it gets no more requests, and those in progress end by themselves. With
+        `life`, only if it is in that life. Returns False if it is not here."""
         info = self.workers.get(name)
         if info is None or (life and info.life != life):
             return False
@@ -266,8 +265,7 @@ class Fleet:
         return True
 
     async def _apply_events(self, member: _Member) -> None:
-        """Apply a worker's cache events to the fleet's router of its role, for as long as it is
-        here."""
+        """Apply a worker's cache events to the router of its role, for as long as it is here."""
         info = member.info
         router = self.routers[info.role]
         while True:
@@ -284,15 +282,14 @@ class Fleet:
     # --- lives that are over ----------------------------------------------------------------------
 
     async def fence(self, name: str, life: str) -> None:
-        """State to the fleet that a life of a worker is certainly dead. The statement is sent to
-        every worker, present and future, until it confirms. What was held for that life is then
-        reused: were it alive after all, its writes would land in pages of other requests."""
+        """State that a life of a worker is certainly dead. The statement is sent to every worker,
+        present and future, until it confirms. What was held for that life is then reused: were it
+        alive after all, its writes would land in pages of other requests."""
         async with self._any_fenced:
             self._fenced.append(FenceRequest(name, life))
             self._any_fenced.notify_all()
 
     async def _report_fences(self, info: WorkerInfo) -> None:
-        """Report each fenced life to one worker of the fleet, in order, until it confirms."""
         num_confirmed = 0
         while True:
             async with self._any_fenced:
@@ -310,8 +307,8 @@ class Fleet:
                 await asyncio.sleep(_AGAIN_S)
 
     async def lost(self) -> dict[str, list[LostPeer]]:
-        """Return, by worker of the fleet, the lost peers that it holds pages or rooms for. Workers
-        that do not answer are left out."""
+        """Return, by worker, the lost peers that it holds pages or rooms for. Workers that do not
+        answer are left out."""
         found: dict[str, list[LostPeer]] = {}
 
         async def ask(info: WorkerInfo) -> None:
@@ -325,7 +322,7 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """True if the fleet has a worker of each kind that is not silent, or a decode worker that
+        """True if there is a worker of each kind that is not silent, or a decode worker that
         answers alone."""
         return not self._missing(self._answering)
 
@@ -340,7 +337,6 @@ class Fleet:
             await wait_set(self._joined, _TICK_S)
 
     def _not_ready(self, roles: Sequence[str]) -> ApiError:
-        """Make the ApiError for a request that finds no worker of these roles."""
         starts = map(self.next_start, roles)
         silent = "".join(
             f", {name} is silent" for name, member in self.members.items()
@@ -364,19 +360,18 @@ class Fleet:
 
     @property
     def silent(self) -> list[str]:
-        """Names of the fleet's workers that are here and do not answer."""
+        """Names of the workers that are here and do not answer."""
         return [name for name, member in self.members.items() if member.silent]
 
     def _answering(self, role: str) -> list[str]:
-        """Return the fleet's workers of one role that are not silent."""
         return [
             name for name, member in self.members.items()
             if member.info.role == role and not member.silent
         ]  # fmt: skip
 
     def _usable(self, role: str) -> list[str]:
-        """Return the fleet's workers of one role to which a request may go: those that are not
-        silent; where all are, those that are not given up."""
+        """Return the workers of one role to which a request may go: those that are not silent;
+        where all are, those that are not given up."""
         return self._answering(role) or [
             name for name, member in self.members.items()
             if member.info.role == role and not member.given_up
@@ -384,13 +379,12 @@ class Fleet:
 
     @property
     def context(self) -> int:
-        """Most tokens of a request that every worker of the fleet accepts; 0 without a worker."""
+        """Most tokens of a request that every worker accepts; 0 without a worker."""
         return min((info.context for info in self.workers.values()), default=0)
 
     @property
     def vocab_size(self) -> int:
-        """Bound of token ids, which are below it on every worker of the fleet; 0 without a
-        worker."""
+        """Bound of token ids, which are below it on every worker; 0 without a worker."""
         return min((info.vocab_size for info in self.workers.values()), default=0)
 
     # --- requests ---------------------------------------------------------------------------------
@@ -398,9 +392,8 @@ class Fleet:
     async def generate(
         self, ask: Ask, on_attempt: Callable[[str, str], object] = lambda decode, prefill: None
     ) -> AsyncGenerator[TokenEvent, None]:
-        """Have workers of the fleet answer a request, and yield its outputs to the ends of all its
-        samples. Chooses `prefill` and `prefill_url` of the `Ask`. Closing the generator aborts the
-        request.
+        """Have workers answer a request, and yield its outputs to the ends of all its samples.
+        Chooses `prefill` and `prefill_url` of the `Ask`. Closing the generator aborts the request.
 
         An attempt that fails before its first output is repeated on other workers. `on_attempt`
         gets the names of the decode and the prefill worker of each.
@@ -452,8 +445,8 @@ class Fleet:
                 pair.end()
 
     def _choose_pair(self, ask: Ask, lost: Collection[str]) -> _WorkerPair:
-        """Choose a decode and a prefill worker of the fleet for an attempt, by their routers: only
-        a decode worker, among those that answer alone, where no prefill worker answers. After
+        """Choose a decode and a prefill worker for an attempt, by their routers: only a decode
+        worker, among those that answer alone, where no prefill worker answers. After
         `wait_for_workers`."""
         routes: list[Route] = []
         now_s = time.monotonic()
@@ -509,7 +502,7 @@ class Fleet:
             raise WorkerLostError(f"{pair.decode.name} ended before its answer did")
 
     def stats(self) -> dict[str, int]:
-        """Return the fleet's number of repeats and silent workers, and the counters of each role's
+        """Return the number of repeats and silent workers, and the counters of each role's
         router."""
         counts = {"retried": self.retried, "silent": len(self.silent)}
         for role, router in self.routers.items():
@@ -518,7 +511,7 @@ class Fleet:
         return counts
 
     async def close(self) -> None:
-        """End all streams of the fleet and remove all its workers. Idempotent."""
+        """End all streams and remove all workers. Idempotent."""
         self._closed = True
         for name in list(self.workers):
             self.remove(name)
@@ -526,8 +519,8 @@ class Fleet:
 
 
 def _refusal_error(worker: str, status: int, body: bytes) -> Exception:
-    """Return the error for a refusal by a worker of the fleet: ApiError if the request itself is
-    wrong, in the worker's words if they are fit for a client; else WorkerLostError."""
+    """Return the error for a refusal by a worker: ApiError if the request itself is wrong, in the
+    worker's words if they are fit for a client; else WorkerLostError."""
     try:
         error = msgspec.json.decode(body)["error"]
         message, code = str(error["message"]), error["code"]

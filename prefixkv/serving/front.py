@@ -172,26 +172,23 @@ class Front:
     # --- what is asked ----------------------------------------------------------------------------
 
     async def _models(self, _: Request) -> Response:
-        """Answer the front's GET /v1/models: the one model that its fleet serves."""
         context = self.fleet.context
         return json_response(models(self.name, self._created, context, self._defaults.temperature))
 
     async def _model(self, request: Request) -> Response:
-        """Answer the front's GET /v1/models/NAME, by an error if it serves another model."""
         if request.path_params["name"] != self.name:
             raise unknown_model(request.path_params["name"])
         context = self.fleet.context
         return json_response(model(self.name, self._created, context, self._defaults.temperature))
 
     async def _show_health(self, _: Request) -> Response:
-        """Answer the front's GET /health on the port of its clients, with the status of that on the
-        status port. Load balancers carry no key, so its workers are not listed here."""
+        """Answer GET /health on the port of its clients, with the status of that on the status
+        port. Load balancers carry no key, so its workers are not listed here."""
         ok, state = self.health()
         return json_response({"status": state["status"]}, 200 if ok else 503)
 
     async def _chat(self, request: Request) -> Response:
-        """Answer the front's POST /v1/chat/completions: tokenize the messages, and have the fleet
-        answer."""
+        """Answer POST /v1/chat/completions: tokenize the messages, and have the fleet answer."""
         body = await read_body(request, self._limits)
         asked, num_bytes = parse(body, ChatRequest), len(body)
         del body
@@ -214,8 +211,8 @@ class Front:
         return await self._answer(request, asked, [tokens], "messages")
 
     async def _complete(self, request: Request) -> Response:
-        """Answer the front's POST /v1/completions: tokenize its prompts or check their tokens, and
-        have the fleet answer."""
+        """Answer POST /v1/completions: tokenize its prompts or check their tokens, and have the
+        fleet answer."""
         body = await read_body(request, self._limits)
         asked = parse(body, CompletionRequest, self.fleet.context or None)
         # A prompt of many tokens takes as much again as JSON: drop that before it waits for its
@@ -254,9 +251,9 @@ class Front:
             self._waiting_bytes -= num_bytes
 
     async def _tokens(self, encode: Callable[..., list[int]], size: int, param: str) -> list[int]:
-        """Tokenize a text from the front's client that costs the time of `size` characters. A long
-        text takes time and memory: it is tokenized in a thread, as long as its client is there,
-        until it is certain not to fit. Raises ApiError 400."""
+        """Tokenize a text from the client that costs the time of `size` characters. A long text
+        takes time and memory: it is tokenized in a thread, as long as its client is there, until it
+        is certain not to fit. Raises ApiError 400."""
         if size <= _SHORT:
             return encode()
         context, has_left = self.fleet.context, False
@@ -293,8 +290,8 @@ class Front:
         prompts: list[list[int]],
         param: str,
     ) -> Response:
-        """Bound the answers' length by the fleet's context, and have the fleet answer the front's
-        client. Raises ApiError."""
+        """Bound the answers' length by the fleet's context, and have the fleet answer the client.
+        Raises ApiError."""
         # What follows is of the workers that are there now: they may have gone meanwhile.
         await self._check(asked.model)
         if not all(token < self.fleet.vocab_size for token in asked.stop_token_ids or ()):
@@ -377,20 +374,18 @@ class _FrontRequest:
 
     @property
     def _usage(self) -> Usage:
-        """Usage of all prompts of the front's request so far."""
         total = Usage(0)
         for usage in self._usages:
             total.add(usage)
         return total
 
     def _note_attempt(self, decode: str, prefill: str) -> None:
-        """Write down in the front's line of the request where an attempt goes."""
         self._line.mark("asked")
         self._line.fields |= {"decode": decode, "prefill": prefill}
         self._line.add(attempts=1)
 
     async def whole(self) -> Response:
-        """Return the front's answer in one body, once the fleet has ended it."""
+        """Return the answer in one body, once the fleet has ended it."""
         texts: list[list[str]] = [[] for _ in range(self._num)]
         finishes: list[str | None] = [None] * self._num
         bodies: list[list[dict[str, Any]]] = [[] for _ in range(self._num)]
@@ -410,8 +405,8 @@ class _FrontRequest:
         return None if self._extras is None else self._extras.show(output)
 
     async def stream(self) -> Response:
-        """Return the front's answer as server-sent events, once the fleet's first output has
-        arrived: a failure before it is still an answer of its own, with its own status."""
+        """Return the answer as server-sent events, once the fleet's first output has arrived: a
+        failure before it is still an answer of its own, with its own status."""
         try:
             # The status line is sent with the first piece, so wait until the first output is known.
             first = await anext(self._outputs)
@@ -425,8 +420,8 @@ class _FrontRequest:
         )
 
     async def _events(self, first: TokenEvent) -> AsyncGenerator[bytes, None]:
-        """Yield the server-sent events of the front's answer. A failure midway ends them by an
-        error event, without `DONE`."""
+        """Yield the server-sent events of the answer. A failure midway ends them by an error event,
+        without `DONE`."""
         begun: set[int] = set()
         async with contextlib.aclosing(self._outputs):
             try:
@@ -459,7 +454,7 @@ class _FrontRequest:
         self, stream: AsyncGenerator[tuple[int, TokenEvent], None], num_samples: int
     ) -> AsyncGenerator[TokenEvent, None]:
         """Yield the fleet's outputs, with their samples numbered over all prompts, and count
-        tokens, hits and the outcome in the front's metrics."""
+        tokens, hits and the outcome."""
         metrics, outcome, begun = self._metrics, "aborted", False
         trace, ttft_s, finishes = current(), None, []
         try:
@@ -518,14 +513,11 @@ def _target(address: str, worker: str, role: str) -> dict[str, Any]:
 
 
 def _raise_error(output: TokenEvent) -> None:
-    """Raise ApiError 500 or 503 if an output of the fleet says that the answer was ended."""
     if output.finish in ("error", "abort"):
         raise answer_ended(output.error)
 
 
 class _FrontMetrics:
-    """Counters of the front, and the collector of its routers."""
-
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self.requests = Counter(

@@ -65,7 +65,6 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:
-    """Answer an ApiError that an HTTP handler raised."""
     assert isinstance(error, ApiError)
     return error.response()
 
@@ -372,7 +371,6 @@ class Stream(Response):
                 await self._end()
 
     async def _send(self, send: Send) -> None:
-        """Send the HTTP answer's head and its pieces; close the generator in any case."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with contextlib.aclosing(self._pieces):
             await send(start)
@@ -622,7 +620,6 @@ class _Protocol(H11Protocol):
         self._late = self.loop.call_later(self.head_timeout_s, self.transport.abort)
 
     def _stop_waiting(self) -> None:
-        """Stop the time for an HTTP request's head, if it runs."""
         if self._late is not None:
             self._late.cancel()
             self._late = None

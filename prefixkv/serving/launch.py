@@ -120,8 +120,8 @@ class Child:
             self.clock.give_up()
 
     async def _live_on(self) -> None:
-        """Start the worker's child process again and again until `end`. A first start that fails is
-        not repeated."""
+        """Start the child process again and again until `end`. A first start that fails is not
+        repeated."""
         pause_s = _FIRST_PAUSE_S
         while not self._ending:
             info = await self._live()
@@ -190,8 +190,8 @@ class Child:
         return info
 
     async def end(self, grace_s: float) -> None:
-        """Drain the worker's child process, and kill it after `grace_s`. A further call ends with
-        its own wait."""
+        """Drain the child process, and kill it after `grace_s`. A further call ends with its own
+        wait."""
         self._ending = True
         if self._process is not None:
             _signal(self._process, signal.SIGTERM if grace_s else signal.SIGKILL)
@@ -206,7 +206,6 @@ class Child:
 
 
 def _signal(process: Process, number: int) -> None:
-    """Send a signal to a child process, if it has not ended."""
     # Not by `Process.send_signal`: it first looks whether the child has ended, and so takes the
     # status for which asyncio waits, who then logs that it knows no such child.
     if process.returncode is None:
@@ -319,8 +318,6 @@ class Launch:
             await self._close()
 
     async def _end(self, front: Front) -> None:
-        """Stop the launched front and its requests, then end the workers, which have nothing left
-        to do."""
         await front.stop(self.config.listen.drain_timeout_s if self._stop.is_set() else 0)
         await asyncio.gather(*(child.end(_END_S) for child in self._children))
 
@@ -337,7 +334,6 @@ class Launch:
     # --- what another kind of launch does otherwise -----------------------------------------------
 
     def _routes(self, fleet: Fleet) -> list[BaseRoute]:
-        """Return further routes of the launched front's status port: none."""
         return []
 
     async def _open(self, name: str) -> None:
@@ -353,8 +349,8 @@ class Launch:
         """Clean up the launch, after the last worker has ended."""
 
     def _environ(self, role: str, number: int) -> dict[str, str]:
-        """Return the environment of one launched worker: this process's without settings, and all
-        settings of the worker."""
+        """Return the environment of one worker: this process's without settings, and all settings
+        of the worker."""
         config, models = self.config, self.config.models
         num = config.prefill if role == "prefill" else config.decode
         # What serve has for all its workers; their own settings go before it.
@@ -388,12 +384,11 @@ class Launch:
         return without_settings(os.environ) | as_environ(KINDS[role], settings)
 
     def _threads(self) -> int:
-        """Return the number of torch threads per launched worker, if the settings name none."""
+        """Return the number of torch threads per worker, if the settings name none."""
         return max(1, (os.cpu_count() or 1) // (self.config.prefill + self.config.decode))
 
 
 def _forget(fleet: Fleet) -> Callable[[WorkerInfo], object]:
-    """Return a callback that removes one life of a launched worker from the fleet."""
     return lambda info: fleet.remove(info.name, info.life)
 
 

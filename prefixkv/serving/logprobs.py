@@ -115,7 +115,6 @@ class AnswerLogprobs:
         return self._legacy(one, offsets)
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        """Return one token's log-probability in a chat's form."""
         data = self._texts.data(token)
         return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(data)}
 

@@ -116,12 +116,12 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def streams(self) -> bool:
-        """True if OpenAI's `stream` asks for the answer as events."""
+        """True if `stream` asks for the answer as events."""
         return bool(self.stream)
 
     @property
     def streams_usage(self) -> bool:
-        """True if OpenAI's `stream_options` ask for an event with the usage at the end."""
+        """True if `stream_options` ask for an event with the usage at the end."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
@@ -147,8 +147,8 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
     def sampling(
         self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
     ) -> SamplingParams:
-        """Return how the answer's tokens are sampled, by OpenAI's parameters. The arguments count
-        where the request has none: without a temperature OpenAI's tokens are drawn."""
+        """Return how the answer's tokens are sampled. The arguments count where the request has
+        none: without a temperature OpenAI's tokens are drawn."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             temperature=temperature if self.temperature is None else self.temperature,
@@ -163,7 +163,7 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check(self) -> None:
-        """Raise ApiError 400, with the name of OpenAI's parameter, for one that is out of range."""
+        """Raise ApiError 400, with the parameter's name, for one that is out of range."""
         for name, least, most in (
             ("max_tokens", 1, 2**31 - 1), ("max_completion_tokens", 1, 2**31 - 1),
             ("min_tokens", 0, 2**31 - 1), ("n", 1, MAX_SAMPLES),
@@ -230,7 +230,7 @@ class ChatRequest(_RequestBase, frozen=True, kw_only=True):
         return given | (self.chat_template_kwargs or {})
 
     def check(self) -> None:
-        """Check a chat's parameters. See `_RequestBase.check`."""
+        """Check a chat's parameters."""
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", "needs logprobs to be true")
@@ -241,8 +241,7 @@ class ChatRequest(_RequestBase, frozen=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of a chat's answer; the newer of OpenAI's two parameters counts. See
-        `_RequestBase.most_tokens`."""
+        """Most tokens of a chat's answer; the newer of OpenAI's two parameters counts."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -264,11 +263,11 @@ class CompletionRequest(_RequestBase, frozen=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of a completion, never None. See `_RequestBase.most_tokens`."""
+        """Most tokens of a completion, never None."""
         return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
 
     def check(self) -> None:
-        """Check a completion's parameters, and bound its prompts. See `_RequestBase.check`."""
+        """Check a completion's parameters, and bound its prompts."""
         super().check()
         num = len(self.prompt)
         if num * self.num_samples > MAX_SAMPLES:
@@ -326,8 +325,7 @@ def parse(body: bytes, kind: type[T], context: int | None = None) -> T:
 
 
 def _check_neutral(name: str, found: dict[str, bytes], kind: type[Any]) -> None:
-    """Raise ApiError for a parameter of OpenAI's that is not served, unless its value asks for
-    nothing."""
+    """Raise ApiError for a parameter that is not served, unless its value asks for nothing."""
     raw = found[name]
     taken = (*_NEUTRAL[name], *_NEUTRAL_OF[kind].get(name, ()))
     # OpenAI's `best_of` asks for nothing where it is `n`.
@@ -344,8 +342,8 @@ def _check_neutral(name: str, found: dict[str, bytes], kind: type[Any]) -> None:
 
 
 def _decode_parameter(name: str, raw: bytes, kind: Any) -> Any:
-    """Decode the JSON of OpenAI's parameter `name` as `kind`. Raises ApiError 400, which names the
-    place of an error."""
+    """Decode the JSON of parameter `name` as `kind`. Raises ApiError 400, which names the place of
+    an error."""
     if len(raw) > _OTHER_BYTES and name not in ("prompt", "messages", *_EXTRAS):
         raise refused(name, f"has {len(raw)} bytes, at most {_OTHER_BYTES} are taken")
     try:
@@ -364,8 +362,8 @@ _PROMPT: Final = "has to be a text, a list of texts, a list of tokens, or a list
 
 
 def _decode_prompts(raw: bytes, context: int | None) -> list[str] | list[list[int]]:
-    """Decode OpenAI's `prompt` into a list of prompts. Raises ApiError 400, before it is decoded
-    where it has too many prompts, or more tokens than `context`."""
+    """Decode `prompt` into a list of prompts. Raises ApiError 400, before it is decoded where it
+    has too many prompts, or more tokens than `context`."""
     if raw.startswith(b'"'):
         return [_decode_parameter("prompt", raw, str)]
     if not raw.startswith(b"["):
@@ -404,7 +402,6 @@ def _decode_prompts(raw: bytes, context: int | None) -> list[str] | list[list[in
 
 
 def _check_prompts(num: int) -> None:
-    """Raise ApiError if a request has too many prompts of OpenAI's, whatever its `n`."""
     if num > MAX_SAMPLES:
         raise refused("prompt", f"has {num} prompts, at most {MAX_SAMPLES} are taken in one call")
 
@@ -421,8 +418,8 @@ _OTHER_NAMES: Final = {
 
 
 def _decode_messages(raw: bytes) -> list[dict[str, Any]]:
-    """Decode OpenAI's `messages` into messages as chat templates take them, with all their fields.
-    Raises ApiError 400."""
+    """Decode `messages` into messages as chat templates take them, with all their fields. Raises
+    ApiError 400."""
     messages: list[dict[str, Any]] = _decode_parameter("messages", raw, list[dict[str, Any]])
     if not messages:
         raise refused("messages", "is empty")
@@ -510,8 +507,7 @@ def _calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _found_in(body: bytes, kind: type[Any]) -> dict[str, bytes]:
-    """Return the parameters of OpenAI's in a body as raw JSON, by name. Raises ApiError for an
-    unknown one."""
+    """Return the parameters in a body as raw JSON, by name. Raises ApiError for an unknown one."""
     try:
         raw = msgspec.json.decode(body, type=_RAW[kind])
     except msgspec.ValidationError as error:

@@ -127,7 +127,7 @@ class Outcomes(Collector):
         )  # fmt: skip
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the refusals of the HTTP server by status and reason, for prometheus_client."""
+        """Yield the refusals of the server by status and reason, for prometheus_client."""
         family = CounterMetricFamily(
             f"prefixkv_{self._kind}_refused",
             "Requests that were not served, by the answer's status and its error's code.",
@@ -148,8 +148,6 @@ class Outcomes(Collector):
 
 
 class _WatchedApp:
-    """An application whose outcomes are counted and logged."""
-
     def __init__(self, app: ASGIApp, outcomes: Outcomes) -> None:
         self._app, self._outcomes = app, outcomes
 

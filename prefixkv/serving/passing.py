@@ -28,8 +28,6 @@ _REFUSAL_BYTES: Final = 64 << 10  # largest refusal that is passed on
 
 
 class _Large(msgspec.Struct, frozen=True):
-    """Parameters that may be large."""
-
     messages: msgspec.Raw = msgspec.Raw(b"")
     prompt: msgspec.Raw = msgspec.Raw(b"")
     prompt_embeds: msgspec.Raw = msgspec.Raw(b"")

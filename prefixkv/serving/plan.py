@@ -183,14 +183,12 @@ def _count_up(address: str, number: int, num: int) -> str:
 
 
 def _port_of(address: str) -> int:
-    """Return the fixed port of a socket's address, or 0."""
     port = address.rpartition(":")[2]
     is_fixed = address.startswith("tcp://") and port.isascii() and port.isdecimal()
     return int(port) if is_fixed else 0
 
 
 def _values(given: Mapping[str, Found]) -> dict[str, Any]:
-    """Return the values of a role's settings, without their places."""
     return {name: one.value for name, one in given.items()}
 
 
@@ -258,12 +256,10 @@ def _agree(found: Mapping[str, Found], said: dict[str, dict[str, Found]]) -> Map
 
 
 def _path(place: Found) -> str:
-    """Return a setting's place without the file, for the second one in an error text."""
     return place.where.rpartition(": ")[2]
 
 
 def _check_page_sizes(config: ServeConfig, said: Mapping[str, Mapping[str, Found]]) -> None:
-    """Raise ConfigError for workers whose pages do not fit into each other."""
     sizes = {
         role: given["page_size"].value if "page_size" in given else config.page_size
         for role, given in said.items()
@@ -276,7 +272,6 @@ def _check_page_sizes(config: ServeConfig, said: Mapping[str, Mapping[str, Found
 
 
 def _check_names(said: Mapping[str, Mapping[str, Found]], nums: Mapping[str, int]) -> None:
-    """Raise ConfigError if two workers would have one name."""
     # Numbers are all that differs within a role, so two names are equal where what precedes is.
     first = {
         role: numbered(_values(given), role, 0, nums[role])["name"] for role, given in said.items()

@@ -523,8 +523,8 @@ class _ProxiedRequest:
         self._broke: set[str] = set()  # decode servers whose connection broke once
 
     async def answer(self) -> ServerAnswer:
-        """Return the decode server's answer to the proxied request, also if it is an error of the
-        client's. Raises ApiError 502, 503."""
+        """Return the decode server's answer to the request, also if it is an error of the client's.
+        Raises ApiError 502, 503."""
         lost: set[str] = set()
         # Attempts with prefill, if the request has a room, then one where decode computes the
         # prompt.
@@ -567,7 +567,7 @@ class _ProxiedRequest:
         raise AssertionError
 
     def _choose_server(self, role: Role, lost: Collection[str]) -> ServerAt | None:
-        """Choose a server of one role for the proxied request and count the request there until
+        """Choose a server of one role for the request and count the request there until
         `_release_routes`. None if all are lost."""
         side = self._proxy.sides[role]
         with current().part("routing", {"prefixkv.role": role}) as step:
@@ -682,7 +682,6 @@ class _ProxiedRequest:
                 raise _AloneError
 
     def _release_routes(self) -> None:
-        """Release the proxy's routers' count of this attempt's servers."""
         now_s = time.monotonic()
         for side, route in self._routes:
             side.router.ended(route, now_s)
@@ -713,7 +712,7 @@ async def _end_after(task: asyncio.Task[ServerAnswer], grace_s: float) -> None:
 
 
 async def _first(wanted: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
-    """Wait until one of two tasks of a proxied request is done, then cancel `other`."""
+    """Wait until one of two tasks is done, then cancel `other`."""
     try:
         await asyncio.wait((wanted, other), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -731,8 +730,7 @@ async def _end(task: asyncio.Task[ServerAnswer]) -> None:
 
 
 def _is_unreached(error: httpx.HTTPError) -> bool:
-    """Return whether no connection to a server was made, so that it never saw the proxy's
-    request."""
+    """Return whether no connection to a server was made, so that it never saw the request."""
     return isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
 
 
@@ -776,8 +774,6 @@ _ANY_METHOD: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 class _ProxyMetrics:
-    """Counters of the proxy, and the collector of its routers and waiting rooms."""
-
     def __init__(self, proxy: Proxy) -> None:
         self._proxy = proxy
         self.requests = Counter(

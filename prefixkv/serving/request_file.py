@@ -90,7 +90,6 @@ class RequestFile(Collector):
     # --- the writing thread -----------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Start the thread that writes the request log, if no other call has."""
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="prefixkv-requests", daemon=True)
@@ -98,7 +97,7 @@ class RequestFile(Collector):
                 self._thread = thread
 
     def _run(self) -> None:
-        """Write the request log's lines, as many at once as wait, until `close`."""
+        """Write the lines, as many at once as wait, until `close`."""
         ending = False
         while not ending:
             batch = [self._queue.get()]
@@ -117,8 +116,8 @@ class RequestFile(Collector):
                 self._lose(len(lines) - num_written, "the disk took a part of it")
 
     def _encode(self, line: dict[str, Any]) -> bytes:
-        """Return one line of the request log as JSON, with its texts cut to `MAX_CHARS`. A value
-        that JSON has no form for costs its own line alone: b""."""
+        """Return one line as JSON, with its texts cut to `MAX_CHARS`. A value that JSON has no form
+        for costs its own line alone: b""."""
         try:
             cut = {
                 name: value[:MAX_CHARS] if isinstance(value, str) else value
@@ -130,7 +129,7 @@ class RequestFile(Collector):
             return b""
 
     def _append(self, data: bytes) -> int:
-        """Append whole lines to the request log's file by one write. Returns how many it took."""
+        """Append whole lines to the file by one write. Returns how many it took."""
         if not data:
             return 0
         file = self._open()
@@ -149,7 +148,7 @@ class RequestFile(Collector):
         return os.open(self.path, flags, 0o600)
 
     def _lose(self, num: int, why: str) -> None:
-        """Count lines of the request log as lost; warn of the first one."""
+        """Count lines as lost; warn of the first one."""
         with self._lock:
             is_first = not self.lost
             self.lost += num
@@ -166,7 +165,7 @@ class _NodeLines(logging.Handler):
         self._file, self._node, self._id_of = file, node, id_of
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue one ended request of the node for the request log's file."""
+        """Queue one ended request of the node for the file."""
         line: dict[str, Any] = getattr(record, "request", {})
         # The logger is the whole process's, so another node's requests come here too.
         if line.get("node") == self._node:
@@ -174,7 +173,7 @@ class _NodeLines(logging.Handler):
 
 
 def follow_node(file: RequestFile, node: str, id_of: Callable[[str], str]) -> Callable[[], None]:
-    """Write the requests of a node to the request log's file. Returns a function that ends it.
+    """Write the requests of a node to the file. Returns a function that ends it.
 
     Args:
         node: the worker's name, as its node's lines have it.

@@ -261,7 +261,6 @@ def _provider(role: str, name: str) -> TracerProvider:
 
 
 def _exporter_names() -> list[str]:
-    """Return the names of the exporters that a traced process is asked to use."""
     return (os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp").split(",")
 
 

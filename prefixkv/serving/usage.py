@@ -19,14 +19,14 @@ _COUNTED: Final = b'"prompt_tokens"'
 
 
 def cached_tokens(answer: bytes) -> int | None:
-    """Return how many of the prompt's tokens decode had cached, as a proxied answer reports it, or
-    None if it does not say."""
+    """Return how many of the prompt's tokens decode had cached, as an answer reports it, or None if
+    it does not say."""
     parsed = _decoded(answer)
     return None if parsed is None else _cached(parsed)
 
 
 def of_answer(answer: bytes, cached: int | None) -> bytes:
-    """Return a proxied answer with the cached tokens in its usage: `cached` if given, else what the
+    """Return an answer with the cached tokens in its usage: `cached` if given, else what the
     connector reports. Parameters that the connector adds for the proxy alone are removed. An answer
     without usage is returned as it is."""
     parsed = _decoded(answer)
@@ -66,8 +66,7 @@ async def of_stream(events: AsyncIterator[bytes], cached: int) -> AsyncGenerator
 
 
 def _of_line(line: bytes, cached: int) -> bytes:
-    """Return one line of a proxied event, with `cached` in it if it is data with details of
-    usage."""
+    """Return one line of an event, with `cached` in it if it is data with details of usage."""
     # Cheap test first: all lines but one or two of a stream are passed on without decoding.
     if not line.startswith(_DATA) or b"prompt_tokens_details" not in line:
         return line
@@ -81,14 +80,14 @@ def _of_line(line: bytes, cached: int) -> bytes:
 
 
 def _set(usage: dict[str, Any], cached: int) -> None:
-    """Set the cached tokens in a proxied answer's usage, and keep its other details."""
+    """Set the cached tokens in an answer's usage, and keep its other details."""
     details = usage.get("prompt_tokens_details") or {}
     usage["prompt_tokens_details"] = {**details, "cached_tokens": cached}
 
 
 def _cached(parsed: dict[str, Any]) -> int | None:
-    """Return the cached tokens that a proxied answer reports. The connector comes first: it reports
-    them whatever options the server was started with."""
+    """Return the cached tokens that an answer reports. The connector comes first: it reports them
+    whatever options the server was started with."""
     for found in (
         ((parsed.get("kv_transfer_params") or {}).get("prefixkv") or {}).get("cached_tokens"),
         ((parsed.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens"),
@@ -99,8 +98,7 @@ def _cached(parsed: dict[str, Any]) -> int | None:
 
 
 def _decoded(answer: bytes) -> dict[str, Any] | None:
-    """Return a proxied answer or event, which may have usage, as a JSON object; None if it is
-    none."""
+    """Return an answer or event, which may have usage, as a JSON object; None if it is none."""
     try:
         parsed = msgspec.json.decode(answer)
     except msgspec.DecodeError:
@@ -109,14 +107,10 @@ def _decoded(answer: bytes) -> dict[str, Any] | None:
 
 
 class _Details(msgspec.Struct):
-    """OpenAI's `prompt_tokens_details`."""
-
     cached_tokens: int | None = None
 
 
 class _Counts(msgspec.Struct):
-    """OpenAI's `usage`."""
-
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: _Details | None = None
@@ -129,8 +123,8 @@ class _WithCounts(msgspec.Struct):
 
 
 def counts_of(answer: bytes) -> dict[str, int]:
-    """Return the tokens that a proxied answer, or one event's data, reports, by their names in the
-    request log; {} if it reports none."""
+    """Return the tokens that an answer, or one event's data, reports, by their names in the request
+    log; {} if it reports none."""
     try:
         found = msgspec.json.decode(answer, type=_WithCounts).usage
     except (msgspec.DecodeError, UnicodeDecodeError):

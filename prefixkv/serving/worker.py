@@ -193,7 +193,7 @@ class Worker:
         self._asyncio.call_later(self.settings.listen.drain_timeout_s, self._stop.set)
 
     async def close(self) -> None:
-        """End the worker's engine and HTTP servers now, after `start`. Idempotent."""
+        """End the engine and HTTP servers now, after `start`. Idempotent."""
         self.loop.stop()
         if self.loop.alive:
             await asyncio.to_thread(self.loop.join, 10.0)
@@ -225,42 +225,36 @@ class Worker:
     # --- for its kinds ----------------------------------------------------------------------------
 
     def _make_engine(self) -> Any:
-        """Load the worker's model and make its engine, in a thread."""
         raise NotImplementedError
 
     def _routes(self) -> list[Route]:
-        """Return the HTTP routes that this kind of worker adds."""
         raise NotImplementedError
 
     def _after_step(self) -> None:
-        """Pass on what a step of the worker's engine has produced. Called on the engine's
-        thread."""
+        """Pass on what a step of the engine has produced. Called on the engine's thread."""
         self._events.after_step()
 
     def _after_engine_end(self) -> None:
-        """Handle the end of the worker's engine, after which it produces nothing more."""
+        """Handle the end of the engine, after which it produces nothing more."""
 
     @property
     def _limits(self) -> Any:
-        """Limits of requests to a worker."""
         return self.settings.listen.limits
 
     async def _info(self, _: Request) -> Response:
-        """Answer the worker's GET /info with its `WorkerInfo`."""
         return json_response(self.info)
 
     async def _audit(self, _: Request) -> Response:
-        """Answer the worker's POST /audit: check every invariant of its node. Slow."""
+        """Answer POST /audit: check every invariant of its node. Slow."""
         await self._call(lambda engine: engine.audit())
         return Response(status_code=204)
 
     async def _stream_events(self, _: Request) -> Response:
-        """Answer the worker's GET /events by a stream of its cache's events."""
+        """Answer GET /events by a stream of its cache's events."""
         limits = self.settings.listen.limits
         return Stream(self._events.frames(), limits, "application/octet-stream")
 
     async def _list_lost_peers(self, _: Request) -> Response:
-        """Answer the worker's GET /lost: the lost peers for which it holds pages or rooms."""
         lost = await self._call(lambda engine: engine.node.lost_peers())
         listed = [
             LostPeer(peer.name, f"{peer.incarnation:x}", why, held)
@@ -269,8 +263,8 @@ class Worker:
         return json_response(listed)
 
     async def _fence(self, request: Request) -> Response:
-        """Answer the worker's POST /fence: a process is dead, so what the node holds for it may be
-        used again."""
+        """Answer POST /fence: a process is dead, so what the node holds for it may be used
+        again."""
         asked = await self._read(request, FenceRequest)
         try:
             incarnation = int(asked.life, 16)
@@ -280,13 +274,12 @@ class Worker:
         return Response(status_code=202)
 
     async def _read(self, request: Request, kind: type[T]) -> T:
-        """Return the body of a request to the worker as a value of `kind`. Raises ApiError."""
         return decode_body(await read_body(request, self._limits), kind)
 
     async def _call(self, call: Callable[[Any], T]) -> T:
-        """Run `call(engine)` on the thread of the worker's engine and return its result. Raises
-        ApiError for errors of prefixkv: 503 for load and shutdown, 400 for a caller's mistake, 500
-        for others."""
+        """Run `call(engine)` on the thread of the engine and return its result. Raises ApiError for
+        errors of prefixkv: 503 for load and shutdown, 400 for a caller's mistake, 500 for
+        others."""
         done: asyncio.Future[T] = self._asyncio.create_future()
 
         def settle(result: Any, error: BaseException | None) -> None:
@@ -328,8 +321,6 @@ class PrefillWorker(Worker):
         super().__init__(config)
 
     def _make_engine(self) -> Any:
-        """Load the prefill worker's model, and make a `PrefillEngine`. See
-        `Worker._make_engine`."""
         from prefixkv.engines.hf import PrefillEngine
         from prefixkv.engines.hf.prefill import check_prefill_config
 
@@ -345,14 +336,13 @@ class PrefillWorker(Worker):
         return PrefillEngine(model, pool, node, chunk_tokens)
 
     def _routes(self) -> list[Route]:
-        """Return a prefill worker's routes, /jobs and /abort. See `Worker._routes`."""
         return [
             Route("/jobs", self._job, methods=["POST"]),
             Route("/abort", self._abort, methods=["POST"]),
         ]
 
     async def _job(self, request: Request) -> Response:
-        """Answer a prefill worker's POST /jobs: accept a prompt to compute."""
+        """Answer POST /jobs: accept a prompt to compute."""
         sent = await self._read(request, Job)
         line_of(request.scope).fields["id"] = front_rid(sent.rid)
         job = _prefill_job(sent)
@@ -361,8 +351,7 @@ class PrefillWorker(Worker):
         return Response(status_code=202)
 
     async def _abort(self, request: Request) -> Response:
-        """Answer a prefill worker's POST /abort: end jobs that are no longer needed. Unknown ids
-        are ignored."""
+        """Answer POST /abort: end jobs that are no longer needed. Unknown ids are ignored."""
         asked = await self._read(request, AbortJobs)
         await self._call(lambda engine: [engine.abort(rid) for rid in asked.rids])
         return Response(status_code=202)
@@ -382,8 +371,8 @@ class _OpenRequest:
         self.headers: Mapping[str, str] = {}  # that carry its trace to prefill
 
     def queue_output(self, output: TokenEvent) -> None:
-        """Queue one output of the decode worker's engine for the client. An abort that this worker
-        caused becomes an error with its cause."""
+        """Queue one output of the engine for the client. An abort that this worker caused becomes
+        an error with its cause."""
         if output.finish == "abort" and self.error:
             output = msgspec.structs.replace(output, finish="error", error=self.error)
         self.left -= output.finish is not None
@@ -411,7 +400,6 @@ class DecodeWorker(Worker):
         )
 
     def _make_engine(self) -> Any:
-        """Load the decode worker's model, and make a `DecodeEngine`. See `Worker._make_engine`."""
         from prefixkv.engines.hf import DecodeEngine
         from prefixkv.engines.hf.decode import check_decode_config
 
@@ -437,11 +425,10 @@ class DecodeWorker(Worker):
         )
 
     def _routes(self) -> list[Route]:
-        """Return a decode worker's route, /generate. See `Worker._routes`."""
         return [Route("/generate", self._generate, methods=["POST"])]
 
     async def close(self) -> None:
-        """End a decode worker, and its messages to prefill workers. See `Worker.close`."""
+        """End a decode worker, and its messages to prefill workers."""
         await super().close()
         for task in list(self._tasks):
             task.cancel()
@@ -450,7 +437,7 @@ class DecodeWorker(Worker):
     # --- a request --------------------------------------------------------------------------------
 
     async def _generate(self, request: Request) -> Response:
-        """Answer a decode worker's POST /generate by a stream of `TokenEvent` lines."""
+        """Answer POST /generate by a stream of `TokenEvent` lines."""
         ask = await self._read(request, Ask)
         line_of(request.scope).fields["id"] = front_rid(ask.rid)
         if ask.rid in self._open:
@@ -474,8 +461,8 @@ class DecodeWorker(Worker):
         )
 
     async def _lines(self, one: _OpenRequest) -> AsyncGenerator[bytes, None]:
-        """Yield the decode worker's outputs of a request as they come, and an empty line as a sign
-        of life after `LIFE_SIGN_S` without one."""
+        """Yield the outputs of a request as they come, and an empty line as a sign of life after
+        `LIFE_SIGN_S` without one."""
         while True:
             await wait_set(one.has_output, LIFE_SIGN_S)
             # Cleared before the queue is read: an output that comes in between sets it again.
@@ -487,8 +474,7 @@ class DecodeWorker(Worker):
                 return
 
     async def _end_request(self, one: _OpenRequest) -> None:
-        """End a decode worker's request after its stream. What has not finished is aborted here and
-        at prefill."""
+        """End a request after its stream. What has not finished is aborted here and at prefill."""
         # Removed first: `_send_job` takes a missing entry as the sign to abort the job it has just
         # sent.
         if self._open.pop(one.ask.rid, None) is None or not one.left:
@@ -500,12 +486,10 @@ class DecodeWorker(Worker):
     # --- from the engine --------------------------------------------------------------------------
 
     def _collect_output(self, output: Any) -> None:
-        """Keep an output of the decode engine's current step. Called on the engine's thread."""
         self._outputs.append(output)
 
     def _after_step(self) -> None:
-        """Pass on what a decode step has produced: also its jobs and outputs, to the event loop.
-        See `Worker._after_step`."""
+        """Pass on what a decode step has produced: also its jobs and outputs, to the event loop."""
         super()._after_step()
         jobs = self.engine.take_prefill_jobs()
         outputs, self._outputs = self._outputs, []
@@ -530,8 +514,7 @@ class DecodeWorker(Worker):
                     self._abort_jobs(one)
 
     def _after_engine_end(self) -> None:
-        """Give every open request of the decode worker an error for each sample that has not
-        ended."""
+        """Give every open request an error for each sample that has not ended."""
         for one in self._open.values():
             for sample in range(one.left):
                 one.queue_output(TokenEvent(sample, finish="error", error="the worker has ended"))
@@ -565,12 +548,10 @@ class DecodeWorker(Worker):
             await self._send_abort(url, [job.rid])
 
     def _abort_request(self, one: _OpenRequest) -> None:
-        """Have the decode worker's engine abort a request, unless it has ended."""
         with contextlib.suppress(ClosedError):
             self.loop.post(lambda engine: engine.abort(one.ask.rid))
 
     def _abort_jobs(self, one: _OpenRequest) -> None:
-        """Tell a request's prefill worker to end the request's jobs, each at most once."""
         rids, one.jobs = one.jobs, []
         if rids and one.ask.prefill_url:
             self._spawn(self._send_abort(one.ask.prefill_url, rids))
@@ -582,7 +563,7 @@ class DecodeWorker(Worker):
             await self._client.post(f"{url}/abort", content=msgspec.json.encode(AbortJobs(rids)))
 
     def _spawn(self, work: Any) -> None:
-        """Run a coroutine in a task that the decode worker keeps alive until it ends."""
+        """Run a coroutine in a task that the worker keeps alive until it ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -611,7 +592,6 @@ def _keeps(settings: WorkerSettings) -> str:
 
 
 def _model(settings: WorkerSettings) -> Any:
-    """Load the worker's model, or make the small one."""
     import torch
 
     from prefixkv.engines.hf import load_model
@@ -644,8 +624,6 @@ def _pool(settings: WorkerSettings, model: Any, shared: bool = False, **windows:
 
 
 def _tokenizer(folder: str) -> Any:
-    """Return the tokenizer for a decode worker's engine: of a model's folder, or of the small model
-    for ""."""
     from prefixkv.engines.hf import load_tokenizer
     from prefixkv.engines.hf.small import small_tokenizer
 
@@ -665,7 +643,6 @@ def _generate_of(ask: Ask) -> Any:
 
 
 def _event_of(output: Any) -> TokenEvent:
-    """Return an output of the decode engine as the worker sends it over the wire."""
     error = "" if output.error is None else f"{_name(output.error)}: {output.error}"
     return TokenEvent(
         output.sample, output.position, output.token, output.text, output.finish, error,
@@ -676,7 +653,6 @@ def _event_of(output: Any) -> TokenEvent:
 
 
 def _job_of(job: Any) -> Job:
-    """Return a job of the decode engine as the worker sends it over the wire."""
     choice = job.choice
     return Job(
         job.rid, job.tokens.tolist(), job.prefill, job.decode, job.room, job.generation,
@@ -720,5 +696,4 @@ def _rid_of(job: str) -> str:
 
 
 def _name(error: BaseException) -> str:
-    """Return the name of an error's class, which is its code in the worker's answers."""
     return type(error).__name__

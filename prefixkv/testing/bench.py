@@ -83,7 +83,7 @@ class ScenarioRun:
             self.sides.close()
 
     def _meet_decode(self) -> None:
-        """Put a witness around the decode node of this run's engine, and junk into its pool."""
+        """Put a witness around the decode node, and junk into its pool."""
         node = self.sides.decode
         if self._probe:
             fill_with_junk(node.pool, self.random)
@@ -92,7 +92,7 @@ class ScenarioRun:
         self._check_made(node, self.settings.decode, self.settings.decode_pages, "decode")
 
     def _meet_prefill(self) -> None:
-        """Put a witness around the prefill node of this run's engine, if it is in this process."""
+        """Put a witness around the prefill node, if it is in this process."""
         node = self.sides.prefill
         if node is None:
             self._prefill = None
@@ -131,8 +131,8 @@ class ScenarioRun:
         self, tokens: Sequence[int], max_new_tokens: int, *, end_at: int | None = None,
         namespace: Hashable = None, cacheable: bool = True, deadline_s: float | None = None,
     ) -> AnswerLog:  # fmt: skip
-        """Submit a prompt to the engine of this run. `end_at`: the position of a token of the
-        answer that is to end it. `factor` multiplies both lengths of the answer."""
+        """Submit a prompt to the engine. `end_at`: the position of a token of the answer that is to
+        end it. `factor` multiplies both lengths of the answer."""
         max_new_tokens *= self.factor
         expected = self.sides.expected(tokens, max_new_tokens)
         end_token = None
@@ -229,7 +229,6 @@ class ScenarioRun:
                 time.sleep(_PAUSE_S)
 
     def _progress(self) -> object:
-        """Return whatever changes while the engine of this run gets on."""
         said = tuple(len(one.tokens) + one.num_ends for one in self.answers)
         names = ("requests", "transferred", "pages_free", "pages_held", "admitted", "finished",
                  "sent", "bytes_sent", "failed")  # fmt: skip
@@ -271,7 +270,7 @@ class ScenarioRun:
                 self.tell(law, f"{what} never ended its answer")
 
     def _left(self, side: Side) -> dict[str, int]:
-        """Return what keeps a node of this run's engine from rest."""
+        """Return what keeps a node from rest."""
         names = ("requests", "rooms", "locks", "protected_pages", "pages_owned", "pages_held",
                  "pages_quarantined", "slots_held")  # fmt: skip
         stats = self.stats(side)
@@ -353,7 +352,6 @@ class ScenarioRun:
         self._check_aborted()
 
     def _check_aborted(self) -> None:
-        """Tell of answers that went on after their client had left."""
         # What a step had sampled already may still come.
         most = 2 * self.settings.tokens_per_step
         for answer in self.answers:

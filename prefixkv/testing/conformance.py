@@ -94,7 +94,7 @@ class ConformanceReport:
 
 
 def _of_one_cause(findings: Iterable[Finding]) -> Iterator[list[Finding]]:
-    """Group a report's findings that differ in names and numbers only, in order of the first."""
+    """Group findings that differ in names and numbers only, in order of the first."""
     groups: dict[Finding, list[Finding]] = {}
     for found in findings:
         kind = found._replace(what=_NUMBER.sub("#", found.what))
@@ -103,7 +103,7 @@ def _of_one_cause(findings: Iterable[Finding]) -> Iterator[list[Finding]]:
 
 
 def _named(findings: Sequence[Finding]) -> str:
-    """Return the requests that a report's findings begin with, else the first of their texts."""
+    """Return the requests that findings begin with, else the first of their texts."""
     names = [match[0] for found in findings if (match := _RID.match(found.what))]
     return ", ".join(dict.fromkeys(names)) or findings[0].what
 
@@ -162,7 +162,6 @@ def scenarios(seeds: Iterable[int] = (0,)) -> list[Case]:
 
 
 def _check_run(only: Sequence[str], page_size: int) -> None:
-    """Raise ValueError for what `run` cannot do."""
     for name in only:
         if name not in SCENARIOS:
             known = ", ".join(repr(one) for one in SCENARIOS)
@@ -216,7 +215,6 @@ def _run_case(
     case: Case, make: MakeSides, report: ConformanceReport, patience_s: float, probe: bool,
     backend: Backend, page_size: int,
 ) -> None:  # fmt: skip
-    """Run one conformance case, and enter what it found into the report."""
     scenario = SCENARIOS[case.scenario]
     settings, factor = scenario.settings, page_size // _PAGE_SIZE
     settings = replace(
@@ -260,7 +258,7 @@ class _MistakeError(Exception):
 
 
 def _imported(text: str) -> MakeSides:
-    """Return what MODULE:NAME stands for in the conformance command. Raises _MistakeError."""
+    """Return what MODULE:NAME stands for in the command. Raises _MistakeError."""
     module, _, name = text.partition(":")
     name = name or "make"
     try:
@@ -278,7 +276,6 @@ def _imported(text: str) -> MakeSides:
 
 
 def _parents(module: str) -> set[str]:
-    """Return the names of a module and of all packages around it."""
     parts = module.split(".")
     return {".".join(parts[: i + 1]) for i in range(len(parts))}
 

@@ -199,8 +199,8 @@ class FakeFabric:
         self._faults.append(Fault(error, at, lands, matches))
 
     def lose(self, peer: PeerId) -> None:
-        """Cut a peer off as a target on the fake fabric: writes in flight to it fail, and may land;
-        new posts are refused."""
+        """Cut a peer off as a target: writes in flight to it fail, and may land; new posts are
+        refused."""
         self._lost.append(peer)
         # A write that is doomed already keeps its error and its fate.
         for write in self._writes:
@@ -212,8 +212,8 @@ class FakeFabric:
         self._lost.remove(peer)
 
     def kill(self, peer: PeerId) -> None:
-        """End a peer's process on the fake fabric: its writes stop, its sink is silent, and nothing
-        lands in its memory any more."""
+        """End a peer's process: its writes stop, its sink is silent, and nothing lands in its
+        memory any more."""
         self._lost.append(peer)
         self.transports[peer].die()
         # The memory is gone with the process, so the blocks of writes into it are dropped.
@@ -230,8 +230,6 @@ class FakeFabric:
     # --- choices ----------------------------------------------------------------------------------
 
     def _choices(self) -> list[Choice]:
-        """Return every possible action on the fake fabric that no hold matches, with the call that
-        performs it."""
         possible = chain(
             chain.from_iterable(transport.choices() for transport in self.transports.values()),
             chain.from_iterable(self._write_choices(write) for write in self._writes),
@@ -240,7 +238,7 @@ class FakeFabric:
         return [one for one in possible if not any(hold.matches(one[0]) for hold in self._holds)]
 
     def _notify_choices(self) -> Iterator[Choice]:
-        """Yield the fake notifications that can arrive, in any order among them."""
+        """Yield the notifications that can arrive, in any order among them."""
         for notification in self._notifications:
             writer, target, tag = notification
             # A real transport looks for notifications only while rooms are expected.
@@ -249,7 +247,7 @@ class FakeFabric:
                 yield action, partial(self._notify, notification)
 
     def _write_choices(self, write: _Write) -> Iterator[Choice]:
-        """Yield what can happen to a part posted on the fake fabric: land, fail, complete."""
+        """Yield what can happen to a part posted: land, fail, complete."""
         names = (write.writer.me, write.peer.peer, write.job.job.job_id, write.tag, write.number)
         # 1. Some of its blocks land, also after it has ended.
         # 2. A doomed part fails at any time, with blocks landed or not.
@@ -304,7 +302,7 @@ class FakeFabric:
             self.staging_guard(peer, write.tag, pages)
 
     def _complete(self, write: _Write) -> None:
-        """End a fake write's part after its bytes have landed: notify the target, unless the
+        """End a write's part after its bytes have landed: notify the target, unless the
         notification is lost by chance, and tell the writer."""
         self._writes.remove(write)
         write.ended = True
@@ -315,7 +313,7 @@ class FakeFabric:
         write.writer.part_ended(write, None)
 
     def _fail(self, write: _Write) -> None:
-        """End a fake write's doomed part. Its blocks stay if they may still land."""
+        """End a write's doomed part. Its blocks stay if they may still land."""
         write.ended = True
         if not write.lands_after_error:
             write.blocks.clear()
@@ -326,7 +324,6 @@ class FakeFabric:
         write.writer.part_ended(write, write.pending_error)
 
     def _notify(self, notification: tuple[PeerId, PeerId, ChunkTag]) -> None:
-        """Deliver a notification to the target's fake transport."""
         self._notifications.remove(notification)
         _, target, tag = notification
         self.transports[target].emit(Arrived(tag.pack()))
@@ -334,7 +331,7 @@ class FakeFabric:
     # --- what the transports do -------------------------------------------------------------------
 
     def is_reachable(self, peer: PeerId) -> bool:
-        """Return whether a peer on the fake fabric can be connected to and written to."""
+        """Return whether a peer can be connected to and written to."""
         target = self.transports.get(peer)
         return target is not None and not target.closed and peer not in self._lost
 
@@ -360,7 +357,7 @@ class FakeFabric:
         return None
 
     def _fault_for(self, action: Action) -> Fault | None:
-        """Return the fault for a fake post: one that a test asked for, which is used up, or one by
+        """Return the fault for a post: one that a test asked for, which is used up, or one by
         chance."""
         for fault in self._faults:
             if fault.matches is not None and fault.matches(action):
@@ -421,7 +418,7 @@ class FakeTransport:
 
     @property
     def metadata(self) -> bytes:
-        """Name of this life of the peer on the fake fabric, where NIXL has an agent's metadata."""
+        """Name of this life of the peer, where NIXL has an agent's metadata."""
         return f"fake {self.me.name}#{self.me.incarnation}".encode()
 
     def add_peer(
@@ -429,8 +426,7 @@ class FakeTransport:
         parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
         state: StateLink | None = None,
     ) -> None:  # fmt: skip
-        """Make a peer on the fake fabric a target, and connect to it at once. See
-        `base.Transport.add_peer`."""
+        """Make a peer a target, and connect to it at once. See `base.Transport.add_peer`."""
         self._check_open()
         memory = PeerMemory(layout, parts, staging, state)
         if (known := self._peers.get(peer)) is not None:
@@ -467,8 +463,7 @@ class FakeTransport:
             self._jobs.start(peer.outbox, peer.routes, job)
 
     def cancel(self, job_id: int) -> None:
-        """Cancel a job on the fake fabric: nothing more of it is posted. See
-        `base.Transport.cancel`."""
+        """Cancel a job: nothing more of it is posted. See `base.Transport.cancel`."""
         if not self.closed:
             self._jobs.cancel(job_id)
 
@@ -490,7 +485,7 @@ class FakeTransport:
             self._renewing = bool(self._unproven)
 
     def close(self) -> None:
-        """Fence this transport on the fake fabric, and hand on the last events of its jobs. See
+        """Fence this transport, and hand on the last events of its jobs. See
         `base.Transport.close`."""
         if not self.closed:
             self.closed = True
@@ -520,7 +515,7 @@ class FakeTransport:
                 yield from self._post_choices(peer)
 
     def _post_choices(self, peer: _FakePeer) -> Iterator[Choice]:
-        """Yield the next part of each job that may be posted on the fake fabric now."""
+        """Yield the next part of each job that may be posted now."""
         for job in list(peer.outbox.round()):
             error: Exception | None = None
             try:
@@ -535,8 +530,7 @@ class FakeTransport:
             yield action, partial(self._post, peer, job, error)
 
     def _post(self, peer: _FakePeer, job: ActiveJob, error: Exception | None) -> None:
-        """Post a job's next part on the fake fabric, or stop the job with the error of its
-        `ready`."""
+        """Post a job's next part, or stop the job with the error of its `ready`."""
         if error is not None:
             self._jobs.stop(job, error)
             return
@@ -553,8 +547,8 @@ class FakeTransport:
         self._ended(write.peer, write.job, write.part, error, may_land)
 
     def _renew(self) -> None:
-        """Replace the fake transport's agent: end its former posts, and report that unproven jobs
-        are drained."""
+        """Replace the transport's agent: end its former posts, and report that unproven jobs are
+        drained."""
         self._renewing = False
         # First: jobs that fail by it join `_unproven`, and are reported failed before drained.
         self._fabric.end_former(self)
@@ -563,8 +557,7 @@ class FakeTransport:
         self._unproven.clear()
 
     def _report(self, event: TransportEvent) -> None:
-        """Queue an event of the fake transport's jobs, and remember those that ended without
-        proof."""
+        """Queue an event of the transport's jobs, and remember those that ended without proof."""
         if isinstance(event, WriteFailed) and not event.drained:
             self._unproven.add(event.job_id)
         self._events.append(event)
@@ -572,7 +565,6 @@ class FakeTransport:
     def _ended(
         self, peer: _FakePeer, job: ActiveJob, part: Part, error: Exception | None, may_land: bool
     ) -> None:
-        """Count a part as ended on the fake fabric, and disconnect from a peer that is gone."""
         peer.in_flight -= 1
         self._jobs.part_ended(job, part, error, may_land)
         if isinstance(error, FakeDisconnectError) and peer.routes is not None:
@@ -580,8 +572,8 @@ class FakeTransport:
         self._forget_if_unused(peer)
 
     def _connect(self, peer: _FakePeer) -> None:
-        """Check a peer's description against its real memory on the fake fabric, as a handshake
-        would, and start its parked jobs. A mismatch makes it unreachable."""
+        """Check a peer's description against its real memory, as a handshake would, and start its
+        parked jobs. A mismatch makes it unreachable."""
         peer.routes = None
         try:
             target = self._fabric.transports.get(peer.peer)
@@ -605,24 +597,24 @@ class FakeTransport:
         self._jobs.start_parked(peer.outbox, routes)
 
     def _lose(self, peer: _FakePeer, error: Exception) -> None:
-        """Disconnect the fake transport from a peer: its queued jobs fail, and its owner hears that
-        it is unreachable."""
+        """Disconnect the transport from a peer: its queued jobs fail, and its owner hears that it
+        is unreachable."""
         peer.routes = None
         self._jobs.drop(peer.outbox, error)
         if not peer.removed:
             self._events.append(PeerUnreachable(peer.peer, error))
 
     def _forget_if_unused(self, peer: _FakePeer) -> None:
-        """Delete a removed peer of the fake transport once none of its parts is in flight."""
+        """Delete a removed peer of the transport once none of its parts is in flight."""
         if peer.removed and not peer.in_flight and self._peers.get(peer.peer) is peer:
             del self._peers[peer.peer]
 
     def emit(self, event: TransportEvent) -> None:
-        """Hand an event of the fake transport to the sink now."""
+        """Hand an event of the transport to the sink now."""
         self._sink(event)
 
     def die(self) -> None:
-        """Stop the fake transport like a killed process: like `close`, but without events."""
+        """Stop the transport like a killed process: like `close`, but without events."""
         self.closed = True
         self._events.clear()
         self._fabric.forget(self)
@@ -651,7 +643,7 @@ def _blocks(job: ActiveJob, part: Part) -> list[tuple[int, int, int, int]]:
 
 
 def _address(table: RunTable, index: int) -> int:
-    """Return the address of a fake write's block, counted as NIXL does: row by row, equally many in
+    """Return the address of a write's block, counted as NIXL does: row by row, equally many in
     each."""
     row, block = divmod(index, int(table[0, 4]))
     return int(table[row, 0]) + block * int(table[row, 3])

@@ -53,13 +53,13 @@ class StandInPrefill:
         self.hit_tokens = 0
 
     def add(self, request: Request) -> None:
-        """Submit a request to the stand-in prefill engine."""
+        """Submit a request to the prefill engine."""
         self.open[request.rid] = self._hasher.prefixes(request.key.tokens())
         self.node.add(request)
 
     def step(self) -> bool:
-        """Take one turn of the stand-in prefill's scheduler loop, and compute one chunk at most.
-        Returns False if there is none."""
+        """Take one turn of the prefill's scheduler loop, and compute one chunk at most. Returns
+        False if there is none."""
         # Ended requests are taken out before a chunk is computed: none is computed for one that
         # failed.
         for req in self.node.pop_bootstrapped():
@@ -74,14 +74,12 @@ class StandInPrefill:
         return False
 
     def ended(self, req: PrefillRequest) -> None:
-        """Forget a request that the stand-in prefill has sent, or that has failed."""
+        """Forget a request that the prefill has sent, or that has failed."""
         del self.open[req.rid]
         self._computed.pop(req.rid, None)
 
     def _begin(self, req: PrefillRequest) -> None:
-        """Begin a request on the stand-in prefill, behind its cached prefix."""
-        # Each rank has a cache of its own: only what all of them have is skipped.
-        known = min(rank.prefix_len for rank in self.node.ranks_of(req.rid))
+        known = req.prefix_len
         if req.request.generation == 0 and req.request.cacheable:
             self.prompt_tokens += len(self.open[req.rid])
             self.hit_tokens += known
@@ -96,9 +94,8 @@ class StandInPrefill:
         began_s = time.perf_counter()
         hashes, start = self.open[req.rid], self._computed[req.rid]
         end = min(start + self._chunk_tokens, len(hashes))
-        for rank, pattern in zip(self.node.ranks_of(req.rid), self._patterns, strict=True):
-            # A rank with a longer prefix keeps it: those pages are shared, and must not be written.
-            pattern.fill(rank.pages, max(start, rank.prefix_len), hashes[:end])
+        for pattern in self._patterns:  # page ids are the same on all ranks
+            pattern.fill(req.pages, start, hashes[:end])
         if self._seconds_per_token:
             busy_s = self._seconds_per_token * (end - start)
             time.sleep(max(0.0, busy_s - (time.perf_counter() - began_s)))

@@ -97,8 +97,8 @@ class KVPattern:
         ]
 
     def fill(self, pages: Pages, start: int, hashes: Hashes) -> None:
-        """Write the pattern's KV of tokens `start` to `len(hashes)`. Raises CallerError if `pages`
-        has too few."""
+        """Write the KV of tokens `start` to `len(hashes)`. Raises CallerError if `pages` has too
+        few."""
         values = self._values(pages, hashes)
         for page_at, run, slot, count in _spans(pages, start, len(hashes), self.page_size):
             first = page_at * self.page_size + slot
@@ -109,8 +109,8 @@ class KVPattern:
                 np.bitwise_xor(own, places, out=view[:, page : page + run, slot : slot + count])
 
     def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Hashes) -> None:
-        """Write the pattern's KV of one token of each of several requests: the one with `hashes[i]`
-        to slot `slots[i]` of page `pages[i]`."""
+        """Write the KV of one token of each of several requests: the one with `hashes[i]` to slot
+        `slots[i]` of page `pages[i]`."""
         values = splitmix64(hashes ^ self._salt).astype(self._dtype).reshape(1, -1, 1, 1)
         for view, places in self._groups:
             view[:, pages, slots] = values ^ places[:, 0]
@@ -139,8 +139,7 @@ class KVPattern:
         return wrong
 
     def _values(self, pages: Pages, hashes: Hashes) -> WordArray:
-        """Return the pattern's word of each token's prefix. Raises CallerError if `pages` has too
-        few."""
+        """Return the word of each token's prefix. Raises CallerError if `pages` has too few."""
         needed = pages_for(len(hashes), self.page_size)
         if len(pages) < needed:
             raise CallerError(f"{len(pages)} pages, {len(hashes)} tokens need {needed}")
@@ -192,15 +191,15 @@ class MirroredPattern(KVPattern):
         return super().mismatches(pages, hashes)
 
     def _fetch(self, pages: Pages) -> None:
-        """Copy pages from the pool into the pattern's mirror."""
+        """Copy pages from the pool into the mirror."""
         self.mirror.write_pages(pages, self._pool.read_pages(pages))
 
 
 def _spans(
     pages: Pages, start: int, end: int, page_size: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Cut tokens [start, end) for the pattern into (position in `pages`, pages, first slot, slots);
-    whole pages that are neighbours in the pool make one span."""
+    """Cut tokens [start, end) into (position in `pages`, pages, first slot, slots); whole pages
+    that are neighbours in the pool make one span."""
     at = start
     while at < end:
         page_at, slot = divmod(at, page_size)
@@ -216,8 +215,7 @@ def _spans(
 
 
 def _word_dtype(layout: KVLayout) -> np.dtype[Any]:
-    """Return the pattern's word: the widest unsigned one that divides a head's bytes and every
-    address."""
+    """Return the word: the widest unsigned one that divides a head's bytes and every address."""
     steps = [layout.head_bytes]
     for slab in layout.slabs:
         steps += [slab.base, slab.page_stride, slab.token_stride, slab.head_stride]
@@ -226,8 +224,8 @@ def _word_dtype(layout: KVLayout) -> np.dtype[Any]:
 
 
 def _even_runs(layout: KVLayout) -> Iterator[tuple[int, int, Slab, int]]:
-    """Yield a pool's slabs for the pattern as (start, end, first slab, bytes between two bases), in
-    runs as long as possible."""
+    """Yield a pool's slabs as (start, end, first slab, bytes between two bases), in runs as long as
+    possible."""
     slabs = layout.slabs
     start = 0
     while start < len(slabs):

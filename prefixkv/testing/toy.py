@@ -55,7 +55,7 @@ class ToyModel:
 
 
 def _chain(before: int, tokens: Sequence[int]) -> Hashes:
-    """Return K of toy tokens behind one whose K is `before`: uint64, one per token."""
+    """Return K of tokens behind one whose K is `before`: uint64, one per token."""
     found = []
     for token in tokens:
         before = (before * _FACTOR + token + 1) & _MASK
@@ -64,7 +64,7 @@ def _chain(before: int, tokens: Sequence[int]) -> Hashes:
 
 
 def _next_token(k: Hashes, v: Hashes) -> int:
-    """Return the token that follows from all KV of a toy request."""
+    """Return the token that follows from all KV of a request."""
     weights = np.arange(1, 2 * len(k), 2, dtype=np.uint64)
     return int(sample(np.array([(k * weights).sum() ^ v.sum()]))[0])
 
@@ -204,7 +204,7 @@ class ToyDecode:
             )  # fmt: skip
 
     def sample(self, req: DecodeRequest) -> list[int]:
-        """Return the next tokens of a toy request, of which the first may come from prefill."""
+        """Return the next tokens of a request, of which the first may come from prefill."""
         if not req.output:
             return [int.from_bytes(req.aux, "little")]
         # Its newest token has no KV yet: this step writes it.
@@ -216,7 +216,7 @@ class ToyDecode:
         return new
 
     def speculate(self, req: DecodeRequest, tokens: Tokens, new: list[int], most: int) -> None:
-        """Add tokens that a draft has guessed right to the one that a toy step gives for sure."""
+        """Add tokens that a draft has guessed right to the one that a step gives for sure."""
         # Pages for all that the draft writes; without them this step goes without a draft.
         try:
             self.node.reserve_many([req], most)

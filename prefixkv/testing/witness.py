@@ -80,7 +80,6 @@ class _Watch:
             setattr(node, name, self._watched(name, getattr(node, name)))
 
     def _watched(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a node's method with the witness around it."""
         before = getattr(self, f"_before_{name}", None)
         after = getattr(self, f"_after_{name}", None)
 
@@ -258,7 +257,6 @@ class DecodeWitness(_Watch):
             self._forget_computed(req)
 
     def _forget_computed(self, req: DecodeRequest) -> None:
-        """Expect no further chunk of a request that was computed here."""
         self._done.pop(req, None)
         self._junk.pop(req, None)
 

@@ -134,8 +134,8 @@ class Transport(Protocol):
 
     @property
     def metadata(self) -> bytes:
-        """Bytes that a peer's transport needs in `add_peer` to reach this one, of any backend;
-        opaque, sent in Hello."""
+        """Bytes that a peer's transport needs in `add_peer` to reach this one; opaque, sent in
+        Hello."""
         ...
 
     def add_peer(
@@ -143,8 +143,7 @@ class Transport(Protocol):
         parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
         state: StateLink | None = None,
     ) -> None:  # fmt: skip
-        """Make the peer's memory a target of a transport of any backend: load its metadata, and
-        prepare descriptor lists once.
+        """Make the peer's memory a target: load its metadata, and prepare descriptor lists once.
 
         For a peer that is known already, new metadata lets its jobs wait for the new connection;
         jobs for other memory than before fail.
@@ -158,34 +157,32 @@ class Transport(Protocol):
         ...
 
     def remove_peer(self, peer: PeerId) -> None:
-        """Forget a peer of a transport of any backend once its jobs have ended; jobs that are not
-        posted end as cancelled.
+        """Forget a peer once its jobs have ended; jobs that are not posted end as cancelled.
 
         Unknown: no-op.
         """
         ...
 
     def write(self, job: WriteJob) -> None:
-        """Queue a job at a transport of any backend. Exactly one WriteDone or WriteFailed follows,
-        unless the peer stalls without end."""
+        """Queue a job. Exactly one WriteDone or WriteFailed follows, unless the peer stalls without
+        end."""
         ...
 
     def cancel(self, job_id: int) -> None:
-        """Post no further part of a job of a transport of any backend; it ends when what is posted
-        has ended.
+        """Post no further part of a job; it ends when what is posted has ended.
 
         Ended or unknown: no-op.
         """
         ...
 
     def expect(self, num_rooms: int) -> None:
-        """Set the number of rooms that peers may be writing now, for a transport of any backend;
-        while not 0, notifications are polled."""
+        """Set the number of rooms that peers may be writing now; while not 0, notifications are
+        polled."""
         ...
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """Poll a transport of any backend for `for_s` seconds, then emit Settled: what kernels held
-        of a writer that is gone has landed.
+        """Poll the transport for `for_s` seconds, then emit Settled: what kernels held of a writer
+        that is gone has landed.
 
         Only time in which this transport really polled counts: a process that was stopped meanwhile
         has read nothing.
@@ -193,8 +190,8 @@ class Transport(Protocol):
         ...
 
     def renew(self) -> None:
-        """Replace the agent of a transport, of any backend, if any job ended undrained;
-        WriteDrained follows for each such job.
+        """Replace the agent of the transport if any job ended undrained; WriteDrained follows for
+        each such job.
 
         New posts go through the new agent at once. The former one is destroyed when its posts have
         ended, or after `renew_grace_s`; what has not ended by then fails, drained. All calls during
@@ -204,8 +201,8 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Destroy the agent of a transport, of any backend, and join its thread; jobs that are left
-        end with ClosedError.
+        """Destroy the agent of the transport and join its thread; jobs that are left end with
+        ClosedError.
 
         Once it returns, no write of ours can start to land: a fence. May be called again.
 

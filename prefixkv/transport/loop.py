@@ -66,8 +66,8 @@ class TransportLoop(ABC, Generic[P]):
     # --- commands ---------------------------------------------------------------------------------
 
     def add_peer(self, peer_id: PeerId, metadata: bytes, memory: PeerMemory) -> None:
-        """Add a peer to the loop that NIXL and shm share, and connect it, again where its metadata
-        or memory is another. See `base.Transport.add_peer`."""
+        """Add a peer, and connect it, again where its metadata or memory is another. See
+        `base.Transport.add_peer`."""
         # Three cases: unknown; known with new metadata or memory (or removed and not gone yet);
         # known as it is.
         peer = self._peers.get(peer_id)
@@ -83,8 +83,7 @@ class TransportLoop(ABC, Generic[P]):
             self._connect_again(peer)
 
     def remove_peer(self, peer_id: PeerId) -> None:
-        """Remove a peer from the loop that NIXL and shm share: its jobs that are not posted end
-        now. See `base.Transport.remove_peer`."""
+        """Remove a peer: its jobs that are not posted end now. See `base.Transport.remove_peer`."""
         peer = self._peers.get(peer_id)
         if peer is None:
             return
@@ -94,8 +93,7 @@ class TransportLoop(ABC, Generic[P]):
         self._forget_if_unused(peer)
 
     def write(self, job: WriteJob) -> None:
-        """Start a job in the loop that NIXL and shm share, or park it until its peer is connected.
-        See `base.Transport.write`."""
+        """Start a job, or park it until its peer is connected. See `base.Transport.write`."""
         peer = self._peers.get(job.peer)
         if peer is None or peer.removed:
             self._jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
@@ -117,8 +115,7 @@ class TransportLoop(ABC, Generic[P]):
 
     @abstractmethod
     def _connect(self, peer: P) -> None:
-        """Begin to connect to the peer, as the subclass's loop does it, NIXL's or shm's. `_lose`
-        takes what goes wrong."""
+        """Begin to connect to the peer, as the subclass does it. `_lose` takes what goes wrong."""
 
     @abstractmethod
     def _connect_again(self, peer: P) -> None:
@@ -127,13 +124,13 @@ class TransportLoop(ABC, Generic[P]):
 
     @abstractmethod
     def _forget_if_unused(self, peer: P) -> None:
-        """Drop a removed peer from the loop, NIXL's or shm's, once nothing of it is under way."""
+        """Drop a removed peer from the loop once nothing of it is under way."""
 
     # --- writes -----------------------------------------------------------------------------------
 
     def _serve_peer(self, peer: P, now_s: float) -> bool:
-        """Transfer one part to a peer of the loop, by NIXL or shm, of the first room in turn that
-        is ready; connect first if that is due.
+        """Transfer one part to a peer of the loop, of the first room in turn that is ready; connect
+        first if that is due.
 
         Returns whether anything moved. One part only, so that peers take turns.
         """
@@ -173,22 +170,21 @@ class TransportLoop(ABC, Generic[P]):
 
     @abstractmethod
     def _transfer(self, peer: P, job: ActiveJob) -> None:
-        """Transfer the next part of a job, as the subclass's loop does it, NIXL's or shm's, and
-        note how that ended if it did so at once."""
+        """Transfer the next part of a job, as the subclass does it, and note how that ended if it
+        did so at once."""
 
     # --- events -----------------------------------------------------------------------------------
 
     def emit(self, event: TransportEvent) -> None:
-        """Hand an event of the loop, NIXL's or shm's, to the sink; an exception of the sink's is
-        logged, since the thread goes on."""
+        """Hand an event of the loop to the sink; an exception of the sink's is logged, since the
+        thread goes on."""
         try:
             self._sink(event)
         except BaseException:
             _log.error("the sink of the transport failed on %r\n%s", event, traceback.format_exc())
 
     def _guarded(self, step: Callable[[], bool | None]) -> bool | None:
-        """Run a step of the loop, NIXL's or shm's, and return its result; log an exception and
-        return None.
+        """Run a step of the loop and return its result; log an exception and return None.
 
         Such an exception is a bug of ours. The thread goes on, since it serves other rooms too.
         """

@@ -29,33 +29,31 @@ class QueuedCalls(ABC, Generic[L]):
 
     @abstractmethod
     def _call(self, command: Callable[[L], None], or_raise: bool = True) -> None:
-        """Queue a command for a threaded transport's loop, behind all before it. Closed:
-        ClosedError, or nothing with `or_raise` False."""
+        """Queue a command for the loop, behind all before it. Closed: ClosedError, or nothing with
+        `or_raise` False."""
 
     def add_peer(
         self, peer: PeerId, metadata: bytes, layout: KVLayout,
         parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
         state: StateLink | None = None,
     ) -> None:  # fmt: skip
-        """Queue a new peer as a command for a threaded transport's loop. See
-        `base.Transport.add_peer`."""
+        """Queue a new peer as a command for the loop. See `base.Transport.add_peer`."""
         memory = PeerMemory(layout, parts, staging, state)
         self._call(lambda loop: loop.add_peer(peer, metadata, memory))
 
     def remove_peer(self, peer: PeerId) -> None:
-        """Queue the removal of a peer as a command for a threaded transport's loop. See
+        """Queue the removal of a peer as a command for the loop. See
         `base.Transport.remove_peer`."""
         # Closing has ended all jobs and forgotten all peers: nothing to raise about, here and in
         # `cancel`.
         self._call(lambda loop: loop.remove_peer(peer), or_raise=False)
 
     def write(self, job: WriteJob) -> None:
-        """Queue a job as a command for a threaded transport's loop. See `base.Transport.write`."""
+        """Queue a job as a command for the loop. See `base.Transport.write`."""
         self._call(lambda loop: loop.write(job))
 
     def cancel(self, job_id: int) -> None:
-        """Queue the cancelling of a job as a command for a threaded transport's loop. See
-        `base.Transport.cancel`."""
+        """Queue the cancelling of a job as a command for the loop. See `base.Transport.cancel`."""
         self._call(lambda loop: loop.cancel(job_id), or_raise=False)
 
 

@@ -87,12 +87,11 @@ def test_rounds_are_shared_by_the_starts_and_pairs_get_fewer() -> None:
     assert [plan.rounds_of("goodput", start) for start in range(3)] == [1, 1, 0]
 
 
-def test_the_demo_is_measured_only_if_asked_for() -> None:
-    assert "demo" not in parts_of([], demo=False)
-    assert parts_of([], demo=True) == list(against.PARTS)
-    assert parts_of(["evict"], demo=True) == ["evict", "demo"]
+def test_a_part_of_an_unknown_name_is_refused() -> None:
+    assert parts_of([]) == list(against.PARTS)
+    assert parts_of(["evict"]) == ["evict"]
     with pytest.raises(ConfigError, match="nonsense"):
-        parts_of(["nonsense"], demo=False)
+        parts_of(["nonsense"])
 
 
 # --- both trees -----------------------------------------------------------------------------------
@@ -111,7 +110,7 @@ def test_a_part_is_compared_with_a_commit(
     assert [row["name"] for row in written["rows"]] == ["match, P50", "match, cold, P50"]
     assert {row["rounds"] for row in written["rows"]} == {2}
     assert written["recipe"]["theirs"] == written["recipe"]["ours"]
-    assert "processor time" in written["recipe"]["clock"]
+    assert written["recipe"]["plan"]["cpu"]
     assert "spread" in capfd.readouterr().out
     assert against.git("worktree", "list") == before
 

@@ -15,12 +15,10 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("transport", ["nixl", "shm"])
 def test_a_short_storm_finds_nothing(transport: str, tmp_path: Path) -> None:
     path = tmp_path / "storm.json"
-    # Its status is of the throughput too, which a busy machine may spoil.
-    options = ["--duration", "10", "--passes", "1", "--transport", transport]
+    options = ["--duration", "10", "--transport", transport]
     run(["chaos", *options, "--json", str(path)])
-    found = json.loads(path.read_text())
+    (found,) = json.loads(path.read_text())["rows"]
     assert sum(found["faults"].values()) > 5
     assert found["outcomes"]["finished"] > 50
-    assert [
-        name for name, ok in found["checks"].items() if not ok and "throughput" not in name
-    ] == []
+    off = [name for name, ok in found["checks"].items() if not ok]
+    assert off in ([], ["all is served after the storm"])  # which a busy machine may spoil

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks import workloads
-from benchmarks.workloads import BLOCK_TOKENS, WORKLOADS, generate, mix, part, switch
+from benchmarks.workloads import BLOCK_TOKENS, WORKLOADS, generate
 
 # crc32 of the JSON of each workload's first 500 requests
 FIRST = {
@@ -48,31 +48,3 @@ def test_agents_come_back_and_a_flood_does_not():
         shares[name] = len(set(begun)) / len(ends)
     assert shares["agents"] > 0.9
     assert shares["flood"] < 0.25
-
-
-def test_mixed_traces_share_no_block_and_keep_their_order():
-    one, other = generate("chat")[:300], generate("agents")[:300]
-    mixed = mix(one, other)
-    assert [entry["timestamp"] for entry in mixed] == sorted(
-        entry["timestamp"] for entry in [*one, *other]
-    )
-    apart = [
-        {block for entry in mixed if entry["namespace"] == number for block in entry["hash_ids"]}
-        for number in (0, 1)
-    ]
-    assert not apart[0] & apart[1]
-    for number, trace in enumerate((one, other)):
-        mine = [entry for entry in mixed if entry["namespace"] == number]
-        assert [entry["input_length"] for entry in mine] == [e["input_length"] for e in trace]
-        shared = [len(set(a["hash_ids"]) & set(b["hash_ids"])) for a, b in pairwise(trace)]
-        assert shared == [len(set(a["hash_ids"]) & set(b["hash_ids"])) for a, b in pairwise(mine)]
-
-
-def test_a_switch_has_four_phases():
-    talk, coding = generate("chat"), generate("agents")
-    trace = switch(talk, coding, phase_s=1200)
-    phases = [
-        {entry["namespace"] for entry in part(trace, at * 1200, (at + 1) * 1200)} for at in range(4)
-    ]
-    assert phases == [{0}, {1}, {2}, {3, 4}]
-    assert len(trace) == 3 * len(part(talk, 0, 1200)) + len(part(coding, 1200, 3600))

@@ -351,6 +351,34 @@ def test_its_own_event_is_that_of_each_chunk() -> None:
     assert not own & owned(desk)
 
 
+def test_a_request_that_comes_back_has_no_deadline_any_more() -> None:
+    """It was retracted, and waits for the device again, since `a` has brought what it computes."""
+    desk, event = ComputingDesk(num_pages=32), Event()
+    desk.run("z", 4, max_new=30)
+    req = desk.run("b", prompt("b", 12), deadline_s=5.0, max_new=30)
+    for token in prompt("b", 20)[12:]:
+        desk.token(req, token=token)
+    desk.now_s = 6.0
+    desk.retract(req)
+    desk.end_all_copies()
+    desk.scheduler.flush()
+    assert desk.admit() == ["b"]
+    assert desk.scheduler.pop_local(desk.now_s) == [req]
+    assert req.prefix_len == 0
+    a = desk.run("a", prompt("b", 3), max_new=30)
+    for token in prompt("b", 13)[3:]:
+        desk.token(a, token=token)
+    desk.finish(a)
+    assert desk.prefix_of(req) == 12
+    desk.computed(req, req.fill_len, event)
+    for _ in range(2):
+        assert desk.transferred() == []
+        desk.admit()
+    assert req.state is DecodeState.PREALLOCATED
+    event.is_done = True
+    assert desk.transferred() == ["b"]
+
+
 def test_without_copies_a_request_runs_before_the_device_is_done() -> None:
     desk, event = ComputingDesk(), Event()
     desk.finish(desk.run("a", 8))

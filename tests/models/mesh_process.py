@@ -1,5 +1,5 @@
-"""Ranks above decode's rank 0 in processes of their own: a prefill rank with its engine's hands, or
-a `DecodeRank`, obeying calls over a pipe. What a worker's ranks tell each other the test carries.
+"""Ranks above decode's rank 0 in processes of their own: the transfers of a prefill rank, or a
+`DecodeRank`, obeying calls over a pipe. What a worker's ranks tell each other the test carries.
 """
 
 from __future__ import annotations
@@ -31,47 +31,65 @@ class _Calls:
 
 
 class PrefillCalls(_Calls):
-    """One prefill rank."""
+    """The transfers of one prefill rank, whose engine has pages enough."""
 
     def __init__(
         self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...],
         device: str = DEVICE,
     ) -> None:  # fmt: skip
-        from prefixkv.runtime.prefill_node import PrefillNode
+        from prefixkv.runtime.prefill_transfers import PrefillTransfers
         from prefixkv.testing.hashing import PrefixHasher
         from prefixkv.testing.pattern import make_pools, pattern_in
         from tests.models.mesh_workers import SALT
 
         super().__init__()
         pool = make_pools(mesh, 64, 4, 16, order="layer_major", device=device)[rank]
-        self.node = PrefillNode(pool, config, mesh, rank, endpoints)
+        self.node = PrefillTransfers(pool, config, mesh, rank, endpoints)
         self.hello = (self.node.peer_id, self.node.endpoint)
-        self._reqs: dict[str, Any] = {}
+        self._free = list(range(64))
+        self._reqs: dict[str, tuple[int, Tokens, list[int]]] = {}  # room, tokens, pages
+        self._rids: dict[int, str] = {}
+        self._sent: set[str] = set()
         self._hashes = PrefixHasher().prefixes
         self._fill = pattern_in(pool, SALT, (mesh, rank)).fill
 
     def add(self, rid: str, tokens: Tokens, room: int) -> None:
-        from prefixkv.request import Request
+        from prefixkv.digest import prompt_digest
 
-        self.node.add(Request(rid, tokens, room=room, decode="decode-0"))
+        pages = [self._free.pop(0) for _ in range(0, len(tokens), 4)]
+        self.node.add(room, 0, len(tokens), "decode-0", prompt_digest(tokens))
+        self._reqs[rid], self._rids[room] = (room, tokens, pages), rid
 
     def poll(self) -> list[tuple[str, str]]:
         """(what, request) of all that has happened since the last call."""
-        ready = self.node.pop_bootstrapped()
-        self._reqs |= {req.rid: req for req in ready}
-        said = [("ready", req.rid) for req in ready]
-        said += [("failed", req.rid) for req in self.node.pop_failed()]
-        return said + [("sent", req.rid) for req in self.node.pop_sent()]
+        from prefixkv.protocol.events import Bootstrapped, RoomEnded
+        from prefixkv.protocol.ids import KVPoll
+
+        said: list[tuple[str, str]] = []
+        for event in self.node.take_events():
+            rid = self._rids[event.key.room]
+            if isinstance(event, Bootstrapped):
+                said.append(("ready", rid))
+            elif not isinstance(event, RoomEnded):
+                self._free += self._reqs.pop(rid)[2]
+                if rid in self._sent:
+                    said.append(("sent", rid))
+            elif event.poll is KVPoll.FAILED:
+                said.append(("failed", rid))
+            else:
+                self._sent.add(rid)
+        return said
 
     def chunk(self, rid: str, end: int, event: str = "") -> None:
-        req = self._reqs[rid]
-        last = end == req.num_tokens
-        start = min(req.prefix_len, end)
-        self._fill(req.pages, start, self._hashes(req.tokens)[:end])
-        self.node.send_chunk(req, end, last, b"aux" if last else b"", EVENTS.get(event))
-
-    def abort(self, rid: str) -> bool:
-        return self.node.abort(rid)
+        if rid not in self._reqs:
+            return
+        room, tokens, pages = self._reqs[rid]
+        last = end == len(tokens)
+        self._fill(pages, 0, self._hashes(tokens)[:end])
+        self.node.send_chunk(
+            room, end, pages, decode="decode-0", last=last, aux=b"aux" if last else b"",
+            ready=EVENTS.get(event),
+        )  # fmt: skip
 
     def rooms(self) -> int:
         return self.node.num_rooms

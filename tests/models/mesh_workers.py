@@ -96,14 +96,13 @@ class MeshPair:
     def step(self) -> None:
         self.decode.pop_preallocated()
         for ready in self.prefill.pop_bootstrapped():
-            ranks = self.prefill.ranks_of(ready.rid)
-            self.computing[ready.rid] = min(rank.prefix_len for rank in ranks)
+            self.computing[ready.rid] = ready.prefix_len
         for bad in self.prefill.pop_failed():
             self.computing.pop(bad.rid, None)
             self.prefill_failed[bad.rid] = bad.error
         if not self.hold:
             for rid in list(self.computing):
-                self.compute(self.prefill.ranks_of(rid)[0])
+                self.compute(self.on_prefill(rid))
         self.sent += [req.rid for req in self.prefill.pop_sent()]
         for req in self.decode.pop_transferred():
             self.arrived[req.rid] = req
@@ -111,6 +110,9 @@ class MeshPair:
             self.mismatches += self.wrong_pages(req)
         for failed in self.decode.pop_failed():
             self.failed[failed.rid] = failed.error
+
+    def on_prefill(self, rid: str) -> PrefillRequest:
+        return self.prefill.scheduler.requests[rid]
 
     def wrong_pages(self, req: DecodeRequest) -> int:
         """Over all ranks; each rank's own page table has to say the same pages."""
@@ -124,10 +126,8 @@ class MeshPair:
         hashes = _hasher.prefixes(req.tokens)
         start = self.computing[req.rid]
         end = min(start + self.chunk, req.num_tokens)
-        for rank, pattern in zip(
-            self.prefill.ranks_of(req.rid), self._prefill_patterns, strict=True
-        ):
-            pattern.fill(rank.pages, max(start, rank.prefix_len), hashes[:end])
+        for pattern in self._prefill_patterns:
+            pattern.fill(req.pages, max(start, req.prefix_len), hashes[:end])
         last = end == req.num_tokens
         if last and not self.may_end(req):
             return

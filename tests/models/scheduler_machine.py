@@ -9,6 +9,7 @@ chance has it, and must end equal to it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +23,9 @@ from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Source, Sources
-from prefixkv.errors import PrefixKVError
+from prefixkv.errors import NotFiniteError, PrefixKVError
+from prefixkv.pages.allocator import PageState
+from prefixkv.paging import pages_for
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.oplog import ReplicatedPageManager
 from prefixkv.ranks.replica import DecodeReplica, RankLog, digests
@@ -30,7 +33,7 @@ from prefixkv.request import Request
 from prefixkv.testing.fabric import Hold
 from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.models.sim import Storm
-from tests.models.sim_engines import PAGE_SIZE, ROWS, DecodeEngine, PairSim
+from tests.models.sim_engines import PAGE_SIZE, ROWS, SPOILT, DecodeEngine, PairSim
 from tests.models.sim_host import SimHost
 from tests.models.sim_rank import TIMING, SimRank
 from tests.models.spelled import Event, Spelled
@@ -74,17 +77,65 @@ class Engine(DecodeEngine):
 
     def __init__(self, sim: SchedulerSim) -> None:
         self.added: list[str] = []
+        self.late: set[DecodeRequest] = set()  # past their deadlines, after the last pass
+        # Chunks of prompts that are computed here: until the event is done, the device may write
+        # these pages.
+        self.unwritten: list[tuple[Event, DecodeRequest, set[int]]] = []
         super().__init__(sim)
 
+    def computed(self, req: DecodeRequest, start: int, end: int, aux: bytes = b"") -> None:
+        after = self.sim.device_work()
+        if after is not None and not req.state.ended:
+            pages = req.pages[start // PAGE_SIZE : pages_for(end, PAGE_SIZE)]
+            self.unwritten.append((after, req, set(pages.tolist())))
+        self.scheduler.computed(req, end, self.sim.now_s, aux, after)
+
+    def check_unwritten(self) -> None:
+        """What the device may still write is its request's, or in the tree, and not read."""
+        self.unwritten = [one for one in self.unwritten if not one[0].done]
+        pages = self.scheduler.pages
+        read = {
+            page
+            for order in self.sim.copies.ordered
+            if not order.is_load
+            for page in order.device_pages.tolist()
+        }
+        for _, req, unwritten in self.unwritten:
+            for page in unwritten - set(req.pages.tolist()):
+                state = pages.allocator.state(page)
+                assert state is PageState.CACHED, f"law 9: {req}'s page {page} is {state.name}"
+            assert not read & unwritten, f"law 9: {req}'s pages are copied before they are written"
+
+    def _is_sampled_from(self, req: DecodeRequest) -> None:
+        """Its tokens are known, so the device is done with its chunks."""
+        for event, one, _ in self.unwritten:
+            if one is req and not event.done:
+                event.done = True
+                self.sim.events.remove(event)
+
     def finish(self, req: DecodeRequest) -> None:
+        self._is_sampled_from(req)
         continues = self.sim.random.choice([None, True, False])
         keep = self.sim.random.choice([None, None, req.prompt_len, req.kv_len - 1])
         self.scheduler.finish(req, self.sim.now_s, self.sim.device_work(), continues, keep)
 
     def retract(self, rid: str) -> None:
+        self._is_sampled_from(self.scheduler.requests[rid])
         self.scheduler.retract(rid, self.sim.now_s, self.sim.device_work())
 
     def pop_failed(self) -> list[DecodeRequest]:
+        # What is complete just then is committed, or it is found that it waits for the device.
+        before, self.late = (
+            self.late,
+            {
+                req
+                for req in self.scheduler.requests.values()
+                if req.state is DecodeState.PREALLOCATED
+                and req.committed_s is None  # else it was retracted
+                and req.arrived_s + (req.request.deadline_s or math.inf) <= self.sim.now_s
+            },
+        )
+        assert not before & self.late, f"{before & self.late} wait past their deadlines"
         return self.scheduler.pop_failed(self.sim.device_work())
 
 
@@ -225,6 +276,7 @@ class SchedulerSim(PairSim):
         self.decode.tell()
         self.copies.ordered += self.decode.scheduler.take_copies()
         self.prefill.tell()
+        self.decode.check_unwritten()
         if touched & _DECODE:
             audit_decode(self.decode.scheduler, self.readers[0].control)
         if touched & _PREFILL:
@@ -414,6 +466,28 @@ class SchedulerSim(PairSim):
         assert self.decode.scheduler.abort(rid, self.now_s, after=self.device_work())
         assert not self.decode.scheduler.abort(rid, self.now_s), "a second abort is a no-op"
         self.decode.running.pop(rid, None)
+        return _DECODE
+
+    def fail_late(self) -> int:
+        """The engine finds that what it has computed of a request since its commit is spoilt."""
+        side, flights = self.decode, self.decode.scheduler.flights
+        spoilt = {req: (req.fill_len, req.kv_len) for req in side.running.values()}
+        spoilt |= {req: (req.prefix_len, end) for req, end in side.local.items()}
+        for flight in flights:
+            if flight.owner is not None and flight.is_local and not flight.is_open:
+                spoilt[flight.owner] = flight.owner.prefix_len, flight.owner.fill_len
+        spoilt = {req: range_ for req, range_ in spoilt.items() if not req.state.ended}
+        if not spoilt:
+            return _IDLE
+        req = self.random.choice(list(spoilt))
+        start, end = spoilt[req]
+        hashes = side.hashes(req.tokens[:end]) ^ SPOILT
+        self.readers[0].fill(req.pages, start, hashes)
+        error = NotFiniteError("spoilt")
+        assert side.scheduler.fail(req.rid, error, self.now_s, after=self.device_work())
+        assert not side.scheduler.fail(req.rid, error, self.now_s), "a second one is a no-op"
+        side.running.pop(req.rid, None)
+        side.local.pop(req, None)
         return _DECODE
 
     def abort_at_prefill(self) -> int:
@@ -645,7 +719,7 @@ _WEIGHTS = {
     "decode_work": 8, "prefill_work": 8, "decode_schedule": 14, "prefill_schedule": 10, "follow": 4,
     "pass_time": 4, "device_is_done": 2, "scribble": 3, "reorder": 3, "duplicate": 2, "junk": 1,
     "drop": 1, "cut": 0.15, "deadline": 1, "silence": 0.1, "abort": 1.5, "abort_at_prefill": 0.3,
-    "retract": 2, "send_to_prefill": 1, "flush": 0.4, "flush_prefill": 0.2,
+    "fail_late": 2, "retract": 2, "send_to_prefill": 1, "flush": 0.4, "flush_prefill": 0.2,
     "listen": 0.4, "lose_peer": 0.2, "stall": 0.3,
     "restart_prefill_dead": 0.15, "restart_prefill_stopped": 0.15, "fence_dead": 0.25,
     "copy_step": 10, "copy_is_heard": 6,
@@ -654,7 +728,7 @@ _WEIGHTS = {
 _FAULTS = (  # each is spared in half of the runs
     "reorder", "duplicate", "junk", "drop", "cut", "silence", "abort", "abort_at_prefill",
     "retract", "send_to_prefill", "flush", "lose_peer", "stall", "restart_prefill_dead",
-    "restart_prefill_stopped", "fence_living", "restart_decode_dead",
+    "restart_prefill_stopped", "fence_living", "restart_decode_dead", "fail_late",
 )  # fmt: skip
 _WHEEL: Sequence[str] = [
     name for name, weight in _WEIGHTS.items() for _ in range(round(20 * weight))

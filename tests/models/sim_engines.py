@@ -1,10 +1,9 @@
 """A simulation whose ranks are put to work by schedulers with stand-in engines: whole workers, in
-which every KV byte follows from the tokens. On decode, rank 0 has the scheduler, and the others
-follow its operation log; on prefill each rank has one, and they go in step, or with checkpoints
-follow rank 0's log. All laws are audited.
+which every KV byte follows from the tokens. On either side rank 0 has the scheduler, and the others
+follow its log. All laws are audited.
 
-Of the library's glue, `RankLeader`, `RankLog`, `DecodeReplica` and `RankGroup` are real. The
-engines, and the queues between scheduler and control object, are simulated.
+Of the library's glue, `RankLeader`, `RankLog`, `DecodeReplica`, `PrefillLog` and `PrefillFollower`
+are real. The engines, and the queues between scheduler and control object, are simulated.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from prefixkv.memory.state_layout import StateTensor, check_state_pairs
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
-from prefixkv.prefill.rank_group import RankGroup
-from prefixkv.prefill.request import PrefillRequest, PrefillState
+from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import Fence
@@ -142,131 +140,18 @@ class PrefillDesk:
 
 
 class PrefillEngine:
-    """One life of the prefill worker."""
-
-    log_waits = False  # for a rank above 0
-
-    def __init__(self, sim: EngineSim, num_desks: int | None = None) -> None:
-        self.sim = sim
-        self.ranks = [sim.new_writer(rank) for rank in range(sim.sides[0].mesh.num_ranks)]
-        self.group = RankGroup([PrefillDesk(sim, rank) for rank in self.ranks[:num_desks]])
-        self.desks = self.group.nodes
-        self.scheduler = self.desks[0].scheduler
-        self.free_slots = list(range(sim.sides[0].num_slots))
-        self.computing: dict[str, PrefillRequest] = {}
-        self.shares: dict[str, list[PrefillRequest]] = {}
-        self.failed: set[RoomKey] = set()  # as the engine was told
-
-    def tell(self) -> None:
-        for desk in self.desks:
-            desk.rank.inbox.extend(desk.scheduler.take_commands())
-
-    def schedule(self) -> None:
-        """One thing the engine's scheduler may do."""
-        if said := [desk for desk in self.desks if desk.rank.events]:
-            desk = self.sim.pick(said)
-            desk.hear(desk.rank.events.popleft())
-            return
-        self._pass()
-
-    def _pass(self) -> None:
-        """Take what the scheduler hands out, and compute a chunk."""
-        for req in self.group.pop_bootstrapped():
-            self.computing[req.rid] = req
-        for req in self.group.pop_failed():
-            for share in self.shares[req.rid]:
-                ends = share.state.ended or share.state is PrefillState.SENDING
-                assert ends, f"{share} goes on, and has failed on another rank"
-            self.failed.add(req.room_key)
-            self.computing.pop(req.rid, None)
-            self._free_slot(req)
-        for req in self.group.pop_sent():
-            self._free_slot(req)
-        if self.computing:
-            self._compute(self.sim.random.choice(list(self.computing.values())))
-
-    def add(self, request: Request) -> None:
-        try:
-            self.group.add(request)
-            self.shares[request.rid] = self.group.ranks_of(request.rid)
-        except PrefixKVError:
-            self.sim.counters["refused by prefill"] += 1
-
-    def abort(self, rid: str) -> None:
-        self.computing.pop(rid, None)
-        self.group.abort(rid)
-
-    def flush(self) -> None:
-        for desk in self.desks:
-            desk.scheduler.flush()
-
-    def _free_slot(self, req: PrefillRequest) -> None:
-        """No write may read it any more, so it is overwritten at once."""
-        if req.state_slot >= 0:
-            for rank in self.ranks:
-                rank.scribble(_NO_PAGES, [req.state_slot], 0xEE)
-            self.free_slots.append(req.state_slot)
-
-    def _compute(self, req: PrefillRequest) -> None:
-        shares = list(zip(self.desks, self.shares[req.rid], strict=True))
-        assert not any(share.popped for _, share in shares), "its pages may be another's"
-        done = max(share.plan.computed for _, share in shares if share.plan is not None)
-        start = max(done, min(share.prefix_len for _, share in shares))
-        end = min(req.num_tokens, start + self.sim.random.randint(1, 3 * PAGE_SIZE))
-        if self.sim.sides[0].last is not None:
-            stops = [at for _, share in shares for at in share.stops if at > start]
-            end = min([end, *stops])
-        last = end == req.num_tokens
-        slot = -1
-        if last and self.scheduler.num_slots:
-            if not self.free_slots:
-                return
-            slot = self.free_slots.pop(0)
-        spoils = self.sim.spoils()
-        for desk, share in shares:
-            if done == 0 and not share.state.ended:
-                desk.check(share)
-            hashes = desk.hashes(req.tokens)[:end]
-            if spoils:
-                hashes = hashes ^ SPOILT
-            desk.rank.fill(share.pages, max(start, share.prefix_len), hashes, slot)
-            if (kept := self.sim.sides[0].last) is not None and share.pages_held is not None:
-                desk.check_last(share, desk.hashes(req.tokens)[:start])
-                desk.rank.fill_last(share.window_pages(kept.name), start, hashes)
-        if spoils:
-            self.free_slots += [slot] * (slot >= 0)
-            self._fail(req, end, last)
-            return
-        token = self.sim.next_token(req.tokens, self.scheduler.weights_version)
-        aux = token.to_bytes(4, "little") if last else b""
-        self.group.send_chunk(req, end, last, aux, None, slot)
-        if last:
-            del self.computing[req.rid]
-
-    def _fail(self, req: PrefillRequest, end: int, last: bool) -> None:
-        """The chunk up to `end` must not be used: that is found before it is handed over or, unless
-        it is the last one, at once after."""
-        self.sim.counters["spoilt on prefill"] += 1
-        if not last and self.sim.random.random() < 0.5:
-            self.group.send_chunk(req, end)
-        self.group.fail(req.rid, NotFiniteError("spoilt"))
-
-    def scribble(self) -> None:
-        """Overwrite all free pages, so that a write that still reads one shows."""
-        for desk in self.desks:
-            allocator = desk.scheduler.pages.allocator
-            desk.rank.scribble(allocator.pages_in(PageState.FREE), (), 0xEE)
-            for group in desk.scheduler.pages.windows:
-                desk.rank.scribble_last(group.allocator.pages_in(PageState.FREE), 0xEE)
-
-
-class LedPrefillEngine(PrefillEngine):
-    """One life of a prefill worker with one cache: rank 0's scheduler decides, and the others
-    follow its log, each at its own pace; but all know what is computed before it is."""
+    """One life of the prefill worker. Rank 0's scheduler decides, and the others follow its log,
+    each at its own pace; but all know what is computed before it is."""
 
     def __init__(self, sim: EngineSim) -> None:
-        super().__init__(sim, num_desks=1)
+        self.sim = sim
         side = sim.sides[0]
+        self.ranks = [sim.new_writer(rank) for rank in range(side.mesh.num_ranks)]
+        self.desk = PrefillDesk(sim, self.ranks[0])
+        self.scheduler = self.desk.scheduler
+        self.free_slots = list(range(side.num_slots))
+        self.computing: dict[str, PrefillRequest] = {}
+        self.failed: set[RoomKey] = set()  # as the engine was told
         windows = () if side.last is None else (side.last,)
         sizes = side.num_pages, side.page_size, side.num_slots
         self.log, self.rooms = PrefillLog(), PrefillRankRooms(len(self.ranks))
@@ -281,13 +166,14 @@ class LedPrefillEngine(PrefillEngine):
 
     def tell(self) -> None:
         self._command(self.scheduler.take_commands())
-        if self.log:
+        if self.followers and self.log:
             self._say()
 
     def _command(self, commands: Sequence[Any]) -> None:
         for command in commands:
             self.ranks[0].inbox.append(command)
-            self.log.command(command)
+            if self.followers:
+                self.log.command(command)
 
     def _say(self) -> None:
         raw = self.log.take(self.scheduler.requests.values())
@@ -299,6 +185,8 @@ class LedPrefillEngine(PrefillEngine):
 
     def catch_up(self) -> None:
         """The engine's broadcast before it computes."""
+        if not self.followers:
+            return
         self.tell()
         self._say()
         for rank, orders in self.orders.items():
@@ -306,6 +194,7 @@ class LedPrefillEngine(PrefillEngine):
                 self._follow(rank)
 
     def schedule(self) -> None:
+        """One thing the engine's scheduler may do."""
         behind = [rank for rank, orders in self.orders.items() if orders]
         said = [rank for rank in self.ranks if rank.events]
         if behind and self.sim.random.random() < 0.5:
@@ -317,6 +206,9 @@ class LedPrefillEngine(PrefillEngine):
 
     def _hear(self, rank: PrefillRank) -> None:
         event = rank.events.popleft()
+        if not self.followers:
+            self.desk.hear(event)
+            return
         if rank.rank:
             raw = pack_prefill_events(rank.rank, self.num_messages[rank], [event])
             self.num_messages[rank] += 1
@@ -324,39 +216,90 @@ class LedPrefillEngine(PrefillEngine):
         events, commands = self.rooms.on(rank.rank, event)
         self._command(commands)
         for joined in events:
-            self.desks[0].hear(joined)
+            self.desk.hear(joined)
+
+    def _pass(self) -> None:
+        """Take what the scheduler hands out, and compute a chunk."""
+        for req in self.desk.pop_bootstrapped():
+            self.computing[req.rid] = req
+        for req in self.desk.pop_failed():
+            self.failed.add(req.room_key)
+            self.computing.pop(req.rid, None)
+            self._free_slot(req)
+        for req in self.desk.pop_sent():
+            self._free_slot(req)
+        if self.computing:
+            self._compute(self.sim.random.choice(list(self.computing.values())))
+
+    def add(self, request: Request) -> None:
+        try:
+            self.desk.add(request)
+        except PrefixKVError:
+            self.sim.counters["refused by prefill"] += 1
+
+    def abort(self, rid: str) -> None:
+        self.computing.pop(rid, None)
+        self.desk.abort(rid)
+
+    def flush(self) -> None:
+        self.scheduler.flush()
+
+    def _free_slot(self, req: PrefillRequest) -> None:
+        """No write may read it any more, so it is overwritten at once."""
+        if req.state_slot >= 0:
+            for rank in self.ranks:
+                rank.scribble(_NO_PAGES, [req.state_slot], 0xEE)
+            self.free_slots.append(req.state_slot)
 
     def _compute(self, req: PrefillRequest) -> None:
         assert not req.popped, "its pages may be another's"
         if req.plan is None or req.pages_held is None:
             return
         self.catch_up()
-        last, hashes = self.sim.sides[0].last, self.desks[0].hashes(req.tokens)
-        assert last is not None
+        last, hashes = self.sim.sides[0].last, self.desk.hashes(req.tokens)
         start = max(req.plan.computed, req.prefix_len)
         end = min(req.num_tokens, start + self.sim.random.randint(1, 3 * PAGE_SIZE))
         end = min([end, *(at for at in req.stops if at > start)])
-        views = [req, *(follower.request(req.rid) for follower in self.followers.values())]
+        is_last = end == req.num_tokens
+        slot = -1
+        if is_last and self.scheduler.num_slots:
+            if not self.free_slots:
+                return
+            slot = self.free_slots.pop(0)
+        if req.plan.computed == 0 and not req.state.ended:
+            self.desk.check(req)
         spoils = self.sim.spoils()
+        computed = hashes[:end] ^ SPOILT if spoils else hashes[:end]
+        views = [req, *(follower.request(req.rid) for follower in self.followers.values())]
         for rank, view in zip(self.ranks, views, strict=True):
             assert (view.prefix_len, view.stops) == (req.prefix_len, req.stops)
-            row = view.window_pages(last.name)
             # What is there, of a former request or of this one's chunks, is right on each rank.
             rank.check_bytes(req, view.pages, hashes[:start])
-            rank.check_last(req, row, hashes[:start], last.window)
-            computed = hashes[:end] ^ SPOILT if spoils else hashes[:end]
-            rank.fill(view.pages, start, computed)
-            rank.fill_last(row, start, computed)
-        is_last = end == req.num_tokens
+            rank.fill(view.pages, start, computed, slot)
+            if last is not None:
+                row = view.window_pages(last.name)
+                rank.check_last(req, row, hashes[:start], last.window)
+                rank.fill_last(row, start, computed)
         if spoils:
+            self.free_slots += [slot] * (slot >= 0)
             self._fail(req, end, is_last)
             return
         token = self.sim.next_token(req.tokens, self.scheduler.weights_version)
-        self.group.send_chunk(req, end, is_last, token.to_bytes(4, "little") if is_last else b"")
+        aux = token.to_bytes(4, "little") if is_last else b""
+        self.desk.send_chunk(req, end, is_last, aux, None, slot)
         if is_last:
             del self.computing[req.rid]
 
+    def _fail(self, req: PrefillRequest, end: int, last: bool) -> None:
+        """The chunk up to `end` must not be used: that is found before it is handed over or, unless
+        it is the last one, at once after."""
+        self.sim.counters["spoilt on prefill"] += 1
+        if not last and self.sim.random.random() < 0.5:
+            self.desk.send_chunk(req, end)
+        self.desk.fail(req.rid, NotFiniteError("spoilt"))
+
     def scribble(self) -> None:
+        """Overwrite all free pages, so that a write that still reads one shows."""
         for rank in self.ranks:
             rank.scribble(self.scheduler.pages.allocator.pages_in(PageState.FREE), (), 0xEE)
             for group in self.scheduler.pages.windows:
@@ -599,7 +542,7 @@ class DecodeEngine:
                 self.kept[slot] = int(computed[at - 1])
         if spoils:
             if sim.random.random() < 0.5:
-                self.scheduler.computed(req, end, sim.now_s)
+                self.computed(req, start, end)
             del self.local[req]
             self.fail(req)
             return
@@ -609,7 +552,7 @@ class DecodeEngine:
             del self.local[req]
             if not req.resumed:
                 aux = self.next_token(tokens).to_bytes(4, "little")
-        self.scheduler.computed(req, end, sim.now_s, aux)
+        self.computed(req, start, end, aux)
         sim.counters["chunks computed on decode"] += 1
 
     def _keep(self, req: DecodeRequest) -> None:
@@ -620,6 +563,9 @@ class DecodeEngine:
             for rank in self._each_rank(req):
                 rank.check_bytes(req, req.pages, hashes, source)
             self.kept[slot] = int(hashes[-1])
+
+    def computed(self, req: DecodeRequest, start: int, end: int, aux: bytes = b"") -> None:
+        self.scheduler.computed(req, end, self.sim.now_s, aux)
 
     def finish(self, req: DecodeRequest) -> None:
         self.scheduler.finish(req, self.sim.now_s)
@@ -699,8 +645,7 @@ class EngineSim(Sim):
         self.decode = self.new_decode()
 
     def start_prefill(self) -> None:
-        is_led = self.checkpoints > 0 and self.sides[0].mesh.num_ranks > 1
-        self.prefill = LedPrefillEngine(self) if is_led else PrefillEngine(self)
+        self.prefill = PrefillEngine(self)
         self.writers = self.prefill.ranks
 
     def new_decode(self) -> DecodeEngine:
@@ -869,7 +814,7 @@ class EngineSim(Sim):
     def audit(self) -> None:
         audit_decode(self.decode.scheduler, self.pick(self.readers).control)
         self.decode.audit()
-        audit_prefill(self.pick(self.prefill.desks).scheduler)
+        audit_prefill(self.prefill.scheduler)
         self.audit_outcomes()
 
     def audit_outcomes(self) -> None:
@@ -937,7 +882,7 @@ class EngineSim(Sim):
 
     @property
     def schedulers(self) -> list[Any]:
-        return [self.decode.scheduler, *(desk.scheduler for desk in self.prefill.desks)]
+        return [self.decode.scheduler, self.prefill.scheduler]
 
     def quiet(self) -> bool:
         ranks = any(rank.inbox or rank.events for rank in self.ranks)
@@ -964,8 +909,7 @@ class EngineSim(Sim):
                 engine.schedule()
             engine.schedule()
         self.decode.compare_ranks()
-        if isinstance(self.prefill, LedPrefillEngine):
-            self.prefill.check_at_rest()
+        self.prefill.check_at_rest()
         for scheduler in self.schedulers:
             assert_at_rest(scheduler)
         rooms = [str(reader.me) for reader in self.readers if reader.control.num_rooms]

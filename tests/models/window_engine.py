@@ -190,7 +190,7 @@ class WindowPair:
             self.decode = DecodeNode(self.d_model.pool, of_decode, transport=transport)
         else:
             self.prefill = PrefillGroup(self.p_model.pools, config, self.p_model.mesh)
-            self.prefills = list(self.prefill.nodes)
+            self.prefills = [self.prefill]
             self.decode = DecodeGroup(
                 self.d_model.pools, of_decode, self.d_model.mesh, digest_every=1
             )
@@ -247,11 +247,9 @@ class WindowPair:
     def on_prefill(self, req: PrefillRequest) -> list[tuple[Any, WindowPages]]:
         """The request's pages on each rank."""
         ranks: list[Any] = [req]
-        if isinstance(self.prefill, PrefillGroup):
-            ranks = list(self.prefill.ranks_of(req.rid))
         if others := getattr(self.prefill, "others", []):
-            # With one cache the others compute by what the log has told them.
-            self.prefills[0].hand_log()
+            # The others compute by what the log has told them.
+            self.prefill._hand_log()
             ranks[1:] = [other.request(req.rid) for other in others]
             for one in ranks:
                 assert (one.prefix_len, one.stops) == (req.prefix_len, req.stops)

@@ -105,7 +105,7 @@ class Untyped(LeastRecentlyUsed):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [Adaptive(half_life_s=7.0), Untyped(3.0), "adaptive"])
 def test_an_object_of_a_policy_serves_a_group(policy: Any) -> None:
-    """Each rank has one of its own with the same settings, on either side."""
+    """Each rank of decode has one of its own with the same settings."""
     configs = PrefillConfig(policy=copy(policy)), DecodeConfig(policy=copy(policy))
     pair = MeshPair(MESH, MESH, prefill_config=configs[0], decode_config=configs[1])
     with pair.prefill, pair.decode:
@@ -113,13 +113,12 @@ def test_an_object_of_a_policy_serves_a_group(policy: Any) -> None:
             pair.submit(f"r{turn}", tokens_of(1, 30), room=turn)
             until(lambda turn=turn: bool(pair.step() or f"r{turn}" in pair.arrived))  # type: ignore[misc]
             pair.decode.finish(pair.arrived[f"r{turn}"])
-        of_prefill = [node.scheduler.pages.cache.policy for node in pair.prefill.nodes]
         others = [rank.replica.page_manager.cache.policy for rank in pair.decode.others]
         of_decode = [pair.decode.scheduler.pages.cache.policy, *others]
-        for used in (of_prefill, of_decode):
-            assert len({id(one) for one in used}) == len(used) == 2
-            if not isinstance(policy, str):
-                assert all(vars_of(one) == vars_of(policy) for one in used)
+        asked = [getattr(one, "asked", one) for one in of_decode]
+        assert len({id(one) for one in asked}) == len(asked) == 2
+        if not isinstance(policy, str):
+            assert all(vars_of(one) == vars_of(policy) for one in asked)
     assert pair.mismatches == 0
 
 
@@ -172,8 +171,8 @@ class JunkWorld:
         for room, rid in ((2, "waits"), (3, "computes")):
             pair.submit(rid, tokens_of(room, 20), room=room)
         pair.until(lambda: len(pair.computing) == 2)
-        pair.compute(pair.prefill.ranks_of("computes")[0])
-        runs, computes = pair.arrived["runs"], pair.prefill.ranks_of("computes")[0]
+        pair.compute(pair.on_prefill("computes"))
+        runs, computes = pair.arrived["runs"], pair.on_prefill("computes")
         again = Request("runs", tokens_of(1, 20), 4, room=4, prefill=pair.prefill.endpoint)
         self.odd = [runs, computes, again, "computes", "runs", [runs, runs], 20]
         decode, prefill = pair.decode, pair.prefill
@@ -196,7 +195,7 @@ class JunkWorld:
 
     def seen(self) -> Any:
         pair = self.pair
-        nodes = [pair.decode, *pair.prefill.nodes]
+        nodes = [pair.decode, pair.prefill]
         return [
             [(rid, req.state) for rid, req in node.scheduler.requests.items()] for node in nodes
         ] + [

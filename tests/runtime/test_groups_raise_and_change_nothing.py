@@ -120,7 +120,7 @@ WORKERS: dict[type, Callable[[], Arguments]] = {
     ),
     PrefillNode: lambda: (
         [make_pool(), prefill_config()],
-        {"mesh": None, "rank": 0, "endpoints": (), "state": None, "usable_prefix": None,
+        {"mesh": None, "endpoints": (), "state": None, "usable_prefix": None,
          "transport": None, "ranks": None},
     ),
     DecodeTransfers: lambda: (
@@ -129,7 +129,7 @@ WORKERS: dict[type, Callable[[], Arguments]] = {
     ),
     PrefillTransfers: lambda: (
         [make_pool(), prefill_config()],
-        {"mesh": None, "rank": 0, "endpoints": (), "state": None, "transport": None},
+        {"mesh": None, "endpoints": (), "state": None, "transport": None},
     ),
     DecodeRank: lambda: ([rank_pool(), decode_config(), MESH, 1, WORKER], {"state": None}),
     PrefillRank: lambda: ([rank_pool(), prefill_config(), MESH, 1], {"state": None}),
@@ -302,8 +302,7 @@ class Groups:
         prefill = self.prefill
         return picture(
             self.decode.scheduler, [rank.replica for rank in self.decode.others],
-            [node.scheduler for node in prefill.nodes], prefill._reqs, prefill._begun,
-            prefill._num_ended, prefill._ready, prefill._failed,
+            prefill.scheduler, [rank.follower for rank in prefill.others],
         )  # fmt: skip
 
     def calls(self) -> dict[str, tuple[list[Any], dict[str, Any]]]:
@@ -321,7 +320,6 @@ class Groups:
             "decode.wait": (["0"], {}),
             "prefill.add": ([request(1, self.prefill)], {}),
             "prefill.refuse": ([request(2, self.prefill), "no"], {}),
-            "prefill.ranks_of": (["nobody"], {}),
             "prefill.pop_bootstrapped": ([0], {}),
             "prefill.send_chunk": (
                 [self.computing, 99],
@@ -363,8 +361,8 @@ def test_every_call_that_a_group_or_a_rank_has_of_its_own_is_tried(groups: Group
         for name, call in inspect.getmembers(kind, inspect.isfunction)
         if not name.startswith("_")
         and name not in _WITHOUT_ARGUMENTS
-        # What DecodeGroup has of DecodeNode is tried with that.
-        and (side != "decode" or call.__qualname__.startswith("DecodeGroup."))
+        # What a group has of its node is tried with that.
+        and (side == "rank" or call.__qualname__.startswith(f"{kind.__name__}."))
     }
     assert own <= groups.calls().keys()
 
@@ -417,7 +415,6 @@ def test_a_request_of_another_worker_is_refused_by_name(groups: Groups) -> None:
             lambda: decode.finish(running),
             lambda: decode.pages_of(running),
             lambda: prefill.send_chunk(computing, 21, last=True),
-            lambda: prefill.nodes[0].send_chunk(computing, 21, last=True),
         ):
             with pytest.raises(RequestError, match=r"'r[12]' is another node's"):
                 call()
@@ -431,7 +428,6 @@ def test_a_request_of_another_worker_is_refused_by_name(groups: Groups) -> None:
             lambda: decode.append_many([running], [7]),
             lambda: decode.reserve_many([running], 1),
             lambda: prefill.send_chunk(computing, 21),
-            lambda: prefill.nodes[1].send_chunk(others.prefill.ranks_of("r2")[1], 21),
         ):
             with pytest.raises(RequestError, match=r"'r[12]' is another node's"):
                 call()

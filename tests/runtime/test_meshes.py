@@ -11,6 +11,7 @@ import pytest
 from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import AbortedError
 from prefixkv.memory.mesh import Mesh
+from prefixkv.protocol.commands import AbortRoom
 from tests.models.mesh_workers import MeshPair
 from tests.models.node_pair import tokens_of
 
@@ -96,7 +97,7 @@ def test_auto_takes_shm_on_every_rank_staged_or_not(num_bytes: int) -> None:
         assert (pair.prefill.stats()["staging_pieces_written"] > 0) == bool(num_bytes)
         ways = {
             peer.backend
-            for node in pair.prefill.nodes
+            for node in (pair.prefill, *pair.prefill.others)
             for peer in node.transfers.thread.transport._peers.values()
         }
         assert ways == {"shm"}
@@ -143,7 +144,7 @@ def test_an_abort_from_either_side_ends_the_room_on_all_ranks(mode: str) -> None
             pair.submit(rid, tokens_of(number, 60), room=number + 1)
         pair.until(lambda: len(pair.computing) == 3)
         for rid in list(pair.computing):  # one chunk is under way
-            pair.compute(pair.prefill.ranks_of(rid)[0])
+            pair.compute(pair.on_prefill(rid))
         pair.decode.abort("by decode")
         pair.prefill.abort("by prefill")
         pair.hold = False
@@ -185,21 +186,21 @@ def test_opaque_pages_of_unequal_shares_say_why() -> None:
 
 
 def test_a_request_that_failed_on_one_rank_is_computed_no_more_on_any() -> None:
-    """Its pages there are free once it is popped: the engine hears of it in that call, not when it
-    failed on all."""
+    """The engine hears of it once, as soon as one rank has said so."""
     with MeshPair(mesh(2), mesh(2)) as pair:
         pair.hold = True
         pair.submit("r", tokens_of(1, 60), room=1)
         pair.until(lambda: "r" in pair.computing)
-        req = pair.prefill.ranks_of("r")[0]
-        pair.prefill.nodes[1].abort("r")
-        assert pair.prefill.pop_failed() == [req]
+        req = pair.on_prefill("r")
+        pair.prefill.others[0].transfers.submit(AbortRoom(req.room_key, "on one rank"))
+        pair.until(lambda: "r" in pair.prefill_failed)
         assert isinstance(req.error, AbortedError)
         assert pair.prefill.send_chunk(req, 12) == 0
-        del pair.computing["r"]
         pair.until(lambda: "r" in pair.failed and pair.at_rest())
-        assert not pair.prefill_failed, "once is enough"
+        pair.prefill_failed.clear()
+        pair.failed.clear()
         pair.submit("r", tokens_of(1, 60), room=2)  # the name is free again on all ranks
         pair.hold = False
         pair.until(lambda: "r" in pair.arrived)
         assert pair.mismatches == 0
+        assert not pair.prefill_failed, "once is enough"

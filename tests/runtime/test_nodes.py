@@ -453,7 +453,6 @@ def made_of() -> list[tuple[Any, str]]:
     return [
         *wrong,
         (partial(DecodeNode, pool, decode, mesh), "ranks is a Mesh"),
-        (partial(PrefillNode, pool, prefill, rank=-1), "rank is -1"),
         (partial(DecodeRank, decode, pool, mesh, 1, me), "config is a KVPool"),
         (partial(DecodeRank, pool, decode, mesh, 1, "d"), "worker is a str"),
         (partial(DecodeGroup, [pool], mesh, decode), "config is a Mesh"),

@@ -29,7 +29,6 @@ from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.ranks.prefill_log import PrefillLog
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
@@ -243,7 +242,7 @@ def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
         until(lambda: bool(pair.computing), step=pair.step)
         (req,) = pair.computing
         token = pair.p_model.forward(pair.on_prefill(req), req.tokens.tolist(), 0)
-        sides = pair.prefill.nodes[0].transfers, pair.prefill.others[0].transfers
+        sides = pair.prefill.transfers, pair.prefill.others[0].transfers
         given: list[Any] = []
         submit = sides[1].submit
         sides[1].submit = lambda command: (given.append(command), submit(command))
@@ -337,11 +336,7 @@ STATE = StateTensor("s", 0, 1, (1,))
         ),
         (
             lambda: PrefillNode(grouped(), PrefillConfig(checkpoints=2), mesh=Mesh(1, 2, 2)),
-            r"keeps them on rank 0 alone, built with ranks=PrefillLog\(\)",
-        ),
-        (
-            lambda: PrefillNode(grouped(), mesh=Mesh(1, 2, 2), rank=1, ranks=PrefillLog()),
-            "rank 1 that follows a PrefillLog is a PrefillRank",
+            "a mesh of 2 ranks needs a PrefillLog",
         ),
         (lambda: PrefillNode(grouped(), usable_prefix=lambda req, num: num), "usable_prefix: "),
         (lambda: DecodeNode(grouped(60)), "'sliding' has 12 pages; one request may need 17"),
@@ -456,7 +451,7 @@ def test_two_ranks_a_side_get_their_own_bytes_in_every_group() -> None:
         for token in range(3):
             decode.append_many([req], [token])
         decode.finish(req)
-        until(lambda: decode.scheduler.idle and not prefill.nodes[0].scheduler.requests, step=step)
+        until(lambda: decode.scheduler.idle and not prefill.scheduler.requests, step=step)
         decode.audit()
         prefill.audit()
 

@@ -87,8 +87,8 @@ def run_chats(
     seed: int, caches: Sequence[bool], say: Say, chats: Mapping[str, int] = CHATS,
     links: Sequence[LinkRate] = (), passes: int = PASSES,
 ) -> list[ChatsReport]:  # fmt: skip
-    """Play the demo's chats on workers of their own and compare the answers. Returns a report for
-    this machine as it is, and one for each link.
+    """Play the chats on workers of their own and compare the answers. Returns a report for this
+    machine as it is, and one for each link.
 
     Args:
         seed: of the model's weights and of the workload.
@@ -145,8 +145,8 @@ def run_chats(
 async def _play_passes(
     folder: Path, caches: Sequence[bool], workload: Workload, say: Say, link: LinkRate, passes: int
 ) -> ChatsReport:
-    """Play the demo's passes over one link, cache on and off, on worker processes that share one
-    prefill worker."""
+    """Play the passes over one link, cache on and off, on worker processes that share one prefill
+    worker."""
     from prefixkv.cli.chats.play import play
     from prefixkv.cli.chats.report import ChatsReport
     from prefixkv.cli.chats.workers import PREFILL, ModelWorkers
@@ -195,7 +195,6 @@ def small_vocabulary() -> Vocabulary:
 
 
 def _name(on: bool) -> str:
-    """Return the name of the demo's decode worker with its cache on, or off."""
     return "decode-0" if on else "decode-1"
 
 
@@ -207,7 +206,6 @@ async def _pages_left(workers: ModelWorkers, name: str, title: str) -> list[str]
 
 
 def _bytes_sent(figures: dict[str, float]) -> float:
-    """Return the KV bytes that the demo's prefill worker has sent, from its metrics."""
     return figures['prefixkv_sent_bytes_total{node="prefill"}']
 
 
@@ -228,7 +226,7 @@ def compare(reports: Sequence[ChatsReport], reference: Reference) -> None:
 
 
 def as_json(reports: Sequence[ChatsReport]) -> dict[str, Any]:
-    """Return the demo's reports for `--json`: the first one whole, of the others their figures."""
+    """Return the reports for `--json`: the first one whole, of the others their figures."""
     here, *others = reports
     links = {}
     for report in others:
@@ -241,7 +239,7 @@ def as_json(reports: Sequence[ChatsReport]) -> dict[str, Any]:
 
 
 def show(reports: Sequence[ChatsReport], print_it: Callable[[Any], object]) -> None:
-    """Print the demo's figures on this machine, its TTFT over each link, and one conversation."""
+    """Print the figures on this machine, the TTFT over each link, and one conversation."""
     from prefixkv.cli.chats.report import links_table
     from prefixkv.engines.hf.small import small_tokenizer
 

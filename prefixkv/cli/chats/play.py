@@ -62,7 +62,7 @@ class Vocabulary:
         ]
 
     def _words(self, run: Run) -> list[int]:
-        """Return a run of the chats' workload as word ids of the vocabulary."""
+        """Return a run of the workload as word ids of the vocabulary."""
         return [int(token) % self._num + self._first for token in run.tokens()]
 
 

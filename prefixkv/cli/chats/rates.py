@@ -14,7 +14,7 @@ LEAST_BITS: Final = 10**8
 
 
 class LinkRate(NamedTuple):
-    """A network that the demo's KV travels on: its name, and its rate; 0: no limit."""
+    """A network that the KV travels on: its name, and its rate; 0: no limit."""
 
     name: str
     bytes_per_s: int
@@ -24,7 +24,7 @@ HERE: Final = LinkRate("this machine", 0)
 
 
 def link_of(text: str) -> LinkRate:
-    """Return the demo's link of a text such as "10Gbit", in bits a second.
+    """Return the link of a text such as "10Gbit", in bits a second.
 
     >>> link_of("2.5Gbit")
     LinkRate(name='2.5 Gbit/s', bytes_per_s=312500000)

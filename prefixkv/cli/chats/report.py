@@ -90,7 +90,6 @@ class ChatsReport:
         }
 
     def _figures(self, cache: bool) -> dict[str, Any]:
-        """Return the report's figures of one pass of the chats."""
         played = self.played[cache]
         answers = played.all()
 

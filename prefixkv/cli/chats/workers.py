@@ -206,7 +206,6 @@ class ModelWorkers:
 
 
 def _get(url: str, key: str) -> str:
-    """Fetch a worker's page of metrics over HTTP. Blocks."""
     request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"})
     # No proxy of the environment: the workers are on this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

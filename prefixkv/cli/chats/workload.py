@@ -117,7 +117,6 @@ def _log_normal(
 
 
 def _mix(*parts: int) -> int:
-    """Mix several numbers into one seed of the workload."""
     state = np.zeros(1, dtype=np.uint64)
     for part in parts:
         state = splitmix64(state ^ splitmix64(np.array([part % 2**64], dtype=np.uint64)))

@@ -104,7 +104,6 @@ def check_trace(trace: Trace, warm: float = 0.0) -> TraceCheck:
 
 
 def _repeating_prompts(trace: Trace) -> int:
-    """Count the prompts of a trace that have one block's id at two positions."""
     if trace.kind == TOKENS:  # equal tokens at two positions are two blocks
         return 0
     count = 0
@@ -240,7 +239,6 @@ def enough_for_lru(trace: Trace, warm: float = 0.0) -> int:
 
 
 def _smaller(trace: Trace) -> str:
-    """Say how blocks of this trace become smaller."""
     if trace.kind == TOKENS:
         return "--page-size takes smaller ones."
     if trace.kind == RECORD:
@@ -300,7 +298,6 @@ def _common_tokens(trace: Trace) -> int:
 
 
 def _common_bytes(one: bytes, other: bytes) -> int:
-    """Return the length of the common beginning of two prompts' packed tokens."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         half = (low + high + 1) // 2

@@ -294,7 +294,7 @@ def _check(console: Console, traces: list[Trace], warm: float, json_file: Path |
 
 
 def _row(result: ReplayResult, bytes_per_token: int) -> str:
-    """Format a replay's result as a line of the command's table; * marks the default policy."""
+    """Format a replay's result as a line of the table; * marks the default policy."""
     name = result.policy + ("*" if result.policy == DEFAULT_POLICY else "")
     saved = amount(result.hit_tokens * bytes_per_token) if bytes_per_token else "-"
     return LAYOUT.format(
@@ -322,7 +322,6 @@ def _makers(given: list[str]) -> dict[str, MakePolicy | None]:
 
 
 def _capacities(sizes: str) -> list[int]:
-    """Return the capacities to replay at, of `--capacity`, each once. Raises ConfigError."""
     try:
         capacities = [int(size) for size in sizes.split(",")]
     except ValueError:

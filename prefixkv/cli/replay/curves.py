@@ -47,8 +47,8 @@ def amount(num_bytes: float) -> str:
 
 
 def best(results: Sequence[ReplayResult], capacity: int) -> ReplayResult | None:
-    """Return the replay's result of the policy to use at this capacity: the one with the most hits,
-    unless the default, or else lru, is as good up to noise. None if no policy was run."""
+    """Return the result of the policy to use at this capacity: the one with the most hits, unless
+    the default, or else lru, is as good up to noise. None if no policy was run."""
     there = [one for one in results if one.capacity_blocks == capacity and one.policy != OPTIMUM]
     most_hit = max((one.block_hit_ratio for one in there), default=0.0)
     # Noise counts from both ends: near a hit rate of 1 a small share of the hits is most of the
@@ -69,8 +69,8 @@ def best(results: Sequence[ReplayResult], capacity: int) -> ReplayResult | None:
 def sentence(
     results: Sequence[ReplayResult], pool: int, bytes_per_token: int = 0, block_tokens: int = 0
 ) -> str:
-    """Return the replay's recommendation for a pool of `pool` blocks, and what half or twice of it
-    would bring.
+    """Return the recommendation for a pool of `pool` blocks, and what half or twice of it would
+    bring.
 
     Args:
         results: of one trace; at `pool` all policies, at half and twice of it that of `best`.
@@ -104,7 +104,6 @@ def sentence(
 
 
 def _saved(num_tokens: int, bytes_per_token: int) -> str:
-    """Format the KV that hits of a replay have saved."""
     if bytes_per_token:
         return f"{amount(num_tokens * bytes_per_token)} of KV"
     return f"the KV of {num_tokens:,} tokens"

@@ -62,7 +62,6 @@ def host_sizes(setting: str, given: Iterable[str | int]) -> list[HostSize]:
 
 
 def _size(setting: str, given: str | int) -> HostSize:
-    """Return the size of a host tier that one text, or a number of blocks, names."""
     text = str(given).strip()
     size = parse_size(text)
     if isinstance(given, bool) or not isinstance(given, str | int) or size is None:
@@ -76,7 +75,7 @@ def _size(setting: str, given: str | int) -> HostSize:
 
 
 def host_row(host: HostResult, capacity: int, trace: Trace) -> str:
-    """Format what a host tier found as a line of the command's table, below that of its device."""
+    """Format what a host tier found as a line of the table, below that of its device."""
     return (
         f"  + host {host.host_blocks:,} blocks{_size_in_words(host, capacity, trace)}: finds "
         f"{host.host_hit_ratio:.4f} more, {host.block_hit_ratio:.4f} in all; writes "
@@ -94,7 +93,6 @@ def _amount(blocks: float, trace: Trace) -> str:
 
 
 def _times(host: HostResult, capacity: int) -> str:
-    """Format a host tier's size in capacities of the device."""
     return f"{host.host_blocks / capacity:.3g}x"
 
 

@@ -93,7 +93,6 @@ class Replays:
         known: int,
         behind: Sequence[int],
     ) -> None:
-        """Hand on what one request of a replay has found."""
         trace, request = self.trace, self.trace.requests[at]
         counted = at >= int(self.warm * len(trace.requests))
         assert self.each is not None
@@ -190,7 +189,6 @@ def maker_of(name: str) -> MakePolicy | None:
 
 
 def _makers(policies: Any) -> dict[str, MakePolicy | None]:
-    """Return, by the name of its curve, what makes each policy. Raises ConfigError."""
     if isinstance(policies, str) or callable(policies):
         policies = [policies]
     if not isinstance(policies, Mapping):

@@ -86,14 +86,12 @@ class _TraceReader:
         return found.in_order()
 
     def _add_tokens(self, entry: dict[str, Any]) -> None:
-        """Read a trace's prompt that is given as tokens."""
         key = RadixKey(entry["tokens"])
         # Here a prompt has no partial block: `page_size` cuts it when it is matched.
         key.check()
         self._requests.append(TraceRequest(self._time_s(entry), key, key, len(key)))
 
     def _add_blocks(self, entry: dict[str, Any]) -> None:
-        """Read a Mooncake trace's prompt, which is given as hash ids."""
         length = number_in(entry, "input_length", 0, TOKEN_LIMIT - 1)
         if "block_size" in entry:
             size = number_in(entry, "block_size", 1, 1 << 20)
@@ -123,7 +121,6 @@ class _TraceReader:
         block_tokens: int,
         namespace: Hashable = None,
     ) -> None:
-        """Add a request with these blocks to the trace that is read."""
         names = self._names
         blocks = [names.setdefault(name, len(names)) for name in ids]
         key = RadixKey(blocks, namespace)

@@ -63,11 +63,11 @@ class Hits:
         self._begin_s = time.perf_counter()
 
     def counts(self, at: int) -> bool:
-        """Return whether the replay's request number `at` counts, and does not only warm."""
+        """Return whether request number `at` counts, and does not only warm."""
         return at >= self._from
 
     def add(self, at: int, known: int, held: int = 0, behind: Sequence[int] = ()) -> None:
-        """Count the hits of a replay's request number `at`.
+        """Count the hits of request number `at`.
 
         Args:
             known: of its blocks, how many the device has.
@@ -88,13 +88,12 @@ class Hits:
             host.load(blocks)
 
     def refuse(self, at: int) -> None:
-        """Count the replay's request number `at`, which does not fit the pool."""
+        """Count request number `at`, which does not fit the pool."""
         self.add(at, 0, 0, (0,) * len(self._hosts))
         self._too_long += self.counts(at)
 
     def result(self, policy: str, capacity: int, evicted: int) -> ReplayResult:
-        """Return the replay's hit rates and costs, with the time per request since this object was
-        made."""
+        """Return the hit rates and costs, with the time per request since this object was made."""
         count = len(self._trace.requests)
         return ReplayResult(
             trace=self._trace.name,

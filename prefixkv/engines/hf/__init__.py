@@ -61,7 +61,6 @@ def check_extra() -> None:
 
 
 def _is_missing(name: str) -> bool:
-    """Return whether a package of the extra `hf` cannot be imported, without importing it."""
     try:
         return find_spec(name) is None
     except ValueError:  # `sys.modules` has None for it, which blocks the import

@@ -43,7 +43,7 @@ class FlatPool:
         window: int = 0,
         sliding: FlatPool | None = None,
     ) -> None:
-        """Make the HF engine's flat views of a pool, by page and by token, without copies.
+        """Make the flat views of a pool, by page and by token, without copies.
 
         Args:
             pool: the pool.
@@ -93,7 +93,7 @@ class FlatPool:
         self._buffer = flat.new_empty(0)
 
     def rows(self, pages: Pages) -> torch.Tensor:
-        """Return the pages' row numbers in HF attention's flat pool: of K, then of V.
+        """Return the pages' row numbers in the flat pool: of K, then of V.
 
         Int64 [2, *pages.shape], on the CPU.
         """
@@ -121,8 +121,6 @@ class _Block(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The new tokens of one sequence in a forward."""
-
     rows: torch.Tensor  # rows of the pages that hold all its KV, K then V: [2 * pages]
     copies: torch.Tensor  # the memory into which they are gathered
     blocks: list[_Block]
@@ -167,12 +165,12 @@ class Plan:
         self._of_layer = {layer: group for group in groups for layer in group.flat.pages}
 
     def group(self, layer: int) -> GroupPlan | None:
-        """Return the plan of the layers of an HF model that keep what this one keeps; None of a
-        layer without KV."""
+        """Return the plan of the layers of a model that keep what this one keeps; None of a layer
+        without KV."""
         return self._of_layer.get(layer)
 
     def erase(self, new: torch.Tensor) -> None:
-        """Set the KV of some new tokens of an HF forward to zero, in all layers. See
+        """Set the KV of some new tokens of a forward to zero, in all layers. See
         `GroupPlan.erase`."""
         for group in self._groups:
             group.erase(new)
@@ -186,7 +184,7 @@ class Plan:
         scale: float | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the new tokens' KV of one layer of an HF model, and return their attention. See
+        """Write the new tokens' KV of one layer of a model, and return their attention. See
         `GroupPlan`."""
         group = self._of_layer[layer]
         # First, since a new token attends to itself, and is read from its page.
@@ -201,8 +199,8 @@ def _seen_pages(
     window: int,
     page_size: int,
 ) -> tuple[list[Pages], list[int], list[int]]:
-    """Return of each sequence of an HF forward the window group's pages that its new tokens see,
-    and where these begin and end, counted from the first token of the first of those pages."""
+    """Return of each sequence of a forward the window group's pages that its new tokens see, and
+    where these begin and end, counted from the first token of the first of those pages."""
     rows, firsts, lasts = [], [], []
     for (first, ids), start, end in zip(windows, starts, ends, strict=True):
         begin, stop = max(0, start + 1 - window) // page_size, pages_for(end, page_size)
@@ -238,9 +236,9 @@ class GroupPlan:
         # 1. Places to write to. Slots are counted in pages of the pool; a token's row is counted in
         # its memory, where K and V of a page need not be adjacent.
         slots = slot_mapping(rows, starts, ends, size)
-        first = slots // size * flat.page_rows * size + slots % size
-        self._k_to = torch.from_numpy(first + flat.k_row * size).to(device)
-        self._v_to = torch.from_numpy(first + flat.v_row * size).to(device)
+        tokens = slots // size * flat.page_rows * size + slots % size
+        self._k_to = torch.from_numpy(tokens + flat.k_row * size).to(device)
+        self._v_to = torch.from_numpy(tokens + flat.v_row * size).to(device)
         # 2. Pages to read. The memory of the longest sequence is made first: a later, larger one
         # would replace it.
         used = [row[: pages_for(end, size)] for row, end in zip(rows, ends, strict=True)]
@@ -265,7 +263,7 @@ class GroupPlan:
             self._parts.append(_Part(page_rows, copies, blocks))
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the new tokens' KV of one layer into the pages, before HF attention reads them.
+        """Write the new tokens' KV of one layer into the pages.
 
         key, value: [1, heads, N, dim].
         """
@@ -298,7 +296,7 @@ class GroupPlan:
         source, outs = self.flat.pages[layer], list[torch.Tensor]()
         _, heads, num, dim = query.shape
         grouped = query[0].transpose(0, 1).reshape(num, self.flat.layout.num_kv_heads, -1, dim)
-        queries = iter(grouped.split(self._sizes))
+        queries = iter(torch.split(grouped, self._sizes))
         for part in self._parts:
             torch.index_select(source, 0, part.rows, out=part.copies)
             outs += [_attend_block(next(queries), block, scale, sinks) for block in part.blocks]
@@ -356,7 +354,7 @@ def _attend_with_sinks(
     num: int = 1,
 ) -> torch.Tensor:
     """Return attention with a sink: one more logit of each query head, [query heads], which takes
-    part in the softmax of HF's attention, and whose value is zero.
+    part in the softmax, and whose value is zero.
 
     q: [B, heads, group * num, dim], the queries of each head of a group beside each other; k, v:
     [B, heads, keys, dim]; mask: bool, True where a query sees a key. Returns the shape of q.

@@ -35,7 +35,7 @@ def _model() -> tuple[PagedModel, Reference]:
 
 
 class HFSides:
-    """Both HF workers with a model that computes in no time. See `EngineSides`.
+    """Both workers with a model that computes in no time. See `EngineSides`.
 
     Raises NotImplementedError for several tokens per step: the kit's model has no draft.
     """
@@ -50,11 +50,9 @@ class HFSides:
         self._start_decode()
 
     def _models(self) -> tuple[PagedModel, Reference]:
-        """Return the HF model of all scenarios, and the same without pages."""
         return _model()
 
     def _start_prefill(self) -> None:
-        """Make the HF prefill worker of a scenario."""
         settings = self._settings
         pool = self._model.make_pool(
             settings.prefill_pages, settings.prefill_page_size, step_tokens=settings.chunk_tokens
@@ -65,7 +63,6 @@ class HFSides:
         self._jobs: list[str] = []  # names of all that were submitted
 
     def _start_decode(self) -> None:
-        """Make the HF decode worker of a scenario."""
         pool = self._model.make_pool(self._settings.decode_pages, self._settings.page_size)
         self._decode = DecodeEngine(self._model, pool, self._settings.decode)
 
@@ -78,7 +75,7 @@ class HFSides:
         return self._prefill.node
 
     def submit(self, prompt: Prompt, answer: AnswerLog) -> None:
-        """Submit a prompt to the HF decode worker; its job for prefill goes with the next pass."""
+        """Submit a prompt to the decode worker; its job for prefill goes with the next pass."""
 
         def on_output(output: Output) -> None:
             if output.token is not None:
@@ -97,7 +94,7 @@ class HFSides:
         self._decode.submit(ask, on_output)
 
     def abort(self, rid: str, side: Side) -> None:
-        """Abort a prompt on the HF decode worker, or each of its jobs on prefill."""
+        """Abort a prompt on the decode worker, or each of its jobs on prefill."""
         if side == "decode":
             self._decode.abort(rid)
             return
@@ -106,7 +103,7 @@ class HFSides:
                 self._prefill.abort(name)
 
     def step(self) -> bool:
-        """Make one pass of each HF worker."""
+        """Make one pass of each worker."""
         for job in self._decode.take_prefill_jobs():
             # A worker that has gone takes no job; decode finds out by itself.
             if job.prefill == self._prefill.endpoint:
@@ -120,7 +117,7 @@ class HFSides:
         return self._reference.answer(tokens, num_tokens)
 
     def restart(self, side: Side) -> None:
-        """Close one HF worker, and make it again with an empty pool."""
+        """Close one worker, and make it again with an empty pool."""
         if side == "prefill":
             self._prefill.close()
             self._start_prefill()
@@ -129,6 +126,6 @@ class HFSides:
             self._start_decode()
 
     def close(self) -> None:
-        """Close both HF workers."""
+        """Close both workers."""
         self._decode.close()
         self._prefill.close()

@@ -68,7 +68,7 @@ class _Chunk(NamedTuple):
 
     @property
     def gives_token(self) -> bool:
-        """True if the answer's first token is sampled behind this chunk of an HF prompt."""
+        """True if the answer's first token is sampled behind this chunk of a prompt."""
         return self.end == self.req.fill_len and not self.req.resumed
 
 
@@ -220,7 +220,7 @@ class DecodeEngine:
             self._held.append(held)
 
     def _add_sample(self, held: _HeldSamples) -> _Answer:
-        """Add the next one of HF's held samples to the node. Raises as `submit` does; the sample is
+        """Add the next one of the held samples to the node. Raises as `submit` does; the sample is
         not held in any case."""
         ask, i = held.ask, held.sample
         held.sample += 1
@@ -241,7 +241,6 @@ class DecodeEngine:
         return _Answer(ask, i, held.on_output, choice, held.ends, req, text)
 
     def _begin_to_answer(self, answer: _Answer) -> None:
-        """Register an HF answer whose sample is on the node, and have its prompt computed."""
         rid = answer.req.rid
         self._answers[rid] = answer
         if answer.ask.sampling.logprobs is not None:
@@ -251,9 +250,9 @@ class DecodeEngine:
             self._jobs.append(self._job(answer))
 
     def _add_held(self, most: float = _MOST_WAITING) -> None:
-        """Add HF's held samples to the node, one of each request in turn, while fewer than `most`
-        wait there for their prefill worker; only one, so that they go on, while one of those waits
-        for it that are never held. So a worker that stands still holds up its own alone. Cost:
+        """Add held samples to the node, one of each request in turn, while fewer than `most` wait
+        there for their prefill worker; only one, so that they go on, while one of those waits for
+        it that are never held. So a worker that stands still holds up its own alone. Cost:
         O(answers)."""
         self._waiting = [req for req in self._waiting if _waits(req)]
         waiting = Counter(req.prefill for req in self._waiting)
@@ -279,7 +278,7 @@ class DecodeEngine:
                 self._held.append(held)
 
     def _take_held(self, outputs: list[tuple[OnOutput, Output]]) -> None:
-        """Add some of HF's held samples to the node, and collect the ends of those that have ended
+        """Add some of the held samples to the node, and collect the ends of those that have ended
         while they were held."""
         for _, output in self._held_ends:
             self._forget_name(output.rid, f"{output.rid}/{output.sample}")
@@ -291,7 +290,6 @@ class DecodeEngine:
     def _end_held(
         self, held: _HeldSamples, sample: int, finish: Finish, error: Exception | None = None
     ) -> None:
-        """End one of HF's held samples; the next `step` reports it."""
         output = Output(held.ask.rid, sample, 0, None, finish, error)
         self._held_ends.append((held.on_output, output))
 
@@ -314,7 +312,7 @@ class DecodeEngine:
         return bool(names)
 
     def take_prefill_jobs(self) -> list[PrefillJob]:
-        """Return the HF engine's jobs for prefill workers since the last call.
+        """Return the engine's jobs for prefill workers since the last call.
 
         The caller brings each to the `PrefillEngine` at `job.prefill`.
         """
@@ -322,8 +320,8 @@ class DecodeEngine:
         return jobs
 
     def give_up_job(self, job: PrefillJob, reason: str) -> bool:
-        """Tell the HF decode engine that a job did not reach its prefill worker, or was refused
-        there: it is tried again, computed here, or its answer fails, as the node's config says.
+        """Tell the engine that a job did not reach its prefill worker, or was refused there: it is
+        tried again, computed here, or its answer fails, as the node's config says.
 
         Returns False if the answer has ended, or the job is not its last attempt.
         """
@@ -336,7 +334,7 @@ class DecodeEngine:
     # --- the loop ---------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Make one pass of the HF decode engine: take in arrivals, run one forward of all answers.
+        """Make one pass of the engine: take in arrivals, run one forward of all answers.
 
         Returns True if there was something to do.
         """
@@ -350,7 +348,6 @@ class DecodeEngine:
                 on_output(output)
 
     def _step(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
-        """Do the work of the HF decode engine's `step`, and collect the outputs."""
         # 1. Take in what the node has: admissions, retries, arrivals, failures.
         node = self.node
         self._take_held(outputs)
@@ -378,8 +375,8 @@ class DecodeEngine:
         return True
 
     def _next_chunks(self) -> list[_Chunk]:
-        """Return the chunks of prompts that the HF decode engine's next forward computes: the
-        oldest first, each as far as the node allows."""
+        """Return the chunks of prompts that the engine's next forward computes: the oldest first,
+        each as far as the node allows."""
         chunks: list[_Chunk] = []
         if not self._local:
             return chunks
@@ -394,8 +391,7 @@ class DecodeEngine:
         return chunks
 
     def _begin_local(self, req: DecodeRequest) -> None:
-        """Start to compute an HF request's prompt on decode, or what it had when it was
-        retracted."""
+        """Start to compute a request's prompt on decode, or what it had when it was retracted."""
         if req.prefix_len < req.fill_len:
             self._local[req] = req.prefix_len
             answer = self._answers[req.rid]
@@ -418,7 +414,7 @@ class DecodeEngine:
             self._begin(whole)
 
     def _begin(self, req: DecodeRequest) -> None:
-        """Start to decode an HF request that has all its KV here but the newest token's."""
+        """Start to decode a request that has all its KV here but the newest token's."""
         answer = self._answers[req.rid]
         try:
             # A resumed one continues from its newest token, which decode knows already.
@@ -433,12 +429,11 @@ class DecodeEngine:
         self._running.append(req)
 
     def _abort_for(self, answer: _Answer, error: ValueError) -> None:
-        """End an HF answer for an aux of its prefill worker that cannot be."""
         answer.error = error
         self.node.abort(answer.req.rid, self.model.event())
 
     def _forward(self, reqs: list[DecodeRequest], chunks: list[_Chunk]) -> None:
-        """Run the HF model once: write each newest token's KV and the chunks', and sample the next
+        """Run the model once: write each newest token's KV and the chunks', and sample the next
         tokens."""
         # 1. What is sampled comes from the first rows of the logits: of those that run, then of the
         # chunks that complete a prompt.
@@ -496,19 +491,17 @@ class DecodeEngine:
                 self._begin(req)
 
     def _fail(self, reqs: list[DecodeRequest]) -> None:
-        """End HF's requests of which the last forward has computed what is not finite."""
         after = self.model.event()
         for req in reqs:
             error = NotFiniteError(f"decode computed NaN or infinity for request {req.rid!r}")
             self.node.fail(req.rid, error, after)
 
     def _prefill_hits(self, req: DecodeRequest) -> int:
-        """Return the tokens that an HF answer's prefill worker had cached of what it has sent."""
         return self._answers[req.rid].prefill_hit_tokens
 
     def _state_rows(self, reqs: list[DecodeRequest], chunks: list[_Chunk]) -> StateRows | None:
-        """Return the states of an HF forward: a step replaces each in its slot, and a prompt's
-        first chunk goes on from a checkpoint. Copies those that are kept of requests that run.
+        """Return the states of a forward: a step replaces each in its slot, and a prompt's first
+        chunk goes on from a checkpoint. Copies those that are kept of requests that run.
 
         None for a model without any.
         """
@@ -531,7 +524,7 @@ class DecodeEngine:
         return StateRows(self.states, sources, slots, saves)
 
     def _append(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
-        """Append the tokens that the HF model sampled on the node, and report them to clients.
+        """Append the tokens that the model sampled on the node, and report them to clients.
 
         Requests are retracted until the others fit. Returns False, and keeps the tokens, if pages
         are missing that will come back by themselves.
@@ -559,7 +552,7 @@ class DecodeEngine:
         return True
 
     def _retract(self, rid: str) -> None:
-        """Retract a running HF request: its pages are free once the device is done with them."""
+        """Retract a running request: its pages are free once the device is done with them."""
         self.node.retract(rid, self.model.event())
         self._counters["retractions"] += 1
         self._running = [req for req in self._running if req.rid != rid]
@@ -569,7 +562,7 @@ class DecodeEngine:
         self, req: DecodeRequest, token: int, logprob: TokenLogprob | None,
         outputs: list[tuple[OnOutput, Output]],
     ) -> None:  # fmt: skip
-        """Report a token that HF decoded to its client; finish the answer if the token ends it."""
+        """Report a token to its client; finish the answer if the token ends it."""
         # In this order: a stop token, which is not shown; a stop string; the length.
         answer = self._answers[req.rid]
         finish: Finish | None = None
@@ -606,7 +599,7 @@ class DecodeEngine:
     # --- prefill ----------------------------------------------------------------------------------
 
     def _job(self, answer: _Answer) -> PrefillJob:
-        """Return the HF engine's first job for prefill, with an answer's prompt.
+        """Return the engine's first job for prefill, with an answer's prompt.
 
         Generation 0 is the first attempt.
         """
@@ -618,7 +611,6 @@ class DecodeEngine:
         )  # fmt: skip
 
     def _queue_retry_job(self, ask: PrefillAsk) -> None:
-        """Queue the HF engine's job for prefill's next attempt, with the answer so far."""
         answer = self._answers[ask.rid]
         self._jobs.append(
             PrefillJob(
@@ -631,7 +623,6 @@ class DecodeEngine:
     # --- ends -------------------------------------------------------------------------------------
 
     def _failed(self, req: DecodeRequest, outputs: list[tuple[OnOutput, Output]]) -> None:
-        """Report the end of an HF answer that failed on decode, or that its client aborted."""
         if req in self._running:
             self._running.remove(req)
         self._local.pop(req, None)
@@ -651,7 +642,6 @@ class DecodeEngine:
         token: int | None, finish: Finish | None, error: Exception | None = None, text: str = "",
         logprob: TokenLogprob | None = None,
     ) -> None:  # fmt: skip
-        """Collect an output of an HF answer, which decode's `step` reports at its end."""
         req = answer.req
         output = Output(
             answer.ask.rid, answer.sample, position, token, finish, error, req.hit_tokens, text,
@@ -661,7 +651,7 @@ class DecodeEngine:
         outputs.append((answer.on_output, output))
 
     def _forget(self, name: str, answer: _Answer) -> None:
-        """Forget an HF answer on decode; with its last one the client's id is free again."""
+        """Forget an answer on decode; with its last one the client's id is free again."""
         del self._answers[name]
         self._with_logprobs.discard(name)
         self._forget_name(answer.ask.rid, name)
@@ -675,7 +665,6 @@ class DecodeEngine:
     # --- checks -----------------------------------------------------------------------------------
 
     def _check(self, ask: Generate) -> None:
-        """Raise RequestError for a client's request that the decode engine cannot take."""
         if not isinstance(ask.rid, str) or "/" in ask.rid:
             raise RequestError(f'rid is {ask.rid!r}, a string without "/" is needed')
         if ask.rid in self._samples:
@@ -692,7 +681,7 @@ class DecodeEngine:
     def _check_tokens(
         self, ask: Generate, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]
     ) -> None:
-        """Raise RequestError for a prompt that the HF decode engine's model cannot take.
+        """Raise RequestError for a prompt that the engine's model cannot take.
 
         It has tokens outside the vocabulary, or is longer, with its answer, than the context.
         """
@@ -710,7 +699,7 @@ class DecodeEngine:
     # --- the rest ---------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the HF decode engine may have something to do in `step`, at most `timeout_s`.
+        """Wait until the engine may have something to do in `step`, at most `timeout_s`.
 
         Returns True if so.
         """
@@ -722,7 +711,7 @@ class DecodeEngine:
         return bool(busy) or self.node.wait(timeout_s)
 
     def fileno(self) -> int:
-        """Return the HF decode engine's descriptor for a poller, while `step` is False.
+        """Return the engine's descriptor for a poller, while `step` is False.
 
         See `DecodeNode`.
         """
@@ -730,11 +719,11 @@ class DecodeEngine:
 
     @property
     def idle_s(self) -> float:
-        """Longest time in seconds that a poller may wait for the HF decode engine."""
+        """Longest time in seconds that a poller may wait for the engine."""
         return _BLOCKED_S if self._sampled else _IDLE_S
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no more requests on the HF decode engine. Returns True once all have ended.
+        """Take no more requests on the engine. Returns True once all have ended.
 
         Call `step` and this until then.
         """
@@ -743,7 +732,7 @@ class DecodeEngine:
         return self.node.drain(0.0 if busy else timeout_s) and not self._jobs
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of the HF decode engine and its node.
+        """Return the counters of the engine and its node.
 
         "steps", "tokens", "retractions", "blocked_steps", "running", and "thinking_tokens_left_out"
         of the cache.
@@ -755,26 +744,24 @@ class DecodeEngine:
         }
 
     def audit(self) -> None:
-        """Check every law of the HF decode engine's node. Slow. Raises InternalError."""
+        """Check every law of the node. Slow. Raises InternalError."""
         self.node.audit()
 
     def close(self) -> None:
-        """End all threads of the HF decode engine's node. Idempotent."""
+        """End all threads of the node. Idempotent."""
         self.node.close()
 
 
 def _living(reqs: list[DecodeRequest]) -> list[DecodeRequest]:
-    """Return those of HF's requests on decode that have not ended."""
     return [req for req in reqs if not req.state.ended]
 
 
 def _waits(req: DecodeRequest) -> bool:
-    """Return whether a request of HF's has had no token yet."""
     return not req.output and not req.state.ended
 
 
 def check_decode_config(config: DecodeConfig, keeps: str) -> None:
-    """Raise ConfigError for settings of HF's decode that a model of this kind cannot have.
+    """Raise ConfigError for settings that a model of this kind cannot have on decode.
 
     Args:
         config: the node's.

@@ -15,7 +15,7 @@ _OTHER_WEIGHTS: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "
 def check_folder(
     folder: str | Path, needed: tuple[str, ...] = (*MODEL_FILES, TOKENIZER_FILE)
 ) -> Path:
-    """Return the path of an HF model's folder that has all files of these names or patterns.
+    """Return the path of a model's folder that has all files of these names or patterns.
 
     Reads no file. Raises ConfigError, which says what is missing.
     """
@@ -38,7 +38,6 @@ def check_folder(
 
 
 def _why_no_folder(path: Path) -> str:
-    """Return the reason why an HF model's folder is none."""
     if path.exists():
         return f"model {path} is no folder"
     # What is meant may be a name on a hub.
@@ -46,5 +45,5 @@ def _why_no_folder(path: Path) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return another package's error about an HF model as one line, cut to 500 characters."""
+    """Return another package's error about a model as one line, cut to 500 characters."""
     return " ".join(str(error).split())[:500] or type(error).__name__

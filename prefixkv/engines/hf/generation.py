@@ -84,8 +84,8 @@ def load_sampling_defaults(folder: str | Path) -> SamplingDefaults:
 
 
 def end_tokens(path: Path, model: Any) -> list[int]:
-    """Return the tokens that end an answer of an HF model, by its generation config, its config or
-    the tokenizer in its folder, if there is one there. Raises ConfigError."""
+    """Return the tokens that end an answer of a model, by its generation config, its config or the
+    tokenizer in its folder, if there is one there. Raises ConfigError."""
     config = model.config
     parts = [model.generation_config, config, config.get_text_config()]
     if (path / TOKENIZER_FILE).is_file():

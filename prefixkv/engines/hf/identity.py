@@ -37,7 +37,7 @@ def identity_of(model: Any) -> ModelConfig:
 
 
 def with_model(config: _Config, identity: ModelConfig, name: str) -> _Config:
-    """Return a node's config with the identity of an HF model.
+    """Return a node's config with the identity of a model.
 
     Its cache events get the model's name as topic, by which routers subscribe, unless a topic is
     set.
@@ -96,7 +96,6 @@ def _hash_piece(piece: memoryview) -> bytes:
 
 
 def _num_threads() -> int:
-    """Return the number of this process's cores, to hash a model's weights with."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

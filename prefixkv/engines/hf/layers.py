@@ -61,7 +61,7 @@ class StatePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The layers of an HF model by what they keep.
+    """The layers of a model by what they keep.
 
     Args:
         num: layers of the model.
@@ -84,7 +84,7 @@ class Layers:
 
     @property
     def tensors(self) -> list[StateTensor]:
-        """The tensors of an HF model's states as a StatePool has them.
+        """The tensors of a model's states as a StatePool has them.
 
         A recurrent one has its heads; the inputs of a convolution have one.
         """
@@ -100,7 +100,7 @@ class Layers:
 
 
 def find_layers(model: Any, context: int) -> Layers:
-    """Return what the layers of an HF model keep of texts of at most `context` tokens.
+    """Return what the layers of a model keep of texts of at most `context` tokens.
 
     Costs a forward of two tokens where it is not attention alone. Raises ConfigError for a model
     with layers that keep something else, or whose state is not in transformers' cache.
@@ -166,7 +166,7 @@ def cache_argument(module: Any) -> str:
 
 
 def _find_mixers(model: Any, cache: Any, layers: Sequence[int]) -> dict[int, Any]:
-    """Return by layer the module of an HF model that writes its state, by a forward that fills the
+    """Return by layer the module of a model that writes its state, by a forward that fills the
     cache."""
     running: list[Any] = []
     found: dict[int, Any] = {}
@@ -200,7 +200,7 @@ def _find_mixers(model: Any, cache: Any, layers: Sequence[int]) -> dict[int, Any
 def _noting(
     call: Callable[..., Any], layer: int, running: list[Any], found: dict[int, Any]
 ) -> Callable[..., Any]:
-    """Wrap a method of a cache's layer to note the HF module that calls it."""
+    """Wrap a method of a cache's layer to note the module that calls it."""
 
     def noting(*args: Any, **options: Any) -> Any:
         if running:
@@ -211,7 +211,7 @@ def _noting(
 
 
 def _parts(kind: str, at: int, layer: Any) -> list[StatePart]:
-    """Return the tensors of one HF layer's state, as a forward has left them in the cache."""
+    """Return the tensors of one layer's state, as a forward has left them in the cache."""
     parts = []
     kinds: tuple[tuple[StateKind, dict[int, torch.Tensor | None]], ...] = (
         ("conv", layer.conv_states), ("recurrent", layer.recurrent_states),

@@ -121,7 +121,7 @@ class PagedModel:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of this HF model that keep the KV of every token: those of its pools.
+        """Number of layers of this model that keep the KV of every token: those of its pools.
 
         Layers with a window are a group of their own there.
         """
@@ -129,29 +129,29 @@ class PagedModel:
 
     @property
     def has_states(self) -> bool:
-        """True if this HF model has recurrent layers: its requests need slots of a StatePool."""
+        """True if this model has recurrent layers: its requests need slots of a StatePool."""
         return bool(self.layers.parts)
 
     @property
     def keeps(self) -> str:
-        """STATES or WINDOWS, by which this HF model does not go with some settings of workers; ""
-        if it goes with all."""
+        """STATES or WINDOWS, by which this model does not go with some settings of workers; "" if
+        it goes with all."""
         return STATES if self.has_states else WINDOWS if self.window else ""
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one request's state in all layers of this HF model."""
+        """Bytes of one request's state in all layers of this model."""
         return sum(one.num_heads * one.head_bytes for one in self.layers.tensors)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Token ids that end a text of this HF model, from its own settings."""
+        """Token ids that end a text of this model, from its own settings."""
         ends = getattr(self.model.generation_config, "eos_token_id", None)
         return () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
 
     @property
     def window(self) -> int:
-        """Tokens that a token sees in the layers of this HF model that have a window, itself among
+        """Tokens that a token sees in the layers of this model that have a window, itself among
         them; 0: there are none, or no text is longer."""
         return self.layers.window
 
@@ -160,7 +160,7 @@ class PagedModel:
         shared: bool = False, *, step_tokens: int = 1, requests: int = 64, checkpoints: int = 0,
         window_pages: int = 0,
     ) -> KVPool:  # fmt: skip
-        """Create a KV pool that fits this HF model, on its device. Raises as `KVPool.create`.
+        """Create a KV pool that fits this model, on its device. Raises as `KVPool.create`.
 
         What follows `shared` is about its window group, where the model has layers with a window:
 
@@ -192,7 +192,7 @@ class PagedModel:
         return pool.with_groups(PoolGroup(SLIDING, last, window, step_tokens))
 
     def _window_needs(self, page_size: int, step_tokens: int) -> tuple[int, int]:
-        """Return the most pages of this HF model's window group that a request has, and those of a
+        """Return the most pages of this model's window group that a request has, and those of a
         checkpoint."""
         window = self.layers.window
         of_one = (window + step_tokens + page_size - 3) // page_size + 1
@@ -200,8 +200,8 @@ class PagedModel:
 
     def num_checkpoints(self, num_pages: int, page_size: int) -> int:
         """Return the number of checkpoints that prefill keeps by default beside a pool of
-        `num_pages`: as many as a quarter of its bytes holds, 16 to 256; 0 for an HF model that
-        needs none."""
+        `num_pages`: as many as a quarter of its bytes holds, 16 to 256; 0 for a model that needs
+        none."""
         if not (self.has_states or self.window):
             return 0
         layer_bytes = 2 * page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
@@ -215,12 +215,11 @@ class PagedModel:
 
     @property
     def _device_name(self) -> str:
-        """Torch's name of the device of this HF model."""
         device = self.device
         return device.type if device.index is None else f"{device.type}:{device.index}"
 
     def flat_pool(self, pool: KVPool) -> FlatPool:
-        """Return a pool's memory as the attention of this HF model reads and writes it.
+        """Return a pool's memory as the attention of this model reads and writes it.
 
         Raises as `FlatPool`, and for another window group than `make_pool` makes.
         """
@@ -235,12 +234,12 @@ class PagedModel:
         return FlatPool(pool, self.layers.full, sliding=sliding)
 
     def window_pages(self, reqs: Iterable[DecodeRequest | PrefillRequest]) -> list[WindowPages]:
-        """Return the pages of requests in the window group, for a forward of this HF model; none
-        where it has no windows."""
+        """Return the pages of requests in the window group, for a forward of this model; none where
+        it has no windows."""
         return [req.window_pages(SLIDING) for req in reqs] if self.window else []
 
     def make_states(self, num_slots: int, shared: bool = False) -> StateMemory:
-        """Create a StatePool that fits this HF model, on its device, with a slot per request.
+        """Create a StatePool that fits this model, on its device, with a slot per request.
 
         Raises as `StatePool.create`.
         """
@@ -307,7 +306,7 @@ class PagedModel:
         return logits
 
     def event(self) -> torch.cuda.Event | None:
-        """Return a CUDA event after all work of the HF model so far, for `ready=` and `after=`.
+        """Return a CUDA event after all work of the model so far, for `ready=` and `after=`.
 
         None on the CPU, where all work is done.
         """
@@ -321,8 +320,8 @@ class PagedModel:
 def _not_finite(
     plan: Plan, hidden: torch.Tensor, logits: torch.Tensor, keep: torch.Tensor
 ) -> list[int]:
-    """Return the sequences of an HF forward of which a number is not finite, and erase what they
-    have written. `keep`: the tokens that the logits follow."""
+    """Return the sequences of a forward of which a number is not finite, and erase what they have
+    written. `keep`: the tokens that the logits follow."""
     # A token attends to itself, so K or V of NaN shows in its own hidden state, whatever window
     # later tokens have. The largest logit is NaN where one is, and -inf where no token is left.
     most = logits.amax(1)
@@ -351,7 +350,7 @@ def make_model(
     trial: bool = True,
     **sizes: Any,
 ) -> PagedModel:
-    """Make a paged HF model with random weights.
+    """Make a paged model with random weights.
 
     Equal for equal seed and sizes (and version of torch).
 
@@ -399,7 +398,7 @@ def load_model(
     context: int | None = None,
     trial: bool = True,
 ) -> PagedModel:
-    """Load a paged HF model from a folder that holds its config and its weights as safetensors.
+    """Load a paged model from a folder that holds its config and its weights as safetensors.
 
     Its identity covers its config and every number of its weights, and costs one reading of all
     weights: 0.7 GB/s per core.
@@ -442,7 +441,7 @@ def load_model(
 
 
 def folder_keeps(folder: str | Path, context: int | None = None) -> str:
-    """Tell by a folder's config what keeps its HF model from some settings of workers, before it is
+    """Tell by a folder's config what keeps its model from some settings of workers, before it is
     loaded: see `PagedModel.keeps`. `context` as there.
 
     Raises ConfigError for a config that is not read.
@@ -460,12 +459,12 @@ def folder_keeps(folder: str | Path, context: int | None = None) -> str:
 
 
 def no_windows(window_pages: int) -> str:
-    """Say why an HF model without windows has no such pages."""
+    """Say why a model without windows has no such pages."""
     return f"window_pages: {window_pages} are of layers with a window, and the model has none"
 
 
 def _element(dtype: object) -> torch.dtype:
-    """Return torch's dtype of this name for an HF model. Raises ConfigError for one that the engine
+    """Return torch's dtype of this name for a model. Raises ConfigError for one that the engine
     does not serve."""
     names = {name: element for element, name in DTYPES.items()}
     if not isinstance(dtype, str) or dtype not in names:
@@ -474,8 +473,7 @@ def _element(dtype: object) -> torch.dtype:
 
 
 def _moved(model: Any, device: str) -> Any:
-    """Return an HF model on a device. Raises CapacityError where the device has not enough
-    memory."""
+    """Return a model on a device. Raises CapacityError where the device has not enough memory."""
     try:
         return model.to(device)
     except RuntimeError as error:
@@ -504,7 +502,6 @@ def unpaged_copy(model: PagedModel) -> Any:
 
 
 def _attend_plainly(model: Any) -> None:
-    """Set transformers' own attention in an HF model."""
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 

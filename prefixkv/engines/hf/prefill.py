@@ -44,8 +44,8 @@ class _Computing:
     slot: int = NO_SLOT
 
     def chunk_end(self, limit: int, window: int) -> int:
-        """Return where an HF forward of at most `limit` tokens of this prompt ends: with a window
-        where a checkpoint is kept no later, since windows are those at a chunk's end."""
+        """Return where a forward of at most `limit` tokens of this prompt ends: with a window where
+        a checkpoint is kept no later, since windows are those at a chunk's end."""
         end = min(self.done + limit, self.req.num_tokens)
         if window:
             end = next((at for at in self.req.stops if self.done < at <= end), end)
@@ -104,11 +104,11 @@ class PrefillEngine:
 
     @property
     def endpoint(self) -> str:
-        """Address of the HF prefill engine for decode workers: `Generate.prefill`."""
+        """Address for decode workers: `Generate.prefill`."""
         return self.node.endpoint
 
     def submit(self, job: PrefillJob) -> None:
-        """Queue a decode worker's job on the HF prefill engine.
+        """Queue a decode worker's job.
 
         Raises RequestError or TokenError for one that cannot be taken. Decode is refused then,
         unless the job itself is malformed.
@@ -127,14 +127,14 @@ class PrefillEngine:
         self._jobs[job.rid] = job
 
     def abort(self, rid: str) -> bool:
-        """End a job of the HF prefill engine, and inform decode.
+        """End a job, and inform decode.
 
         Returns False if it is unknown or has ended.
         """
         return self.node.abort(rid)
 
     def step(self) -> bool:
-        """Make one pass of the HF prefill engine, with at most one forward.
+        """Make one pass of the engine, with at most one forward.
 
         Returns True if it computed something.
         """
@@ -163,7 +163,6 @@ class PrefillEngine:
         return True
 
     def _begin(self, req: PrefillRequest) -> None:
-        """Begin to compute a prompt on HF's prefill, from what is cached of it."""
         one = _Computing(req, self._jobs[req.rid], req.prefix_len, req.prefix_len)
         if self.states is not None:
             one.slot = self._slots[req] = self._free_slots.pop()
@@ -171,7 +170,7 @@ class PrefillEngine:
         self._computing[req] = one
 
     def _compute(self) -> None:
-        """Run the HF model once over the oldest prompts; send a chunk of each to decode."""
+        """Run the model once over the oldest prompts; send a chunk of each to decode."""
         # 1. The oldest prompts first, each as far as the budget goes. `parts` has the end of each.
         parts: list[tuple[_Computing, int]] = []
         left = self.chunk_tokens
@@ -229,8 +228,8 @@ class PrefillEngine:
                 del self._computing[one.req]
 
     def _state_rows(self, parts: list[tuple[_Computing, int]]) -> StateRows | None:
-        """Return the states of an HF forward's prompts, and where they are saved as checkpoints;
-        None for a model without any."""
+        """Return the states of a forward's prompts, and where they are saved as checkpoints; None
+        for a model without any."""
         if self.states is None:
             return None
         # The slots are asked for before the forward: once a chunk is sent its stops are over.
@@ -246,14 +245,14 @@ class PrefillEngine:
         return StateRows(self.states, sources, [one.slot for one, _ in parts], saves)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the HF prefill engine may have something to do in `step`, at most `timeout_s`.
+        """Wait until the engine may have something to do in `step`, at most `timeout_s`.
 
         Returns True if so.
         """
         return bool(self._computing) or self.node.wait(timeout_s)
 
     def fileno(self) -> int:
-        """Return the HF prefill engine's descriptor for a poller, while `step` is False.
+        """Return the engine's descriptor for a poller, while `step` is False.
 
         See `PrefillNode`.
         """
@@ -261,34 +260,34 @@ class PrefillEngine:
 
     @property
     def idle_s(self) -> float:
-        """Longest time in seconds that a poller may wait for the HF prefill engine."""
+        """Longest time in seconds that a poller may wait for the engine."""
         return _IDLE_S
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no more jobs on the HF prefill engine. Returns True once all have ended.
+        """Take no more jobs on the engine. Returns True once all have ended.
 
         Call `step` and this until then.
         """
         return self.node.drain(0.0 if self._computing else timeout_s)
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of the HF prefill engine and its node.
+        """Return the counters of the engine and its node.
 
         "forwards", "computed_tokens" and "computing" (prompts) are the engine's.
         """
         return {**self.node.stats(), **self._counters, "computing": len(self._computing)}
 
     def audit(self) -> None:
-        """Check every law of the HF prefill engine's node. Slow. Raises InternalError."""
+        """Check every law of the node. Slow. Raises InternalError."""
         self.node.audit()
 
     def close(self) -> None:
-        """End all threads of the HF prefill engine's node. Idempotent."""
+        """End all threads of the node. Idempotent."""
         self.node.close()
 
 
 def check_prefill_config(config: PrefillConfig, keeps: str) -> None:
-    """Raise ConfigError for settings of HF's prefill that a model of this kind cannot have.
+    """Raise ConfigError for settings that a model of this kind cannot have on prefill.
 
     Args:
         config: the node's.
@@ -304,7 +303,7 @@ def check_prefill_config(config: PrefillConfig, keeps: str) -> None:
 def _first_tokens(
     logits: torch.Tensor, ended: list[_Computing], end_tokens: Iterable[int]
 ) -> list[tuple[int, TokenLogprob | None]]:
-    """Sample the first tokens of the prompts that HF's prefill has computed to their ends.
+    """Sample the first tokens of the prompts that are computed to their ends.
 
     logits: [ended, vocabulary]. Returns each token with its log-probabilities where they are
     wanted.

@@ -24,7 +24,7 @@ NO_SLOT: Final = -1
 
 
 class StateMemory:
-    """A StatePool by the layers of an HF model. One thread's.
+    """A StatePool by the layers of a model. One thread's.
 
     `views[layer]` has each part of the layer's state with its memory, [slots, *part.shape].
     """
@@ -37,7 +37,7 @@ class StateMemory:
             self.views.setdefault(part.layer, []).append((part, view))
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy states of an HF model from one slot to another each, all of them at once."""
+        """Copy states of a model from one slot to another each, all of them at once."""
         if not copies:
             return
         sources, slots = np.array(copies).T
@@ -117,8 +117,8 @@ class StatePlan:
         self, rows: StateRows, members: list[int], sources: list[int], firsts: list[int], num: int,
         save: int = NO_SLOT,
     ) -> _Group:  # fmt: skip
-        """Plan one call of each recurrent layer, for these sequences of an HF forward: `num` new
-        tokens of each, from `firsts` on in the packed row."""
+        """Plan one call of each recurrent layer, for these sequences of a forward: `num` new tokens
+        of each, from `firsts` on in the packed row."""
         begins = [source == NO_SLOT for source in sources]
         return _Group(
             (torch.tensor(firsts)[:, None] + torch.arange(num)).to(self._device),
@@ -188,7 +188,7 @@ class PagedMixer:
     cache_argument: str
 
     def forward(self, *args: Any, prefixkv_plan: Any = None, **options: Any) -> Any:
-        """Compute the HF layer for hidden states of [1, N, size]."""
+        """Compute the layer for hidden states of [1, N, size]."""
         own: Callable[..., Any] = super().forward  # type: ignore[misc]
         if prefixkv_plan is None:
             return own(*args, **options)
@@ -204,7 +204,7 @@ class PagedMixer:
 
 
 def page_mixers(layers: Layers) -> None:
-    """Let the recurrent layers of an HF model compute on slots where they get a plan.
+    """Let the recurrent layers of a model compute on slots where they get a plan.
 
     They keep their weights and their names. A copy of the model computes as before without a plan.
     """
@@ -214,7 +214,7 @@ def page_mixers(layers: Layers) -> None:
 
 
 def _paged(mixer: Any) -> type:
-    """Return the class of an HF model's recurrent layer with `PagedMixer` in front."""
+    """Return the class of a model's recurrent layer with `PagedMixer` in front."""
     kind = type(mixer)
     named = {"cache_argument": cache_argument(mixer), "__module__": kind.__module__}
     return type(kind.__name__, (PagedMixer, kind), named)

@@ -97,7 +97,7 @@ class PrefillJob:
     deadline_s: float | None = None
 
     def request(self) -> Request:
-        """Return the `Request` that an HF engine's prefill job is for `PrefillNode.add`.
+        """Return the `Request` that an engine's prefill job is for `PrefillNode.add`.
 
         Raises as `Request` does.
         """
@@ -109,7 +109,7 @@ class PrefillJob:
 
 
 def pack_first(token: int, hit_tokens: int, logprob: TokenLogprob | None = None) -> bytes:
-    """Pack an HF job's first token and number of cached prompt tokens as a room's `aux`.
+    """Pack a job's first token and number of cached prompt tokens as a room's `aux`.
 
     The token's log-probabilities follow where they are wanted: 172 bytes at most.
     """
@@ -120,7 +120,7 @@ def pack_first(token: int, hit_tokens: int, logprob: TokenLogprob | None = None)
 def unpack_first(
     aux: bytes, vocab_size: int, prompt_len: int, num_top: int | None = None
 ) -> tuple[int, int, TokenLogprob | None]:
-    """Unpack the first token and the hit tokens that an HF prefill job packed into `aux`, and the
+    """Unpack the first token and the hit tokens that a prefill job packed into `aux`, and the
     token's log-probabilities with `num_top` likely tokens; None: it has none.
 
     Raises ValueError for numbers out of range.

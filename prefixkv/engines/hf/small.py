@@ -84,7 +84,7 @@ def save_tokenizer(folder: str | Path) -> None:
 
 
 def speak_words(head: Any, end: int) -> None:
-    """Change the weights of an HF model's head, [vocabulary, size], in place, so that it generates
+    """Change the weights of a model's head, [vocabulary, size], in place, so that it generates
     words of the small tokenizer, and sometimes its token `end`."""
     import torch
 

@@ -30,7 +30,7 @@ _MOST_UNITS: Final = 2 * _CONTEXT
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Load the tokenizer that turns an HF model's answers into text, from its folder.
+    """Load the tokenizer that turns a model's answers into text, from its folder.
 
     Raises ConfigError if it is missing or unreadable.
     """
@@ -46,7 +46,7 @@ def template_renderer() -> Any:
 
 
 def load_auto_tokenizer(folder: str | Path) -> Any:
-    """Load an HF model's tokenizer from its folder as transformers does.
+    """Load a model's tokenizer from its folder as transformers does.
 
     Nothing outside is read, and no code in it is run. Its `backend_tokenizer` neither cuts a text
     nor fills it up, whatever the folder says. Raises as `load_tokenizer`.
@@ -73,7 +73,6 @@ def load_auto_tokenizer(folder: str | Path) -> Any:
 
 
 def _malformed(path: Path) -> Path | None:
-    """Return the first file of an HF model's folder that is to be JSON and is none."""
     for file in sorted(path.glob("*.json")):
         try:
             json.loads(file.read_text("utf-8"))
@@ -114,7 +113,7 @@ class AnswerText:
         self._read_prompt(prompt)
 
     def add(self, token: int, stops: bool = True) -> tuple[str, bool]:
-        """Add a token to the text of an HF answer.
+        """Add a token to the text of an answer.
 
         Returns the text that is certain now, and True if a stop string ended it. `stops`: False
         where the text of this token can be no part of a stop string.
@@ -141,7 +140,7 @@ class AnswerText:
         return text[: len(text) - kept], False
 
     def end(self) -> str:
-        """Return the text of an HF answer that was kept back, at an end without a stop string."""
+        """Return the text of an answer that was kept back, at an end without a stop string."""
         self._units += self._broken()
         text, self._kept = self._kept + self._release(final=True), ""
         return text[: _until(text, self._stop)]
@@ -149,7 +148,7 @@ class AnswerText:
     # --- tokens to units --------------------------------------------------------------------------
 
     def _read_prompt(self, prompt: _Tokens) -> None:
-        """Take the end of an HF prompt as context of its answer's text."""
+        """Take the end of a prompt as context of its answer's text."""
         tokens: list[int] = []
         for token in reversed(prompt):
             if not self._silent(int(token)):
@@ -163,7 +162,7 @@ class AnswerText:
         self._shown = self._whole + _NO_CHARACTER * len(self._begun)
 
     def _take(self, token: int) -> None:
-        """Add a token to the units of an HF answer, or to the character that it continues."""
+        """Add a token to the units of an answer, or to the character that it continues."""
         byte = self._no_character and _named_byte(self._tokenizer.id_to_token(token) or "")
         if not byte:
             self._units += [*self._broken(), [token]]
@@ -187,13 +186,13 @@ class AnswerText:
         self._units.append(self._no_character)
 
     def _broken(self) -> list[list[int]]:
-        """Return the units of an HF answer's bytes that no character came of, and forget them."""
+        """Return the units of an answer's bytes that no character came of, and forget them."""
         broken = [self._no_character] * len(self._begun)
         self._begun, self._bytes = [], b""
         return broken
 
     def _silent(self, token: int) -> bool:
-        """Return True if `decode` leaves a token of an HF answer out: a special one, or unknown."""
+        """Return True if `decode` leaves a token of an answer out: a special one, or unknown."""
         decode = self._tokenizer.decode
         if decode([token]):
             return False
@@ -205,7 +204,7 @@ class AnswerText:
     # --- units to text ----------------------------------------------------------------------------
 
     def _release(self, final: bool) -> str:
-        """Return the text of an HF answer that is certain and was not released."""
+        """Return the text of an answer that is certain and was not released."""
         before, self._whole = self._whole, self._decode()
         whole, end = self._whole, len(self._whole)
         # Units without a text would push the others out.
@@ -227,19 +226,18 @@ class AnswerText:
         return new
 
     def _trim(self, waiting: int) -> None:
-        """Forget an HF answer's oldest units. The last `waiting` characters are not released."""
+        """Forget an answer's oldest units. The last `waiting` characters are not released."""
         del self._units[:-_CONTEXT]
         self._whole = self._decode()
         self._shown = self._whole[: len(self._whole) - waiting]
 
     def _decode(self) -> str:
-        """Return the text of an HF answer's units."""
         text: str = self._tokenizer.decode([token for unit in self._units for token in unit])
         return text
 
 
 def _bytes_by_name(tokenizer: Any) -> list[int]:
-    """Return the tokens of U+FFFD's bytes if an HF tokenizer has tokens that name a byte, or []."""
+    """Return the tokens of U+FFFD's bytes if a tokenizer has tokens that name a byte, or []."""
     tokens = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in _NO_CHARACTER.encode()]
     if None in tokens or tokenizer.decode(tokens) != _NO_CHARACTER:
         return []
@@ -247,7 +245,7 @@ def _bytes_by_name(tokenizer: Any) -> list[int]:
 
 
 def _named_byte(name: str) -> bytes:
-    r"""Return the byte that an HF token's name gives, none for another token.
+    r"""Return the byte that a token's name gives, none for another token.
 
     >>> _named_byte("<0xE6>")
     b'\xe6'
@@ -261,18 +259,15 @@ def _named_byte(name: str) -> bytes:
 
 
 def _common(one: str, other: str) -> int:
-    """Return how many characters at the beginning of two texts of an HF answer are equal."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _until(text: str, stops: tuple[str, ...]) -> int:
-    """Return how many characters of an HF answer's text come before its first stop string."""
     return min((at for at in map(text.find, stops) if at >= 0), default=len(text))
 
 
 def _begun(text: str, stop: str) -> int:
-    """Return how many characters at the end of an HF answer's text begin `stop`."""
     for num in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:num]):
             return num

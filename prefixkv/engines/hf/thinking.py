@@ -33,7 +33,7 @@ _PROMPT_END: Final = 8  # tokens of a prompt in which its template may begin a t
 
 
 class Markers:
-    """Token ids between which an HF model thinks, from its tokenizer's own vocabulary.
+    """Token ids between which a model thinks, from its tokenizer's own vocabulary.
 
     Args:
         tokenizer: of `load_tokenizer`.
@@ -51,11 +51,11 @@ class Markers:
                 self._ends.append(tokenizer.encode(end, add_special_tokens=False).ids)
 
     def __bool__(self) -> bool:
-        """True if the HF tokenizer has any marker of a thinking."""
+        """True if the tokenizer has any marker of a thinking."""
         return bool(self._begins)
 
     def first_thought(self, prompt: Tokens, output: Sequence[int]) -> int | None:
-        """Return the place, in prompt and output, of the marker with which an HF answer's thinking
+        """Return the place, in prompt and output, of the marker with which an answer's thinking
         begins; None: it has none.
 
         Some templates end a prompt with that marker, so the place may be in the prompt.
@@ -72,7 +72,6 @@ class Markers:
 
 
 def _places(tokens: Tokens, marker: Sequence[int]) -> Any:
-    """Return the places of a marker in tokens, ascending."""
     if len(tokens) < len(marker):
         return np.empty(0, np.intp)
     found = tokens[: len(tokens) - len(marker) + 1] == marker[0]

@@ -63,9 +63,9 @@ class NixlAgent:
         self, name: str, layout: KVLayout, staging: StagingArea | None = None,
         state: StateLayout | None = None, interface: str = "",
     ) -> None:  # fmt: skip
-        """Create a NIXL agent and register the memory with UCX, which also brings the
-        notifications. Staging area and state are on the layout's device; `interface` as in
-        TransportConfig. Raises what NIXL raises."""
+        """Create an agent and register the memory with UCX, which also brings the notifications.
+        Staging area and state are on the layout's device; `interface` as in TransportConfig. Raises
+        what NIXL raises."""
         self.name = name
         self._memory_type = memory_type_of(layout)
         # No progress thread, which would burn a core; no default backend, since UCX needs options.
@@ -94,7 +94,7 @@ class NixlAgent:
         self._rests = 0
 
     def load(self, name: str, metadata: bytes) -> None:
-        """Load a peer's metadata into this NIXL agent.
+        """Load a peer's metadata into the agent.
 
         Raises:
             MetadataError: it is of another agent, which it would replace inside NIXL.
@@ -108,8 +108,7 @@ class NixlAgent:
         self.api.add_remote_agent(metadata)
 
     def prepare(self, name: str, runs: Runs, layout: KVLayout) -> tuple[Any, Any]:
-        """Return the descriptor lists of both sides that this NIXL agent has prepared; `layout` is
-        the peer's.
+        """Return the descriptor lists of both sides that were prepared; `layout` is the peer's.
 
         Raises what NIXL raises, for memory that is not registered, say.
         """
@@ -117,7 +116,7 @@ class NixlAgent:
         return local, self.api.prep_xfer_dlist(name, runs.dst, memory_type_of(layout))
 
     def rest(self, now: float, for_s: float) -> bool:
-        """Make progress with this NIXL agent once; return True when that has gone on for `for_s`:
+        """Make progress with the agent once; return True when that has gone on for `for_s`:
         `destroy` may follow.
 
         UCX tidies up a broken connection step by step, as it makes progress. To destroy the agent
@@ -134,7 +133,7 @@ class NixlAgent:
         return now - self._resting_since >= for_s and self._rests >= _MIN_RESTS
 
     def destroy(self) -> bool:
-        """Destroy this NIXL agent; return True if it is gone: only then are its writes fenced.
+        """Destroy the agent; return True if it is gone: only then are its writes fenced.
 
         Every handle and list of it has to be dropped before.
         """
@@ -150,5 +149,5 @@ def memory_type_of(layout: KVLayout) -> str:
 
 
 def error_of(state: str) -> Exception | None:
-    """Return the error that the state of a NIXL agent's post stands for, None for DONE and PROC."""
+    """Return the error that the state of an agent's post stands for, None for DONE and PROC."""
     return None if state in ("DONE", "PROC") else TransferError(f"NIXL reports state {state}")

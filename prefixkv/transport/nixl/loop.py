@@ -66,8 +66,8 @@ _RENEW_S: Final = 0.25  # between two renewals, each of which holds it for 70 ms
 
 
 def pause_s(config: TransportConfig, quiet_s: float, sending: bool) -> float:
-    """Return how long NIXL's loop sleeps between two polls; the last `quiet_s` seconds of polls
-    were empty.
+    """Return how long the loop sleeps between two polls; the last `quiet_s` seconds of polls were
+    empty.
 
     A side that only receives may wait for a prefill that takes seconds, so its sleeps grow with the
     quiet. One that writes has to make progress for what it has posted: its sleeps grow too, since
@@ -98,7 +98,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
         staging: StagingArea | None = None, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
-        """Create the NIXL agent of the loop. Raises what NIXL raises."""
+        """Create the agent. Raises what NIXL raises."""
         super().__init__(layout, sink, config, staging, state, config.post_descriptors)
         self._name = nixl_name(me)
         warn_if_open(config.interface)
@@ -123,8 +123,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
     # --- the loop ---------------------------------------------------------------------------------
 
     def serve(self, inbox: Inbox[Callable[[NixlLoop], None] | None]) -> None:
-        """Run NIXL's loop: obey commands and make progress until None comes, the command that
-        closes."""
+        """Obey commands and make progress until None comes, the command that closes."""
         commands: deque[Callable[[NixlLoop], None] | None] = deque()
         quiet_since: float | None = None
         while True:
@@ -151,7 +150,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
                 quiet_since = time.monotonic()
 
     def _wait_s(self, quiet_since: float | None) -> float | None:
-        """Return how long NIXL's loop is to wait for a command: 0 to poll at once, None if only a
+        """Return how long the loop is to wait for a command: 0 to poll at once, None if only a
         command brings work."""
         now = time.monotonic()
         renewing = self._renew_wanted or self._former_agent is not None
@@ -174,8 +173,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return longest_s
 
     def _progress(self) -> bool:
-        """Make one step of NIXL's loop: one post per peer, each post checked once, one poll; return
-        whether anything moved."""
+        """Make one step: one post per peer, each post checked once, one poll; return whether
+        anything moved."""
         moved = False
         # Posts before checks, so that a small one may be found DONE in the same turn.
         if self._jobs:
@@ -206,19 +205,18 @@ class NixlLoop(TransportLoop[NixlPeer]):
     # --- commands ---------------------------------------------------------------------------------
 
     def expect(self, num_rooms: int) -> None:
-        """Set for how many rooms NIXL's loop expects notifications: above 0 it polls for them. See
+        """Set for how many rooms the loop expects notifications: above 0 it polls for them. See
         `base.Transport.expect`."""
         self._expected = num_rooms
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """Have NIXL's loop emit Settled once it has polled for `for_s` seconds. See
+        """Have the loop emit Settled once it has polled for `for_s` seconds. See
         `base.Transport.settle`."""
         # In time that was spent polling, see `_poll_notifications`.
         self._settling.append((self._polled_s + for_s, token))
 
     def renew(self) -> None:
-        """Have NIXL's loop replace its agent in one of its next steps. See
-        `base.Transport.renew`."""
+        """Have the loop replace its agent in one of its next steps. See `base.Transport.renew`."""
         self._renew_wanted = True
 
     # --- peers ------------------------------------------------------------------------------------
@@ -227,13 +225,12 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return NixlPeer(peer_id, metadata, memory)
 
     def _connect_again(self, peer: NixlPeer) -> None:
-        """Have NIXL's loop build the peer's lists again before its next post: posts may be using
-        them now."""
+        """Have the loop build the peer's lists again before its next post: posts may be using them
+        now."""
         peer.routes, peer.retry_at = None, 0.0
 
     def _connect(self, peer: NixlPeer) -> None:
-        """Connect NIXL's loop to the peer: make it known to the agent, again if need be, and
-        prepare its lists.
+        """Connect to the peer: make it known to the agent, again if need be, and prepare its lists.
 
         Never with a post in flight: NIXL forgets the state of a handle if its peer is removed.
         """
@@ -249,8 +246,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         self._jobs.start_parked(peer.outbox, routes)
 
     def _lose(self, peer: NixlPeer, error: Exception) -> None:
-        """Treat the peer as gone for NIXL's loop: what waits for it fails, a later write tries
-        again."""
+        """Treat the peer as gone: what waits for it fails, a later write tries again."""
         # `routes` None makes the next write connect; not at once, since each attempt may hold the
         # thread for 20 ms.
         peer.routes = None
@@ -260,8 +256,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self.emit(PeerUnreachable(peer.peer, error))
 
     def _forget_if_unused(self, peer: NixlPeer) -> None:
-        """Drop a removed peer from NIXL's loop once none of its posts is under way: until then its
-        lists are in use."""
+        """Drop a removed peer once none of its posts is under way: until then its lists are in
+        use."""
         if peer.removed and peer.in_flight == 0 and self._peers.get(peer.peer) is peer:
             del self._peers[peer.peer]
             try:
@@ -344,7 +340,6 @@ class NixlLoop(TransportLoop[NixlPeer]):
         self._forget_if_unused(peer)
 
     def _release(self, post: Post) -> None:
-        """Release the NIXL handle of a post of the loop; a failure is logged and not fatal."""
         if post.handle is not None:
             try:
                 post.handle.release()
@@ -356,7 +351,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
     # --- notifications and events -----------------------------------------------------------------
 
     def _poll_notifications(self) -> bool:
-        """Poll the notifications of the loop's NIXL agent once; return whether any came.
+        """Poll the notifications of the agent once; return whether any came.
 
         This is also what makes NIXL progress on a side that only receives.
         """
@@ -386,8 +381,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self.emit(Settled(token))
 
     def emit(self, event: TransportEvent) -> None:
-        """Hand an event of NIXL's loop to the sink, and a WriteDrained behind a failure that is
-        proved already."""
+        """Hand an event to the sink, and a WriteDrained behind a failure that is proved already."""
         super().emit(event)
         # The agent may be gone already when the job ends. So WriteDrained follows at once then.
         if isinstance(event, WriteFailed) and not event.drained:
@@ -404,7 +398,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return NixlAgent(name, self._layout, self._staging, self._state, interface)
 
     def _renew(self) -> None:
-        """Replace the NIXL agent of the loop, if a job has failed undrained on it.
+        """Replace the agent, if a job has failed undrained on it.
 
         If none can be created, the present one goes on, and another attempt follows.
         """
@@ -428,8 +422,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self._forget_if_unused(peer)
 
     def _end_former(self, former: NixlAgent) -> None:
-        """Destroy the NIXL agent that the loop has replaced, once its posts have ended or have had
-        their time.
+        """Destroy the agent that the loop has replaced, once its posts have ended or have had their
+        time.
 
         Then none of them can land any more. The order of the steps matters; the reasons stand at
         each.
@@ -483,8 +477,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
     # --- the end ----------------------------------------------------------------------------------
 
     def destroy(self) -> Exception | None:
-        """End NIXL's loop: drop every handle, destroy the agents, then end every job; from then on
-        nothing can land.
+        """Drop every handle, destroy the agents, then end every job; from then on nothing can land.
 
         Returns the InternalError to raise if an agent could not be destroyed, else None.
         """

@@ -33,7 +33,7 @@ class NixlPeer(LoopPeer):
         self.in_flight = 0  # posts of the present agent under way
 
     def load(self, agent: NixlAgent, routes: Routes) -> None:
-        """Load the peer into the NIXL agent and prepare its lists.
+        """Load the peer into the agent and prepare its lists.
 
         Raises HandshakeError, or what NIXL raises; `unload` undoes what was done by then.
         """
@@ -46,7 +46,7 @@ class NixlPeer(LoopPeer):
         self.routes = routes
 
     def unload(self, agent: NixlAgent) -> None:
-        """Undo the peer's `load` into the NIXL agent, or as much of it as was done."""
+        """Undo the peer's `load` into the agent, or as much of it as was done."""
         self.routes = None
         # Popped one by one, so that a list that cannot be released is not tried a second time. The
         # lists go before the agent forgets the peer that they refer to.
@@ -60,7 +60,7 @@ class NixlPeer(LoopPeer):
                 agent.api.remove_remote_agent(nixl_name(self.peer))
 
     def detach_agent(self) -> list[Any]:
-        """Forget what the peer has of a NIXL agent that is destroyed elsewhere; return its lists.
+        """Forget what the peer has of an agent that is destroyed elsewhere; return its lists.
 
         Posts under way may still need them.
         """

@@ -27,18 +27,17 @@ _START_TIMEOUT_S: Final = 120.0
 
 
 class NixlTransport(ThreadedTransport[NixlLoop]):
-    """The contract of `base.Transport`, kept over a NIXL agent of its own.
+    """The contract of `base.Transport`, kept over an agent of its own.
 
-    The memory of `layout`, `staging` and `state`, all of it on the layout's device, is
-    registered here and has to stay until `close()` has returned.
+    The memory of `layout`, `staging` and `state`, all of it on the layout's device, is registered
+    here and has to stay until `close()` has returned.
     """
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
         staging: StagingArea | None = None, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
-        """Start the thread of the NIXL transport, create the agent in it and register the memory;
-        takes 0.05 to 0.5 s.
+        """Start the thread, create the agent in it and register the memory; takes 0.05 to 0.5 s.
 
         Raises:
             ConfigError: a layout or an area breaks its laws.
@@ -71,30 +70,28 @@ class NixlTransport(ThreadedTransport[NixlLoop]):
 
     @property
     def metadata(self) -> bytes:
-        """Metadata of the NIXL transport's agent as it was at the start. A later `renew` does not
-        change it: only a side that peers do not write to is renewed."""
+        """Metadata of the agent as it was at the start. A later `renew` does not change it: only a
+        side that peers do not write to is renewed."""
         return self._metadata
 
     def expect(self, num_rooms: int) -> None:
-        """Tell the NIXL transport's thread how many rooms peers may be writing now. See
-        `base.Transport.expect`."""
+        """Tell the thread how many rooms peers may be writing now. See `base.Transport.expect`."""
         self._call(lambda loop: loop.expect(num_rooms))
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """Have the NIXL transport's thread poll for `for_s` seconds, then emit Settled. See
+        """Have the thread poll for `for_s` seconds, then emit Settled. See
         `base.Transport.settle`."""
         self._call(lambda loop: loop.settle(token, for_s))
 
     def renew(self) -> None:
-        """Have the NIXL transport's thread replace its agent. See `base.Transport.renew`."""
+        """Have the thread replace its agent. See `base.Transport.renew`."""
         self._call(lambda loop: loop.renew(), or_raise=False)
 
     def _run(
         self, layout: KVLayout, sink: Sink, config: TransportConfig, staging: StagingArea | None,
         state: StateLayout | None, started: queue.SimpleQueue[bytes | Exception],
     ) -> None:  # fmt: skip
-        """Run the thread of the NIXL transport. All NIXL objects hang on `loop`, so they die when
-        this frame ends."""
+        """Run the thread. All NIXL objects hang on `loop`, so they die when this frame ends."""
         try:
             loop = NixlLoop(self._me, layout, sink, config, staging, state)
             started.put(loop.metadata)

@@ -44,7 +44,7 @@ class Mapped(NamedTuple):
 
 
 def moved(table: RunTable, mapped: Sequence[Mapped]) -> RunTable:
-    """Return the peer's run table with our addresses, as shm copies need it.
+    """Return the peer's run table with our addresses, as copies need it.
 
     Raises:
         HandshakeError: a row is not inside what is mapped.
@@ -129,8 +129,8 @@ class CopyPlan:
         self._scratch: dict[int, Any] = {}  # buffers by unit, reused by each copy
 
     def copy(self, part: Part, src_pages: Pages, dst_pages: Pages) -> None:
-        """Copy blocks `part.start` to `part.stop` of the part's group into the mapped memory of an
-        shm peer. The pages are checked already."""
+        """Copy blocks `part.start` to `part.stop` of the part's group into the mapped memory of a
+        peer. The pages are checked already."""
         plan = self._plans[self._first_run.index(part.group.first_run)]
         # 1. Bundles at equal steps: strided copies.
         if plan.heads is not None:
@@ -149,8 +149,8 @@ class CopyPlan:
             self._by_rows(plan, src, dst)
 
     def _move(self, plan: _GroupPlan, src: Int64s, dst: Int64s, counts: Int64s) -> None:
-        """Copy joined stretches to an shm peer, each by one memmove; places and counts become
-        addresses and bytes."""
+        """Copy joined stretches to a peer, each by one memmove; places and counts become addresses
+        and bytes."""
         here = (src * plan.unit + plan.src.base).tolist()
         there = (dst * plan.unit + plan.dst.base).tolist()
         lengths = (counts * (plan.unit * plan.num_units)).tolist()
@@ -187,8 +187,8 @@ class CopyPlan:
             targets[d:d_end:dst_step] = sources[s:s_end:src_step]
 
     def _by_rows(self, plan: _GroupPlan, src: Int64s, dst: Int64s) -> None:
-        """Copy small blocks to an shm peer: gather them into the scratch buffer and scatter them
-        from there, piece by piece."""
+        """Copy small blocks to a peer: gather them into the scratch buffer and scatter them from
+        there, piece by piece."""
         if plan.num_units > 1:
             inner = np.arange(plan.num_units, dtype=np.int64)
             src, dst = (src[:, None] + inner).ravel(), (dst[:, None] + inner).ravel()
@@ -211,8 +211,8 @@ def _rows(table: RunTable, runs: Runs) -> Int64s:
 
 
 def _plan(group: RunGroup, src: Int64s, dst: Int64s, runs: Runs) -> _GroupPlan:
-    """Plan the shm copies of one group of runs: the largest unit that divides everything, its
-    sides, and its bundles."""
+    """Plan the copies of one group of runs: the largest unit that divides everything, its sides,
+    and its bundles."""
     mine = slice(group.first_run, group.first_run + group.num_runs)
     src, dst = src[mine], dst[mine]
     # Units count from the lowest address of each side, so that places fit numpy's indices.
@@ -253,8 +253,8 @@ def _side(table: Int64s, base: int, unit: int, positions: Positions) -> _Side:
 
 
 def _bundle(group: RunGroup, src: Int64s) -> int:
-    """Return, for the plan of an shm copy, the number of neighbouring runs that begin within one
-    stride of the first of them.
+    """Return, for the plan of a copy, the number of neighbouring runs that begin within one stride
+    of the first of them.
 
     1 if it is not the same in the whole group.
     """
@@ -273,7 +273,7 @@ def _bundle(group: RunGroup, src: Int64s) -> int:
 def _places(
     plan: _GroupPlan, part: Part, src_pages: Pages, dst_pages: Pages
 ) -> tuple[Int64s, Int64s]:
-    """Return the places on both sides, in units, of the blocks that an shm copy of the part moves.
+    """Return the places on both sides, in units, of the blocks that a copy of the part moves.
 
     Ordered bundle by bundle, page by page inside a bundle, run by run inside a page.
     """
@@ -292,8 +292,8 @@ def _places(
     num_runs = (last + 1 - first) * size
 
     def ordered(places: Int64s) -> Int64s:
-        """Return the places of an shm copy's blocks as [bundle, page, run], flat, cut to the part;
-        given [page, bundle, run]."""
+        """Return the places of a copy's blocks as [bundle, page, run], flat, cut to the part; given
+        [page, bundle, run]."""
         return places.reshape(num_pages, -1, size).swapaxes(0, 1).ravel()[start:stop]
 
     return (

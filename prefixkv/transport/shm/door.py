@@ -56,8 +56,7 @@ class ShmListener:
         ranges: Sequence[tuple[int, int]],
         epoll: select.epoll,
     ) -> None:
-        """Open the door of the shm transport: start to listen for writers; `ranges` of the blocks
-        may be written.
+        """Open the door: start to listen for writers; `ranges` of the blocks may be written.
 
         Raises OSError if the system has no such sockets.
         """
@@ -79,12 +78,11 @@ class ShmListener:
 
     @property
     def num_writers(self) -> int:
-        """Number of connections at the shm door that have said the token."""
+        """Number of connections that have said the token."""
         return sum(until_s is None for _, until_s in self._links.values())
 
     def wake_s(self) -> float | None:
-        """Return when a stranger's time at the shm door is over or the listener is watched again;
-        None: neither."""
+        """Return when a stranger's time is over or the listener is watched again; None: neither."""
         times = [self._unwatched_until_s, *(until_s for _, until_s in self._links.values())]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
@@ -98,7 +96,7 @@ class ShmListener:
         return True
 
     def read_all(self, arrived: Callable[[bytes], None]) -> None:
-        """Read everything that writers have sent to the shm door so far."""
+        """Read everything that writers have sent to the door so far."""
         # Only writers: a stranger has sent no tags. Over a copy, since a link may be dropped on the
         # way.
         for fd in list(self._links):
@@ -106,8 +104,8 @@ class ShmListener:
                 self._read(fd, arrived, 1 << 20)
 
     def turn_out(self, now_s: float) -> None:
-        """Close the links at the shm door that have not said the token in time; watch the listener
-        again if it is time."""
+        """Close the links that have not said the token in time; watch the listener again if it is
+        time."""
         if self._unwatched_until_s is not None and self._unwatched_until_s <= now_s:
             self._unwatched_until_s = None
             self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
@@ -116,7 +114,7 @@ class ShmListener:
                 self._drop(fd)
 
     def close(self) -> None:
-        """Close the shm door, its listener and all links: writers see that this side is gone."""
+        """Close the door, its listener and all links: writers see that this side is gone."""
         for fd in list(self._links):
             self._drop(fd)
         self._listener.close()
@@ -149,7 +147,7 @@ class ShmListener:
         self._read(link.fileno(), arrived, 1)
 
     def _make_room(self) -> None:
-        """Close the oldest stranger at the shm door if there are too many links or strangers.
+        """Close the oldest stranger if there are too many links or strangers.
 
         Raises HandshakeError if all links are writers.
         """
@@ -161,7 +159,7 @@ class ShmListener:
         self._drop(strangers[0])
 
     def _read(self, fd: int, arrived: Callable[[bytes], None], limit: int) -> None:
-        """Read up to `limit` packets of a link at the shm door: its token first, then tags."""
+        """Read up to `limit` packets of a link: its token first, then tags."""
         link, until_s = self._links[fd]
         try:
             for _ in range(limit):

@@ -52,7 +52,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
         staging: StagingArea | None, state: StateLayout | None, met: Met | None = None,
     ) -> None:  # fmt: skip
-        """Start shm's loop and open its door, if all memory is shared. Raises OSError if the system
+        """Start the loop and open its door, if all memory is shared. Raises OSError if the system
         lacks what this needs."""
         super().__init__(layout, sink, config, staging, state, _BLOCKS_A_PART)
         self._met = met
@@ -75,7 +75,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
     # --- the loop ---------------------------------------------------------------------------------
 
     def serve(self, inbox: Inbox[Callable[[ShmLoop], None] | None]) -> None:
-        """Run shm's loop: obey commands and make progress until None comes."""
+        """Obey commands and make progress until None comes."""
         self._epoll.register(inbox.fd, select.EPOLLIN)
         idle_since: float | None = None
         while True:
@@ -93,8 +93,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
     def turn(
         self, ready: Iterable[tuple[int, int]], commands: Iterable[Callable[[ShmLoop], None] | None]
     ) -> bool | None:
-        """Make one round of shm's loop: what came at sockets, then commands, then a part for each
-        peer.
+        """Make one round: what came at sockets, then commands, then a part for each peer.
 
         Returns whether anything was done for peers; None if a command was to end.
         """
@@ -171,7 +170,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
     # --- commands ---------------------------------------------------------------------------------
 
     def settle(self, token: Hashable) -> None:
-        """Have shm's loop answer in its next step, see `_tell_settled`."""
+        """Have the loop answer in its next step, see `_tell_settled`."""
         self._settling.append(token)
 
     # --- peers ------------------------------------------------------------------------------------
@@ -183,15 +182,13 @@ class ShmLoop(TransportLoop[ShmPeer]):
         self._connect(peer)
 
     def _forget_if_unused(self, peer: ShmPeer) -> None:
-        """Drop a removed peer from shm's loop and give its memory back at once: no copy is under
-        way."""
+        """Drop a removed peer and give its memory back at once: no copy is under way."""
         if peer.removed and self._peers.get(peer.peer) is peer:
             del self._peers[peer.peer]
             peer.disconnect()
 
     def _connect(self, peer: ShmPeer) -> None:
-        """Begin to connect shm's loop to a peer; `_advance_connect` continues once it has
-        answered."""
+        """Begin to connect to a peer; `_advance_connect` continues once it has answered."""
         peer.disconnect()
         try:
             # First of all, so that a layout that does not fit is refused by its own reason, and not
@@ -204,8 +201,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
             self._lose(peer, error)
 
     def _advance_connect(self, peer: ShmPeer, now: float) -> bool:
-        """Make the next step for a peer that shm's loop is not connected to yet; return whether it
-        moved.
+        """Make the next step for a peer that is not connected yet; return whether it moved.
 
         Its answer, then its pages a stretch at a time, then its routes.
         """
@@ -234,8 +230,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         return True
 
     def _lose(self, peer: ShmPeer, error: Exception) -> None:
-        """Treat the peer as gone for shm's loop: what waits for it fails, a later write tries
-        again.
+        """Treat the peer as gone: what waits for it fails, a later write tries again.
 
         If it was connected and nothing waits, nothing is reported: the next write finds out.
         """
@@ -279,8 +274,8 @@ class ShmLoop(TransportLoop[ShmPeer]):
         self.emit(Arrived(tag))
 
     def _tell_settled(self) -> None:
-        """Read all that shm's writers have sent, then emit Settled: a copy lands at once, and its
-        tag after it."""
+        """Read all that the writers have sent, then emit Settled: a copy lands at once, and its tag
+        after it."""
         if self._door is not None:
             self._door.read_all(self._arrived)
         tokens, self._settling = self._settling, []
@@ -288,8 +283,8 @@ class ShmLoop(TransportLoop[ShmPeer]):
             self.emit(Settled(token))
 
     def destroy(self) -> None:
-        """End shm's loop: give all memory of peers back, then end every job: nothing of ours can
-        land from now on."""
+        """Give all memory of peers back, then end every job: nothing of ours can land from now
+        on."""
         # Unmapped before the jobs end as drained.
         for peer in self._peers.values():
             peer.disconnect()

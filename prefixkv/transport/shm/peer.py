@@ -48,7 +48,7 @@ class ShmLink:
     """One connection to a peer's door, from the greeting on."""
 
     def __init__(self, peer: PeerId, offer: bytes, memory: PeerMemory, epoll: select.epoll) -> None:
-        """Connect to an shm peer's door and say the token. Raises HandshakeError or OSError."""
+        """Connect to a peer's door and say the token. Raises HandshakeError or OSError."""
         found = read_offer(offer, peer)
         self._peer = peer
         self._epoll = epoll
@@ -76,12 +76,11 @@ class ShmLink:
 
     @property
     def is_whole(self) -> bool:
-        """True once the shm peer's memory is mapped and every page of it is there."""
+        """True once the peer's memory is mapped and every page of it is there."""
         return self.answered and not self._unpopulated
 
     def on_ready(self, events: int) -> None:
-        """Take what came from an shm peer: the answer to the greeting, room for more tags, or the
-        end.
+        """Take what came from a peer: the answer to the greeting, room for more tags, or the end.
 
         Raises BlockingIOError if nothing came, HandshakeError, or PeerLostError.
         """
@@ -129,7 +128,7 @@ class ShmLink:
         return here - block.address
 
     def populate(self) -> None:
-        """Bring one stretch of the shm peer's pages into this process's page table.
+        """Bring one stretch of the peer's pages into this process's page table.
 
         So no copy waits for that later. Only pages that the Hello names, and only those that the
         peer has itself.
@@ -167,7 +166,7 @@ class ShmLink:
             self._close_files()
 
     def plans(self, routes: Routes) -> dict[str, CopyPlan]:
-        """Return the plans of all copies into an shm peer's memory, by route.
+        """Return the plans of all copies into a peer's memory, by route.
 
         Raises:
             HandshakeError: the peer has handed over less than it has named.
@@ -181,7 +180,7 @@ class ShmLink:
     # --- tags -------------------------------------------------------------------------------------
 
     def tell(self, tag: bytes) -> None:
-        """Send a tag to an shm peer, now or once the peer reads again.
+        """Send a tag to a peer, now or once the peer reads again.
 
         Raises:
             PeerLostError: the connection is gone.
@@ -217,8 +216,8 @@ class ShmLink:
         self._epoll.modify(self.fd, select.EPOLLRDHUP | more)
 
     def close(self) -> None:
-        """Close the connection to an shm peer and unmap its memory; plans of it must not be used
-        any more.
+        """Close the connection to a peer and unmap its memory; plans of it must not be used any
+        more.
 
         They hold addresses, not the maps.
         """
@@ -261,7 +260,7 @@ class ShmPeer(LoopPeer):
         self.plans: dict[str, CopyPlan] = {}
 
     def disconnect(self) -> None:
-        """Close the connection to an shm peer and give its memory back."""
+        """Close the connection to a peer and give its memory back."""
         # The plans go first: they hold addresses of what is unmapped below.
         self.routes = None
         self.plans.clear()

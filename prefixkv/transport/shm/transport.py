@@ -36,8 +36,7 @@ class ShmTransport(ThreadedTransport[ShmLoop]):
         staging: StagingArea | None = None, state: StateLayout | None = None,
         met: Met | None = None,
     ) -> None:  # fmt: skip
-        """Start the thread of the shm transport; the memory is offered to peers if all of it is
-        shared.
+        """Start the thread; the memory is offered to peers if all of it is shared.
 
         `met` is called by the thread for each peer that was added or connected again: with None
         once its memory is mapped, else with the reason why it is not. If it returns True for one
@@ -67,24 +66,23 @@ class ShmTransport(ThreadedTransport[ShmLoop]):
             raise
 
     def expect(self, num_rooms: int) -> None:
-        """Do nothing but check that the shm transport is open: tags wake its thread by
-        themselves."""
+        """Do nothing but check that the transport is open: tags wake its thread by themselves."""
         self._call(lambda loop: None)
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """Have the shm transport's thread emit Settled as soon as all tags that were sent are read.
-        See `base.Transport.settle`.
+        """Have the thread emit Settled as soon as all tags that were sent are read. See
+        `base.Transport.settle`.
 
         No kernel holds a copy back, so `for_s` is not needed.
         """
         self._call(lambda loop: loop.settle(token))
 
     def say(self, event: TransportEvent) -> None:
-        """Give the sink an event from the shm transport's thread. Closed: no-op."""
+        """Give the sink an event from the thread. Closed: no-op."""
         self._call(lambda loop: loop.emit(event), or_raise=False)
 
     def renew(self) -> None:
-        """Do nothing: no job of the shm transport ends undrained."""
+        """Do nothing: no job ends undrained."""
 
     def _run(self) -> None:
         self._loop.serve(self._inbox)

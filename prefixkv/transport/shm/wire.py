@@ -85,7 +85,7 @@ def pack_offer(offer: ShmOffer) -> bytes:
 
 
 def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
-    """Return the offer of an shm transport in these bytes.
+    """Return the offer of a transport in these bytes.
 
     Raises:
         HandshakeError: they are no offer, or that of another peer or another machine.
@@ -105,7 +105,7 @@ def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
 
 
 def boot_id() -> str:
-    """Return the kernel's id of this boot, which an shm offer names, "" if it has none to be read.
+    """Return the kernel's id of this boot, which an offer names, "" if it has none to be read.
 
     Raises OSError: it cannot be read now, without descriptors, say.
     """
@@ -119,7 +119,7 @@ def boot_id() -> str:
 
 
 def listen(door: str) -> socket.socket:
-    """Return a socket that listens at this shm door. Raises OSError."""
+    """Return a socket that listens at this door. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         listener.bind(_DOOR + door)
@@ -147,7 +147,7 @@ def connect(door: str) -> socket.socket:
 
 
 def check_user(link: socket.socket) -> None:
-    """Raise HandshakeError unless the process at the other end of an shm connection runs as this
+    """Raise HandshakeError unless the process at the other end of a connection runs as this
     process's user.
 
     The kernel remembers the user from when the other end connected, or began to listen.
@@ -161,8 +161,8 @@ def check_user(link: socket.socket) -> None:
 def hand_over(
     link: socket.socket, blocks: Sequence[SharedBlock], ranges: Sequence[tuple[int, int]]
 ) -> None:
-    """Send the descriptors of our shared memory over an shm connection, and say which parts of it
-    may be written. Raises OSError."""
+    """Send the descriptors of our shared memory over a connection, and say which parts of it may be
+    written. Raises OSError."""
     words = _Memory(tuple(block[:2] for block in blocks), tuple(ranges))
     fds = array.array("i", [block.fd for block in blocks])
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, fds.tobytes())
@@ -170,8 +170,8 @@ def hand_over(
 
 
 def take(link: socket.socket, max_ranges: int) -> Handed:
-    """Receive what `hand_over` sent over an shm connection, descriptors of the peer's memory, and
-    check it.
+    """Receive what `hand_over` sent over a connection, descriptors of the peer's memory, and check
+    it.
 
     Args:
         max_ranges: number of ranges that the peer has named; it may hand over no more, nor more
@@ -220,8 +220,8 @@ def take(link: socket.socket, max_ranges: int) -> Handed:
 
 
 def check_file(block: SharedBlock) -> None:
-    """Raise HandshakeError unless the file that an shm peer handed over is as long as was said and
-    can never become shorter.
+    """Raise HandshakeError unless the file that a peer handed over is as long as was said and can
+    never become shorter.
 
     Otherwise the peer could cut it, and a copy into it would end this process by SIGBUS.
     """
@@ -256,7 +256,7 @@ def _check_places(blocks: Iterable[SharedBlock], ranges: Iterable[tuple[int, int
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close all descriptors that came over an shm connection; one that cannot be closed is passed
+    """Close all descriptors that came over a connection; one that cannot be closed is passed
     over."""
     for fd in fds:
         with contextlib.suppress(OSError):
@@ -264,8 +264,7 @@ def close_all(fds: Iterable[int]) -> None:
 
 
 def tags_of(packet: bytes) -> list[bytes]:
-    """Return the tags in a packet of an shm connection. Raise HandshakeError if it is no packet of
-    tags."""
+    """Return the tags in a packet. Raise HandshakeError if it is no packet of tags."""
     if not packet or len(packet) % TAG_BYTES:
         raise HandshakeError("bytes of tags", TAG_BYTES, len(packet), "is no whole number of them")
     return [packet[at : at + TAG_BYTES] for at in range(0, len(packet), TAG_BYTES)]

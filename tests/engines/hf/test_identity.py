@@ -80,7 +80,7 @@ def test_other_models(kind: str) -> None:
             assert answer.tokens[0] == reference.greedy(answer.ask.tokens, 8)
 
 
-@pytest.mark.parametrize("seed", [2, 5])
+@pytest.mark.parametrize("seed", [2, 3])
 def test_random_rounds(model: PagedModel, reference: Reference, seed: int) -> None:
     """Turns, shared prompts, samples with seeds, aborts, pools that are too small for all."""
     found = Found()
