@@ -74,16 +74,20 @@ def check_version(version: str) -> str:
 class ModelConfig:
     """Identity of a model's KV, beyond the shape of its pool.
 
-    Both sides must agree on `model` and `kv_scales`, and for each request on `weights_version`. A
-    node begins with that version, and `flush(weights_version=)` moves it. `option_names` maps a
-    field of the handshake to the engine's option for it, `{"page_size": "--block-size"}`: a refusal
-    names the option. It is not compared.
+    Two workers that differ in `model` or `kv_scales` refuse each other; a request between two that
+    differ in `weights_version` ends at once.
     """
 
     model: str = "unnamed"
+    """Name of the model; both sides must agree."""
     weights_version: Annotated[str, Meta(max_length=MAX_VERSION_CHARS)] = "0"
+    """Which weights a node begins with, at most 256 printable characters. When weights change in
+    place, `flush(weights_version=...)` moves the node to the new version."""
     kv_scales: str = "none"
+    """How quantised KV is scaled; both sides must agree."""
     option_names: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
+    """The engine's option for each field of the handshake, `{"page_size": "--block-size"}`. A
+    refusal names the option. Adapters fill it in; it is not compared."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -92,16 +96,17 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CurveConfig:
-    """CURVE keys of the control plane, as z85 text of 40 characters.
-
-    A server (prefill) accepts the clients in `allowed_clients`, which maps a public key to the name
-    of a worker, for all its ranks. A client (decode) needs the `server_key` of its prefill workers.
-    """
+    """CURVE keys of the control plane, as z85 text of 40 characters."""
 
     public_key: Z85Key
+    """This worker's public key."""
     secret_key: Z85Key
+    """This worker's secret key."""
     server_key: Annotated[str, Meta(max_length=40)] = ""
+    """Decode: the public key of the prefill workers."""
     allowed_clients: Mapping[str, str] = field(default_factory=dict)
+    """Prefill: the decode workers that may connect: public key to worker's name, for all its ranks.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -120,46 +125,68 @@ def short_key(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ControlConfig:
-    """Timing and bounds of the control plane.
+    """Timing and bounds of the control plane; give both sides the same values.
 
-    A deadline ends a wait with an error. It never frees a page that a peer may still write: a room
-    whose `drain_timeout_s` has passed is quarantined, and its pages come back on proof only.
-
-    A request fails after `connect_timeout_s` if its prefill worker's address does not answer.
-    `bootstrap_timeout_s` is for the handshake and the promise, `waiting_timeout_s` for the first
-    chunk, `transfer_timeout_s` for the next. These three count from when the peer was last heard: a
-    wait in the queue of a peer that answers ends with the request's own `deadline_s`, or after
-    `longest_wait_s` (the timeout itself, where that is more). A write that is in flight has
-    `transfer_timeout_s` in any case.
-
-    After a fence, bytes that the kernel still holds of the dead writer are read for
-    `fence_settle_s` before its pages are used again (0 where writes bypass the kernels, as RDMA's
-    do). With `prove_death` a peer on this machine is fenced as soon as the kernel proves it dead.
-
-    Without keys (`curve`) prefill binds to loopback only, unless `network_is_isolated` says that
-    only workers, and routers that read cache events, are on the network.
+    A deadline ends a wait with an error. It never frees a page that a peer may still write.
     """
 
     heartbeat_s: Seconds = 1.0
+    """A peer to which nothing was sent for this long gets a heartbeat."""
     suspect_after_s: Seconds = 5.0
+    """A peer that is silent for this long is "suspect": decode promises it no new rooms. Nothing is
+    freed. Must be above `heartbeat_s`; raise it where processes stop for seconds."""
     forget_after_s: Seconds = 60.0
+    """A silent peer without rooms is forgotten, its connection and its NIXL lists with it. At least
+    `suspect_after_s`."""
     resend_s: Seconds = 0.25
+    """Pause before an unanswered message is sent again; it doubles up to eight times this. Raise it
+    on slow networks. At most `bootstrap_timeout_s` and `ack_timeout_s`."""
     connect_timeout_s: Seconds = 1.0
+    """If nothing answers at a prefill worker's address for this long, the requests that wait for it
+    fail with `PeerLostError`. They wait as long for a worker whose death is proved: a new process
+    may start at its address. Raise it if workers may start after their requests."""
     bootstrap_timeout_s: Seconds = 30.0
+    """Prefill: to decode's promise, from `add` or from when decode was last heard, whichever is
+    later. Decode: how long a request waits for a prefill worker that does not answer; no page is
+    taken for it meanwhile."""
     waiting_timeout_s: Seconds = 120.0
+    """From the promise to the first chunk, or from when the peer was last heard."""
     transfer_timeout_s: Seconds = 60.0
+    """From a chunk to the next, or from when the peer was last heard. On prefill, a write that is
+    in flight has to end within it in any case."""
     longest_wait_s: Seconds = 600.0
+    """The longest that bootstrap, waiting or transfer lasts, however often the peer is heard. It
+    ends requests without a deadline that only one side has. Raise it where requests queue for
+    longer."""
     ack_timeout_s: Seconds = 30.0
+    """Prefill repeats an outcome for this long if decode does not acknowledge it."""
     drain_timeout_s: Seconds = 30.0
+    """Decode: pages of a failed room that are not proved free after this time count as quarantined.
+    Only the count changes; they stay held."""
     parked_timeout_s: Seconds = 30.0
+    """Prefill keeps a promise, or an abort, whose request has not been added for this long."""
     fence_settle_s: SecondsOrZero = 0.5
+    """After a fence, decode goes on reading what the kernels still hold of the dead writer for this
+    long, before its pages are used again. `0` where writes bypass the kernels, as with RDMA."""
     prove_death: bool = True
+    """Fence a peer on this machine as soon as the kernel proves its process dead. Off: only `fence`
+    ends a peer, and this process does not say which process it is."""
     max_parked_per_peer: Count = 1024
+    """Promises of one peer that may wait for their requests; further ones are refused."""
     max_peers: Count = 1024
+    """Decode workers that a prefill rank accepts; further ones are refused in the handshake."""
     max_queued_frames: Count = 2_000
+    """Length of each socket's queue towards a peer. A frame that finds it full is dropped and
+    counted. Of what a peer sends, at most 16 frames wait here unread; the rest waits in the kernel
+    and in that peer's own queue."""
     max_aux_bytes: BytesOrZero = 64 << 10
+    """Most that `aux` of the last chunk may have."""
     curve: CurveConfig | None = None
+    """Keys of the control plane. None: neither encrypted nor authenticated."""
     network_is_isolated: bool = False
+    """Says that only workers, and routers that read cache events, are on the network. Without keys
+    a node binds beyond loopback only with it; ports of cache events, which have no keys, need it in
+    any case."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -176,48 +203,50 @@ class ControlConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
-    """Posts, polls and staging memory of the transport thread.
+    """How KV travels: the transport thread's posts, polls and staging memory.
 
-    A post is at most `post_bytes` and `post_descriptors`; at most `window` posts per peer are in
-    flight. Over shared memory the thread makes a post's copy itself. With work outstanding, empty
-    polls spin for `spin_s`, then sleep for `sleep_s`, later for `idle_sleep_s`, and up to 25 times
-    as long the longer it is quiet. `polling` multiplies these pauses: above 1 costs latency and
-    saves processor time, 0 never sleeps. When an agent is replaced, so that its failed writes can
-    no longer land, its other posts have `renew_grace_s` to end.
-
-    With `staging_bytes` on both sides, slices of heads (tensor parallelism that differs) are
-    gathered, written whole and scattered, in leases of at most `lease_bytes` of the decode rank's
-    memory, by `copy_threads`. A prefill rank has `staging_bytes // lease_bytes` slots; with two of
-    them, copies and writes overlap. 0 bytes: slices are written one by one, straight into pages.
-
-    `interface` names the network that KV travels on, as UCX calls it: "eth0", or several,
-    "eth0,mlx5_0:1". "": the loopback interface, for peers on this machine. UCX_NET_DEVICES in the
-    environment overrides it.
-
-    `backend`: "nixl"; "shm", which copies into mapped memory of the peer, for two workers of one
-    user on one host, with decode's pool and state made with `shared=True`; or "auto": shm where
-    both sides can, else NIXL.
-
-    `max_bytes_per_s` bounds what this rank sends, to all its peers together, so that KV leaves room
-    for other traffic of its network: a token bucket over parts of 2 ms, or 64 KiB if that is more.
-    A room has to arrive within its deadline at this rate, too. 0: as fast as the network takes it.
+    `window`, `post_descriptors`, `renew_grace_s` and `interface` are NIXL's alone. Where one side
+    uses shared memory, `staging_bytes` is not used.
     """
 
     post_bytes: Bytes = 8 << 20
+    """Largest post to NIXL. Over shared memory a post is a copy by the transport thread."""
     post_descriptors: Count = 1024
+    """Most descriptors of one post."""
     window: Count = 8
+    """Posts in flight to a peer at once."""
     polling: Number = 1.0
+    """Factor on the pauses between empty polls while work is outstanding. At 1 they spin for 50 us,
+    then sleep 30 us, later 200 us; where the thread only receives, a 32nd of the quiet so far, up
+    to 5 ms. Raise it to save processor time, lower it for latency; 0 never sleeps."""
     renew_grace_s: SecondsOrZero = 2.0
+    """When an agent is replaced because a posted write failed, its other posts have this long to
+    end."""
     staging_bytes: Annotated[
         BytesOrZero, doc("Memory for slices of heads, where tensor-parallel sizes differ.")
     ] = 0
+    """Memory on each rank for staging slices of heads; both sides need it. Set it where
+    tensor-parallel sizes differ. A multiple of 4096; 0: slices are written one by one, which is
+    much slower."""
     lease_bytes: Bytes = 16 << 20
+    """Largest lease of decode's staging memory; on prefill, the size of a slot. A multiple of 4096,
+    at most `staging_bytes`; with half of it, copies and writes overlap."""
     copy_threads: Count = 1
+    """Threads that gather and scatter staged slices."""
     interface: Annotated[str, doc('Network that KV travels on, "eth0"; none: this machine.')] = ""
+    """The network that KV travels on, as UCX calls it: "eth0", or several, "eth0,mlx5_0:1". It must
+    be an isolated network. Empty: loopback and shared memory, for peers on this machine.
+    `UCX_NET_DEVICES` overrides it."""
     backend: Annotated[Backend, doc("nixl, shm (memory of this host), or auto.")] = "nixl"
+    """What KV travels by. "nixl"; "shm": prefill copies into decode's memory, which it maps, for
+    two workers of one user on one host; "auto": shm where both sides can, else NIXL."""
     max_bytes_per_s: Annotated[
         BytesOrZero, doc("Most bytes of KV sent per second, to all peers together; 0: no limit.")
     ] = 0
+    """Most bytes of KV that this rank sends per second, to all peers together, by NIXL and by
+    shared memory each; 0: no limit. Set it on prefill where KV would crowd out other traffic. Parts
+    of 2 ms go at once, at least 64 KiB. A request must arrive within `transfer_timeout_s` at this
+    rate, too."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -300,38 +329,43 @@ def _check_names(policy: str | Policy, admission: str | Admission = "fifo") -> N
 class KVEventsConfig:
     """Cache events for routers, in vLLM's format (`docs/fleet.md`).
 
-    Three sockets bind: a PUB for events, a ROUTER that repeats events from a number on, a ROUTER
-    that sends snapshots. "" turns the last two off, a port of `*` takes a free one. Events carry
-    the tokens of prompts, and every client of the ports can read them: an address beyond loopback
-    needs `ControlConfig.network_is_isolated`, also where the control plane has keys.
-
-    `topic`: "" is "kv@" + the worker's name + "@" + `ModelConfig.model`. `medium` names the kind of
-    memory in the format's terms. `dp_rank` is the data-parallel rank that events name.
-
-    The last `keep_batches` and `keep_bytes` are kept to be repeated. A subscriber that is 10,000
-    batches behind loses events, and sees a gap in the numbers. After `heartbeat_s` without events
-    an empty batch is published, so that a loss of the last events is seen. At most
-    `max_backlog_pages` wait for the publisher's thread; beyond, it starts over with a snapshot.
-
-    With `checkpoint_blocks` a worker that goes on from checkpoints alone tells where they are, as
-    blocks of a group of their own.
-
-    With `epoch_frames` the number's frame is followed by 16 bytes that name this life of the
-    worker, for llm-d's recovery by snapshots. Dynamo refuses such frames.
+    Each address is bound; a port of `*` takes a free one. Events carry the tokens of prompts, and
+    every client of the ports can read them: an address beyond loopback needs
+    `ControlConfig.network_is_isolated`, also where the control plane has keys.
     """
 
     endpoint: str = "tcp://127.0.0.1:5557"
+    """Where events are published."""
     replay_endpoint: str = "tcp://127.0.0.1:5558"
+    """Where a router asks for events again, from a number on. Empty: nowhere; then a router that
+    has missed an event stays wrong."""
     snapshot_endpoint: str = "tcp://127.0.0.1:5559"
+    """Where a router asks for a snapshot of the whole cache. Empty: nowhere."""
     topic: str = ""
+    """First frame of an event. Empty: `kv@`, the worker's name, `@`, `ModelConfig.model`."""
     medium: str = "GPU"
+    """Where the pool's KV is, as vLLM's format names it. KV in host memory has a name of its own.
+    """
     dp_rank: CountOrZero = 0
+    """The data-parallel rank that events name. Routers tell prefixkv's workers apart by address, so
+    leave it."""
     keep_batches: CountOrZero = 10_000
+    """Batches that are kept to be sent again. A request for older batches is answered by a
+    snapshot."""
     keep_bytes: BytesOrZero = 64 << 20
+    """The same, in bytes of all kept batches."""
     heartbeat_s: Seconds = 1.0
+    """After this long without events an empty batch is published, so that a loss of the last events
+    is seen. llm-d gives up after 5 s of silence."""
     max_backlog_pages: Count = 1 << 20
+    """Most pages of changes that wait for the publisher's thread; beyond, it starts over with a
+    snapshot."""
     epoch_frames: bool = False
+    """Follow the number's frame with 16 bytes that name this life of the worker, for llm-d's
+    recovery by snapshots. Dynamo refuses such frames."""
     checkpoint_blocks: bool = False
+    """Publish where a prefill worker's checkpoints are, as blocks of a group of their own, for
+    routers that read `group_idx`."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -348,30 +382,30 @@ class KVEventsConfig:
 class ComputeConfig:
     """Prompts that a decode worker's engine computes itself (`DecodeNode.pop_local`).
 
-    A request that lacks at most `below` tokens may be computed here: `decode/sources.py` has the
-    rule. With `DecodeConfig.failure_policy` "local", one whose prefill worker cannot be asked is
-    computed here where it lacks at most `down_below` tokens.
-
-    A step computes at most `chunk_tokens` of prompts. Beside requests that run, it computes no more
-    than makes their step longer by `itl_share` of it. Where even 8 tokens make it longer than that,
-    only some steps compute them: all together get no longer than by that share.
-
-    `ask`: the engine submits a request to both sides at once ("both"), so that prefill has to be
-    told where it is computed here; or it waits until `pop_needs_prefill` returns it ("late").
+    `docs/operate.md` has the rule that chooses between prefill and the own engine.
     """
 
     below: Annotated[
         CountOrZero, doc("Most missing tokens of a prompt that decode computes itself.")
     ] = 16384
+    """A request that lacks more tokens is prefill's; below that the rule decides. Lower it only to
+    keep long prompts from running requests. 0: compute only where prefill cannot be asked."""
     down_below: Annotated[
         CountOrZero, doc("The same where prefill is down and failure_policy is local.")
     ] = MAX_COUNT
+    """With `failure_policy="local"`: while prefill is gone, a request that lacks more tokens is not
+    computed here, and fails."""
     chunk_tokens: Annotated[Count, doc("Most tokens of prompts per step of decode.")] = 256
     itl_share: Annotated[
         Annotated[float, Meta(gt=0, le=100)],
         doc("Longest addition of such tokens to a step, as a part of it."),
     ] = 0.5
+    """How much longer a step of running requests may become by the chunk in it, as a share of the
+    step. Where even 8 tokens exceed it, only some steps have a chunk, and the average keeps to it.
+    Lower it where gaps between tokens matter more than the first token."""
     ask: Literal["both", "late"] = "both"
+    """When prefill gets a request. "both": the engine submits it to both sides at once, and prefill
+    is told if it is computed here. "late": prefill gets only what `pop_needs_prefill` returns."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -379,33 +413,35 @@ class ComputeConfig:
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """Host memory in which a decode worker keeps what its pool cannot: `times` the size of the
-    pool, or `num_bytes` on each rank, or `num_pages` pages. The last two exclude each other.
+    """Host memory behind a decode worker's pool.
 
-    Less than twice the pool is of little use, since what is in the pool is there as well. `policy`
-    chooses the pages that are evicted there first, as `DecodeConfig.policy` does in the pool; None:
-    the same, with a name.
-
-    Kept are the layers whose pages have the pool's ids: the first ones, and aligned groups. Windows
-    and extra state are sent with each prompt.
-
-    `copy_threads` copy between both, in pieces of at most `piece_bytes` (0: 4 MiB, on a GPU 16 MiB,
-    where each costs a launch); loads go before writes.
+    What requests leave in the pool is copied there, and loaded again where the pool has forgotten
+    it. Kept are the layers whose pages have the pool's ids: the first ones, and aligned groups.
+    Windows and extra state are sent with each prompt. Loads go before writes.
     """
 
     times: Annotated[
         Annotated[float, Meta(gt=0, le=1000)],
         doc("Host memory for KV that the pool cannot keep, by the pool's size."),
     ] = 4.0
+    """Host memory of this rank, as a multiple of the pool: at least 2, since what is in the pool is
+    there as well. `prefixkv replay --host 4x` says what more is worth for your traffic."""
     num_bytes: Annotated[BytesOrZero, doc("The same in bytes on each rank; 0: by times.")] = 0
     num_pages: Annotated[CountOrZero, doc("The same in pages; 0: by times.")] = 0
+    """The same in pages of the pool; excludes `num_bytes`. 0: by `times`."""
     policy: Annotated[
         str | Policy | None, doc("Eviction policy of host memory; none: that of the pool.")
     ] = None
+    """Which pages are evicted first from host memory: a name or a `Policy` object. None: the pool's
+    policy, which must then be a name."""
     copy_threads: Annotated[Count, doc("Threads that copy to and from host memory.")] = 2
+    """Threads that copy to and from host memory. On a GPU each has a stream, and uses twice
+    `piece_bytes` of the device's memory."""
     piece_bytes: Annotated[
         BytesOrZero, doc("Largest piece of a copy; 0: 4 MiB, on a GPU 16 MiB.")
     ] = 0
+    """Largest piece of a copy; 0: 4 MiB, on a GPU 16 MiB. A load waits at most for the pieces that
+    are being copied; smaller pieces cost more calls."""
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -432,84 +468,83 @@ class HostConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """A decode worker.
-
-    `max_running` requests hold a row of the page table at once (in transfer or running).
-    `reserve_tokens` is the space kept for each request's output before it is admitted.
-    `cache=False` turns the prefix cache off: nothing is matched, nothing kept.
-
-    `policy` chooses the cached pages that are evicted first: a registered name, or a `Policy` with
-    settings of its own (`Adaptive(trust=20)`), which serves one cache; ranks need a name.
-    `admission` chooses the request that is admitted first: "hit_aware", "fifo", "priority", a
-    registered name, or an `AdmissionPolicy`. No other overtakes a request that has waited
-    `patience_s`, unless that steps aside because the running ones cannot make room for it. A
-    request without a `deadline_s` that is not admitted within `waiting_timeout_s` fails, and
-    prefill is told. None: `control.longest_wait_s`, the most that is allowed, since prefill waits
-    no longer either.
-
-    The first `reserved_pages` of the pool are the engine's: no request gets them. A padded batch
-    writes its padding there.
-
-    An eviction frees `evict_reserve` of the pool beyond the missing pages, so that new pages lie
-    together; 0: only the missing ones.
-
-    While several prefill workers are ready, at most `prefill_share` of the pool is promised to each
-    or held for it: a worker that never proves the end of its writes does not get it all. 1: no
-    bound.
-
-    A request whose transfer fails is asked for again `max_retries` times (None: once where
-    `failure_policy` is "retry", else never). Before each, `retarget(req, error)` may name the
-    address of another prefill worker; `req` is the DecodeRequest, `req.prefill` where it failed.
-
-    `compute` lets the engine compute prompts of which little is missing (see ComputeConfig); None:
-    prefill computes all. With it and `failure_policy` "local", decode carries on alone while a
-    prefill worker does not answer: what was asked of it, and what would be, is computed here, as
-    far as `compute.down_below` allows; the rest fails as without.
-
-    `record` names a file to which the node writes its traffic for `prefixkv replay`, as salted
-    hashes (runtime/record.py): four files of at most `record_bytes`. None: nothing is written. A
-    hash is of `record_block_tokens`, cut to whole pages; of one page, if that is larger.
-
-    `kv_events` publishes the changes of the prefix cache, for routers; None: not.
-
-    `host_memory` keeps in host memory what the pool cannot (see HostConfig); None: it is forgotten.
-
-    With `compute` and extra state, `checkpoints` of the StatePool's slots, the last ones, keep
-    states behind cached prefixes, at multiples of `checkpoint_tokens`, from which the engine goes
-    on (`DecodeRequest.checkpoint_slot`). A request that runs fills one of them. With `compute` and
-    window groups it is the number of windows that are kept at most.
-    """
+    """A decode worker."""
 
     name: Name = "decode-0"
+    """The worker's name in metrics, logs and the handshake: unique per worker, kept over restarts.
+    A new process of the same name replaces the old one."""
     max_running: MaxRunning = 256
+    """Requests in transfer or running at once (rows of the page table). Set it to the engine's
+    largest batch, plus the requests that may be in transfer meanwhile."""
     reserve_tokens: CountOrZero = 128
+    """Space kept for each request's output when it is admitted, at most what it may still write.
+    Raise it if many requests are retracted; lower it if pages stay free while requests wait."""
     cache: Annotated[bool, doc("Keep and match prefixes.")] = True
+    """Keep and match prefixes. Off is for comparison."""
     policy: PolicyName = "adaptive"
+    """Which cached pages are evicted first: a registered name, or a `Policy` object
+    (`Adaptive(trust=20)`), which serves one cache."""
     admission: Annotated[
         str | Admission, doc("Which waiting request is admitted first: hit_aware, fifo, priority.")
     ] = "hit_aware"
+    """Which waiting request is admitted first: "hit_aware", "fifo", "priority", another registered
+    name, or an `AdmissionPolicy` object."""
     patience_s: SecondsOrZero = 5.0
+    """No other request overtakes a request that has waited this long, unless that waits aside.
+    Lower it for fairness, raise it for throughput. At most half of `waiting_timeout_s` counts."""
     waiting_timeout_s: Seconds | None = None
+    """How long a request without a `deadline_s` waits to be admitted; then it fails with
+    `AdmissionTimeoutError`, and prefill is told. After a retraction or a retry it starts again.
+    None: `control.longest_wait_s`, the largest value, since prefill waits no longer."""
     evict_reserve: Share = 1 / 256
+    """Share of the pool that an eviction frees beyond the missing pages, so that new pages are
+    neighbours."""
     reserved_pages: CountOrZero = 0
+    """First pages of the pool that no request gets: the engine writes the padding of its batches
+    there."""
     prefill_share: Share = 0.5
+    """While several prefill workers are ready, at most this share of the pool is promised to one of
+    them, or held for it; its further requests wait. 1: no bound."""
     record: Annotated[
         Annotated[str, Meta(min_length=1)] | Path | None,
         doc("File for a record of the traffic, for prefixkv replay."),
     ] = None
+    """File to which the node writes its traffic, for `prefixkv replay`: lengths, times and salted
+    hashes of blocks, no tokens. An existing file is kept as `PATH.1`."""
     record_bytes: Annotated[int, Meta(ge=4096, le=MAX_BYTES, extra={"unit": "bytes"})] = 64 << 20
+    """Rotate the record after this many bytes; four files are kept. A line has about 18 bytes per
+    block."""
     record_block_tokens: Annotated[int, Meta(ge=1, le=1 << 20, extra={"unit": "tokens"})] = 512
+    """Tokens of a block of the record, cut to whole pages, at least one page. Prompts shorter than
+    a block share nothing in a replay: take your page size where prompts are short."""
     failure_policy: Literal["fail", "retry", "local"] = "fail"
+    """What becomes of a request whose transfer failed. "retry": it is asked for once more
+    (`pop_needs_prefill`) before it fails. "local": decode computes it, which needs `compute`."""
     max_retries: CountOrZero | None = None
+    """How often a failed request is asked for again. None: once with `failure_policy="retry"`, else
+    never."""
     retarget: Retarget | None = None
+    """Called before each retry as `retarget(req, error)`: returns the address of the prefill worker
+    to ask next, or None for the same one. `req.prefill` is where it failed."""
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
     transport: TransportConfig = TransportConfig()
     kv_events: KVEventsConfig | None = None
+    """Publish the changes of the prefix cache, for routers. None: not."""
     compute: ComputeConfig | None = None
+    """Let the engine compute prompts of which little is missing. None: prefill computes all.
+    Refused for a worker of several ranks; with extra state or window groups it needs `checkpoints`.
+    """
     host_memory: HostConfig | None = None
+    """Keep in host memory what the pool cannot. None: it is forgotten. Each rank takes its own.
+    Refused without `cache`."""
     checkpoints: CountOrZero = 0
+    """Number of StatePool slots reserved for checkpoints (the last ones), from which own compute
+    goes on. Each running request fills one: set it above the number that runs. With window groups:
+    the most windows that are kept. Needs `compute`. The Hugging Face engine takes 0 for a number
+    that fits the pool."""
     checkpoint_tokens: Count = 1
+    """A checkpoint lies at a multiple of this and of a page."""
 
     def __post_init__(self) -> None:
         _check_names(self.policy, self.admission)  # first: it says more of a class than its type
@@ -575,33 +610,37 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """A prefill worker. `bind` is its ROUTER's address; a port of `*` takes a free one.
-
-    A request whose prefix another computes waits for it, but not once nothing has been computed for
-    `follow_s`; 0: each computes its own. `reserved_pages` and `kv_events` as on decode; of
-    several ranks the first publishes events.
-
-    With extra state, `checkpoints` of the StatePool's slots, the last ones, keep states behind
-    cached prefixes, at multiples of `checkpoint_tokens`, from which the engine goes on
-    (`PrefillRequest.checkpoint_slot`). 0: it computes every prompt from its beginning, unless it
-    has states of its own (`usable_prefix`).
-    """
+    """A prefill worker."""
 
     name: Name = "prefill-0"
     bind: Annotated[str, doc("Address where decode workers connect; port *: a free one.")] = (
         "tcp://127.0.0.1:*"
     )
+    """Address where decode workers connect; a port of `*` takes a free one, which `endpoint` tells.
+    An address that other machines reach needs keys."""
     max_running: MaxRunning = 256
+    """Requests that hold pages at once. Further ones wait as promised."""
     cache: Annotated[bool, doc("Keep and match prefixes.")] = True
+    """Prefill's own prefix cache."""
     policy: PolicyName = "adaptive"
     follow_s: SecondsOrZero = 1.0
+    """A request whose prefix another request is computing waits for it, until nothing has been
+    computed for this long. 0: each computes its own. At most `control.longest_wait_s`."""
     reserved_pages: CountOrZero = 0
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
     transport: TransportConfig = TransportConfig()
     kv_events: KVEventsConfig | None = None
+    """Publish the changes of the prefix cache, for routers; of several ranks the first publishes.
+    None: not."""
     checkpoints: CountOrZero = 0
+    """Number of StatePool slots reserved for checkpoints (the last ones), from which prefill goes
+    on behind cached prefixes; with window groups, the most checkpoints that are kept. About one for
+    each session whose next turn is to be cheap. 0: prompts are computed from their beginning; the
+    Hugging Face engine then takes 16 to 256, by its pool's bytes."""
     checkpoint_tokens: Count = 1
+    """A checkpoint lies at a multiple of this and of a page: where the model's kernels can give a
+    state."""
 
     def __post_init__(self) -> None:
         _check_names(self.policy)

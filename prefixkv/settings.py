@@ -1,7 +1,8 @@
 """Settings: declared once, with their bounds, and converted by one module from every source.
 
 A settings class is a frozen dataclass. The type of a field says its kind, unit and bounds
-(`heartbeat_s: Seconds = 1.0`), and `doc(...)` in it what `--help` says. `__post_init__` calls
+(`heartbeat_s: Seconds = 1.0`), and `doc(...)` in it what `--help` says; a string below the field
+says more, for `--help-all` and `docs/reference/settings.md`. `__post_init__` calls
 `check_fields`, so the constructor refuses what a file, a variable or an option is refused for.
 Each ConfigError of a settings class begins with the field's name; the source and the table are put
 in front of it: "worker.toml: control.heartbeat_s: 0 is not above 0".
@@ -13,12 +14,17 @@ metadata its fields are set as if they were its parent's, without those that `bu
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 import re
+import textwrap
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from difflib import get_close_matches
+from functools import cache
+from itertools import pairwise
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -140,6 +146,13 @@ class Field(NamedTuple):
     table: type | None  # the settings class
     flat: bool
     but: Collection[str]
+    owner: type
+
+    @property
+    def sentences(self) -> str:
+        """The string below the field in its class, for `--help-all` and `docs/reference`; else what
+        `--help` says."""
+        return sentences_of(self.owner).get(self.name) or self.help
 
     @property
     def is_plain(self) -> bool:
@@ -208,10 +221,30 @@ def _fields(kind: type) -> Iterator[Field]:
         default = field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
-        yield _field(field.name, default, hints[field.name], field.metadata)
+        yield _field(kind, field.name, default, hints[field.name], field.metadata)
 
 
-def _field(name: str, default: Any, hint: Any, more: Mapping[str, Any]) -> Field:
+@cache
+def sentences_of(kind: type) -> dict[str, str]:
+    """Read the strings that stand below fields of a class, by field; of its bases none.
+
+    Empty where the sources are not installed.
+    """
+    try:
+        source = textwrap.dedent(inspect.getsource(kind))
+    except OSError:
+        return {}
+    (tree,) = ast.parse(source).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for above, node in pairwise(tree.body):
+        if isinstance(above, ast.AnnAssign) and isinstance(node, ast.Expr):
+            name, text = ast.unparse(above.target), ast.literal_eval(node.value)
+            found[name] = " ".join(text.split())
+    return found
+
+
+def _field(owner: type, name: str, default: Any, hint: Any, more: Mapping[str, Any]) -> Field:
     base, metas = _split(hint)
     is_union = get_origin(base) in (Union, UnionType)
     alternatives = get_args(base) if is_union else (hint,)
@@ -241,6 +274,7 @@ def _field(name: str, default: Any, hint: Any, more: Mapping[str, Any]) -> Field
         table=next(filter(is_dataclass, classes), None),
         flat=more.get("flat", False),
         but=more.get("but", ()),
+        owner=owner,
     )
 
 

@@ -1,16 +1,13 @@
-"""What the documents say is so: their code runs, what they name exists, their tables are those of
-the code.
+"""Documents run, and what they name exists. docs/reference is written from the code (docs/gen.py).
 
 A Python block runs, after those before it in the same document, unless the line above it is a
 comment `<!-- not run: why -->`, or `<!-- example -->`: those lines tests/test_example_scheduler.py
-runs; or `<!-- quoted: NAME -->`: it is the source of that object, as it stands; or
-`<!-- file: NAME -->`: a file that the reader makes, which a test of its own runs.
+runs; or `<!-- file: NAME -->`: a file that the reader makes, which a test of its own runs.
 """
 
 from __future__ import annotations
 
 import builtins
-import dataclasses
 import importlib
 import inspect
 import os
@@ -23,35 +20,29 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 
 import prefixkv
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.ports import free_port
-from prefixkv import transfer
-from prefixkv.cache.eviction.policy import Use
-from prefixkv.memory import kv_layout, state_layout
-from prefixkv.memory.kv_layout import ITEMSIZE
-from prefixkv.protocol import messages
-from prefixkv.request import Request
-from prefixkv.testing.sides import LAWS, Prompt, ScenarioSettings
+from prefixkv import DecodeNode, PrefillNode
+from prefixkv.decode.request import DecodeState
+from tests.models.node_pair import NodePair, make_pool, tokens_of
 from tests.models.patience import PATIENCE_S
-from tests.protocol.rooms import assert_diagrams
 from tests.test_example_scheduler import serve
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
 ]
 README = ROOT / "README.md"
-NOT_RUN = re.compile(r"<!-- (not run: .+|quoted: .+|file: .+|example) -->")
-QUOTED = re.compile(r"<!-- quoted: (\S+) -->")
+NOT_RUN = re.compile(r"<!-- (not run: .+|file: .+|example) -->")
 # Names of loggers, none of modules.
-LOGGERS = {"prefixkv.requests", "prefixkv.transport", "prefixkv.peers", "prefixkv.record"}
+LOGGERS = {"prefixkv.requests", "prefixkv.transport", "prefixkv.peers", "prefixkv.record",
+           "prefixkv.kv_events"}  # fmt: skip
 # Modules that import vLLM, which is not installed here, and what is imported from them.
 VLLM = tuple(f"prefixkv.engines.vllm.{name}" for name in (
     "compat", "connector", "end_request", "metrics", "PrefixKVConnector"))  # fmt: skip
@@ -108,26 +99,6 @@ def prose(text: str) -> str:
 def spans(text: str) -> list[str]:
     """What stands in backquotes."""
     return re.findall(r"`([^`\n]+)`", prose(text))
-
-
-def section(text: str, heading: str) -> str:
-    """What stands below a heading, up to the next one of its level or above."""
-    level = heading.index(" ")
-    start = re.search(rf"^{re.escape(heading)}$", text, re.MULTILINE)
-    assert start is not None, f"there is no {heading!r}"
-    rest = text[start.end() :]
-    end = re.search(rf"^#{{1,{level}}} ", rest, re.MULTILINE)
-    return rest if end is None else rest[: end.start()]
-
-
-def rows(text: str) -> list[list[str]]:
-    """The cells of all tables in it, but for their heads."""
-    found = []
-    lines = text.splitlines()
-    for above, line in zip(["", *lines], lines, strict=False):
-        if line.startswith("|") and not line.startswith("| ---") and above.startswith("|"):
-            found.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
-    return found
 
 
 def read(name: str) -> str:
@@ -216,6 +187,23 @@ def test_the_two_workers_of_the_first_steps_say_what_the_page_says(tmp_path: Pat
         prefill.communicate()
 
 
+def test_a_node_leaves_once_what_it_serves_has_ended() -> None:
+    """docs/operate.md: `leave`, of a rolling restart."""
+    scope: dict[str, Any] = {}
+    code = (block.code for block in blocks(read("docs/operate.md")))
+    exec(next(block for block in code if block.startswith("def leave(")), scope)
+    with PrefillNode(make_pool()) as prefill, DecodeNode(make_pool()) as decode:
+        pair = NodePair(decode, prefill)
+        pair.p.hold = True
+        req = pair.submit("r1", tokens_of(1, 20))
+        assert not scope["leave"](decode, pair.step, timeout_s=0.1), "prefill computes nothing"
+        assert not decode.closed
+        pair.p.hold = False
+        assert scope["leave"](decode, pair.step, timeout_s=PATIENCE_S)
+        assert decode.closed
+        assert req.state is DecodeState.FINISHED
+
+
 def test_a_block_runs_unless_a_comment_above_says_why_not() -> None:
     fence = "```"
     text = (
@@ -231,20 +219,6 @@ def test_integrate_shows_the_loop_that_is_tested() -> None:
     source = inspect.getsource(serve)
     shown = source.partition("    # example: begin\n")[2].partition("    # example: end")[0]
     assert textwrap.indent(textwrap.dedent(shown), "    ") in read("docs/integrate.md")
-
-
-def test_what_is_quoted_is_the_code_as_it_stands() -> None:
-    quoted: list[str] = []
-    for document in DOCUMENTS:
-        for block in blocks(document.read_text()):
-            if found := QUOTED.fullmatch(block.above.strip()):
-                source = textwrap.dedent(inspect.getsource(resolve(found[1])))
-                assert block.code == source.rstrip("\n"), f"{document.name}: {found[1]}"
-                quoted.append(found[1])
-    # The engine is the worked example for those who integrate: both loops, and their thread.
-    assert {name.rpartition(".")[0].rpartition(".")[2] for name in quoted} >= {
-        "PrefillEngine", "DecodeEngine", "EngineLoop",
-    }  # fmt: skip
 
 
 def test_the_changelog_and_the_guide_fit_a_page() -> None:
@@ -376,206 +350,13 @@ def test_every_link_inside_the_project_resolves(document: Path) -> None:
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
-# --- docs/architecture.md -------------------------------------------------------------------------
-
-
-def contracts() -> list[dict[str, Any]]:
-    settings = tomllib.loads(read("pyproject.toml"))
-    found: list[dict[str, Any]] = settings["tool"]["importlinter"]["contracts"]
-    return found
-
-
-def test_the_layers_are_those_that_the_linter_checks() -> None:
-    listed = section(read("docs/architecture.md"), "### Layers")
-    (block,) = blocks(listed)
-    layers = [layer.replace("prefixkv.", "") for layer in contracts()[0]["layers"]]
-    assert block.code.splitlines() == layers
-
-
-def test_every_folder_has_a_row_and_says_whether_it_is_pure() -> None:
-    """Pure is what the linter forbids threads, clocks and sockets, whole or in part."""
-    pure = {
-        name.removeprefix("prefixkv.")
-        for name in next(c for c in contracts() if c["name"].startswith("pure"))["source_modules"]
-    }
-    listed = {}
-    for what, holds, may in rows(section(read("docs/architecture.md"), "## Folders")):
-        for name in re.findall(r"`([\w./]+?)(?:/|\.py)`", what):
-            assert holds
-            listed[name.replace("/", ".")] = may.startswith("pure")
-    package = ROOT / "prefixkv"
-    there = {path.parent.name for path in package.glob("*/__init__.py")}
-    there |= {path.stem for path in package.glob("*.py")} - {"__init__"}
-    assert set(listed) == there
-    for name, is_pure in listed.items():
-        assert is_pure == (name in pure), name
-
-
 def test_every_law_that_is_cited_is_there() -> None:
-    laws = section(read("docs/architecture.md"), "## The laws")
-    numbers = [int(number) for number in re.findall(r"^(\d+)\. ", laws, re.MULTILINE)]
+    text = read("docs/architecture.md").partition("\n## The laws\n")[2].partition("\n## ")[0]
+    numbers = [int(number) for number in re.findall(r"^(\d+)\. ", text, re.MULTILINE)]
     assert numbers == list(range(1, len(numbers) + 1))
     for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("fuzz/**/*.py"), *DOCUMENTS]:
         for number in re.findall(r"\blaw (\d+)", path.read_text()):
             assert int(number) in numbers, f"{path.name} cites law {number}"
-
-
-# --- docs/integrate.md ----------------------------------------------------------------------------
-
-
-def table_below(text: str, mark: str) -> list[list[str]]:
-    """The table that follows a comment."""
-    table = text.partition(f"<!-- {mark} -->\n")[2].partition("\n\n")[0]
-    assert table, f"there is no <!-- {mark} -->"
-    return rows(table)
-
-
-def test_every_field_of_a_request_is_told_with_its_default() -> None:
-    """`max_new_tokens` is what the section begins with, since it decides admission."""
-    text = read("docs/integrate.md")
-    assert section(text, "### A request").lstrip().startswith("Say `max_new_tokens`.")
-    told = {
-        name.strip("`"): default.strip("`") for name, default, *_ in table_below(text, "request")
-    }
-    fields = [one for one in dataclasses.fields(Request) if one.init]
-    found = {
-        one.name: "" if one.default is dataclasses.MISSING else repr(one.default).replace("'", '"')
-        for one in fields
-    }
-    assert told == found
-
-
-def test_every_field_of_a_use_is_told_with_its_default() -> None:
-    told = {
-        name.strip("`"): default.strip("`")
-        for name, default, _ in table_below(read("docs/operate.md"), "use")
-    }
-    found = {one.name: repr(one.default).replace("'", '"') for one in dataclasses.fields(Use)}
-    assert told == found
-
-
-@pytest.mark.parametrize("kind", [ScenarioSettings, Prompt])
-def test_what_the_kit_gives_an_engine_is_told_with_its_defaults(kind: type) -> None:
-    mark = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower()
-    told = {}
-    for names, defaults, _ in table_below(read("docs/integrate.md"), mark):
-        values = re.findall(r"`([^`]+)`", defaults)
-        for i, name in enumerate(re.findall(r"`(\w+)`", names)):
-            told[name] = values[i] if values else ""
-    found = {
-        one.name: ""
-        if one.default is dataclasses.MISSING or dataclasses.is_dataclass(one.default)
-        else repr(one.default)
-        for one in dataclasses.fields(kind)
-    }
-    assert told == found
-
-
-def test_every_event_of_the_transfer_side_is_told_with_its_fields() -> None:
-    told = {
-        name.strip("`"): (side, re.findall(r"`(\w+)`", fields))
-        for name, side, fields, _ in table_below(read("docs/integrate.md"), "events")
-    }
-    sides = {"decode": get_args(transfer.DecodeEvent), "prefill": get_args(transfer.PrefillEvent)}
-    found: dict[str, tuple[str, list[str]]] = {}
-    for side, events in sides.items():
-        for event in events:
-            where = "both" if event.__name__ in found else side
-            found[event.__name__] = where, list(event.__struct_fields__)
-    assert told == found
-
-
-@pytest.mark.parametrize("side", ["DecodeTransfers", "PrefillTransfers"])
-def test_the_signatures_of_the_transfer_side_are_told(side: str) -> None:
-    text = section(read("docs/integrate.md"), "## An engine that owns its pages and its cache")
-    calls = dict(re.findall(r"`(\w+)\(([\w, ]+)\)`", text))
-    table = [row[0] for row in rows(text)]
-    methods = (
-        ("open", "refuse")
-        if side == "DecodeTransfers"
-        else ("add", "send_chunk", "offer", "withdraw")
-    )
-    for name in methods:
-        parameters = [*inspect.signature(getattr(getattr(transfer, side), name)).parameters][1:]
-        assert any(f"`{name}({', '.join(parameters)})`" in cell for cell in table), (name, calls)
-
-
-def test_every_dtype_of_a_pool_is_told() -> None:
-    text = section(read("docs/integrate.md"), "## Your own tensors")
-    told = text.partition("A pool's dtype is one of ")[2].partition(", for bytes")[0]
-    assert re.findall(r"`(\w+)`", told) == sorted(ITEMSIZE, key=[*ITEMSIZE].index)
-
-
-def test_the_laws_of_a_finding_are_told() -> None:
-    text = section(read("docs/integrate.md"), "## Does your engine conform?")
-    told = " ".join(row[0] for row in rows(text)[-len(LAWS) :])
-    assert all(law in told for law in LAWS)
-
-
-# --- docs/protocol.md -----------------------------------------------------------------------------
-
-STRUCTS = ("ModelDigest", "Topology", "KVLayout", "Slab", "StateTensor", "StagingArea",
-           "StateLayout", "StateEntry")  # fmt: skip
-
-
-def fields_of(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """The fields as they travel, in order, with their types as the source has them."""
-    kinds: dict[str, str] = {}
-    for base in reversed(struct.__mro__):
-        kinds |= vars(base).get("__annotations__", {})
-    return {field: kinds[field] for field in struct.__struct_fields__}
-
-
-def fields_told(text: str) -> dict[str, str]:
-    """The fields that a table tells: field, type, meaning."""
-    told = {}
-    for field, kind, meaning in rows(text):
-        assert meaning
-        told[field.strip("`")] = kind.strip("`").replace("\\|", "|")
-    return told
-
-
-@pytest.mark.parametrize("body", get_args(messages.AnyBody), ids=lambda body: body.__name__)
-def test_every_message_is_told_with_its_fields(body: type[msgspec.Struct]) -> None:
-    config = body.__struct_config__
-    text = section(read("docs/protocol.md"), f"### {body.__name__} (`{config.tag}`)")
-    told = fields_told(text)
-    assert list(told.items()) == list(fields_of(body).items())
-
-
-@pytest.mark.parametrize("name", ["Frame", *STRUCTS])
-def test_what_messages_are_made_of_is_told_with_its_fields(name: str) -> None:
-    (struct,) = DEFINED[name]
-    told = fields_told(section(read("docs/protocol.md"), f"### {name}"))
-    assert list(told.items()) == list(fields_of(struct).items())
-
-
-def test_no_message_is_told_that_there_is_not() -> None:
-    told = re.findall(r"^### (\w+) \(`", read("docs/protocol.md"), re.MULTILINE)
-    assert told == [body.__name__ for body in get_args(messages.AnyBody)]
-
-
-def test_the_bounds_are_those_that_frames_are_checked_for() -> None:
-    table = rows(section(read("docs/protocol.md"), "### Bounds"))
-    told = {name.strip("`"): bounds for name, _, bounds in table}
-    bounded = {
-        name: kind
-        for module in (messages, kv_layout, state_layout)
-        for name, kind in vars(module).items()
-        if get_origin(kind) is Annotated
-    }
-    found = {}
-    for name, kind in bounded.items():
-        meta = get_args(kind)[1]
-        limits = {key: getattr(meta, key) for key in ("ge", "le", "min_length", "max_length")}
-        found[name] = ", ".join(f"{k} {v}" for k, v in limits.items() if v is not None)
-    assert told == found
-
-
-def test_the_version_and_the_diagrams_are_those_of_the_code() -> None:
-    text = read("docs/protocol.md")
-    assert f"version {messages.PROTOCOL_VERSION}" in text
-    assert_diagrams(text)
 
 
 # --- commands -------------------------------------------------------------------------------------

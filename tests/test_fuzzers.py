@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,17 +46,27 @@ def test_it_runs(name: str) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+def load(path: Path) -> Any:
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.slow
 def test_each_of_the_mutants_can_be_made_and_its_test_is_there() -> None:
     """A function or test of another name needs that name in the mutant's row, too."""
-    spec = importlib.util.spec_from_file_location("twenty_mutants", FUZZ / "twenty_mutants.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert len(module.MUTANTS) == 30
+    module = load(FUZZ / "twenty_mutants.py")
     for mutant in module.MUTANTS:
         path, text = module.mutated(module.ROOT, mutant)
         compile(text, str(path), "exec")
         file = module.find_test(module.ROOT, mutant.tests).partition("::")[0]
         assert (module.ROOT / file).exists()
+
+
+def test_each_law_has_a_mutant_and_each_mutant_a_law() -> None:
+    """docs/reference/laws.md is the table of them."""
+    mutants = load(FUZZ / "twenty_mutants.py").MUTANTS
+    laws = load(FUZZ.parent / "docs" / "gen.py").read_laws()
+    assert {mutant.law for mutant in mutants} == laws.keys()
+    assert len(mutants) >= 40

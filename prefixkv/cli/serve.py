@@ -160,7 +160,7 @@ def _option(setting: Setting) -> Parameter:
     flag, is_switch = setting.option, _is_switch(setting)
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if is_switch else flag,
-        help=_about(setting),
+        help=_about(setting, setting.field.help),
         show_default=False,  # `_about` says it
         metavar=None if is_switch else _metavar(setting),
         hidden=not setting.field.help,
@@ -172,16 +172,16 @@ def _option(setting: Setting) -> Parameter:
 def _line(setting: Setting) -> str:
     flag = setting.option
     name = f"--[no-]{flag[2:]}" if _is_switch(setting) else f"{flag} {_metavar(setting)}"
-    text = f"  {name:<45} {_about(setting)}"
+    text = f"  {name:<45} {_about(setting, setting.field.sentences)}"
     return textwrap.fill(text, 100, subsequent_indent=48 * " ", break_on_hyphens=False)
 
 
-def _about(setting: Setting) -> str:
-    """Describe a setting in a command's help by its description, else by unit and bounds, and by
-    its default."""
+def _about(setting: Setting, text: str) -> str:
+    """Describe a setting in a command's help by its text, else by unit and bounds, and by its
+    default."""
     field, default = setting.field, setting.default
     ranges = "; ".join(filter(None, (kind.range for kind in field.kinds)))
-    text = field.help or (f"{ranges[0].upper()}{ranges[1:]}." if ranges else "")
+    text = text or (f"{ranges[0].upper()}{ranges[1:]}." if ranges else "")
     if default in (None, ""):
         return text
     shown = ("yes" if default else "no") if _is_switch(setting) else default

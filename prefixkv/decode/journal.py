@@ -110,8 +110,21 @@ class DecodeJournal(Journal):
 
 
 def timeline(req: DecodeRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
-    """Return decode's timeline of a request: all that its journal knows, for JSON. Times: seconds
-    since it arrived, or None."""
+    """Return the history of a request for the log, with fields of this side alone:
+
+    - `host_tokens`: Hit tokens that were loaded from host memory.
+    - `shared_tokens`: Tokens that were on their way with the flight of another request.
+    - `decode_computed_tokens`: Tokens that decode's engine was to compute. This, `hit_tokens`,
+      `host_tokens` and `shared_tokens` are of the last admission before the first token.
+    - `output_tokens`: Tokens that were generated.
+    - `asked_bytes`: KV that prefill was asked for.
+    - `retractions`: How often its pages were taken back.
+    - `retries`: How often prefill was asked again after a failure.
+    - `admitted_s`: Its pages are taken and prefill is told. The wait before it is for pages.
+    - `transferred_s`: Its own KV is here.
+    - `committed_s`: All its KV is in the tree.
+    - `first_token_s`: The engine appended a token.
+    """
     return req.timeline(
         "decode",
         req.state.value,

@@ -37,9 +37,13 @@ class Slab(msgspec.Struct, frozen=True):
     """
 
     base: int
+    """Address of page 0, token 0, head 0."""
     page_stride: int
+    """Bytes."""
     token_stride: int
+    """Bytes."""
     head_stride: int
+    """Bytes."""
 
 
 # Limits for a frame: a peer cannot make us sort more than this.
@@ -58,8 +62,12 @@ class PageGroup(msgspec.Struct, frozen=True, array_like=True):
     """
 
     name: GroupName
+    """As in GroupDigest."""
     window: int
+    """As in GroupDigest."""
     layout: KVLayout
+    """Layout of its pages: their own number with a window, else the pool's; without further groups.
+    With a window its slabs may be the pool's: then no page id is promised in both."""
 
     def first_page(self, num_tokens: int) -> int:
         """Return the number of the first page that a window group of the layout needs behind
@@ -97,17 +105,32 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
     page_size: int
     num_layers: int
+    """Layers of this rank."""
     num_kv_heads: int
+    """KV heads of this rank."""
     head_dim: int
+    """Elements of one head of one token."""
     dtype: str
+    """Data type, as torch names it."""
     attention: str
+    """Kind: "mha", "mla", or "fused": K and V of a layer in one slab, opaque pages only."""
     order: str
+    """Order of pages: "layer_major", "page_major" or "strided"."""
     slabs: Slabs
+    """Layer 0 K, layer 0 V, layer 1 K, ...; mla, fused: one per layer."""
     regions: Regions
+    """The registered ranges, as (address, bytes); each slab lies in one of them."""
     num_pages: int = 0
+    """Pages of the pool."""
     device: str = "cpu"
+    """Device: "cpu" or "cuda:INDEX", as the owner's process numbers the GPUs; staging area and
+    state are on the same device."""
     opaque: str = ""
+    """Name of a format that prefixkv cannot read, or empty: pages of it move whole, and a page of a
+    slab is one run of bytes."""
     groups: Groups = ()
+    """The groups of layers beside these, in the digest's order; their memory is among the regions.
+    """
 
     @property
     def windows(self) -> tuple[PageGroup, ...]:

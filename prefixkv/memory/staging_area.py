@@ -27,8 +27,11 @@ class StagingArea(msgspec.Struct, frozen=True, array_like=True):
     blocks of BLOCK_BYTES."""
 
     base: int
+    """Address of the area."""
     num_bytes: int
+    """Bytes of the area, whole blocks of 4,096."""
     lease_bytes: int
+    """Largest lease, whole blocks."""
 
     @property
     def num_blocks(self) -> int:

@@ -34,10 +34,15 @@ class StateTensor(msgspec.Struct, frozen=True, array_like=True):
     """
 
     name: str
+    """Name of the tensor."""
     layer: int
+    """The KV layer in whose pipeline stage it lives."""
     num_heads: int
+    """Heads of all ranks; split over ranks as KV heads are."""
     head_shape: Shape
+    """Shape of one head in one slot."""
     dtype: str = "float32"
+    """Data type, as torch names it."""
 
     @property
     def head_bytes(self) -> int:
@@ -84,8 +89,11 @@ class StateEntry(msgspec.Struct, frozen=True, array_like=True):
     """A rank's share of one tensor: `num_bytes` per slot, those of slot 0 at `base`."""
 
     base: int
+    """Address of slot 0."""
     slot_stride: int
+    """Bytes."""
     num_bytes: int
+    """Bytes of one slot."""
 
 
 Entries = Annotated[tuple[StateEntry, ...], msgspec.Meta(max_length=8192)]
@@ -96,8 +104,11 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
     KVLayout."""
 
     num_slots: int
+    """Number of requests that can have state at the same time."""
     entries: Entries
+    """One per tensor of the rank's stage, in order."""
     regions: Regions
+    """The registered ranges, as (address, bytes)."""
 
     def validate(self) -> None:
         """Check every value of the state layout, and that slots share no byte. Raises ConfigError.

@@ -164,8 +164,31 @@ class PagedRequest(Generic[State]):
         return -1 if self.pages_held is None else self.pages_held.row
 
     def timeline(self, side: str, outcome: str, peer: str, **found: int) -> dict[str, Any]:
-        """Return a paged request's history, of either side, for a log, as JSON can hold it; `found`
-        adds fields. Times are seconds since the request arrived, or None."""
+        """Return a request's history for a log, as JSON can hold it; `found` adds fields. The log
+        adds `node`, `incarnation` and `arrived_at`.
+
+        Fields that end in `_s` are seconds since the request arrived, of the first time that it
+        happened; None: it did not.
+
+        - `node`: Name of the worker that writes the record.
+        - `incarnation`: Which process of that name: a random number, in hexadecimal in
+          texts ("d0 life 3f2a"). `fence` takes the number.
+        - `side`: `decode` or `prefill`.
+        - `rid`: The engine's name for the request.
+        - `room`: The transfer's number.
+        - `generation`: Which attempt at that room.
+        - `namespace`: Its first 64 characters; empty for the default namespace. A digest stands
+          for a `Namespace`'s salt, and for bytes and tuples.
+        - `outcome`: Decode: `finished`, `failed`, `aborted`. Prefill: `sent`, `failed`,
+          `aborted`.
+        - `error`: Class and text; null if there is none.
+        - `peer`: Decode: the prefill worker's address. Prefill: the decode worker's name.
+        - `prompt_tokens`: Tokens of the prompt.
+        - `hit_tokens`: Prompt tokens that were cached on this side.
+        - `skipped_bytes`: KV that was not sent.
+        - `arrived_at`: Seconds since 1970, when `add` was called.
+        - `ended_s`: When it ended.
+        """
         times = {name: getattr(self, name) for name in self.TIMES}
         return {
             "side": side,

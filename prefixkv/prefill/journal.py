@@ -67,8 +67,16 @@ def outcome(req: PrefillRequest) -> str:
 
 
 def timeline(req: PrefillRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
-    """Return prefill's timeline of a request: all that its journal knows, for JSON. Times: seconds
-    since it arrived, or None."""
+    """Return the history of a request for the log, with fields of this side alone:
+
+    - `decode_hit_tokens`: Tokens that decode had already.
+    - `chunks`: Chunks that the engine handed over.
+    - `sent_bytes`: KV that was sent.
+    - `promised_s`: Decode has named its pages. The wait before it is for decode.
+    - `started_s`: The engine may compute it. The wait before it is for pages, or for a prefix
+      that another request computes.
+    - `computed_s`: The last chunk was handed over.
+    """
     return req.timeline(
         "prefill",
         outcome(req),

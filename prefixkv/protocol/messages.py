@@ -67,13 +67,21 @@ class GroupDigest(msgspec.Struct, frozen=True, array_like=True):
     `PageGroup`. Heads are those of each rank, and have to fit the peer's: `check_group_heads`."""
 
     name: GroupName
+    """The engine's name for it."""
     window: Count
+    """Tokens that a token of its layers sees, itself among them; 0: all, under the page ids of the
+    first group."""
     num_layers: Count
+    """Layers of the group."""
     num_kv_heads: Count
+    """KV heads of its layers, on each rank; 1 with mla."""
     head_dim: Count
     dtype: Short
+    """Data type of its KV."""
     attention: Short
+    """As in `ModelDigest`."""
     opaque: Short = ""
+    """As in `ModelDigest`."""
 
     @classmethod
     def of(cls, group: PageGroup) -> GroupDigest:
@@ -89,21 +97,28 @@ GroupDigests = Annotated[tuple[GroupDigest, ...], msgspec.Meta(max_length=MAX_GR
 
 class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
     """Fields of a handshake that must be equal on both sides for KV and extra state to mean the
-    same.
-
-    Heads are those of all ranks. `opaque` is the pool's tag (`KVLayout.opaque`).
-    """
+    same."""
 
     model: Short
+    """`ModelConfig.model`."""
     kv_scales: Short
+    """`ModelConfig.kv_scales`."""
     dtype: Short
+    """Data type of the KV."""
     attention: Short
+    """Kind: "mha" (GQA included), "mla" or "fused"."""
     num_layers: Count
+    """Layers of all ranks."""
     num_kv_heads: Count
+    """KV heads of all ranks; 1 with mla."""
     head_dim: Count
+    """Elements of one head of one token."""
     opaque: Short = ""
+    """Tag of the pools (`KVLayout.opaque`); compared first."""
     state: Tensors = ()
+    """The model's extra state, in one order on both sides."""
     groups: GroupDigests = ()
+    """The groups of layers beside the first one, in one order on both sides."""
 
     def check(self, theirs: ModelDigest) -> None:
         """Compare this model digest with the peer's of the handshake. Raise HandshakeError for the
@@ -160,9 +175,14 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
     and its page size in tokens."""
 
     page_size: Count
+    """Tokens of a page."""
     tensor_parallel: Count = 1
+    """Ranks of a stage."""
     pipeline_parallel: Count = 1
+    """Stages."""
     stage_layers: Stages = ()
+    """Layers of each stage; empty: as equal as possible, with one layer more in the first stages.
+    """
 
     def mesh(self, digest: ModelDigest) -> Mesh:
         """Return how the model of `digest` is shared out over the ranks of this message's topology;
@@ -177,21 +197,22 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProcessLife(msgspec.Struct, frozen=True, array_like=True):
-    """Identity of a process on its machine; a peer's claim, so nothing but evidence against itself.
-
-    `boot` is the kernel's id of this boot, the spaces are inodes of the namespaces in which `pid`
-    and sockets are looked up. `began` is in clock ticks since boot. `holder` names the abstract
-    socket that the process and its forks hold. `opened_ns` is when the node was made, in
-    nanoseconds since boot; 0: unknown.
-    """
+    """Identity of a process on its machine; a peer's claim, so evidence against that peer alone."""
 
     boot: Short
+    """The kernel's id of this boot."""
     pid_space: U64
+    """Inode of its pid namespace."""
     net_space: U64
+    """Inode of its network namespace."""
     pid: U64
+    """Its id in that namespace."""
     began: U64
+    """When it began, in clock ticks since boot."""
     holder: Holder
+    """Names the abstract socket that it and its forks hold."""
     opened_ns: U64 = 0
+    """When the node was made, in nanoseconds since boot; 0: unknown."""
 
     def is_before(self, other: ProcessLife) -> bool:
         """Return True if this process, as its message tells, was made before the other; False where
@@ -206,78 +227,93 @@ class Body(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
 
 
 class Hello(Body, frozen=True, tag="hello"):
-    """A decode rank introduces itself: what it runs, and how to write to its pool.
-
-    `worker` is rank 0's identity: the ranks of one worker name the same. `staging` is where slices
-    may be staged, `state` where the extra state that `digest` lists is kept. `nonce` is that of the
-    last HelloWanted, `known` the life that is known at this address. `life` is None where the
-    kernel has no such thing, or the process keeps it to itself. `agent_metadata` is NIXL's, empty
-    where NIXL does not write to it; `shm` is for prefill workers of this host that map the memory,
-    empty where it is not shared. `age_ms` is the age of this life of the worker, as its rank 0
-    reports it; other ranks leave it None. `libraries` are those that `agent_metadata` is for.
-    """
+    """Decode to prefill: what this rank is, and how to write to its pool."""
 
     digest: ModelDigest
+    """What must be equal."""
     topology: Topology
+    """What is negotiated."""
     layout: KVLayout
+    """Where the KV of this rank's pool lies."""
     agent_metadata: Metadata
+    """What NIXL needs to reach the agent; opaque. Empty if NIXL does not write to decode."""
     rank: Count = 0
+    """Which rank of its worker this is."""
     worker: PeerId | None = None
+    """(name, incarnation) of rank 0: ranks of one worker name the same. None: the sender."""
     staging: StagingArea | None = None
+    """Where slices may be staged; None: nowhere."""
     state: StateLayout | None = None
+    """Where the extra state that `digest` lists is kept."""
     nonce: U64 = 0
+    """Number of the last `HelloWanted`; 0: none."""
     known: U64 = 0
+    """The incarnation that is known at this address; 0: none."""
     life: ProcessLife | None = None
+    """Which process the sender is; None where the kernel has no such thing, or the process keeps it
+    to itself."""
     shm: ShmOffer = b""
+    """How its memory may be mapped; empty: not at all."""
     age_ms: U64 | None = None
+    """How long ago this life of the worker began; sent by rank 0. None: other ranks, or not known.
+    """
     libraries: Libraries = Libraries()
+    """Versions of the libraries that `agent_metadata` is for."""
 
 
 class HelloReply(Body, frozen=True, tag="hello-reply"):
-    """A prefill rank's answer. `refused` is empty, or the reason why the two cannot work together.
-
-    `endpoints` are the addresses of all ranks, by rank; "" for one's own.
-    `staged`: its writes are staged. `known` is that of the Hello it answers. `life` is as in Hello.
-    `max_tokens` is the size of its pool: a longer prompt it can never compute; 0: not given.
-    """
+    """Prefill to decode: what this rank is, or why the two cannot work together."""
 
     digest: ModelDigest
     topology: Topology
     endpoints: Endpoints
+    """The addresses of all ranks, by rank; "" for its own. Only rank 0's list counts."""
     refused: Text = ""
+    """Empty, or why the two cannot work together."""
     rank: Count = 0
     staged: bool = False
+    """Whether what it writes to this decode rank is staged."""
     known: U64 = 0
+    """`known` of the `Hello`."""
     life: ProcessLife | None = None
+    """As in `Hello`."""
     max_tokens: Count = 0
+    """How many tokens its pool holds; 0: not given. Decode promises no pages for a request that may
+    have more."""
 
 
 class HelloWanted(Body, frozen=True, tag="hello-wanted"):
-    """Prefill does not know the sender of a frame: introduce yourself, with this `nonce`.
+    """Prefill to decode: prefill does not know the sender of a frame, since it was restarted or has
+    forgotten it; or the sender's Hello came without the nonce.
 
     A Hello counts only with the nonce that is wanted, so a late one of a former life is no more
     than a question.
     """
 
     nonce: U64 = 0
+    """The number that the `Hello` must repeat; 0 if the sender could not be read."""
 
 
 class HelloRefused(Body, frozen=True, tag="hello-refused"):
-    """Decode does not work with the prefill process of this `life`.
-
-    If it `is_over`, that is since the process was fenced or replaced.
-    """
+    """Decode to prefill: decode does not work with this process. Counts only for the process that
+    it names."""
 
     life: U64
+    """The incarnation that is refused."""
     reason: Text
+    """Why; cut to 1,000 characters."""
     is_over: bool = False
+    """True: the process was fenced or replaced, and none of its rooms lives here. False: the two do
+    not fit."""
 
 
 class RoomBody(Body, frozen=True):
     """Base of the bodies about a room; the fields that name it come first."""
 
     room: U64
+    """The transfer."""
     generation: Count
+    """Which attempt at it."""
 
     @property
     def key(self) -> RoomKey:
@@ -285,23 +321,37 @@ class RoomBody(Body, frozen=True):
 
 
 class Promise(RoomBody, frozen=True, tag="promise"):
-    """Decode has `prefix_len` tokens of a request and wants the rest of `fill_len` in these pages.
+    """Decode to prefill: decode has `prefix_len` tokens of the request, and wants the rest of
+    `fill_len` in these pages.
 
-    `digest` is that of the prompt. `life` names the prefill process that this is said to: to its
-    successor the promise is none. Extra state, where the model has some, is wanted in `state_slot`,
-    whole: as it is after `fill_len` tokens. `weights_version` is that of the weights that the KV is
-    for. `windows` has, for each window group, the ids of pages for the last tokens: from the page
-    in which the window behind `fill_len` tokens begins, whatever `prefix_len` is."""
+    Extra state, where the model has some, is wanted whole, as it is after `fill_len` tokens.
+    """
 
     fill_len: Count
+    """Tokens of the prompt (of an attempt after the first: those whose KV is needed; less the end
+    that decode computes itself, where it keeps checkpoints); prefill's request must have as many.
+    """
     prefix_len: Count
+    """Tokens that decode has, or that come in a flight that this one joined; whole pages of
+    decode's, at most `fill_len`."""
     pages: bytes
+    """Destination page ids, little-endian int32, one per page behind the prefix, a partial last
+    page included."""
     ticket: U64 = 0
+    """Random number of this use of the room."""
     state_slot: Slot = -1
+    """Where the extra state goes; -1 where the model has none."""
     digest: Digest = b""
+    """Digest of the prompt."""
     weights_version: Version = ""
+    """Version of the weights that the KV must come from."""
     windows: WindowIds = ()
+    """For each window group, in the layout's order, destination page ids as in `pages`: from the
+    page in which the window behind `fill_len` tokens begins, `max(0, fill_len + 1 - window) //
+    page_size`, to the last one, whatever `prefix_len` is. Empty without such groups."""
     life: U64 = 0
+    """Incarnation of the prefill process that this is said to. Another process drops the message:
+    decode may have drained its pages since."""
 
     @property
     def num_pages(self) -> int:
@@ -328,36 +378,38 @@ def _ids_of(packed: bytes) -> npt.NDArray[np.int32]:
 
 
 class PromiseAck(RoomBody, frozen=True, tag="promise-ack"):
-    """This rank of prefill has the promise."""
+    """Prefill to decode: the promise has arrived."""
 
     rank: Count
+    """The prefill rank that sends it."""
     ticket: U64 = 0
 
 
 class Abort(RoomBody, frozen=True, tag="abort"):
-    """Refuse every earlier frame of this room, stop writing for it, and say when it is drained.
-
-    `versions`: as of Outcome. `life`: as of Promise. `digest` too; a request of another prompt is
-    of another use of the room's number. Empty: not known.
-    """
+    """Decode to prefill: refuse every earlier frame of this room, stop writing for it, and say when
+    it is drained."""
 
     reason: Text
+    """For prefill's engine; cut to 1,000 characters."""
     ticket: U64 = 0
     versions: tuple[Version, Version] | None = None
+    """If decode's weights have moved: the version of the room, and decode's version now."""
     digest: Digest = b""
+    """Digest of the room's prompt, as in `Promise`: a request for another prompt belongs to another
+    use of the number. Empty: not known."""
     life: U64 = 0
+    """As in `Promise`."""
 
 
 class Drained(RoomBody, frozen=True, tag="drained"):
-    """Prefill reports that no write of this rank for this generation can land any more.
-
-    `settle`: an agent was destroyed for it, so what kernels held by then may land as decode polls,
-    for a moment.
-    """
+    """Prefill to decode: no write of this rank for this use of the room can land any more."""
 
     rank: Count
+    """The prefill rank that sends it."""
     ticket: U64 = 0
     settle: bool = False
+    """An agent was destroyed for it: decode must continue to read for a moment before it uses the
+    pages."""
 
 
 class FailureCode(enum.IntEnum):
@@ -373,64 +425,79 @@ class FailureCode(enum.IntEnum):
 
 
 class Outcome(RoomBody, frozen=True, tag="outcome"):
-    """A rank reports how its side of the room ended: `num_pages` of the room's pages were written.
-
-    `num_chunks` and `num_units` count the writes of this writer to the rank that it addresses:
-    chunks, and unit pages (extra state counts one). Its notifications must add up to the same.
-    `versions`: the weights version of the room and the one that differs from it, where that is why
-    it failed.
-    """
+    """Prefill to decode: how this rank's side of the room ended."""
 
     rank: Count
+    """The prefill rank that sends it."""
     ok: bool
+    """True: SUCCESS, sent only after every write has ended DONE. False: FAILED."""
     num_chunks: Count
+    """Chunks that this rank wrote to the receiver of the message."""
     num_pages: Count
+    """Number of decode's pages that were written, those of window groups included; must be the
+    number promised."""
     aux: bytes
+    """The engine's payload of the last chunk, empty on FAILED; at most
+    `ControlConfig.max_aux_bytes` on the sender's side."""
     error: Text
+    """Why it failed; cut to 1,000 characters."""
     drained: bool
+    """No write of it can land any more; if False, a `Drained` follows."""
     ticket: U64 = 0
     code: FailureCode = FailureCode.OTHER
+    """The kind of failure: 1 the prompts differ, 0 any other. An unknown code counts as 0."""
     num_units: Count = 0
+    """Unit pages that this rank wrote to the receiver of the message; extra state counts as one, a
+    page of a window group too. Its notifications must add up to this number."""
     versions: tuple[Version, Version] | None = None
+    """If the room failed for its weights version: the promise's version, and prefill's."""
 
 
 class OutcomeAck(RoomBody, frozen=True, tag="outcome-ack"):
-    """This rank of decode knows the outcome."""
+    """Decode to prefill: the outcome has arrived. Also for a room that decode has forgotten."""
 
     rank: Count
+    """The prefill rank whose outcome it was."""
     ticket: U64 = 0
 
 
 class LeaseAsk(RoomBody, frozen=True, tag="lease-ask"):
-    """A writer wants to stage units `first_unit`.. of a room, counted from the first one behind the
-    promised prefix.
-
-    `piece` counts the asks of a room from 0; all writers of a room cut it into the same pieces.
-    """
+    """Prefill to decode: the KV of this piece is ready at one writer, which asks for a lease."""
 
     rank: Count
+    """The prefill rank that sends it."""
     piece: Count
+    """Number of the piece in the room, from 0; all writers cut a room alike."""
     first_unit: Count
+    """The unit page at which it begins, counted from the first one behind the promised prefix."""
     num_units: Count
+    """Number of unit pages, at least 1; they must fit into a lease."""
     ticket: U64 = 0
 
 
 class LeaseGrant(RoomBody, frozen=True, tag="lease-grant"):
-    """The piece may be written at `offset` of decode's staging area, each rank its section
-    (`LeaseCut.sections`)."""
+    """Decode to prefill: the piece may be written, each writer to its section of the lease
+    (`LeaseCut.sections`), which follows from the two meshes and the staging area."""
 
     piece: Count
+    """As in the ask."""
     lease_id: Count
+    """Travels in the notification's tag; used again only after 2^31 - 1 others."""
     offset: U64
+    """Place of the lease in decode's staging area, in bytes; whole blocks of 4,096."""
     ticket: U64 = 0
 
 
 class Heartbeat(Body, frozen=True, tag="heartbeat"):
-    """The sender is alive, and has nothing else to report."""
+    """Either side: the sender is alive."""
 
 
 class Fenced(Body, frozen=True, tag="fenced"):
-    """The sender has destroyed its transport agent and leaves: no write of it can land any more."""
+    """Either side: the sender has destroyed its transport's agent and leaves.
+
+    No write of this incarnation can land any more, except for bytes that kernels hold. On decode it
+    counts for rooms that were promised at that address.
+    """
 
 
 RoomWord = Promise | PromiseAck | Abort | Drained | Outcome | OutcomeAck | LeaseAsk | LeaseGrant
@@ -441,10 +508,15 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     """One message of the control plane as it travels."""
 
     version: Count
+    """The version of the protocol."""
     name: Name
+    """The sender's name; a rank above 0 of a worker has `/rank` behind it."""
     incarnation: U64
+    """The life of that process: a random number, drawn at its start."""
     seq: U64
+    """Number of the frame, in one sequence over all frames of the sender; it only grows."""
     body: AnyBody
+    """One of the messages."""
 
     @property
     def sender(self) -> PeerId:

@@ -497,8 +497,43 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def stats(self) -> dict[str, int]:
-        """Return the counters, and pages by state. `skipped_tokens` counts tokens on their way with
-        another's flight too, `DecodeRequest.hit_tokens` does not."""
+        """Return the counters of every node, and of decode alone:
+
+        - `skipped_tokens`: Prompt tokens that prefill was not asked for: cached, or on their
+          way with the flight of another request (`shared_tokens`).
+        - `admitted`: Admissions, those after a retraction too.
+        - `transferred`: Requests that were handed to the engine with their KV.
+        - `finished`, `aborted`, `refused`: Requests by how they ended.
+        - `retracted`: Retractions.
+        - `retries`: Requests asked for again after a failed transfer.
+        - `computed_requests`, `computed_tokens`: Requests whose missing part this worker
+          computed, and tokens of prompts that it computed.
+        - `compute_declined`: Requests within `compute.below` that were asked of prefill.
+        - `failovers`: Requests that went on without their prefill worker.
+        - `host_hit_tokens`: Tokens that were loaded from host memory.
+        - `host_loads`, `host_loaded_pages`, `host_written_pages`: Loads from host memory,
+          and pages that were copied each way.
+        - `host_missed_pages`: Pages that were needed for others before they were copied
+          there.
+        - `host_copies_failed`: Copies to or from host memory that failed.
+        - `host_pages`, `host_pages_cached`, `host_copies`: Host pages that can be used,
+          those that are cached, and copies under way, now.
+        - `transfers_failed`: Transfers that failed.
+        - `aside_pages`, `aside_share`, `aside_prefill`: Requests that wait aside, now.
+        - `stepped_aside_pages`, `stepped_aside_share`, `stepped_aside_prefill`: How often a
+          request began to wait aside.
+        - `shared_flights`, `shared_tokens`: Requests that joined another's flight, and the
+          tokens they found in it.
+        - `flights_adopted`: Flights that went on for others when their first request was
+          aborted.
+        - `flight_fallbacks`: Requests that asked prefill themselves because the flight they
+          had joined failed.
+        - `quarantined_pages`: Pages that went into quarantine.
+        - `recorded`, `record_lost`: Requests that were recorded, and that were not: the
+          disk is full, say.
+        - `tags_dropped`: NIXL notifications of no open room, or of an earlier use of its
+          number. A few after aborts are usual.
+        """
         stats = super().stats()
         if (recorder := self._recorder) is not None:
             stats |= {"recorded": recorder.recorded, "record_lost": recorder.lost}

@@ -230,26 +230,26 @@ def _gauge(name: str, text: str, read: Callable[[Any], Samples], *labels: str) -
     return _Spec(GaugeMetricFamily, name, text, labels, read)
 
 
-_HIT_RATIO = "Hit tokens by prompt tokens of the last hundred requests or so."
+_HIT_RATIO = "Hit tokens by prompt tokens, a mean that fades over about a hundred requests."
 _ON_THEIR_WAY = "Tokens of prompts that were on their way for another request already."
-_QUARANTINED = "Pages that no proof freed in time; see pages for those still held."
+_QUARANTINED = "Pages that went into quarantine; `pages` has those still there."
 _COMPUTED = "Requests whose missing part this worker computed itself."
 _DECLINED = "Requests within DecodeConfig.compute.below that prefill computed, by the rule."
 _HOST_HITS = "Tokens of admitted prompts that were loaded from host memory."
 _HOST_MISSED = "Pages that were needed for others before they were copied to host memory."
-_CUT = "Prompt tokens that were cached, and computed again: no checkpoint lay behind them."
+_CUT = "Cached prompt tokens that were computed again; if it grows, raise `checkpoints`."
 _FAILOVERS = "Requests that went on without their prefill worker."
 _ASIDE = "Requests that wait and hold up no others, by what is missing."
-_STEPPED_ASIDE = "How often a request began to wait so."
-_OWNER = f"Whose it is, once it is {NAME_AFTER_S:g} s old."
+_STEPPED_ASIDE = "How often a request began to wait aside."
+_OWNER = f"The request that holds the oldest lock, once that is {NAME_AFTER_S:g} s old."
 
 # Three tables: metrics of both kinds of nodes, of decode's alone, of prefill's alone. A name may
 # stand in both of the latter, with different texts.
 BOTH = (
     _counter("prompt_tokens", "Tokens of admitted prompts.", _tokens(Journal.PROMPT), "namespace"),
-    _counter("hit_tokens", "Those that were cached here.", _tokens(Journal.HIT), "namespace"),
+    _counter("hit_tokens", "Prompt tokens cached on this side.", _tokens(Journal.HIT), "namespace"),
     _gauge("recent_hit_ratio", _HIT_RATIO, _recent_ratio, "namespace"),
-    _counter("transfers", "Transfers that ended.", _transfers, "peer", "outcome"),
+    _counter("transfers", "Transfers by how they ended.", _transfers, "peer", "outcome"),
     _gauge("pages", "Pages of the pool by state.", _pages, "state"),
     _gauge("window_pages", "Pages of window groups by state.", _window_pages, "group", "state"),
     _gauge(
@@ -297,20 +297,20 @@ DECODE = (
         "retries", "Requests asked for again after a failed transfer.", _count("retries")
     ),
     _counter("computed_requests", _COMPUTED, _count("computed_requests")),
-    _counter("computed_tokens", "Tokens of their prompts.", _count("computed_tokens")),
+    _counter("computed_tokens", "Tokens of prompts computed here.", _count("computed_tokens")),
     _counter("compute_declined", _DECLINED, _count("compute_declined")),
     _counter("failovers", _FAILOVERS, _count("failovers")),
     _counter("cut_tokens", _CUT, _decode_cut_tokens),
     _counter("host_hit_tokens", _HOST_HITS, _count("host_hit_tokens")),
     _counter("host_loads", "Loads from host memory.", _count("host_loads")),
     _counter(
-        "host_loaded_pages", "Pages that these loaded, or tried to.", _count("host_loaded_pages")
+        "host_loaded_pages", "Pages loaded from host memory.", _count("host_loaded_pages")
     ),
     _counter(
         "host_written_pages", "Pages copied to host memory.", _count("host_written_pages")
     ),
     _counter("host_missed_pages", _HOST_MISSED, _count("host_missed_pages")),
-    _counter("host_copies_failed", "Such copies that failed.", _count("host_copies_failed")),
+    _counter("host_copies_failed", "Copies of these that failed.", _count("host_copies_failed")),
     _gauge("host_pages", "Pages of host memory by state.", _host_pages, "state"),
     _counter("quarantined_pages", _QUARANTINED, _count("quarantined_pages")),
 )  # fmt: skip

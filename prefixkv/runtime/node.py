@@ -236,9 +236,57 @@ class Node(OneThread, Generic[C, To, E]):
         return self.transfers.num_rooms
 
     def stats(self) -> dict[str, int]:
-        """Return the counters and how many pages are in each state.
+        """Return the node's counters, and how many pages are in each state.
 
-        All keys are there from the start, but for `dropped: ...` and rare ones of staging.
+        All keys are there from the start, but for those of the second list.
+
+        - `prompt_tokens`: Tokens admitted. On decode, admissions after a retraction count
+          again.
+        - `requests`: Requests that live now.
+        - `user_errors`: What admission policies, log handlers and events of the engine's
+          raised; the first is raised by the next `pop_preallocated` or `pop_bootstrapped`. An
+          eviction policy that raises is counted and logged once: its cache goes on with `lru`.
+        - `rooms`: Rooms that are open, or not drained yet.
+        - `failed`: Requests that failed; on prefill aborted ones too.
+        - `aborts_of_unknown`: `abort` of a request that is not here, or has ended.
+        - `pages_free`, `pages_owned`, `pages_cached`, `pages_held`, `pages_quarantined`:
+          Pages by state, now.
+        - `locks`, `protected_pages`, `evictable_pages`: Locked prefixes, cached pages under
+          a lock and not, now.
+        - `evicted_pages`: Cached pages that were given to requests.
+        - `slots_free`, `slots_held`: Slots of extra state, now; held: of rooms that are not
+          drained. 0 without a state pool.
+        - `window_pages_free`, `window_pages_owned`, `window_pages_cached`,
+          `window_pages_held`: Pages of all window groups by state, now; cached: kept by
+          checkpoints, on prefill; held: of rooms that are not drained, or overdue. 0
+          without such groups.
+        - `frames_dropped`: Control frames that were received and dropped.
+        - `frames_failed`: Control frames that raised an exception here; the room that each
+          named has ended. The log has it: report it.
+        - `handshakes_refused`: Peers that do not fit.
+        - `peers_proved_dead`: Peers that were fenced since they are proved dead.
+        - `peers_unreachable`: Peers that NIXL could not reach.
+        - `log_errors`: What handlers of the logs of peers and frames have raised.
+        - `control_errors`: Steps of the control thread that failed. The next call raises
+          `InternalError`: report it.
+        - `cut_tokens`: Prompt tokens whose KV was cached and that were computed again,
+          since no checkpoint lay behind them.
+        - `checkpoints`, `checkpoint_slots`, `checkpoints_evicted`: Checkpoints that are
+          kept now, how many there may be, and how many were given up for others.
+
+        Keys that are there once it happens:
+
+        - `dropped: CLASS`: Frames received and dropped, by error.
+        - `frames_not_sent: WHY`, `frames_malformed`: Frames that found no open queue; frames
+          that prefixkv never sends.
+        - `connections_cut`: Connections that were ended since too many had begun and sent
+          no message.
+        - `staging_asks_of_no_room`, `staging_asked_again`, `staging_arrivals_of_no_lease`,
+          `staging_arrivals_not_awaited`, `staging_arrivals_that_disagree`: Words on staging
+          that came late or twice. They do no harm; many of them mean that a peer is slow or
+          wrong.
+        - `staging_grants_not_awaited`, `staging_grants_outside`, `staging_pieces_asked`,
+          `staging_asks_repeated`: On prefill: late or repeated grants; leases asked for.
         """
         self._pump()
         page_manager = self.scheduler.pages

@@ -336,8 +336,24 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.transfers.bytes_sent
 
     def stats(self) -> dict[str, int]:
-        """Return the counters, pages by state, checkpoints, and the bytes that were not sent
-        because decode had them."""
+        """Return the counters of every node, and of prefill alone:
+
+        - `hit_tokens`: Prompt tokens that were cached on this side.
+        - `sent`: Requests whose KV is with decode.
+        - `followed`, `overtaken`: Requests that waited for a prefix which another computed;
+          waits that were given up because the other request made no progress.
+        - `decode_hit_tokens`, `bytes_skipped`: What decode had already.
+        - `bytes_sent`: KV written to decode workers.
+        - `never_promised`: Requests and offers that ended since no decode worker promised
+          pages for them: it had died, was restarted and did not know them, or did not
+          ask in time.
+        - `refused_by_peers`: Decode ranks that do not work with this process: they do not
+          fit, or hold it for dead. The log `prefixkv.peers` says why.
+        - `writes_done`, `writes_failed`: Writes of the transport.
+        - `writes_drained_by_renewal`: Failed writes that another NIXL agent proved over.
+        - `staging_pieces_written`, `staging_bytes_staged`: What went through staging
+          memory.
+        """
         stats = super().stats()
         stats |= checkpoint_counts(self.scheduler.pages)
         layout = self.pool.layout

@@ -137,23 +137,3 @@ def test_what_is_refused_and_what_is_left_has_a_line(tmp_path: Path) -> None:
         ("refused", 400, "invalid_value"), ("refused", 422, "server"),
     ]  # fmt: skip
     assert [one[0] for one in found[4:]] == ["aborted"]
-
-
-def test_the_fields_of_a_proxy_are_those_of_the_document(tmp_path: Path) -> None:
-    from tests.test_operate import code, table_after
-
-    async def scene(stage: Stage) -> None:
-        await stage.client.post(
-            "/v1/completions", json={"prompt": "hello"}, headers={"x-request-id": "mine"}
-        )
-
-    log = tmp_path / "log"
-    run(scene, [counts], [counts], request_log=str(log))
-    told = {
-        name
-        for cells in table_after("<!-- front-log -->")
-        if cells[1] != "front"
-        for name in code(cells[0])
-    }
-    (line,) = lines_of(log)
-    assert line.keys() == told

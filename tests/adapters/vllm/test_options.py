@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prefixkv import HostConfig
 from prefixkv.engines.vllm.options import ConnectorOptions
-from prefixkv.engines.vllm.stats import GAUGES, METRICS
 from prefixkv.errors import ConfigError
 
 
@@ -99,11 +96,3 @@ def test_sizes_of_host_memory(said: dict[str, Any], host: HostConfig | None) -> 
 def test_mistakes_are_named(said: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ConnectorOptions.of(said, 1)
-
-
-def test_the_document_has_every_option_and_every_metric() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
-    for one in fields(ConnectorOptions):
-        assert f"| `{one.name}` |" in text
-    for name in METRICS | GAUGES:
-        assert f"`{name}`" in text

@@ -23,7 +23,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.models.patience import PATIENCE_S, until
 from tests.models.promtool import OPS, promtool
 from tests.models.served import Serve, Served, client_of, get
-from tests.test_operate import code, table_after
 
 WORKERS = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 ADDED = {"job", "instance"}
@@ -162,24 +161,6 @@ def test_the_targets_are_the_front_and_its_workers(serve: Serve) -> None:
     }
 
 
-def test_every_metric_of_serve_and_proxy_is_in_the_documents(exposed: dict[str, Labels]) -> None:
-    told = {}
-    for cells in table_after("<!-- served-metrics -->"):
-        told["prefixkv_" + code(cells[0])[0]] = set(code(cells[2]))
-    there = {
-        name.removesuffix("_bucket"): set(labels) - {"le"}
-        for name, labels in exposed.items()
-        if not name.endswith(("_created", "_sum", "_count")) and "node" not in labels
-    }
-    # Each target of `/sd` has two labels more.
-    added = {"worker", "role"}
-    there = {
-        name: labels if name.startswith("prefixkv_proxy") else labels - added
-        for name, labels in there.items()
-    }
-    assert told == there
-
-
 def test_a_worker_that_is_killed_stays_a_target_and_is_back_at_another_port(
     guarded: Serve,
 ) -> None:
@@ -253,20 +234,6 @@ def test_all_prompts_of_a_request_have_its_id(client: openai.OpenAI, log: Path) 
     decode = [line for line in lines if line["side"] == "decode"]
     assert sum(line["prompt_tokens"] for line in decode) == 2 * front["prompt_tokens"]
     assert len({line["rid"] for line in decode}) == 4
-
-
-def test_the_fields_of_the_front_are_those_of_the_document(
-    client: openai.OpenAI, log: Path
-) -> None:
-    made = client.completions.create(model="small", prompt="Salt.", max_tokens=2, temperature=0,
-                                     extra_headers={"x-request-id": "mine"})  # fmt: skip
-    front = next(
-        line for line in lines_by_id(log, made.id.removeprefix("cmpl-"), 3)
-        if line["side"] == "front"
-    )  # fmt: skip
-    told = {name for cells in table_after("<!-- front-log -->") if cells[1] != "proxy"
-            for name in code(cells[0])}  # fmt: skip
-    assert front.keys() == told
 
 
 def test_refused_and_aborted_requests_have_lines(
