@@ -20,7 +20,6 @@ from typing import Any
 
 import msgspec
 
-from prefixkv.cache.eviction.guard import Guard
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig
 from prefixkv.errors import (
@@ -124,7 +123,7 @@ def _settings(pages: PageManager, host_pages: int) -> dict[str, int | str | bool
 
 
 def _described(policy: Policy) -> str:
-    policy = policy.asked if isinstance(policy, Guard) else policy
+    policy = getattr(policy, "asked", policy)  # a user's is behind a guard
     return f"{policy.name} {asdict(policy)}" if is_dataclass(policy) else policy.name
 
 
