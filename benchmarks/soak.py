@@ -1,8 +1,7 @@
-"""Claim: 100,000 rooms with random failures leave memory, descriptors, threads and every table
-where they were.
+"""100,000 rooms with random failures leave memory, descriptors, threads and every table where they
+were.
 
-    nice -n 10 python -m benchmarks soak [--rooms 100000] [--seed 1] [--json
-    benchmarks/results/soak.json]
+    nice -n 10 python -m benchmarks soak --json benchmarks/results/soak.json
 
 A decode and a prefill node with tiny pools live through all of it in this process, over real NIXL;
 a third of the rooms goes to or comes from the two nodes of a second process, which is killed or
@@ -23,13 +22,13 @@ import os
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import psutil
 import typer
 
+from benchmarks.report import JsonFile, check_json, write
 from benchmarks.soak_engine import Engine, Second, instances, lengths_below
 
 MOST_BYTES_A_ROOM = 20.0  # 2 MB in 100,000 rooms
@@ -178,31 +177,20 @@ def soak(
         int, typer.Option(help="Rooms between two ends of the second process.")
     ] = 1500,
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 1,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all counts there.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> int:
     """Whether memory, descriptors, threads and tables stay flat through many failing rooms."""
-    from prefixkv.cli.figures import machine
-
-    recipe = {
-        "command": f"python -m benchmarks soak --rooms {rooms} --every {every} "
-        f"--restart-every {restart_every} --seed {seed}",
-        "nice": os.nice(0),
-        "ucx_tls": os.environ.get("UCX_TLS", "default"),
-        **machine(),
-    }
+    check_json(json_file)
     run = Soak(rooms, every, restart_every, seed)
     run.run()
     found = verdict(run.samples)
-    recipe["load_average_after"] = list(os.getloadavg())
-    if json_file is not None:
-        outcomes = dict(sorted(run.engine.outcomes.items()))
-        content = {
-            "recipe": recipe, "verdict": found, "plans": dict(run.plans), "outcomes_here": outcomes,
-            "second_process": dict(run.second.counts), "samples": run.samples,
-        }  # fmt: skip
-        json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write(
+        json_file,
+        f"soak --rooms {rooms} --every {every} --restart-every {restart_every} --seed {seed}",
+        run.samples, verdict=found, plans=dict(run.plans), second_process=dict(run.second.counts),
+        outcomes_here=dict(sorted(run.engine.outcomes.items())),
+        ucx_tls=os.environ.get("UCX_TLS", "default"),
+    )  # fmt: skip
     print(json.dumps(found))
     print("flat" if found["flat"] else "NOT FLAT")
     return 0 if found["flat"] else 1

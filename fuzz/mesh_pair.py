@@ -3,8 +3,8 @@ with aborts, failed writes and copies, and restarts, end with nothing left on an
 of what succeeds is right on every rank; no write and no copy touches pages or leases that are not
 its room's; each use of a room ends once and drains once.
 
-With `--schedulers` the ranks have schedulers and stand-in engines: prefix caches, the operation log
-of decode's and prefill's ranks, retractions, flushes, extra state.
+With `--schedulers` the ranks have schedulers and stand-in engines: prefix caches, the log that
+ranks follow, retractions, flushes, extra state.
 
     python fuzz/mesh_pair.py --seconds 600 [--seed 1] [--schedulers]
 """

@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
+from traceback import format_exception
 
 
 class PrefixKVError(Exception):
@@ -317,15 +318,16 @@ class InternalError(PrefixKVError, AssertionError):
 
 
 class UserErrors:
-    """Exceptions of the user's code (a policy, a log handler, an event), caught while state was
-    changed.
+    """Exceptions of the user's code (an admission policy, a log handler, an event), caught while
+    state was changed.
 
     The change goes on without the user's result. A later call raises the first of them, before it
     changes anything: each at most once, and never two calls in a row, so that a loop that continues
-    gets its results.
+    gets its results. `say` gets the text of what is not raised.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], object] | None = None) -> None:
+        self.say = say
         # All that were caught. Only the first is kept to be raised: it mostly causes the others.
         self.num = 0
         self.due: Exception | None = None
@@ -337,6 +339,12 @@ class UserErrors:
         self.num += 1
         if self.due is None:
             self.due = error
+
+    def said(self, what: str, error: Exception) -> None:
+        """Count an exception of the user's code that is not to be raised, and hand it to `say`."""
+        self.num += 1
+        if self.say is not None:
+            self.say("\n".join([what, *format_exception(error)]))
 
     def raise_due(self) -> None:
         """Raise the first exception of the user's code since the last one raised, but not in two

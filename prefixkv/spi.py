@@ -105,8 +105,7 @@ if TYPE_CHECKING:
     from prefixkv.protocol.messages import PROTOCOL_VERSION as PROTOCOL_VERSION
     from prefixkv.protocol.messages import ProcessLife as ProcessLife
     from prefixkv.protocol.tags import ChunkTag as ChunkTag
-    from prefixkv.ranks.prefill_log import PrefillLog as PrefillLog
-    from prefixkv.ranks.replica import RankLog as RankLog
+    from prefixkv.ranks.row_log import RankLog as RankLog
     from prefixkv.request import DeviceEvent as DeviceEvent
     from prefixkv.request import whole_number as whole_number
     from prefixkv.runtime.closing import Closing as Closing
@@ -247,9 +246,8 @@ _HOMES = {
     "DecodeGroup": "runtime.groups",
     "PrefillGroup": "runtime.groups",
     "DecodeRank": "runtime.decode_rank",
-    "RankLog": "ranks.replica",
+    "RankLog": "ranks.row_log",
     "PrefillRank": "runtime.prefill_rank",
-    "PrefillLog": "ranks.prefill_log",
     # Processes: peers, their death, their metrics, threads.
     "PeerId": "protocol.ids",
     "PROTOCOL_VERSION": "protocol.messages",

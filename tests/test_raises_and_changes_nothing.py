@@ -164,7 +164,6 @@ class TableWorld(World):
             "alloc_row": ([], {}),
             "free_row": ([self.some], {}),
             "length": ([self.some], {}),
-            "num_writes": ([self.some], {}),
             "pages": ([self.some], {}),
             "packed": ([self.some, 0, 1], {}),
             "fill": ([self.empty, [b"\1\0\0\0", np.array([2, 3], np.int32)]], {}),

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 SWITCH_INTERVAL_S: Final = 0.0005
 _SETTLE_S: Final = 10.0  # for acknowledgements under way when the last answer is complete
 _JOIN_S: Final = 5.0
-_DIGEST_EVERY: Final = 16  # messages of the operation log, while every byte is verified
 _PROGRESS_S: Final = 0.1
 
 
@@ -234,8 +233,7 @@ def _decode_worker(
             cache=plan.cache, transport=options.transport(), policy=policy_of(options.policy),
         )  # fmt: skip
         due = arrival_times(workload, options.seed, plan.rate)
-        digest_every = _DIGEST_EVERY if plan.verify else 0
-        with DecodeGroup(pools, config, mesh, digest_every) as node:
+        with DecodeGroup(pools, config, mesh) as node:
             engine = DecodeEngine(
                 node=node, patterns=make_patterns(pools, mesh, plan.salt),
                 clients=Clients(workload, due, options.concurrency), asks=asks, prefill=endpoint,

@@ -165,11 +165,9 @@ class Checkpoints:
 
     def save(self, page: int, depth: int, slot: int, parent: Checkpoint | None = None) -> None:
         """Enter a checkpoint: `slot`, of `take`, has the state behind the page `page` of the pool,
-        the `depth`-th of a path in the tree.
-
-        `parent`: the one from which the request went on that saves this. If there is a checkpoint
-        already, the slot is free again, and that one counts as used.
-        """
+        the `depth`-th of a path in the tree. `parent`: the one from which the request went on that
+        saves this. If there is a checkpoint already, the slot is free again, and that one counts as
+        used."""
         found = self._at.get(page)
         if found is not None:
             self.give_back(slot)

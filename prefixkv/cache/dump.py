@@ -11,10 +11,7 @@ from prefixkv.errors import shown_namespace
 
 def lines(tree: RadixTree, max_nodes: int) -> Iterator[str]:
     """Yield the lines of a dump: the roots and the first `max_nodes` nodes, each before its
-    children.
-
-    The indentation stops at 40 levels, so that a long chain stays readable.
-    """
+    children. The indentation stops at 40 levels, so that a long chain stays readable."""
     shown = 0
     for namespace, root in tree._roots.items():
         named = shown_namespace(namespace)

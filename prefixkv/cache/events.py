@@ -96,13 +96,12 @@ class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     at_checkpoints: bool = False
 
     def encode(self) -> bytes:
-        """Return the batch of cache events as msgpack."""
+        """Return the batch as msgpack."""
         return msgspec.msgpack.encode(self)
 
     @staticmethod
     def decode(raw: bytes) -> EventBatch:
-        """Decode a batch of cache events that `encode` made. Raises ProtocolError for anything
-        else."""
+        """Decode a batch that `encode` made. Raises ProtocolError for anything else."""
         try:
             batch = _DECODER.decode(raw)
             events = tuple(map(_with_tuples, batch.events))
@@ -113,9 +112,7 @@ class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def _with_tuples(event: CacheEvent) -> CacheEvent:
     """Return the cache event with tuples in its namespace again: msgpack turns them into lists.
-
-    Raises TypeError for a namespace that cannot be hashed, which a peer may send.
-    """
+    Raises TypeError for a namespace that cannot be hashed, which a peer may send."""
     if isinstance(event, Cleared):
         return event
     namespace = _as_tuple(event.namespace)
@@ -337,11 +334,9 @@ class EventFeed:
         self._num_untaken_pages = 0
 
     def take(self, snapshot: bool = False) -> EventBatch:
-        """Return the cache's events since the last batch, possibly none. O(pages) of those.
-
-        The first batch is the whole tree, and so is any with `snapshot` and one after too many
-        changes.
-        """
+        """Return the cache's events since the last batch, possibly none. O(pages) of those. The
+        first batch is the whole tree, and so is any with `snapshot` and one after too many
+        changes."""
         snapshot = snapshot or not self._seq or self._num_untaken_pages > UNTAKEN_LIMIT_PAGES
         # The listener hears of these too: the cache will not give them again. A full list begins
         # with `Cleared`, which also repairs a listener that had lost something.
@@ -363,10 +358,8 @@ class EventFeed:
         )
 
     def pass_on(self) -> None:
-        """Hand the listener what has changed in the cache since. O(changes), without hashing.
-
-        A listener that lost something gets the whole tree, once it has dealt with the rest.
-        """
+        """Hand the listener what has changed in the cache since. O(changes), without hashing. A
+        listener that lost something gets the whole tree, once it has dealt with the rest."""
         listener = self._listener
         if listener is None:
             return
@@ -459,25 +452,24 @@ class EventLog:
         self.changes: list[Change] = []
 
     def stored(self, namespace: Hashable, above: Packed, key: Packed, pages: Packed) -> None:
-        """Record for cache events pages with these packed tokens, which follow the last page of
-        `above` (empty at the root)."""
+        """Record pages with these packed tokens, which follow the last page of `above` (empty at
+        the root)."""
         # Copies: nodes grow in ref, and a reader may look at this later in another thread.
         last = bytes(above[-PAGE_ID_BYTES:])
         self.changes.append(_new(Inserted, (namespace, last, bytes(key), bytes(pages))))
         self.num_pages += len(pages) // PAGE_ID_BYTES
 
     def removed(self, runs: list[Packed]) -> None:
-        """Record for cache events that these pages were taken out, see `TakenOut`. The caller must
-        not change the runs any more."""
+        """Record that these pages were taken out, see `TakenOut`. The caller must not change the
+        runs any more."""
         self.changes.append(TakenOut(runs))
 
     def noted(self, change: CheckpointSaved | CheckpointEvicted) -> None:
-        """Record for cache events what became of a checkpoint beside the tree."""
+        """Record what became of a checkpoint beside the tree."""
         self.changes.append(change)
 
     def cleared(self) -> None:
-        """Record for cache events that the tree was emptied, or that the listener must start
-        over."""
+        """Record that the tree was emptied, or that the listener must start over."""
         self.changes.append(Cleared())
 
     def drain(self) -> list[Change]:
@@ -486,11 +478,8 @@ class EventLog:
 
 
 def stored_pages(changes: list[Change]) -> int:
-    """Return how many pages these changes of the cache have stored.
-
-    It measures a backlog: pages taken out must have been stored, so in the long run they are no
-    more.
-    """
+    """Return how many pages these changes of the cache have stored. It measures a backlog: pages
+    taken out must have been stored, so in the long run they are no more."""
     num_bytes = 0
     for change in changes:
         if type(change) is Inserted:

@@ -304,11 +304,8 @@ class Root(TreeNode):
 
 def _cut(run: Packed, at: int) -> tuple[Packed, Packed]:
     """Return both parts of a node's run of tokens or page ids. Of a bytearray only the smaller part
-    is copied.
-
-    Bytes become a bytearray above the cut: what was cut once is usually joined again and cut again
-    for the next request, and then only the small part moves.
-    """
+    is copied. Bytes become a bytearray above the cut: what was cut once is usually joined again and
+    cut again for the next request, and then only the small part moves."""
     if type(run) is bytes:
         return bytearray(memoryview(run)[:at]), run[at:]
     if 2 * at < len(run):

@@ -19,10 +19,7 @@ class Releases:
 
     def end(self, lock: PrefixLock | None) -> int:
         """Release `lock` too, in a copy of the counts, and return the pages that it frees after
-        those before it. O(nodes of them).
-
-        None frees nothing. Mirrors `RadixTree._release`.
-        """
+        those before it. O(nodes of them). None frees nothing. Mirrors `RadixTree._release`."""
         if lock is None:
             return 0
         # The first node that something else holds ends the walk, as in the tree; its count is lower

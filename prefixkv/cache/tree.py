@@ -121,10 +121,8 @@ class RadixTree:
 
     def _common_bytes(self, data: bytes, at: int, end: int, key: bytes | bytearray) -> int:
         """Return how many bytes, in whole pages, the tree node's `key` has in common with `data`
-        from `at` to `end`.
-
-        Binary search by memcmp. A probe that matches is never compared again.
-        """
+        from `at` to `end`. Binary search by memcmp. A probe that matches is never compared
+        again."""
         page_bytes = self._page_bytes
         view = memoryview(key)
         high = min(len(key), end - at)
@@ -207,11 +205,9 @@ class RadixTree:
     # --- holding -------------------------------------------------------------------------------
 
     def _hold(self, node: TreeNode) -> None:
-        """Add a holder to `node`, and count its pages as protected.
-
-        By the law of lock_ref a held node counts 1 at its parent, however many locks are below. So
-        the walk up ends at the first node that was held before.
-        """
+        """Add a holder to `node`, and count its pages as protected. By the law of lock_ref a held
+        node counts 1 at its parent, however many locks are below. So the walk up ends at the first
+        node that was held before."""
         end = node.end
         node.lock_ref += 1
         while node.lock_ref == 1 and node.parent is not None:
@@ -482,11 +478,8 @@ class RadixTree:
 
     def _order_is_free(self) -> bool:
         """Return whether evicting everything from the tree leaves the same state in any order: true
-        if it leaves no ghosts.
-
-        Whether events are recorded must not matter: only one of several ranks records them, and
-        marks that fold in another order may round to other floats.
-        """
+        if it leaves no ghosts. Whether events are recorded must not matter: only one of several
+        ranks records them, and marks that fold in another order may round to other floats."""
         ghost_pages = self.policy.ghost_pages
         return not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
 
@@ -527,11 +520,8 @@ class RadixTree:
 
     def _release_orphan(self, node: TreeNode) -> Pages:
         """Release an orphaned path, of before a reset of the tree, and return the pages that no
-        lock holds any more.
-
-        Like `_release`, but a node without holders is freed instead of becoming evictable: no match
-        finds it, so keeping it would be of no use.
-        """
+        lock holds any more. Like `_release`, but a node without holders is freed instead of
+        becoming evictable: no match finds it, so keeping it would be of no use."""
         freed: list[Packed] = []
         node.lock_ref -= 1
         while node.lock_ref == 0 and node.parent is not None:

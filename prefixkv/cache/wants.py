@@ -48,10 +48,8 @@ def deepest(node: TreeNode, limit: int) -> int:
 
 
 def served_by(node: TreeNode, depth: int, first_page: bytes) -> list[Want]:
-    """Detach and return the wants at `depth` of `node` that ask for `first_page` next.
-
-    They are attached nowhere until the caller attaches them again.
-    """
+    """Detach and return the wants at `depth` of `node` that ask for `first_page` next. They are
+    attached nowhere until the caller attaches them again."""
     if node.wants is None:
         return []
     served = node.wants.pop((depth, first_page), [])
@@ -62,10 +60,8 @@ def served_by(node: TreeNode, depth: int, first_page: bytes) -> list[Want]:
 
 def move(source: TreeNode, target: TreeNode, from_depth: int, to_depth: int, limit: int) -> None:
     """Move the wants of tree node `source` in (from_depth, to_depth] to node `target`, none deeper
-    than `limit`.
-
-    `source` may be `target`: then they only move up, because pages were cut off its end.
-    """
+    than `limit`. `source` may be `target`: then they only move up, because pages were cut off its
+    end."""
     if source.wants is None:
         return
     # A list, not a view: attaching to the same node changes the dictionary.

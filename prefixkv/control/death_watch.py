@@ -54,11 +54,8 @@ class DeathWatch:
         self._doubted: dict[PeerId, float] = {}  # until when each is looked at for that alone
 
     def met(self, peer: PeerId, life: ProcessLife | None, is_local: bool, now_s: float) -> None:
-        """Record for the death watch which process an accepted handshake names as the peer's.
-
-        `is_local` says that the connection does not leave this machine: a process id means nothing
-        elsewhere.
-        """
+        """Record which process an accepted handshake names as the peer's. `is_local` says that the
+        connection does not leave this machine: a process id means nothing elsewhere."""
         if not (is_local and self._timing.prove_death):
             life = None
         # Before one is added, so that peers that come and go do not make the table grow.
@@ -71,11 +68,8 @@ class DeathWatch:
             self._lives[peer] = None
 
     def doubt(self, peer: PeerId | None, now_s: float) -> None:
-        """Put a peer on the death watch, so that its process is examined from now on: it is silent,
-        unreachable, or replaced.
-
-        It is examined for `suspect_after_s`, and beyond that while `lost` reports it.
-        """
+        """Watch a peer, so that its process is examined from now on: it is silent, unreachable, or
+        replaced. It is examined for `suspect_after_s`, and beyond that while `lost` reports it."""
         if peer is not None and self._lives.get(peer) is not None:
             self._doubted[peer] = now_s + self._timing.suspect_after_s
             self.due_s = min(self.due_s, now_s)
@@ -105,8 +99,7 @@ class DeathWatch:
                 self.due_s = now_s + EXAMINE_S
 
     def _forget_others(self, now_s: float) -> Iterable[PeerId]:
-        """Drop from the death watch the peers without a link with which nothing is wrong; return
-        those to ask about."""
+        """Drop the peers without a link with which nothing is wrong; return those to ask about."""
         self._doubted = {peer: end_s for peer, end_s in self._doubted.items() if now_s < end_s}
         asked = dict.fromkeys((*self._doubted, *self._lost(now_s)))
         kept = {*asked, *self._current()}
@@ -115,10 +108,8 @@ class DeathWatch:
 
 
 def merged_lost_peers(ranks: Iterable[LostPeers]) -> LostPeers:
-    """Merge the lost peers of all ranks of a decode worker: those whose death is asked about.
-
-    Pages are the maximum over the ranks and not the sum: all ranks hold the same page ids.
-    """
+    """Merge the lost peers of all ranks of a decode worker: those whose death is asked about. Pages
+    are the maximum over the ranks and not the sum: all ranks hold the same page ids."""
     found: LostPeers = {}
     for lost in ranks:
         for peer, (what, pages) in lost.items():

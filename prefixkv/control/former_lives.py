@@ -102,11 +102,8 @@ class IncarnationHistory:
 
 def nonce(me: PeerId, them: PeerId, known: PeerId | None) -> int:
     """Return the number (nonce) that a Hello of the life `them` has to repeat to make the life
-    `known` a former one.
-
-    It is derived from the three lives, so nothing has to be stored for strangers. It changes with
-    `known`, so an answer from before the present life came is of no use. Never 0, which says
-    "none".
-    """
+    `known` a former one. It is derived from the three lives, so nothing has to be stored for
+    strangers. It changes with `known`, so an answer from before the present life came is of no use.
+    Never 0, which says "none"."""
     words = f"{me.incarnation} {them.incarnation} {known.incarnation if known else None}"
     return int.from_bytes(blake2b(words.encode(), digest_size=8).digest()) or 1

@@ -39,9 +39,7 @@ class PeerChanges:
 
     def silent(self, peer: PeerId, is_silent: bool) -> bool:
         """Record the change of a peer to silent, or to heard again; return whether it is a change.
-
-        May be called on every look at the peer: without a change it does nothing.
-        """
+        May be called on every look at the peer: without a change it does nothing."""
         if is_silent is (peer in self._silent):
             return False
         if is_silent:

@@ -124,11 +124,8 @@ class AdmissionOrder:
         self, version: int, limits: tuple[int, int], num_waiting: int
     ) -> Waiter | None:
         """Return the first in the policy's order that fits by its estimate and got no look at this
-        version.
-
-        Walks at most `MAX_WALK` places. `limits`: the largest `Waiter.needed_pages` and
-        `Waiter.most_pages` that can be admitted; `num_waiting`: of all lanes and aside.
-        """
+        version. Walks at most `MAX_WALK` places. `limits`: the largest `Waiter.needed_pages` and
+        `Waiter.most_pages` that can be admitted; `num_waiting`: of all lanes and aside."""
         waiter: Waiter
         (space, most), shares = limits, self._shares
         lanes = [lane for lane in self._lanes.busy if lane.waiting and lane not in self._limited]

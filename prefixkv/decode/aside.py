@@ -70,11 +70,8 @@ class Aside:
 
     def new_pass(self) -> bool:
         """Begin a pass over what may have changed: forget which lanes are limited, and put waiters
-        that are aside back into their lanes where enough pages may come back.
-
-        Returns False if more of them may, which the next pass takes in; a pass moves `MAX_BACK` at
-        most.
-        """
+        that are aside back into their lanes where enough pages may come back. Returns False if more
+        of them may, which the next pass takes in; a pass moves `MAX_BACK` at most."""
         self._shares.new_pass()
         self.limited.clear()
         self._most_pages = self._prospects.most_pages

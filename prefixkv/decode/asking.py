@@ -78,10 +78,8 @@ class Asking:
 
     def ask(self, req: DecodeRequest, weights_version: str, now_s: float) -> bool:
         """Choose where decode gets what a request lacks that it has admitted, and open the room by
-        which prefill sends it, or have the engine compute it.
-
-        Returns False if there is no source for it: then its request is to be failed.
-        """
+        which prefill sends it, or have the engine compute it. Returns False if there is no source
+        for it: then its request is to be failed."""
         flight = self._flights.of(req)
         assert flight is not None
         pages, page_size = flight.pages, self._pages.page_size

@@ -35,11 +35,8 @@ def check_decode(
     points: DecodeCheckpoints | None = None,
 ) -> None:
     """Audit decode's scheduler: check its pages, budget, flights, rooms, shares and requests
-    against each other; each other part checks itself elsewhere.
-
-    `requests` live, `waiting` of them are queued; the pages of `deferred` are released later.
-    Raises InternalError.
-    """
+    against each other; each other part checks itself elsewhere. `requests` live, `waiting` of them
+    are queued; the pages of `deferred` are released later. Raises InternalError."""
     # A request that was retracted, and waits for the device, is in both `requests` and `deferred`:
     # it is counted once, by identity.
     live = [*requests, *deferred]
@@ -133,10 +130,8 @@ def check_queue(
     wants: Wants,
 ) -> None:
     """Audit decode's waiting queue: check its lanes, orders, wants and requests aside against each
-    other. Raises InternalError.
-
-    `waiters` are all that wait, `aside` those of them that stand in no lane.
-    """
+    other. Raises InternalError. `waiters` are all that wait, `aside` those of them that stand in no
+    lane."""
     all_lanes = lanes.all()
     in_line = [waiter for lane in all_lanes for waiter in lane.waiters()]
     not_entered = {waiter for waiter in waiters if not waiter.want and waiter.req.request.cacheable}

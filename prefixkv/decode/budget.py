@@ -53,12 +53,9 @@ class PreallocBudget:
 
     def start(self, rid: str, remaining_pages: int, private_pages: int) -> None:
         """Count a request in the admission budget that may grow by `remaining_pages`; retracting it
-        frees `private_pages`.
-
-        Called when the request is admitted (with `private_pages` 0: it cannot be retracted yet),
-        and again when its KV is complete. O(log active). Raises CallerError, with nothing changed,
-        for what is no number of pages or no name.
-        """
+        frees `private_pages`. Called when the request is admitted (with `private_pages` 0: it
+        cannot be retracted yet), and again when its KV is complete. O(log active). Raises
+        CallerError, with nothing changed, for what is no number of pages or no name."""
         remaining_pages = whole_count("remaining_pages", remaining_pages)
         private_pages = whole_count("private_pages", private_pages)
         if not isinstance(rid, str):
@@ -80,10 +77,8 @@ class PreallocBudget:
             heapq.heapify(self._largest)
 
     def grow_many(self, rids: Sequence[str]) -> None:
-        """Count one page more in the budget for each of these running requests. O(of them).
-
-        Raises CallerError, with nothing changed, for one that is not here.
-        """
+        """Count one page more in the budget for each of these running requests. O(of them). Raises
+        CallerError, with nothing changed, for one that is not here."""
         private, reach, reserve = self._private, self._reach, self.reserve_pages
         rids = list(rids)
         # Two loops: the first only checks, so that an unknown name leaves every sum as it was.
@@ -114,10 +109,8 @@ class PreallocBudget:
     @property
     def single(self) -> int:
         """Pages that the budget keeps for the neediest request: the most that one admitted request
-        may still need, less what retracting the others frees.
-
-        O(1), but for entries of ended requests, each of which is dropped once.
-        """
+        may still need, less what retracting the others frees. O(1), but for entries of ended
+        requests, each of which is dropped once."""
         heap = self._largest
         while heap and self._reach.get(heap[0][1]) != -heap[0][0]:
             heapq.heappop(heap)

@@ -64,11 +64,9 @@ class Computing:
     def advance(self, req: DecodeRequest, end: int, running: int, now_s: float) -> int:
         """Note that a prompt has KV up to token `end`; at its `fill_len` it is computed no more.
         Return how many tokens that are; 0, with nothing noted, for one that has ended meanwhile.
-
         `running`: requests that run beside it. Raises RequestError, with nothing changed, for a
         prompt that is not computed here, or an `end` that is not behind the last one, or beyond it,
-        or too far behind it for its rows in window groups.
-        """
+        or too far behind it for its rows in window groups."""
         done = self._done.get(req)
         if done is None:
             if req.state.ended:

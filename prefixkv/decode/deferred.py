@@ -64,10 +64,7 @@ class Deferred:
     def coming_pages(self, releases: Releases) -> int:
         """Count the pages with a deferred release that are available again once the device is done,
         and those that copies to and from host memory keep. O(requests that wait for the device, and
-        copies).
-
-        `releases` collects the locks that end with them.
-        """
+        copies). `releases` collects the locks that end with them."""
         held = [
             ended.req.pages_held
             for event, ended in self._waiting
@@ -162,8 +159,5 @@ class Deferred:
 
 def not_done(after: DeviceEvent | None) -> DeviceEvent | None:
     """Return the device event that a release is to be deferred for, or None if there is none or it
-    is done.
-
-    Called before anything changes, since `query` is the user's and may raise.
-    """
+    is done. Called before anything changes, since `query` is the user's and may raise."""
     return None if after is None or after.query() else after

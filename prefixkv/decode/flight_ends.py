@@ -95,10 +95,8 @@ class FlightEnds:
             self._rooms.await_drained(flight.room_key)
 
     def cancel(self, flight: Flight, error: Exception | None) -> None:
-        """End a flight: abort its room with `error`; None: it has failed.
-
-        Its owner stays for the caller to decide about. Flights that waited for it fall back.
-        """
+        """End a flight: abort its room with `error`; None: it has failed. Its owner stays for the
+        caller to decide about. Flights that waited for it fall back."""
         # Out of the index first: a request that asks again must not join a flight that is ending.
         others = self._flights.remove(flight)
         self.end(flight, error)
@@ -118,11 +116,8 @@ class FlightEnds:
 
     def end(self, flight: Flight, error: Exception | None) -> None:
         """End what brings a flight, which is out of the index already, and hand on its pages: to
-        its room, as long as a peer may write them.
-
-        The room's number stays in use as long, also without pages: the control plane still has to
-        report its end.
-        """
+        its room, as long as a peer may write them. The room's number stays in use as long, also
+        without pages: the control plane still has to report its end."""
         key = flight.room_key
         # 0. A load: the copy may still write its pages, and they wait for its end.
         if flight.is_load:

@@ -50,12 +50,10 @@ class BatchGrowth:
 
     def for_next_token(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> bool:
         """Give each running request of a batch the page for one more token, if it needs one.
-        `num_tokens`: how many tokens there are for them.
-
-        Requests that were cut short are left out; returns True if there are some. Cost: a
-        comparison per request, and more only for those that reach the end of their pages. Raises as
-        `DecodeScheduler.append_many` does, with nothing changed.
-        """
+        `num_tokens`: how many tokens there are for them. Requests that were cut short are left out;
+        returns True if there are some. Cost: a comparison per request, and more only for those that
+        reach the end of their pages. Raises as `DecodeScheduler.append_many` does, with nothing
+        changed."""
         try:
             if num_tokens != len(reqs):
                 raise RequestError(f"{num_tokens} tokens for {len(reqs)} requests")
@@ -85,10 +83,8 @@ class BatchGrowth:
 
     def _grow(self, reqs: Sequence[DecodeRequest], now_s: float) -> bool:
         """Check that each request runs, and give it a page for one more token if it needs one.
-
         Returns True if there are some that were cut short, which are left out. O(of these
-        requests). Raises as `for_next_token` does, with nothing changed.
-        """
+        requests). Raises as `for_next_token` does, with nothing changed."""
         page_manager, started = self._pages, DecodeState.RUNNING
         page_size = page_manager.page_size
         grows: list[RequestPages] = []
@@ -145,11 +141,8 @@ class BatchGrowth:
 
     def ahead(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> None:
         """Grow running requests so that the KV of `num_tokens` tokens fits behind what they have,
-        as far as they may still grow. One that was cut short is left out.
-
-        Cost: O(requests + pages). Raises as `DecodeScheduler.append_many` does, with nothing
-        changed.
-        """
+        as far as they may still grow. One that was cut short is left out. Cost: O(requests +
+        pages). Raises as `DecodeScheduler.append_many` does, with nothing changed."""
         try:
             if len(set(reqs)) != len(reqs):
                 raise RequestError("a request is named twice")
@@ -214,11 +207,9 @@ def _fewest_to_retract(
     running: Iterable[DecodeRequest], growing: Mapping[str, int], missing: int, deferred: Deferred
 ) -> tuple[str, ...]:
     """Return the fewest running requests to retract for the pages by which growth falls short, the
-    one with most first. `growing` has the pages that each is to get.
-
-    Never the oldest, so that one request always makes progress. Empty if all that is missing comes
-    back by itself. O(running log running).
-    """
+    one with most first. `growing` has the pages that each is to get. Never the oldest, so that one
+    request always makes progress. Empty if all that is missing comes back by itself. O(running log
+    running)."""
     # A shared prefix comes back only when the last lock on it ends; `releases` remembers the locks
     # that would have ended so far, so each call counts only what is added.
     releases = Releases()

@@ -106,10 +106,8 @@ class InFlight:
         return iter(self._flights)
 
     def all(self) -> list[Flight]:
-        """Return all flights, of KV on its way to decode, in the order of their numbers.
-
-        Any thread may call it: the copy is made in one step, as that of `list(self)` is not.
-        """
+        """Return all flights, of KV on its way to decode, in the order of their numbers. Any thread
+        may call it: the copy is made in one step, as that of `list(self)` is not."""
         return list(self._flights)
 
     @property
@@ -124,12 +122,10 @@ class InFlight:
 
     def find(self, key: RadixKey, start_pages: int) -> tuple[Flight | None, int]:
         """Find the flight that brings most of `key` beyond `start_pages`, and their common end.
-
         `start_pages` is how much the tree has of the key, in pages; so is the end that is returned.
         One flight may begin where another ends or is left: they are followed as far as they go, and
         the last one, which waits for those before, is returned. (None, `start_pages`) if there is
-        none.
-        """
+        none."""
         found, end = None, start_pages
         if not self._by_start:
             return found, end
@@ -236,11 +232,9 @@ class InFlight:
         return waiters
 
     def remove(self, flight: Flight) -> list[Flight]:
-        """Take out a flight that is not to be committed. Return the others that end with it.
-
-        These are, by number, the flights that wait for it, and those it waited for that nothing
-        else needs.
-        """
+        """Take out a flight that is not to be committed. Return the others that end with it. These
+        are, by number, the flights that wait for it, and those it waited for that nothing else
+        needs."""
         gone = [flight, *self.waiting_for(flight)]
         # Upwards: a flight without an owner lived only for those that waited. The first that has an
         # owner, or another waiter, stays.
@@ -268,11 +262,9 @@ class InFlight:
 
     def flush(self) -> list[Flight]:
         """Take out and return the flights on their way that a flush of the tree ends, by number.
-
         None of their pages may go to the tree any more. The flights without an owner, and those
         that wait, end for that. The others continue for their own request alone, and can be joined
-        no more.
-        """
+        no more."""
         flights = self._flights
         gone = [one for one in flights if one.joined is not None or one.owner is None]
         for flight in gone:

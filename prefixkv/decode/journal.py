@@ -42,12 +42,9 @@ class DecodeJournal(Journal):
         computed_tokens: int = 0,
     ) -> None:
         """Write down in decode's journal that a request was admitted, and prefill is asked for
-        `new_pages`.
-
-        Its prefix is locked; of that, `shared_tokens` are on their way with another flight, and
-        `host_tokens` come from host memory. Behind it, this worker's engine computes
-        `computed_tokens`.
-        """
+        `new_pages`. Its prefix is locked; of that, `shared_tokens` are on their way with another
+        flight, and `host_tokens` come from host memory. Behind it, this worker's engine computes
+        `computed_tokens`."""
         counters = self.counters
         counters["admitted"] += 1
         counters["prompt_tokens"] += req.fill_len

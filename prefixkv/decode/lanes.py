@@ -215,10 +215,8 @@ class Lanes:
             self._timers.forget(lane)
 
     def forget_if_idle(self, lane: Lane) -> None:
-        """Drop a lane without waiters if nothing is known of its worker and there are many lanes.
-
-        A few are kept: the next request may go there.
-        """
+        """Drop a lane without waiters if nothing is known of its worker and there are many lanes. A
+        few are kept: the next request may go there."""
         if len(self._lanes) > _MOST_IDLE and not lane.num_waiters and not lane.is_met:
             self._lanes.pop(lane.address, None)
 
@@ -258,10 +256,8 @@ class Lanes:
 
     def unanswered(self, now_s: float) -> list[Waiter]:
         """Return the waiters of all closed lanes that have waited too long for a prefill worker
-        that does not answer.
-
-        They still have to be taken out, or to enter again. O(1) if there are none.
-        """
+        that does not answer. They still have to be taken out, or to enter again. O(1) if there are
+        none."""
         found: list[Waiter] = []
         if self._timers.next_s > now_s:
             return found

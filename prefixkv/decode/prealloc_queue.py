@@ -146,11 +146,9 @@ class DecodePreallocQueue:
 
     def add(self, req: DecodeRequest, *, first: bool = False) -> None:
         """Queue a request until it is admitted. With `first` it was admitted before: it goes before
-        all others, and its waiting time begins with the next pass.
-
-        Cost: O(log waiting), and a match where the policy lets requests overtake. Raises what the
-        policy raises, with nothing changed.
-        """
+        all others, and its waiting time begins with the next pass. Cost: O(log waiting), and a
+        match where the policy lets requests overtake. Raises what the policy raises, with nothing
+        changed."""
         lane = self._lanes.of(ALONE if req.is_alone else req.prefill)
         waiter = Waiter(req, self._num_arrivals + 1, lane, first)
         # Ranks are the user's code. They come before the first count; only a lane that was made for
@@ -257,10 +255,7 @@ class DecodePreallocQueue:
 
     def expired(self, now_s: float) -> list[tuple[DecodeRequest, str]]:
         """Return the requests that have waited too long to be admitted, each with the reason in
-        words.
-
-        They still have to be removed. O(1) if there are none.
-        """
+        words. They still have to be removed. O(1) if there are none."""
         # It may have been removed, and even added again as another waiter, since it came back.
         for waiter in self._unstamped:
             if self._waiters.get(waiter.req) is waiter:
@@ -277,9 +272,7 @@ class DecodePreallocQueue:
 
     def unanswered(self, now_s: float) -> list[DecodeRequest]:
         """Return the requests that have waited too long for a prefill worker that does not answer.
-
-        They still have to be removed. O(1) if there are none.
-        """
+        They still have to be removed. O(1) if there are none."""
         return [waiter.req for waiter in self._lanes.unanswered(now_s)]
 
     def why(self, req: DecodeRequest, now_s: float) -> str:
@@ -319,10 +312,8 @@ class DecodePreallocQueue:
 
     def admit(self, now_s: float) -> None:
         """Make a pass, which admits what fits: lock prefixes, take pages, write rows.
-        `take_admitted` returns the requests.
-
-        A request for which a user's policy fails to give a rank keeps the rank it has.
-        """
+        `take_admitted` returns the requests. A request for which a user's policy fails to give a
+        rank keeps the rank it has."""
         # `new_pass` sets it to False where more requests are aside than one pass may bring back.
         self._all_back = True
         self._now_s = now_s
@@ -436,11 +427,8 @@ class DecodePreallocQueue:
 
     def _look(self, waiter: Waiter) -> tuple[Flight | None, int]:
         """Look at a request: compute the pages that admitting it takes now, and note them in its
-        waiter.
-
-        Returns the flight that it would join behind its match in the tree, and the end of both
-        together, in pages.
-        """
+        waiter. Returns the flight that it would join behind its match in the tree, and the end of
+        both together, in pages."""
         req, match, page_size = waiter.req, waiter.match, self._pages.page_size
         key = req.key
         # 1. What is cached. A match of a tree that has not changed since is still right.
@@ -485,11 +473,8 @@ class DecodePreallocQueue:
         self, req: DecodeRequest, shared_pages: int, unprotected: int
     ) -> tuple[int, int, int]:
         """Count the pages that a request takes when it is admitted, that it needs with what is kept
-        for its output, and that it may ever need, besides those it shares.
-
-        Locking the match takes its `unprotected` pages out of the evictable ones, so they count as
-        needed.
-        """
+        for its output, and that it may ever need, besides those it shares. Locking the match takes
+        its `unprotected` pages out of the evictable ones, so they count as needed."""
         page_size = self._pages.page_size
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
         # The token sampled last is written by the first step after the return, so it counts; unless
@@ -502,10 +487,8 @@ class DecodePreallocQueue:
     def _cut_to_compute(self, waiter: Waiter, shared_pages: int, now_s: float) -> _Cut | None:
         """Return what a request takes if it is to be computed here, from a checkpoint on; None if
         prefill sends what it lacks. `shared_pages`: here, on their way, or to be loaded from host
-        memory.
-
-        It joins nothing, and loads nothing: a flight brings pages, and no state behind them.
-        """
+        memory. It joins nothing, and loads nothing: a flight brings pages, and no state behind
+        them."""
         points, req, match = self._points, waiter.req, waiter.match
         assert points is not None
         assert self._chooses_here is not None
@@ -524,10 +507,8 @@ class DecodePreallocQueue:
 
     def _sent_len(self, req: DecodeRequest, shared_pages: int) -> int:
         """Return up to which token prefill would send a request. `shared_pages`: here, on their
-        way, or to be loaded from host memory.
-
-        All of it where prefill has the whole prompt already, or no checkpoint is kept here.
-        """
+        way, or to be loaded from host memory. All of it where prefill has the whole prompt already,
+        or no checkpoint is kept here."""
         is_asked = self._sources.asks_late or req.generation > req.request.generation
         if self._points is None or req.is_alone or not is_asked:
             return req.fill_len

@@ -57,11 +57,8 @@ class Prospects:
 
     def unproved(self) -> Unproved:
         """Count the pages without prospects of coming back, since no running request gives them
-        back.
-
-        O(closed lanes, and requests that the device is busy with); where a lane is closed, also
-        O(flights).
-        """
+        back. O(closed lanes, and requests that the device is busy with); where a lane is closed,
+        also O(flights)."""
         pages, away, releases = self._pages.allocator, 0, Releases()
         # A prefill worker that does not answer may keep its flights open, and their pages, without
         # limit. Both counts share `releases`, since a prefix with two locks comes back only with

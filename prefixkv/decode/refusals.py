@@ -45,10 +45,7 @@ class Refusals:
 
     def send(self, key: RoomKey, prefill: str, error: Exception, digest: bytes) -> None:
         """Command that a prefill worker be told that decode does not take a request, which it may
-        have, with KV for it.
-
-        The room's number is in use until prefill has answered.
-        """
+        have, with KV for it. The room's number is in use until prefill has answered."""
         command = RefuseRoom(key, self._ticket(), prefill, reason_of(error), digest)
         self._counters["refused"] += 1
         # Reserved before the command leaves: a request that reused the number could be hit by this
@@ -60,10 +57,8 @@ class Refusals:
         self, key: RoomKey, prefill: str, error: Exception, digest: bytes, is_free: bool
     ) -> None:
         """Refuse a room that decode's scheduler never took, and remember that until prefill has
-        answered. `is_free`: no room of its number is live, or not drained.
-
-        Not twice: a key in `unanswered` must not come again.
-        """
+        answered. `is_free`: no room of its number is live, or not drained. Not twice: a key in
+        `unanswered` must not come again."""
         # 1. The number is free: refuse now.
         # 2. The number is in use by a room that is not drained: a frame about it now would be read
         # as one about that room, so it waits for `drained`.

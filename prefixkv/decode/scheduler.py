@@ -248,12 +248,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
         """Admit the requests that fit from decode's waiting queue, and return them: prefix locked,
-        pages taken, prefill asked for the rest.
-
-        Ends what is past its deadline first. Raises what a policy, a log handler or an event of the
-        user's has raised since the last call, once all state is consistent again. Requests that
-        were admitted then are on their way; the next call returns them.
-        """
+        pages taken, prefill asked for the rest. Ends what is past its deadline first. Raises what a
+        policy, a log handler or an event of the user's has raised since the last call, once all
+        state is consistent again. Requests that were admitted then are on their way; the next call
+        returns them."""
         check_time(now_s)
         # 1. Pages come back before any decision: what the device is done with, and what requests
         # hold that are past their deadlines.
@@ -324,10 +322,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def pop_local(self, now_s: float) -> list[DecodeRequest]:
         """Return the requests that the engine has to compute from now on, each from its
-        `prefix_len` to its `fill_len`: what comes before is there.
-
-        The engine says what has KV by `computed`.
-        """
+        `prefix_len` to its `fill_len`: what comes before is there. The engine says what has KV by
+        `computed`."""
         check_time(now_s)
         return self.computing.begin(self.arriving.local, self.choice.num_running, now_s)
 
@@ -385,11 +381,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def save_state(self, req: DecodeRequest, end: int, now_s: float) -> int:
         """Return the slot into which decode's engine copies a request's extra state behind `end`
-        tokens, one of its `stops`, which it has just computed; -1 if it need not.
-
-        Before `computed` is told of that. Raises RequestError, with nothing changed, for another
-        place, or a request that is not computed here.
-        """
+        tokens, one of its `stops`, which it has just computed; -1 if it need not. Before `computed`
+        is told of that. Raises RequestError, with nothing changed, for another place, or a request
+        that is not computed here."""
         check_time(now_s)
         end = whole_count("end", end)
         self.check_own(req)
@@ -424,10 +418,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
         """Return the requests that failed or were aborted since the last call; `error` says why.
-
         `after`: an event behind the engine's work on those that it computed itself; nothing of
-        theirs is released before it is done. None: the device is done.
-        """
+        theirs is released before it is done. None: the device is done."""
         check_event("after", after)
         if self.computing.left:
             after = not_done(after)  # may raise: before anything changes
@@ -438,10 +430,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def give_up_prefill(self, rid: str, error: Exception, now_s: float) -> bool:
         """Note that a request could not be brought to its prefill worker: it is tried again,
-        computed here, or fails, as after a transfer that failed.
-
-        Returns False if nothing is asked of prefill for it, or no more.
-        """
+        computed here, or fails, as after a transfer that failed. Returns False if nothing is asked
+        of prefill for it, or no more."""
         check_time(now_s)
         check_rid(rid)
         check_error(error)
@@ -504,13 +494,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> None:
         """Take pages on decode for the KV of `num_tokens` tokens behind what each running request
-        has, as far as its `max_new_tokens` goes.
-
-        For a step that writes more than one token's KV. The pages stay with the request, which
-        grows into them, until it ends or is retracted. One that was aborted meanwhile is left out.
-
-        Cost: O(requests + pages). Raises as `append_many`, with nothing changed.
-        """
+        has, as far as its `max_new_tokens` goes. For a step that writes more than one token's KV.
+        The pages stay with the request, which grows into them, until it ends or is retracted. One
+        that was aborted meanwhile is left out. Cost: O(requests + pages). Raises as `append_many`,
+        with nothing changed."""
         check_time(now_s)
         num_tokens = whole_count("num_tokens", num_tokens)
         self._growth.ahead(reqs, num_tokens, now_s)
@@ -549,11 +536,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def retract(self, rid: str, now_s: float, after: DeviceEvent | None = None) -> None:
         """Retract a running request: take its pages back and queue it again, in front, to resume
-        where it was.
-
-        Raises RequestError if the request does not run, or is the oldest that does: so one request
-        always makes progress.
-        """
+        where it was. Raises RequestError if the request does not run, or is the oldest that does:
+        so one request always makes progress."""
         check_time(now_s)
         check_rid(rid)
         check_event("after", after)
@@ -579,10 +563,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         error: Exception | None = None,
         after: DeviceEvent | None = None,
     ) -> bool:
-        """Abort a request, in whichever state it is. Unknown or ended: no-op, False.
-
-        Nothing is cached that was written since it was committed, or retracted.
-        """
+        """Abort a request, in whichever state it is. Unknown or ended: no-op, False. Nothing is
+        cached that was written since it was committed, or retracted."""
         check_rid(rid)
         check_error(error)
         error = error or AbortedError(f"request {rid!r} was aborted")
@@ -613,13 +595,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return True
 
     def retarget(self, rid: str, prefill: str) -> None:
-        """Send a request to another prefill worker from its next attempt on.
-
-        A request that was never admitted is refused at the worker that it named;
-        `pop_needs_prefill` returns it when it is admitted. Raises RequestError, with nothing
-        changed, if the request is not here, its KV is on its way, `prefill` is no address, or the
-        worker there is known to hold too little; and what comparing a user's ranks raises.
-        """
+        """Send a request to another prefill worker from its next attempt on. A request that was
+        never admitted is refused at the worker that it named; `pop_needs_prefill` returns it when
+        it is admitted. Raises RequestError, with nothing changed, if the request is not here, its
+        KV is on its way, `prefill` is no address, or the worker there is known to hold too little;
+        and what comparing a user's ranks raises."""
         check_rid(rid)
         req = self.requests.get(rid)
         if req is None:
@@ -633,13 +613,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def refuse(self, request: Request, error: Exception) -> None:
         """Tell prefill at once that decode's scheduler will not take this request, as after a
-        refusal by `add`.
-
-        Where a former request of its number has ended, prefill is told once the room of that one is
-        drained. Raises RequestError, with nothing changed: its room is a live request's here, the
-        same refusal is still unanswered, it names no prefill worker, or it is for another decode
-        worker.
-        """
+        refusal by `add`. Where a former request of its number has ended, prefill is told once the
+        room of that one is drained. Raises RequestError, with nothing changed: its room is a live
+        request's here, the same refusal is still unanswered, it names no prefill worker, or it is
+        for another decode worker."""
         check_request(request)
         check_error(error)
         key = RoomKey(request.room, request.generation)
@@ -649,10 +626,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def flush(self) -> int:
         """Empty decode's cache after a weight update. Return the number of pages freed at once.
-
         Requests that wait for another's pages ask prefill again: those pages are of the old
-        weights.
-        """
+        weights."""
         # Flights first: they release their locks, so that the flush frees those pages at once.
         self._ends.fall_back(self.flights.flush())
         freed = self.pages.flush()
@@ -664,13 +639,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def move_weights(
         self, weights_version: str, now_s: float, after: DeviceEvent | None = None
     ) -> None:
-        """Take over weights of another version from now on; `flush` has to follow at once.
-
-        A request that has KV of the former version, or output, ends as aborted with a
+        """Take over weights of another version from now on; `flush` has to follow at once. A
+        request that has KV of the former version, or output, ends as aborted with a
         WeightsVersionError: it runs, is on its way, or was retracted. A request that only waits
         stays in the queue. `after` is as for `abort`. Raises ConfigError, with nothing changed, for
-        what is no version.
-        """
+        what is no version."""
         check_time(now_s)
         check_version(weights_version)
         check_event("after", after)
@@ -763,11 +736,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
         """Take note that a prefill worker answers: open its lane, and fail the requests that its
-        pool cannot hold.
-
-        These fail before any page is promised. `max_tokens` is the size of its pool, 0 if the
-        worker does not say.
-        """
+        pool cannot hold. These fail before any page is promised. `max_tokens` is the size of its
+        pool, 0 if the worker does not say."""
         lane = self.lanes.get(address)
         if lane is None:
             return
@@ -931,10 +901,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     # --- ends -------------------------------------------------------------------------------------
 
     def _end(self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float) -> None:
-        """End a live request with an error, and hand on its flight or its place in the queue.
-
-        A request that runs keeps `pages_held`; the caller releases them.
-        """
+        """End a live request with an error, and hand on its flight or its place in the queue. A
+        request that runs keeps `pages_held`; the caller releases them."""
         # The flight, or the queue, gives the request up before anything is released: pages of an
         # open room go to that room, and `pages_held` is None afterwards. What the request then
         # still holds is its own.
@@ -979,10 +947,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _check_can_open(self, request: Request, to_refuse: bool = False) -> bool:
         """Return True if the room of `request` is free on decode. Raise RequestError if decode's
-        scheduler cannot take it.
-
-        With `to_refuse` a room that is not drained yet passes too, and gives False.
-        """
+        scheduler cannot take it. With `to_refuse` a room that is not drained yet passes too, and
+        gives False."""
         is_free = request.room not in self.rooms
         if not is_free and not (to_refuse and not self.rooms.is_live(request.room)):
             raise RequestError(f"room {request.room} is in use")

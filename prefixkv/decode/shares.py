@@ -86,11 +86,8 @@ class PrefillShares:
 
     def is_hopeless(self, address: str, num_pages: int) -> bool:
         """Return True if `num_pages` more exceed a prefill worker's share even after its transfers'
-        end.
-
-        Then the pages that are held for its failed rooms take up the share. O(rooms that have
-        failed).
-        """
+        end. Then the pages that are held for its failed rooms take up the share. O(rooms that have
+        failed)."""
         held = sum(
             self._rooms[key][1] for key in self._held_rooms if self._rooms[key][0] == address
         )
@@ -117,9 +114,8 @@ class PrefillShares:
 
     def check_invariants(self, rooms: Set[RoomKey]) -> None:
         """Check the sum of each prefill worker's share against the rooms. Raises InternalError.
-
-        `rooms` are those that are open or undrained: no other may have pages in a worker's power.
-        """
+        `rooms` are those that are open or undrained: no other may have pages in a worker's
+        power."""
         sums: dict[str, int] = {}
         for address, num_pages in self._rooms.values():
             sums[address] = sums.get(address, 0) + num_pages

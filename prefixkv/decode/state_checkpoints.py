@@ -46,11 +46,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
 
     def find(self, req: DecodeRequest, match: MatchResult | None) -> Checkpoint | None:
         """Return the deepest checkpoint on what is cached of a request, from which its engine can
-        go on. Changes nothing.
-
-        Behind it a token is left at least, from which the first of the answer is sampled; none
-        needs to be for a resumed request, which has its next token.
-        """
+        go on. Changes nothing. Behind it a token is left at least, from which the first of the
+        answer is sampled; none needs to be for a resumed request, which has its next token."""
         if match is None:
             return None
         if not req.resumed and match.prefix_len == len(req.key):
@@ -65,10 +62,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
 
     def sent_len(self, req: DecodeRequest, shared_pages: int, most: int) -> int:
         """Return up to which token prefill is to send a request: to its end, or where that leaves a
-        checkpoint, if the engine has at most `most` tokens to compute behind it.
-
-        Not before the end of the `shared_pages` that are here or on their way.
-        """
+        checkpoint, if the engine has at most `most` tokens to compute behind it. Not before the end
+        of the `shared_pages` that are here or on their way."""
         at = req.fill_len // self._step * self._step
         can_save = self._pages.caching and req.request.cacheable and req.request.may_compute
         if can_save and req.fill_len - at <= most and at >= shared_pages * self._pages.page_size:
@@ -101,10 +96,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
 
     def take(self, req: DecodeRequest, end: int) -> int:
         """Return the slot of the StatePool for the state of a request that is computed here, behind
-        `end` tokens, one of its stops; -1 if none is free.
-
-        Raises RequestError, with nothing changed, for another place.
-        """
+        `end` tokens, one of its stops; -1 if none is free. Raises RequestError, with nothing
+        changed, for another place."""
         if end not in req.stops:
             where = f"{shown(end)}, but at {req.stops}"
             raise RequestError(f"request {req.rid!r} saves no state at {where}")
@@ -113,10 +106,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
 
     def running(self, reqs: Iterable[DecodeRequest]) -> list[tuple[int, int]]:
         """Return the copies of states that are due before decode's engine makes a step: of each
-        running request at a page boundary its slot, and the slot that keeps its state.
-
-        O(requests), and a heap for those that have no such slot yet.
-        """
+        running request at a page boundary its slot, and the slot that keeps its state. O(requests),
+        and a heap for those that have no such slot yet."""
         copies: list[tuple[int, int]] = []
         for req in reqs if self._has_state else ():
             at = req.kv_len

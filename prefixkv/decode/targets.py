@@ -71,11 +71,8 @@ class PrefillTargets:
 
     def check_holds(self, rid: str, num_tokens: int, address: str) -> None:
         """Raise RequestError where the prefill worker of a request is known to hold fewer than
-        `num_tokens`.
-
-        All that the request may become counts. A request that was retracted late may have to be
-        computed again in full: it would fail with half of its answer given.
-        """
+        `num_tokens`. All that the request may become counts. A request that was retracted late may
+        have to be computed again in full: it would fail with half of its answer given."""
         most = self._lanes.max_tokens(address)
         if 0 < most < num_tokens:
             raise RequestError(
@@ -85,11 +82,8 @@ class PrefillTargets:
 
     def check_still_holds(self, req: DecodeRequest, address: str) -> None:
         """Raise RequestError where a prefill worker is known to hold too few tokens for what it may
-        be asked for a request from now on.
-
-        Of one that runs, or ran, that is what it has so far: half of its answer is given, so what
-        it may still become is no reason to refuse it.
-        """
+        be asked for a request from now on. Of one that runs, or ran, that is what it has so far:
+        half of its answer is given, so what it may still become is no reason to refuse it."""
         self.check_holds(req.rid, req.kv_len if req.resumed else req.most_kv_len, address)
 
     def may_have(self, req: DecodeRequest) -> bool:
@@ -102,10 +96,8 @@ class PrefillTargets:
 
     def retarget(self, req: DecodeRequest, prefill: str) -> None:
         """Send a request that is not on its way to another prefill worker from its next attempt on.
-        One that was never admitted is refused at the worker that it named.
-
-        Raises RequestError, with nothing changed, if the worker is known to hold too little.
-        """
+        One that was never admitted is refused at the worker that it named. Raises RequestError,
+        with nothing changed, if the worker is known to hold too little."""
         self.check_still_holds(req, prefill)
         # The former worker may have computed the prompt, and waits for a promise that will not
         # come: a refusal ends it there. A new generation keeps its answer apart from the next

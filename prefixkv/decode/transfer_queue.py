@@ -36,19 +36,19 @@ class DecodeTransferQueue:
         self._complete: deque[Flight] = deque()
 
     def add(self, flight: Flight) -> None:
-        """Enter the flight of an admitted request in decode's transfer queue; its room is open."""
+        """Enter the flight of an admitted request; its room is open."""
         key = flight.room_key
         if key in self._open:
             raise InternalError(f"{key} is in transfer twice")
         self._open[key] = flight
 
     def add_load(self, flight: Flight) -> None:
-        """Enter a flight in decode's transfer queue that a copy from host memory brings."""
+        """Enter a flight that a copy from host memory brings."""
         self._loads[flight.room_key] = flight
 
     def loaded(self, key: RoomKey) -> Flight | None:
-        """Note in the transfer queue that a load's pages are all copied. Return its flight; None if
-        nothing waits for it any more."""
+        """Note that a load's pages are all copied. Return its flight; None if nothing waits for it
+        any more."""
         flight = self._loads.pop(key, None)
         if flight is not None:
             self.arrived(flight)
@@ -58,23 +58,22 @@ class DecodeTransferQueue:
         return self._loads.get(key)
 
     def add_local(self, flight: Flight) -> None:
-        """Enter the flight of an admitted request in decode's transfer queue that this worker's
-        engine computes; it has no room, or none any more."""
+        """Enter the flight of an admitted request that this worker's engine computes; it has no
+        room, or none any more."""
         flight.is_local = True
         self._local[flight] = None
 
     @property
     def local(self) -> list[Flight]:
-        """Flights of the transfer queue that the engine has to compute, or computes, oldest first.
-        Any thread may ask."""
+        """Flights that the engine has to compute, or computes, oldest first. Any thread may ask."""
         return list(self._local)
 
     def get(self, key: RoomKey) -> Flight | None:
         return self._open.get(key)
 
     def succeed(self, key: RoomKey, aux: bytes) -> Flight | None:
-        """Note in the transfer queue that a room's pages are all written. Return its flight; None
-        if it was aborted. What its request lacks still, the engine computes from now on."""
+        """Note that a room's pages are all written. Return its flight; None if it was aborted. What
+        its request lacks still, the engine computes from now on."""
         flight = self._open.pop(key, None)
         if flight is not None:
             if (owner := flight.owner) is not None:
@@ -119,7 +118,7 @@ class DecodeTransferQueue:
 
     @property
     def num_open(self) -> int:
-        """Number of rooms in the transfer queue with pages that are still being written."""
+        """Number of rooms with pages that are still being written."""
         return len(self._open)
 
     @property
@@ -128,17 +127,15 @@ class DecodeTransferQueue:
 
     @property
     def num_complete(self) -> int:
-        """Number of flights in the transfer queue that `pop_transferred` will commit."""
+        """Number of flights that `pop_transferred` will commit."""
         return len(self._complete)
 
     def __len__(self) -> int:
         return len(self._flights)
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
-        """Commit the complete flights of the transfer queue, and return their requests.
-
-        The whole pages of each become cached prefix, which its request holds by a lock.
-        """
+        """Commit the complete flights, and return their requests. The whole pages of each become
+        cached prefix, which its request holds by a lock."""
         # A commit may complete flights that joined it, so the queue grows as it is worked off.
         committed, unwritten = [], []
         while self._complete:
@@ -191,8 +188,7 @@ class DecodeTransferQueue:
         return self._pages.find(flight.key).depth > flight.pages.num_locked
 
     def check_invariants(self) -> None:
-        """Check every law of the transfer queue, those of the flights included. Raises
-        InternalError."""
+        """Check every law, those of the flights included. Raises InternalError."""
         self._flights.check_invariants()
         arrived = [flight for flight in self._flights if not flight.is_open]
         complete = [flight for flight in arrived if flight.joined is None]

@@ -159,10 +159,8 @@ def _opaque_slab(
     i: int, tensor: torch.Tensor, axes: tuple[str, ...], description: AxisNames
 ) -> torch.Tensor:
     """Return an engine's opaque tensor, by its axes, as a view [page, token, head, dim]. Its pages
-    keep their bytes in order.
-
-    The shape is that of plain pages of the same size; only the page axis has a meaning.
-    """
+    keep their bytes in order. The shape is that of plain pages of the same size; only the page axis
+    has a meaning."""
     sizes = dict(zip(axes, tensor.shape, strict=True))
     strides = dict(zip(axes, tensor.stride(), strict=True))
     # From the innermost axis outwards: without gaps, or a page would be no run of bytes. Axes of

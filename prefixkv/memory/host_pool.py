@@ -126,10 +126,8 @@ class HostPool:
             raise CapacityError(f"host memory: {self.error}") from self.error
 
     def close(self) -> None:
-        """Give the host pages' memory back, once the chunk that is being pinned is. Idempotent.
-
-        No copy may be under way: close their `HostCopies` first.
-        """
+        """Give the host pages' memory back, once the chunk that is being pinned is. Idempotent. No
+        copy may be under way: close their `HostCopies` first."""
         self._closing = True
         if self._thread is not None:
             self._thread.join()
@@ -246,11 +244,9 @@ def _own_path(own_group: str, controller: str) -> str:
 
 
 def _groups_around(root: Path, path: str) -> list[Path]:
-    """Return a process's group and those around it, from `root` on.
-
-    A root that does not have the process's own group is a container's, mounted as the root, or was
-    given in place of the system's: then each group below it that has no other beside it counts too.
-    """
+    """Return a process's group and those around it, from `root` on. A root that does not have the
+    process's own group is a container's, mounted as the root, or was given in place of the
+    system's: then each group below it that has no other beside it counts too."""
     found = [root]
     if path and (root / path).is_dir():
         for name in path.split("/"):

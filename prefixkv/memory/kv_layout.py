@@ -467,11 +467,9 @@ def _extent(dims: _Dims, element_bytes: int) -> int:
 
 def _check_interleaved(group: list[tuple[int, int]], dims: _Dims, element_bytes: int) -> None:
     """Raise ConfigError unless slabs, arrays of equal dimensions, sorted by base, share no byte.
-
     Arrays with overlapping extents must all begin within one outermost stride and end before the
     next, so that they meet only inside the same element of it; there the same holds one dimension
-    further in. `group` holds (base, slab number).
-    """
+    further in. `group` holds (base, slab number)."""
     # Split into clusters of overlapping extents. At most one recursion per dimension, three in all.
     extent = _extent(dims, element_bytes)
     clusters: list[list[tuple[int, int]]] = []

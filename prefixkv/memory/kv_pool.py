@@ -497,11 +497,8 @@ def checked_regions(regions: object) -> tuple[tuple[int, int], ...]:
 
 def _as_words(layout: KVLayout, slabs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return the KV pool's slabs as views [num_pages, page_size, num_kv_heads, words] of the widest
-    possible word.
-
-    Copying words instead of bytes is what makes `read_pages` fast: torch moves one element at a
-    time.
-    """
+    possible word. Copying words instead of bytes is what makes `read_pages` fast: torch moves one
+    element at a time."""
     # Its size has to divide every stride, the offset and the bytes of a head.
     steps = [layout.head_bytes]
     for slab in slabs:

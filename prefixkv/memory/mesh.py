@@ -182,10 +182,7 @@ def check_page_sizes(ours: int, theirs: int) -> None:
 
 def check_opaque(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: int) -> None:
     """Raise HandshakeError unless each page in the pools of one mesh is a whole page in those of
-    the other.
-
-    Opaque pages need that. Pipeline stages may differ.
-    """
+    the other. Opaque pages need that. Pipeline stages may differ."""
     why = "must be equal where pages are opaque"
     if our_page_size != their_page_size:
         raise HandshakeError("page_size", our_page_size, their_page_size, why)
@@ -244,9 +241,7 @@ def check_group_heads(number: int, ours: Mesh, mine: GroupHeads, theirs: Mesh, i
 def group_part(part: Shard, first: KVLayout, group: KVLayout) -> Shard:
     """Return what a rank of a mesh sends, or takes, of a group of layers: all of its layers, and as
     many of its heads as `part` is of those of the pool's first layers. In the pool's own numbers.
-
-    Raises HandshakeError where that is no whole number of heads.
-    """
+    Raises HandshakeError where that is no whole number of heads."""
     heads, its_heads = first.num_kv_heads, group.num_kv_heads
     scaled = [divmod(number * its_heads, heads) for number in (part.first_head, part.num_heads)]
     if any(rest for _, rest in scaled):
@@ -267,11 +262,8 @@ def check_holds(layout: KVLayout, shard: Shard) -> None:
 
 def sent_share(writers: Mesh, writer: int, readers: Mesh, reader: int) -> Shard | None:
     """Return the shard that rank `writer` of one mesh writes into the pool of rank `reader` of the
-    other; None if nothing.
-
-    Over all writers, the shares of a reader are its shard, each layer and head once. The meshes
-    have passed `check_meshes`.
-    """
+    other; None if nothing. Over all writers, the shares of a reader are its shard, each layer and
+    head once. The meshes have passed `check_meshes`."""
     share = writers.shard(writer).overlap(readers.shard(reader))
     if share is None:
         return None

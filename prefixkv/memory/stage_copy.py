@@ -67,11 +67,8 @@ class StagingCopy(Protocol):
 
     def scatter_steps(self, units: Pages, stage: torch.Tensor) -> Iterator[None]:
         """Scatter a stage into the pool in small steps, as the result is iterated over, in the
-        order of the stage.
-
-        The arguments are checked at once. A copy that only queues its work may do so at once as
-        well, and return no steps.
-        """
+        order of the stage. The arguments are checked at once. A copy that only queues its work may
+        do so at once as well, and return no steps."""
         ...
 
 

@@ -219,10 +219,8 @@ def check_state_pairs(tensors: Iterable[StateTensor], writers: Mesh, readers: Me
 def state_blocks(
     tensors: Iterable[StateTensor], writers: Mesh, writer: int, readers: Mesh, reader: int
 ) -> tuple[StateBlock, ...]:
-    """Return the blocks of extra state that `writer` sends to `reader` of each slot.
-
-    Over all writers, each byte of a reader's slot comes once.
-    """
+    """Return the blocks of extra state that `writer` sends to `reader` of each slot. Over all
+    writers, each byte of a reader's slot comes once."""
     blocks: list[StateBlock] = []
     src = dst = 0
     for tensor in tensors:

@@ -96,8 +96,7 @@ class PageAllocator:
     # --- transitions ------------------------------------------------------------------------------
 
     def alloc(self, num_pages: int) -> Pages:
-        """Take free pages from the allocator (FREE -> OWNED) and return their ids, ascending, in
-        the fewest runs.
+        """Take free pages (FREE -> OWNED) and return their ids, ascending, in the fewest runs.
 
         Raises:
             OutOfPagesError: fewer pages are free. CallerError: the number is negative or not whole.
@@ -124,8 +123,7 @@ class PageAllocator:
             raise
 
     def free(self, pages: PageIds | bytes) -> None:
-        """Free pages in the allocator (OWNED -> FREE). Raises PageStateError, with nothing
-        changed."""
+        """Free pages (OWNED -> FREE). Raises PageStateError, with nothing changed."""
         where, num_pages = self._checked(pages, _OWNED)
         if num_pages:
             try:
@@ -136,31 +134,28 @@ class PageAllocator:
                 raise
 
     def owned(self, pages: PageIds | bytes) -> tuple[Where, int]:
-        """Return where `pages` are in the allocator, and how many. Raises PageStateError unless all
-        are OWNED, each named once."""
+        """Return where `pages` are, and how many. Raises PageStateError unless all are OWNED, each
+        named once."""
         return self._checked(pages, _OWNED)
 
     def cache(self, pages: PageIds | bytes) -> None:
-        """Mark pages in the allocator as the tree's (OWNED -> CACHED). Raises PageStateError, with
-        nothing changed."""
+        """Mark pages as the tree's (OWNED -> CACHED). Raises PageStateError, with nothing
+        changed."""
         self._move(*self._checked(pages, _OWNED), _OWNED, _CACHED)
 
     def cache_owned(self, where: Where, num_pages: int) -> None:
-        """Mark pages in the allocator as the tree's, like `cache`, without checking again what
-        `owned` has returned.
-
-        No page may have changed its state since.
-        """
+        """Mark pages as the tree's, like `cache`, without checking again what `owned` has returned.
+        No page may have changed its state since."""
         self._move(where, num_pages, _OWNED, _CACHED)
 
     def uncache(self, pages: PageIds | bytes) -> None:
-        """Take pages back from the tree in the allocator (CACHED -> OWNED). Raises PageStateError,
-        with nothing changed."""
+        """Take pages back from the tree (CACHED -> OWNED). Raises PageStateError, with nothing
+        changed."""
         self._move(*self._checked(pages, _CACHED), _CACHED, _OWNED)
 
     def hold(self, pages: PageIds | bytes, owner: Hashable) -> None:
-        """Let `owner`, a room, keep pages of the allocator that a peer may still write (OWNED ->
-        HELD), until `release`.
+        """Let `owner`, a room, keep pages that a peer may still write (OWNED -> HELD), until
+        `release`.
 
         An owner may hold more in a later call, and may hold none: it exists until its release all
         the same.
@@ -186,8 +181,7 @@ class PageAllocator:
             raise
 
     def quarantine(self, owner: Hashable) -> int:
-        """Mark all that `owner` holds as overdue in the allocator (HELD -> QUARANTINED), and return
-        how many pages.
+        """Mark all that `owner` holds as overdue (HELD -> QUARANTINED), and return how many pages.
 
         Its deadline has passed without proof that no write can land, so the pages stay where they
         are.
@@ -203,8 +197,7 @@ class PageAllocator:
         return self._move(held, len(held), _HELD, _QUARANTINED)
 
     def release(self, owner: Hashable) -> int:
-        """Free in the allocator all that `owner` holds (HELD, QUARANTINED -> FREE), and return how
-        many pages.
+        """Free all that `owner` holds (HELD, QUARANTINED -> FREE), and return how many pages.
 
         Only for a caller with proof that no write can land any more.
 
@@ -238,11 +231,8 @@ class PageAllocator:
             raise
 
     def _undo(self, pages: Where | None, before: Any) -> None:
-        """Give `pages` of an interrupted transition of the allocator their state back, and rebuild
-        counts and runs.
-
-        O(num_pages of the pool). `before` is one state, or one per page.
-        """
+        """Give `pages` of an interrupted transition their state back, and rebuild counts and runs.
+        O(num_pages of the pool). `before` is one state, or one per page."""
         if pages is not None:
             self._state[pages] = before
         self._counts[:] = np.bincount(self._state, minlength=6).tolist()
@@ -286,8 +276,7 @@ class PageAllocator:
         return self._counts[_QUARANTINED]
 
     def state(self, page: int) -> PageState:
-        """Return the allocator's state of one page. Raises PageStateError if it is outside the
-        pool."""
+        """Return the state of one page. Raises PageStateError if it is outside the pool."""
         if not 0 <= page < self._num_pages:
             raise PageStateError(f"page {page} is not in [0, {self._num_pages})")
         return PageState(int(self._state[page]))
@@ -297,8 +286,7 @@ class PageAllocator:
         return np.flatnonzero(self._state == int(state)).astype(np.int32)
 
     def owners(self) -> list[Hashable]:
-        """Return the owners that hold pages of the allocator (or none), in the order of their first
-        `hold`."""
+        """Return the owners that hold pages (or none), in the order of their first `hold`."""
         return list(self._held)
 
     def holds(self, owner: Hashable) -> bool:
@@ -307,19 +295,17 @@ class PageAllocator:
         return owner in self._held
 
     def held_by(self, owner: Hashable) -> Pages:
-        """Return the HELD and QUARANTINED pages of `owner` in the allocator, ascending; none if it
-        is unknown."""
+        """Return the HELD and QUARANTINED pages of `owner`, ascending; none if it is unknown."""
         pages = np.sort(self._pages_of(owner)) if owner in self._held else np.empty(0)
         return pages.astype(np.int32)
 
     @property
     def num_free_runs(self) -> int:
-        """Number of runs that the allocator's free pages form: 1 means no fragmentation. O(1)."""
+        """Number of runs that the free pages form: 1 means no fragmentation. O(1)."""
         return len(self._runs)
 
     def free_runs(self) -> list[tuple[int, int]]:
-        """Return the runs of the allocator's free pages as (first page, pages), ascending.
-        O(num_pages)."""
+        """Return the runs of the free pages as (first page, pages), ascending. O(num_pages)."""
         return self._runs.runs()
 
     # --- checks -----------------------------------------------------------------------------------
@@ -332,8 +318,8 @@ class PageAllocator:
         return held[0] if len(held) == 1 else np.concatenate(held)
 
     def _checked(self, pages: PageIds | bytes, state: int) -> tuple[Where, int]:
-        """Return where `pages` are in the allocator, and how many. Raises PageStateError unless all
-        are in `state`, each once."""
+        """Return where `pages` are, and how many. Raises PageStateError unless all are in `state`,
+        each once."""
         if type(pages) is bytes:
             packed = pages
             if len(packed) % _PACKED:
@@ -381,8 +367,8 @@ class PageAllocator:
         raise InternalError(f"no fault found in {pages!r}")
 
     def check_invariants(self) -> None:
-        """Check every law of the allocator. O(num_pages); for tests and audits. Raises
-        InternalError with the state."""
+        """Check every law. O(num_pages); for tests and audits. Raises InternalError with the
+        state."""
         counts = np.bincount(self._state, minlength=6)
         is_kept = (self._state == _HELD) | (self._state == _QUARANTINED)
         kept = np.flatnonzero(is_kept).tolist()

@@ -128,9 +128,7 @@ class FreeRuns:
 
     def _pop(self, length: int, most: int) -> list[int]:
         """Remove up to `most` free runs of this length from the file, and return their first pages.
-
-        Both arrays still have the length at their ends: the caller clears these.
-        """
+        Both arrays still have the length at their ends: the caller clears these."""
         runs = self._by_length[length]
         if most < len(runs):
             starts = [runs.popitem()[0] for _ in range(most)]

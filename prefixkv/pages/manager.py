@@ -125,6 +125,7 @@ class PageManager:
         self.allocator = PageAllocator(num_pages, reserved_pages)
         self.slots = PageAllocator(num_slots) if num_slots else None
         self.table = PageTable(max_requests, max_pages_per_request or self.num_pages, spare_rows)
+        self.slot_of_row = [-1] * max_requests  # of extra state, by row in use
         self.windows = WindowGroups(windows, page_size, max_requests, num_checkpoints > 0)
         # Last: a policy object serves one cache, so nothing that could fail may come after it.
         self.cache = RadixCache(page_size, policy, num_pages, self.errors)
@@ -164,11 +165,8 @@ class PageManager:
     def digest(self, key: RadixKey, match: MatchResult | None) -> tuple[bytes, list[KeptHash]]:
         """Return the digest of a checked key (`prompt_digest`), worked out from the deepest path
         hash that the page manager's tree has of its match, and new path hashes to be kept. O(tokens
-        behind that hash).
-
-        New ones are of the match, where another path may part, and of all whole pages, where a next
-        turn goes on.
-        """
+        behind that hash). New ones are of the match, where another path may part, and of all whole
+        pages, where a next turn goes on."""
         data, page_bytes = key.data, self._page_bytes
         known = None if match is None else self.cache.hashed(match)
         if known is None:
@@ -279,7 +277,7 @@ class PageManager:
         num_pages = self.table.fill(row, runs)
         slot = -1
         if self.slots is not None and not is_load:
-            slot = int(self.slots.alloc(1)[0])
+            slot = self.slot_of_row[row] = int(self.slots.alloc(1)[0])
         return RequestPages(row, lock, num_locked, num_joined, num_pages, self.epoch, slot)
 
     def lock_joined(
@@ -345,12 +343,9 @@ class PageManager:
         being_read: bool = False,
     ) -> None:
         """Give the request's whole pages, while it runs, to the tree, and extend its lock over
-        them.
-
-        Where the tree has a page already, the request's row is repointed to it and its own page is
-        freed. With `being_read` (writes to a peer may still read it) that waits until the request
-        ends.
-        """
+        them. Where the tree has a page already, the request's row is repointed to it and its own
+        page is freed. With `being_read` (writes to a peer may still read it) that waits until the
+        request ends."""
         # What was joined is another request's to cache; the key would cover pages that are not
         # ours.
         if pages.num_joined:
@@ -410,11 +405,9 @@ class PageManager:
         keep_tokens: int | None = None,
         on_cached: Callable[[], None] | None = None,
     ) -> None:
-        """End the request: its whole pages become cached prefix, its tail is freed.
-
-        With `keep_tokens` only the whole pages of its first that many tokens; what the tree has of
-        it already stays. `on_cached` is called while they are locked.
-        """
+        """End the request: its whole pages become cached prefix, its tail is freed. With
+        `keep_tokens` only the whole pages of its first that many tokens; what the tree has of it
+        already stays. `on_cached` is called while they are locked."""
         if keep_tokens is None or keep_tokens >= len(key):
             self.cache_unfinished(pages, key, now_s, priority=priority)
         elif self._can_cache(pages) and keep_tokens // self.page_size > pages.num_locked:
@@ -472,11 +465,8 @@ class PageManager:
 
     def slide(self, pages: RequestPages, num_tokens: int) -> None:
         """Move a request's rows in the page manager's window groups on: the device is done with
-        what comes before the window behind `num_tokens` tokens.
-
-        Raises CallerError, with nothing changed, for tokens beyond the rows, or a request that has
-        ended.
-        """
+        what comes before the window behind `num_tokens` tokens. Raises CallerError, with nothing
+        changed, for tokens beyond the rows, or a request that has ended."""
         self.windows.slide(pages.row, whole_count("num_tokens", num_tokens))
 
     def drop(self, pages: RequestPages) -> None:
@@ -503,10 +493,7 @@ class PageManager:
 
     def release(self, owner: Hashable) -> int:
         """Free the pages, and slots, that `owner` holds, and return how many pages; 0 if the owner
-        is unknown.
-
-        Only with proof that no write can land there any more.
-        """
+        is unknown. Only with proof that no write can land there any more."""
         if not self.allocator.holds(owner):
             return 0
         self.version += 1
@@ -538,11 +525,8 @@ class PageManager:
 
     def flush(self) -> int:
         """Empty the page manager's tree after a weight update, and return how many pages were freed
-        at once.
-
-        Requests that run now finish, but cache nothing. Locked pages come back as their requests
-        end.
-        """
+        at once. Requests that run now finish, but cache nothing. Locked pages come back as their
+        requests end."""
         # The epoch first: from here on no request of before adds KV of the old weights.
         self.epoch += 1
         freed = self.cache.reset()

@@ -36,10 +36,8 @@ MAX_REASON_CHARS: Final = 1000
 
 def reason_of(error: BaseException | str) -> str:
     """Return the text of a paged request's error as a peer is to read it, shortened. Never raises.
-
     It runs in the middle of a change, and the error may be of the user's own class. An error of an
-    engine's is named: the peer knows its class by nothing else.
-    """
+    engine's is named: the peer knows its class by nothing else."""
     try:
         text = str(error)
         if isinstance(error, NotFiniteError) or not isinstance(error, PrefixKVError | str):
@@ -154,10 +152,8 @@ class PagedRequest(Generic[State]):
 
     def window_pages(self, name: str) -> WindowPages:
         """Return what a paged request has in a window group: the number of its first page there,
-        and page ids from it on, a read-only view, valid until the next call on the node.
-
-        Raises CallerError for a group that there is not.
-        """
+        and page ids from it on, a read-only view, valid until the next call on the node. Raises
+        CallerError for a group that there is not."""
         group = self.page_manager.windows.named(name)
         if self.pages_held is None:
             return WindowPages(0, np.empty(0, dtype=np.int32))
@@ -256,10 +252,7 @@ class AllOf:
 
 def still_pending(event: DeviceEvent, errors: UserErrors) -> DeviceEvent | None:
     """Return None once the device is done with a paged request's pages, else the event to query
-    next time.
-
-    An event that raises has proved nothing, so its pages stay where they are.
-    """
+    next time. An event that raises has proved nothing, so its pages stay where they are."""
     try:
         return None if event.query() else event
     except Exception as error:

@@ -51,8 +51,10 @@ class PageTable:
         self.array = np.full((num_rows, max_pages_per_request), UNUSED, np.int32)
         self._lengths = np.full(num_rows, _NO_ROW, np.int32)
         self._length = self._lengths.data  # the same memory, faster for single rows
-        # By row: how often ids in it were put in place of others, or of none at once.
-        self._num_writes = [0] * num_rows
+        # By row: how often ids in it were put in place of others, or of none at once. While this
+        # number and the row's length are the same, so are its ids.
+        self.writes = np.zeros(num_rows, np.int64)
+        self._num_writes = self.writes.data
         # The same memory as `array`, as bytes, for packed ids: little-endian, like every machine
         # that NIXL runs on. It spans all rows, so each write has to stay within its row.
         self._packed = self.array.data.cast("B")
@@ -107,11 +109,10 @@ class PageTable:
             raise CallerError(f"row {row} of the page table is not in use")
         return self._length[row]
 
-    def num_writes(self, row: int) -> int:
-        """Return how often the page table's row was filled or overwritten, ever: while this number
-        and the row's length are the same, so are its ids. O(1)."""
-        self.length(row)  # raises for a row that is not in use
-        return self._num_writes[row]
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Number of pages by row of the page table, below 0 where it is not in use; read only."""
+        return self._lengths
 
     def pages(self, row: int) -> Pages:
         """Return the page ids in the page table's row: a read-only view, valid until the row
@@ -122,10 +123,7 @@ class PageTable:
 
     def packed(self, row: int, start_page: int, end_page: int) -> bytes:
         """Return the page ids at [start_page, end_page) of the page table's row as packed
-        little-endian int32.
-
-        Raises CallerError if the row is not in use, or shorter.
-        """
+        little-endian int32. Raises CallerError if the row is not in use, or shorter."""
         length = self.length(row)
         if not 0 <= start_page <= end_page <= length:
             raise CallerError(f"pages {start_page} to {end_page} of row {row}, which has {length}")
@@ -193,10 +191,8 @@ class PageTable:
             self._length[row] = end
 
     def append_each(self, rows: npt.NDArray[np.integer] | Sequence[int], pages: PageIds) -> None:
-        """Append pages[i] to rows[i], for many requests that cross a page boundary in one step.
-
-        The rows are distinct. Raises as `write` does, with nothing changed.
-        """
+        """Append pages[i] to rows[i], for many requests that cross a page boundary in one step. The
+        rows are distinct. Raises as `write` does, with nothing changed."""
         page_ids = as_pages(pages)
         if len(rows) != len(page_ids):
             raise CallerError(f"{len(rows)} rows and {len(page_ids)} pages")
@@ -206,10 +202,8 @@ class PageTable:
         self.append_checked(growth, page_ids)
 
     def check_growth(self, rows: npt.NDArray[np.integer] | Sequence[int]) -> Growth:
-        """Check that each of these rows is in use, named once, and has room for one page more.
-
-        So nothing can fail once the pages are taken. Raises CallerError, RequestError.
-        """
+        """Check that each of these rows is in use, named once, and has room for one page more. So
+        nothing can fail once the pages are taken. Raises CallerError, RequestError."""
         row_ids = np.asarray(rows)
         if row_ids.ndim != 1 or (len(row_ids) and row_ids.dtype.kind not in "iu"):
             raise CallerError(f"rows are {row_ids.dtype} {row_ids.shape}, must be integers [n]")
@@ -237,10 +231,8 @@ class PageTable:
         return Growth(row_ids, lengths)
 
     def append_checked(self, growth: Growth, pages: Pages) -> None:
-        """Append one page of the allocator to each row that `check_growth` has checked.
-
-        The rows must not have changed since.
-        """
+        """Append one page of the allocator to each row that `check_growth` has checked. The rows
+        must not have changed since."""
         # Ids before lengths: a row names no page within its length that is not there yet.
         self.array[growth.rows, growth.lengths] = pages
         self._lengths[growth.rows] = growth.lengths + 1

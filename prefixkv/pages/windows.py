@@ -99,7 +99,9 @@ class WindowGroup:
         self._first_page = self.first_pages.data  # the same memory, faster for single rows
         self._lengths = np.full(num_requests, _NO_ROW, np.int32)
         self._length_of = self._lengths.data
-        self._num_changes = [0] * num_requests  # by row
+        # By row: how often what it names has changed, ever.
+        self.changes = np.zeros(num_requests, np.int64)
+        self._num_changes = self.changes.data
         # By page: how many checkpoints and rows have it, and how many of these may not give it up:
         # rows, checkpoints that are locked, and those that are not entered yet.
         self.is_shared = is_shared
@@ -109,8 +111,7 @@ class WindowGroup:
 
     @property
     def most_pages(self) -> int:
-        """Pages that one request may hold in the window group at once, those of a checkpoint
-        included."""
+        """Pages that one request may hold at once, those of a checkpoint included."""
         return self.row_pages + (self.tail_pages if self.is_shared else 0)
 
     def first_page(self, num_tokens: int) -> int:
@@ -141,11 +142,8 @@ class WindowGroup:
     # --- a request's life -------------------------------------------------------------------------
 
     def open(self, row: int, num_tokens: int, num_own: int, shared: Pages = _NONE) -> None:
-        """Give a request its row in the window group: `num_own` pages of the allocator, behind
-        those of a checkpoint.
-
-        Raises OutOfPagesError, with nothing changed.
-        """
+        """Give a request its row: `num_own` pages of the allocator, behind those of a checkpoint.
+        Raises OutOfPagesError, with nothing changed."""
         own = self.allocator.alloc(num_own)
         if len(shared):
             self.refs[shared] += 1
@@ -157,17 +155,11 @@ class WindowGroup:
         self._num_changes[row] += 1
 
     def row(self, row: int) -> WindowPages:
-        """Return what a request has in the window group: a read-only view, valid until the row
-        changes. Raises CallerError if it is not in use."""
+        """Return what a request has: a read-only view, valid until the row changes. Raises
+        CallerError if it is not in use."""
         view = self.array[row, : self._length(row)]
         view.flags.writeable = False
         return WindowPages(int(self.first_pages[row]), view)
-
-    def num_changes(self, row: int) -> int:
-        """Return how often what the window group's row names has changed, ever: while this number
-        is the same, so is `row`. O(1)."""
-        self._length(row)  # raises for a row that is not in use
-        return self._num_changes[row]
 
     def _length(self, row: int) -> int:
         if not 0 <= row < len(self._length_of) or self._length_of[row] == _NO_ROW:
@@ -175,8 +167,8 @@ class WindowGroup:
         return self._length_of[row]
 
     def slide(self, row: int, num_tokens: int) -> None:
-        """Move a request's row in the window group on: nothing more is read of the pages before
-        those that it needs behind `num_tokens` tokens."""
+        """Move a request's row on: nothing more is read of the pages before those that it needs
+        behind `num_tokens` tokens."""
         first, length = self.first_page(num_tokens), self._length(row)
         passed = first - self._first_page[row]
         if passed <= 0:
@@ -204,8 +196,7 @@ class WindowGroup:
         self._first_page[row], self._lengths[row] = first, len(moved)
 
     def close(self, row: int) -> Pages:
-        """End a request's row in the window group. Return its own pages, which are the caller's to
-        free or hold."""
+        """End a request's row. Return its own pages, which are the caller's to free or hold."""
         length = self._length(row)
         ids = self.array[row, :length].copy()
         if self.is_shared:
@@ -221,8 +212,8 @@ class WindowGroup:
     # --- checkpoints ------------------------------------------------------------------------------
 
     def num_replaced(self, row: int, depth: int, end_pages: int) -> int:
-        """Return the pages that a request needs in the window group for those of its own that a
-        checkpoint of its first `depth` pages would keep, as far as it goes on to `end_pages`."""
+        """Return the pages that a request needs for those of its own that a checkpoint of its first
+        `depth` pages would keep, as far as it goes on to `end_pages`."""
         first, ids = self.row(row)
         own = int(np.count_nonzero(self.refs[ids] == 0))
         kept = self._tail(first, ids, depth)
@@ -232,10 +223,8 @@ class WindowGroup:
     def share(self, row: int, depth: int, end_pages: int) -> Pages:
         """Let a checkpoint have the window group's pages before the end of a request's first
         `depth` pages, all of them whole; nothing before them is read any more. Return them; they
-        are pinned for the checkpoint.
-
-        Raises OutOfPagesError if too few are free for those that the request needs instead.
-        """
+        are pinned for the checkpoint. Raises OutOfPagesError if too few are free for those that the
+        request needs instead."""
         # First, so that the row has room for what comes instead.
         self.slide(row, depth * self.page_size)
         new = self.allocator.alloc(self.num_replaced(row, depth, end_pages))
@@ -264,8 +253,7 @@ class WindowGroup:
         return ids[start - first : depth - first]
 
     def drop(self, ids: Pages) -> None:
-        """End one count of these shared pages of the window group; those that nothing has any more
-        are free."""
+        """End one count of these shared pages; those that nothing has any more are free."""
         self.refs[ids] -= 1
         gone = ids[self.refs[ids] == 0]
         if len(gone):
@@ -276,12 +264,12 @@ class WindowGroup:
 
     @property
     def rows_in_use(self) -> list[int]:
-        """Rows of the window group that requests have, ascending; for audits."""
+        """Rows that requests have, ascending; for audits."""
         return np.flatnonzero(self._lengths != _NO_ROW).tolist()
 
     def check_invariants(self, kept: Sequence[tuple[Pages, bool]] = ()) -> None:
-        """Check the laws of the window group. `kept`: of each checkpoint, its pages, and whether it
-        pins them. O(its size). Raises InternalError."""
+        """Check the laws. `kept`: of each checkpoint, its pages, and whether it pins them. O(its
+        size). Raises InternalError."""
         self.allocator.check_invariants()
         refs, pins = np.zeros_like(self.refs), np.zeros_like(self.pins)
         for ids, is_pinned in kept:

@@ -113,12 +113,9 @@ class PrefillBootstrapQueue:
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
         """Hand out requests from prefill's bootstrap queue that the engine may compute now, at most
-        `limit`.
-
-        The own prefix of each is locked, and pages for all of its prompt are taken. A request that
-        follows another is passed over. One that does not fit is not: others would overtake it each
-        time. O(requests that do not follow another).
-        """
+        `limit`. The own prefix of each is locked, and pages for all of its prompt are taken. A
+        request that follows another is passed over. One that does not fit is not: others would
+        overtake it each time. O(requests that do not follow another)."""
         popped: list[PrefillRequest] = []
         shared_prefixes = self._shared_prefixes
         if shared_prefixes.wake_s <= now_s:
@@ -205,10 +202,7 @@ class PrefillBootstrapQueue:
 
     def _match(self, req: PrefillRequest) -> MatchResult | None:
         """Return the cached prefix of a bootstrapped request that prefill's engine can continue
-        from.
-
-        Never the last token: the engine has to compute that one to sample the next.
-        """
+        from. Never the last token: the engine has to compute that one to sample the next."""
         key = req.key
         if len(key) % self._pages.page_size == 0:
             key = key.prefix(len(key) - 1)

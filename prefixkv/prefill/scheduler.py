@@ -114,12 +114,10 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     # --- calls of the engine ----------------------------------------------------------------------
 
     def add(self, request: Request, now_s: float) -> PrefillRequest:
-        """Take a request; it waits for decode's promise.
-
-        Raises RequestError, with nothing changed: a duplicate id, a room in use, a decode worker
-        that is not named, a prompt that the pool could never hold; DrainingError for any request
-        while `draining`. Where the room is not in use, decode gets the reason.
-        """
+        """Take a request; it waits for decode's promise. Raises RequestError, with nothing changed:
+        a duplicate id, a room in use, a decode worker that is not named, a prompt that the pool
+        could never hold; DrainingError for any request while `draining`. Where the room is not in
+        use, decode gets the reason."""
         check_time(now_s)
         check_request(request)
         needed = pages_for(len(request.key), self.pages.page_size)
@@ -155,11 +153,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return req
 
     def refuse(self, request: Request, reason: str) -> None:
-        """Let decode know that prefill's scheduler will not take this request.
-
-        Raises RequestError where the room is in use, the request names no decode worker, or the
-        reason is no string.
-        """
+        """Let decode know that prefill's scheduler will not take this request. Raises RequestError
+        where the room is in use, the request names no decode worker, or the reason is no string."""
         check_reason(reason)
         check_request(request)
         key = self._free_room(request)
@@ -182,12 +177,10 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
         """Return the requests that prefill's engine may compute now, at most `limit`, after a pass
-        of the scheduler.
-
-        KV that is computed goes to the tree before. Raises first, with nothing changed, what a
-        policy, a log handler or an event of the user's has raised since the last call. Raises
-        CallerError, with nothing changed, for a `limit` that is no whole number, or below 0.
-        """
+        of the scheduler. KV that is computed goes to the tree before. Raises first, with nothing
+        changed, what a policy, a log handler or an event of the user's has raised since the last
+        call. Raises CallerError, with nothing changed, for a `limit` that is no whole number, or
+        below 0."""
         check_time(now_s)
         limit = None if limit is None else whole_count("limit", limit)
         self.pages.errors.raise_due()
@@ -222,13 +215,11 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         state_slot: int = -1,
     ) -> int:
         """Send decode what it lacks of the KV that prefill's engine has computed, up to token
-        `end`. Return the pages queued.
-
-        With `last` the outcome follows, and `aux` and `state_slot` with it. A request that has
-        failed meanwhile takes no chunk: the call returns 0, and `pop_failed` says why; KV that was
-        computed goes to the tree all the same, unless the engine itself has failed or aborted it.
-        Raises RequestError or AuxTooLargeError, with nothing changed.
-        """
+        `end`. Return the pages queued. With `last` the outcome follows, and `aux` and `state_slot`
+        with it. A request that has failed meanwhile takes no chunk: the call returns 0, and
+        `pop_failed` says why; KV that was computed goes to the tree all the same, unless the engine
+        itself has failed or aborted it. Raises RequestError or AuxTooLargeError, with nothing
+        changed."""
         check_time(now_s)
         # 1. Check everything before anything moves: an error that is found later would leave the
         # room stuck.
@@ -307,11 +298,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     def save_state(self, req: PrefillRequest, end: int, now_s: float) -> int:
         """Return the slot into which prefill's engine copies a request's extra state behind `end`
-        tokens, one of its `stops`, which it has just computed; -1 if it need not.
-
-        Before the chunk is handed over by `send_chunk`. Raises RequestError, with nothing changed,
-        for another place, or a request that is not computed.
-        """
+        tokens, one of its `stops`, which it has just computed; -1 if it need not. Before the chunk
+        is handed over by `send_chunk`. Raises RequestError, with nothing changed, for another
+        place, or a request that is not computed."""
         check_time(now_s)
         if not isinstance(req, PrefillRequest):
             raise RequestError(f"req is a {type(req).__name__}, a PrefillRequest is needed")
@@ -331,20 +320,15 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     def pop_failed(self, now_s: float, after: DeviceEvent | None = None) -> list[PrefillRequest]:
         """Return the requests that failed or were aborted; `error` says why. The engine stops
-        computing them.
-
-        A request that had handed over a state slot comes when no write reads it any more. `after`:
-        device work launched for the requests before this call is done once its `query()` is True;
-        their pages are not released before.
-        """
+        computing them. A request that had handed over a state slot comes when no write reads it any
+        more. `after`: device work launched for the requests before this call is done once its
+        `query()` is True; their pages are not released before."""
         return self._pop(self._failed, after, now_s)
 
     def abort(self, rid: str, now_s: float, error: Exception | None = None) -> bool:
-        """Abort a request. Unknown or ended: no-op, False.
-
-        Nothing of it is cached that no `pop_bootstrapped` has cached yet. A request with its last
-        chunk handed over may have succeeded already, and decode may know: then it does succeed.
-        """
+        """Abort a request. Unknown or ended: no-op, False. Nothing of it is cached that no
+        `pop_bootstrapped` has cached yet. A request with its last chunk handed over may have
+        succeeded already, and decode may know: then it does succeed."""
         check_time(now_s)
         check_error(error)
         check_rid(rid)
@@ -461,13 +445,11 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return super().flush()
 
     def move_weights(self, weights_version: str, now_s: float) -> None:
-        """Take over weights of another version from now on; `flush` has to follow at once.
-
-        A request that was promised pages under the former version, or is computed with it, fails
-        with a WeightsVersionError. One that waits for its promise stays. One with its last chunk
-        handed over ends as its room does: it may have succeeded already. Raises ConfigError, with
-        nothing changed, for what is no version.
-        """
+        """Take over weights of another version from now on; `flush` has to follow at once. A
+        request that was promised pages under the former version, or is computed with it, fails with
+        a WeightsVersionError. One that waits for its promise stays. One with its last chunk handed
+        over ends as its room does: it may have succeeded already. Raises ConfigError, with nothing
+        changed, for what is no version."""
         check_time(now_s)
         check_version(weights_version)
         error = WeightsVersionError(self.weights_version, weights_version)

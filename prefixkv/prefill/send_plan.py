@@ -45,11 +45,8 @@ class SendPlan:
 
     def send(self, end: int, last: bool = False) -> Span:
         """Return the pages that a chunk is to send by this plan, now that KV is computed up to
-        token `end`.
-
-        Raises RequestError, with nothing changed: after the last send; an `end` below the one
-        before or beyond the request; a last send before its end.
-        """
+        token `end`. Raises RequestError, with nothing changed: after the last send; an `end` below
+        the one before or beyond the request; a last send before its end."""
         if self.ended:
             raise RequestError("a chunk after the last one")
         if not self.computed <= end <= self.num_tokens:
@@ -109,11 +106,8 @@ def checked_chunk(
     end: int, state_slot: int, aux: bytes, last: bool, ready: DeviceEvent | None
 ) -> tuple[int, int, bytes]:
     """Return a chunk's `end`, `state_slot` and `aux`, which prefill's engine has passed for
-    sending, as the types that travel.
-
-    Raises RequestError for one of another type, an `aux` without `last`, and a `ready` without
-    `query()`.
-    """
+    sending, as the types that travel. Raises RequestError for one of another type, an `aux` without
+    `last`, and a `ready` without `query()`."""
     end = whole_number("end", end, 0, MAX_INDEX + 1)
     state_slot = whole_number("state_slot", state_slot, -1, MAX_INDEX + 1)
     if not isinstance(aux, bytes | bytearray | memoryview):

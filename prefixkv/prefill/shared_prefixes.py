@@ -127,10 +127,8 @@ class SharedPrefixes:
         return found
 
     def waits(self, req: PrefillRequest, now_s: float) -> bool:
-        """Return True if the shared prefix that a follower waits for is still to come. O(1).
-
-        False makes the queue match it again.
-        """
+        """Return True if the shared prefix that a follower waits for is still to come. O(1). False
+        makes the queue match it again."""
         wait = self._waits.get(req)
         if wait is None:
             return False
@@ -141,11 +139,8 @@ class SharedPrefixes:
 
     def follow(self, req: PrefillRequest, num_pages: int, now_s: float) -> bool:
         """Let a request follow another that computes a shared prefix from the `num_pages` on that
-        the tree has of it.
-
-        Returns True if it waits. O(leaders at that page), and a memcmp each; and a place among the
-        waits.
-        """
+        the tree has of it. Returns True if it waits. O(leaders at that page), and a memcmp each;
+        and a place among the waits."""
         if not (self._by_next_page and self._stall_s and req.request.cacheable):
             return False
         data, page_bytes = req.key.data, self._page_bytes
@@ -229,9 +224,8 @@ class SharedPrefixes:
         """Note that the first `computed` tokens of a request with the engine are there: a leader
         leads from there, and followers that it has overtaken wait no longer. O(followers that it
         releases), and of others those that lack as much as it has computed since the last time.
-
-        `goes_on_at`: tokens behind which others can go on, if not behind all; it leads from there.
-        """
+        `goes_on_at`: tokens behind which others can go on, if not behind all; it leads from
+        there."""
         lead = self._leads.get(req)
         if lead is None:
             return

@@ -99,9 +99,8 @@ RoomEvent = RoomEnded | RoomDrained | RoomOverdue | Bootstrapped | SourceFree | 
 
 def encode_error(value: Any) -> tuple[Any, ...]:
     """Return the exception of an event as the name of its class and its text; a msgspec `enc_hook`.
-
-    The text is cut to MAX_ERROR_CHARS. The peer that was lost, or the two versions, come with it.
-    """
+    The text is cut to MAX_ERROR_CHARS. The peer that was lost, or the two versions, come with
+    it."""
     # Subclasses before Exception: these carry fields that the scheduler of another rank acts on.
     if isinstance(value, errors.PeerLostError) and value.peer is not None:
         return type(value).__name__, str(value)[:MAX_ERROR_CHARS], *value.peer

@@ -63,11 +63,9 @@ class _Machine(Protocol):
 
 
 def run(machine: _Machine, table: Table, event: object, now_s: float) -> list[Any]:
-    """Run a room machine by one event, as its `table` says; return the actions, in order.
-
-    Raises InternalError for an event that the state's row does not name (nothing has changed), and
-    for a step into a state that its row does not list.
-    """
+    """Run a room machine by one event, as its `table` says; return the actions, in order. Raises
+    InternalError for an event that the state's row does not name (nothing has changed), and for a
+    step into a state that its row does not list."""
     before = machine.poll
     step = table[before].get(type(event))
     if step is None:
@@ -95,11 +93,9 @@ def fault(machine: _Machine, event: object, why: str = "") -> InternalError:
 
 
 def mermaid(table: Table) -> str:
-    """Return a room machine's table as a mermaid state diagram.
-
-    An arrow names the events that may lead along it, a note those that its state ignores. An event
-    that a state names in neither must not come in it.
-    """
+    """Return a room machine's table as a mermaid state diagram. An arrow names the events that may
+    lead along it, a note those that its state ignores. An event that a state names in neither must
+    not come in it."""
     lines = ["stateDiagram-v2", f"    [*] --> {min(table).name}"]
     for state, row in table.items():
         for after in KVPoll:

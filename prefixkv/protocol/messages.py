@@ -359,10 +359,8 @@ class Promise(RoomBody, frozen=True, tag="promise"):
         return (len(self.pages) + sum(map(len, self.windows))) // 4
 
     def page_ids(self) -> npt.NDArray[np.int32]:
-        """Return the destination pages that a Promise message names, int32.
-
-        Raises ProtocolError if the bytes are no whole number of ids.
-        """
+        """Return the destination pages that a Promise message names, int32. Raises ProtocolError if
+        the bytes are no whole number of ids."""
         return _ids_of(self.pages)
 
     def window_ids(self) -> tuple[npt.NDArray[np.int32], ...]:
@@ -543,11 +541,9 @@ def encode(sender: PeerId, seq: int, body: AnyBody) -> bytes:
 
 
 def decode(raw: bytes) -> Frame:
-    """Decode a frame of the control plane from these bytes, which `encode` has made.
-
-    Raises VersionError for a frame of another version, whatever its body is like there, and
-    ProtocolError for anything that is no frame.
-    """
+    """Decode a frame of the control plane from these bytes, which `encode` has made. Raises
+    VersionError for a frame of another version, whatever its body is like there, and ProtocolError
+    for anything that is no frame."""
     # First the size, before anything is parsed.
     if len(raw) > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame of {len(raw)} bytes, the limit is {MAX_FRAME_BYTES}")

@@ -196,10 +196,8 @@ class ReceiverMachine:
 
     @property
     def is_written(self) -> bool:
-        """True if a peer may be writing for the room, or its last writes may not be notified yet.
-
-        A promise without pages, of a full hit, lets nothing be written.
-        """
+        """True if a peer may be writing for the room, or its last writes may not be notified yet. A
+        promise without pages, of a full hit, lets nothing be written."""
         return (bool(self._undrained) or self.awaits_notifications) and self._has_target
 
     @property

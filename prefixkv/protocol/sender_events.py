@@ -63,10 +63,7 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def span(self, chunk: SendChunk, page_size: int) -> tuple[int, int, int]:
         """Return the units of a chunk that prefill sends, counted behind the promised prefix:
-        (first, end, units per page).
-
-        `first` is negative where decode has some of them.
-        """
+        (first, end, units per page). `first` is negative where decode has some of them."""
         unit_tokens = self.unit_tokens or page_size
         fold = page_size // unit_tokens
         first = chunk.first_page * fold - self.prefix_len // unit_tokens

@@ -138,10 +138,8 @@ class SenderMachine:
         return self.poll.ended and self.drained and not self.readers
 
     def may_be_about(self, digest: bytes) -> bool:
-        """Return True if a frame with this digest may be about the request in the room.
-
-        False only where both sides name a prompt, and the two differ.
-        """
+        """Return True if a frame with this digest may be about the request in the room. False only
+        where both sides name a prompt, and the two differ."""
         return not (digest and self.digest) or digest == self.digest
 
     def parked(self) -> list[tuple[Promised, PeerId]]:
@@ -157,10 +155,8 @@ class SenderMachine:
         return all(is_proved(one.promise) for one in self.readers.values() if one.promise)
 
     def may_be_for(self, digest: bytes) -> bool:
-        """Return True if the promises that have come to the room may be for this prompt.
-
-        False only where both sides name a prompt, and the two differ.
-        """
+        """Return True if the promises that have come to the room may be for this prompt. False only
+        where both sides name a prompt, and the two differ."""
         return self.proves(lambda one: not (one.digest and digest) or one.digest == digest)
 
     @property
@@ -243,9 +239,7 @@ class SenderMachine:
 
     def is_other_use(self, ticket: int) -> bool:
         """Return True if a frame with this ticket is about another use of the number of the room.
-
-        False as long as no reader has spoken: then no ticket is known here.
-        """
+        False as long as no reader has spoken: then no ticket is known here."""
         return bool(self.readers) and self.ticket != ticket
 
     def is_strange(self, peer: PeerId, reader: int) -> bool:
@@ -382,11 +376,9 @@ class SenderMachine:
         state: bool = False,
         window: int = -1,
     ) -> Iterator[SenderAction]:
-        """Yield a write of a chunk from the room to each reader that has a share in our KV.
-
-        It is of these unit pages, with `state` of the extra state in this slot, or with a `window`
-        of these pages of a window group.
-        """
+        """Yield a write of a chunk from the room to each reader that has a share in our KV. It is
+        of these unit pages, with `state` of the extra state in this slot, or with a `window` of
+        these pages of a window group."""
         for reader in self.readers.values():
             promise = reader.promise
             assert promise is not None
@@ -500,10 +492,7 @@ class SenderMachine:
 
     def _send_outcomes(self, now_s: float) -> list[SenderAction]:
         """Send the outcome of the room to all readers that have not answered it, and wait for their
-        answers.
-
-        Waits also for promises that are on their way.
-        """
+        answers. Waits also for promises that are on their way."""
         if self._answered:
             return []
         wait_s = self._timing.ack_timeout_s if self._complete else self._timing.parked_timeout_s

@@ -45,18 +45,14 @@ class Timers(Generic[K]):
             self._tidy()
 
     def forget(self, key: K) -> None:
-        """Cancel the timer of `key`. Unknown: no-op.
-
-        The key itself stays referenced until as many others were forgotten as wait, and 64 more.
-        """
+        """Cancel the timer of `key`. Unknown: no-op. The key itself stays referenced until as many
+        others were forgotten as wait, and 64 more."""
         if self._wake_s.pop(key, None) is not None:
             self._tidy()
 
     def due(self, now_s: float) -> list[K]:
-        """Return the keys with a timer that is due, each once.
-
-        A key has to ask again for another wake-up, which comes with a later call.
-        """
+        """Return the keys with a timer that is due, each once. A key has to ask again for another
+        wake-up, which comes with a later call."""
         keys = []
         while self._heap and (self._heap[0][0] <= now_s or self._stale()):
             when_s, _, key = heapq.heappop(self._heap)
@@ -67,11 +63,8 @@ class Timers(Generic[K]):
         return keys
 
     def visit(self, now_s: float, look: Callable[[K], None]) -> None:
-        """Call `look` for each key with a timer that is due.
-
-        If it raises, that key is woken again a second later, those behind it with the next call,
-        and the exception passes on.
-        """
+        """Call `look` for each key with a timer that is due. If it raises, that key is woken again
+        a second later, those behind it with the next call, and the exception passes on."""
         keys = self.due(now_s)
         for number, key in enumerate(keys):
             try:

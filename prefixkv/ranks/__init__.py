@@ -1,1 +1,2 @@
-"""Tensor-parallel decode ranks: the operation log, and the joined events of their rooms. Pure."""
+"""The ranks of a worker: the log that the others follow, and the joined events of their rooms.
+Pure."""

@@ -12,12 +12,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
 
 from prefixkv.errors import PeerLostError, TransferError, WeightsVersionError
 from prefixkv.pages.requests import reason_of
 from prefixkv.protocol.commands import AbortRoom
-from prefixkv.protocol.events import RoomEnded
+from prefixkv.protocol.events import RoomEnded, encode_error
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.ranks.messages import RankMessages, decoded
 
@@ -35,17 +37,22 @@ R = TypeVar("R", bound=Reports)
 E = TypeVar("E")  # events for the scheduler
 
 
-class RankMessage(Protocol):
-    """A message of a rank above 0 to rank 0."""
+class RankEvents(msgspec.Struct, Generic[E], frozen=True, array_like=True):
+    """What became of rooms (and of decode's copies) on a rank above 0, in order; `number` counts
+    the rank's messages from 0."""
 
-    @property
-    def rank(self) -> int: ...
+    rank: int
+    number: int
+    events: list[E]
 
-    @property
-    def number(self) -> int: ...
 
-    @property
-    def events(self) -> Sequence[Any]: ...
+_encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=encode_error).encode
+
+
+def pack_rank_events(rank: int, number: int, events: Sequence[Any]) -> bytes:
+    """Return events of rank `rank` as the bytes of its message `number` to rank 0, counted from
+    0."""
+    return _encode(RankEvents(rank, number, list(events)))
 
 
 class JoinedRooms(ABC, Generic[R, E]):
@@ -53,7 +60,7 @@ class JoinedRooms(ABC, Generic[R, E]):
 
     side: ClassVar[str]
     make_reports: type[R]
-    decode: Callable[[bytes], RankMessage]
+    decoder: ClassVar[msgspec.msgpack.Decoder[Any]]  # of RankEvents
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -69,7 +76,7 @@ class JoinedRooms(ABC, Generic[R, E]):
         Each rank's messages have to come in order, and none may be left out: else it raises
         CallerError, with nothing changed. Of a rank that was fenced there are no events.
         """
-        message = decoded(raw, type(self).decode, "a rank")
+        message: RankEvents[Any] = decoded(raw, self.decoder.decode, "a rank")
         self._messages.take(message.rank, message.number)
         if message.rank in self._messages.fenced:
             return iter(())

@@ -24,8 +24,8 @@ from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.ranks.copies import RankCopies
 from prefixkv.ranks.messages import check_bytes
-from prefixkv.ranks.replica import RankLog
 from prefixkv.ranks.rooms import RankRooms
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent
 
 
@@ -77,13 +77,11 @@ class RankLeader:
 
     def command(self, command: DecodeCommand) -> None:
         """Send a command of rank 0's scheduler, the leader, to the control object of every rank.
-
         But rank 0 alone asks which prefill workers answer; the others greet them with their first
-        room.
-        """
+        room."""
         self._submit(command)
         if self._log is not None and not isinstance(command, MeetPrefill):
-            self._log.rooms.append(command)
+            self._log.command(command)
 
     def on(self, event: DecodeEvent | WorkerEvent, now_s: float) -> None:
         """Take an event of rank 0's own control object: pass it to the leader's scheduler, or join
@@ -104,10 +102,8 @@ class RankLeader:
                 self._on_rank_event(self.rooms, 0, event, now_s)
 
     def on_rank_events(self, raw: bytes, now_s: float) -> None:
-        """Take another rank's message of events to the leader, rank 0; b"" holds no event.
-
-        Each rank's messages have to come in order, and none may be left out: else CallerError.
-        """
+        """Take another rank's message of events to the leader, rank 0; b"" holds no event. Each
+        rank's messages have to come in order, and none may be left out: else CallerError."""
         check_bytes(raw)
         if not raw:
             return

@@ -5,13 +5,12 @@ Every rank receives its part of the KV in a room of its own, from its own writer
 its KV when all have; it fails when the first one does, and then the others have to end theirs; its
 pages, which are the same on every rank, may be used again when no rank can be written any more.
 
-The ranks above 0 get their commands with rank 0's operation log, and answer with `RankEvents`: the
-engine carries both.
+The ranks above 0 get their commands with rank 0's log, and answer with `RankEvents`: the engine
+carries both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -25,10 +24,9 @@ from prefixkv.protocol.events import (
     RoomEnded,
     RoomOverdue,
     decode_error,
-    encode_error,
 )
 from prefixkv.protocol.ids import KVPoll, RoomKey
-from prefixkv.ranks.joined import JoinedRooms, Reports
+from prefixkv.ranks.joined import JoinedRooms, RankEvents, Reports
 
 
 @dataclass(slots=True)
@@ -46,10 +44,7 @@ class RankRooms(JoinedRooms[_RankReports, DecodeEvent]):
 
     side = "decode"
     make_reports = _RankReports
-
-    @staticmethod
-    def decode(raw: bytes) -> RankEvents:
-        return _decode(raw)
+    decoder = msgspec.msgpack.Decoder(RankEvents[DecodeEvent | CopyEnded], dec_hook=decode_error)
 
     def on(self, rank: int, event: DecodeEvent) -> tuple[list[DecodeEvent], list[AbortRoom]]:
         room = self._room(event.key)
@@ -90,20 +85,3 @@ class RankRooms(JoinedRooms[_RankReports, DecodeEvent]):
         # Every rank has sent its last event of the room, so no later one makes an entry again.
         del self._rooms[key]
         return [RoomDrained(key)] if len(room.succeeded) < self.num_ranks else []
-
-
-class RankEvents(msgspec.Struct, frozen=True, array_like=True):
-    """Events of rooms, and ends of copies, on a rank above 0, in order; `number` counts the rank's
-    messages from 0."""
-
-    rank: int
-    number: int
-    events: list[DecodeEvent | CopyEnded]
-
-
-_encode = msgspec.msgpack.Encoder(enc_hook=encode_error).encode
-_decode = msgspec.msgpack.Decoder(RankEvents, dec_hook=decode_error).decode
-
-
-def pack_rank_events(rank: int, number: int, events: Sequence[DecodeEvent | CopyEnded]) -> bytes:
-    return _encode(RankEvents(rank, number, list(events)))

@@ -210,10 +210,7 @@ class StagingCopies:
 
     def _copy_of(self, part: Shard, unit_tokens: int) -> StagingCopy:
         """Return the staging copy for this part of the KV, built on first use since it holds tables
-        of the whole pool.
-
-        Two threads may both build one at the same time; one of them is kept.
-        """
+        of the whole pool. Two threads may both build one at the same time; one of them is kept."""
         copy = self._copies.get((part, unit_tokens))
         if copy is None:
             copy = self._copies[part, unit_tokens] = staging_copy(

@@ -190,10 +190,7 @@ def _unread_bytes_of_tcp(fd: int) -> int:
 
 def _place() -> tuple[str, int, int]:
     """Return the machine's boot id, and the namespaces in which this thread looks up process ids
-    and sockets.
-
-    Raises OSError if /proc is that of another pid namespace.
-    """
+    and sockets. Raises OSError if /proc is that of another pid namespace."""
     if os.readlink(_PROC / "self") != str(os.getpid()):
         raise OSError("/proc is of another pid namespace")
     boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
@@ -203,10 +200,7 @@ def _place() -> tuple[str, int, int]:
 
 def _began(pid: int) -> int | None:
     """Return when the process with this id began, as /proc says it, in clock ticks since boot; None
-    if there is none.
-
-    A zombie still counts: it may be a leader with other threads that run on.
-    """
+    if there is none. A zombie still counts: it may be a leader with other threads that run on."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

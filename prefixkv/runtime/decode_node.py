@@ -32,8 +32,7 @@ from prefixkv.protocol.events import (
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.leader import RankLeader
-from prefixkv.ranks.oplog import ReplicatedPageManager
-from prefixkv.ranks.replica import RankLog
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent, Request, check_event, check_request
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.host_memory import HostMemory
@@ -42,6 +41,7 @@ from prefixkv.runtime.rank_spec import (
     RankSpec,
     check_own_memory,
     checked_config,
+    rank_sizes,
     window_specs,
 )
 from prefixkv.runtime.record import MAX_FILES, Recorder
@@ -64,7 +64,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     Args:
         pool: the KV memory; kept until the node has closed.
         config: see DecodeConfig.
-        ranks: a RankLog where this is rank 0 of several (ranks/replica.py); then call `take_log`
+        ranks: a RankLog where this is rank 0 of several (ranks/row_log.py); then call `take_log`
             once per pass.
         mesh: how the model is shared out over the ranks. Each other rank is a `DecodeRank`; its
             events go to `apply_rank_events`. None: the pool holds all of the model's KV.
@@ -151,27 +151,16 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             self._host = HostMemory(pool, config.host_memory, config.name)
             undo.callback(self._host.close)
             host = self._host.num_pages, config.host_memory.policy or config.policy, False
-        # As rank 0 of several, each operation on the pages is logged for the others.
-        settings = config.for_page_manager(layout.num_pages, spec.num_slots)
-        pages: PageManager
-        if ranks is None:
-            pages = PageManager(
-                layout.num_pages,
-                layout.page_size,
-                config.max_running,
-                **settings,
-                windows=window_specs(pool),
-            )
-        else:
-            ranks.host_pages = 0 if self._host is None else self._host.num_pages
-            pages = ReplicatedPageManager(
-                ranks.append,
-                layout.num_pages,
-                layout.page_size,
-                config.max_running,
-                windows=window_specs(pool),
-                **settings,
-            )
+        pages = PageManager(
+            layout.num_pages,
+            layout.page_size,
+            config.max_running,
+            **config.for_page_manager(layout.num_pages, spec.num_slots),
+            windows=window_specs(pool),
+        )
+        if ranks is not None:
+            host_pages = 0 if self._host is None else self._host.num_pages
+            ranks.sizes = rank_sizes("decode", pool, config.max_running, spec.num_slots, host_pages)
         undo.callback(pages.cache.policy.release)
         check_windows(pages, layout.page_size)
         self._ranks = ranks
@@ -250,8 +239,6 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """
         check_request(request)
         self._check_namespace(request)
-        if self._ranks is not None:
-            self._ranks.check(request)
         req = self.scheduler.add(request, self._pump())
         self._tell()
         return req
@@ -461,9 +448,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return known
 
     def fail(self, rid: str, error: Exception, after: DeviceEvent | None = None) -> bool:
-        """End a request of the decode node of which the engine has computed what must not be used:
-        NaN, say (`NotFiniteError`). It comes out of `pop_failed` with `error`; prefill is told its
-        name and its text.
+        """End a request of which the engine has computed what must not be used: NaN, say
+        (`NotFiniteError`). It comes out of `pop_failed` with `error`; prefill is told its name and
+        its text.
 
         Nothing is cached that the engine has computed of it since it came out of `pop_transferred`
         or was retracted; before, nothing of what `computed` was told. Otherwise as `abort`.

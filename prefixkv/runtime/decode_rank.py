@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from prefixkv.config import DecodeConfig
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.windows import WindowPages
+from prefixkv.paging import Pages
 from prefixkv.protocol.events import CopyEnded, DecodeEvent
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.replica import DecodeReplica
-from prefixkv.ranks.rooms import pack_rank_events
+from prefixkv.ranks.row_log import RowFollower
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.following_rank import FollowingRank
 from prefixkv.runtime.host_memory import HostMemory
-from prefixkv.runtime.rank_spec import RankSpec, window_specs
+from prefixkv.runtime.rank_spec import RankSpec, rank_sizes
 from prefixkv.settings import check_kind
 
 
@@ -39,7 +37,7 @@ class DecodeRank(FollowingRank):
             this as well.
 
     Raises:
-        ConfigError: an unknown policy, a pool that is not this rank's share or cannot be
+        ConfigError: a pool that is not this rank's share or cannot be
             registered.
     """
 
@@ -59,7 +57,6 @@ class DecodeRank(FollowingRank):
         check_kind("worker", worker, PeerId)
         super().__init__(pool, state, rank)
         spec = RankSpec.of(pool, config.model, mesh, rank, state)
-        layout = pool.layout
         self._host: HostMemory | None = None
         # If a part fails, those before it are undone.
         with ExitStack() as undo:
@@ -68,15 +65,8 @@ class DecodeRank(FollowingRank):
                 self._host = HostMemory(pool, config.host_memory, f"{config.name}/{rank}")
                 undo.callback(self._host.close)
                 host_pages = self._host.num_pages
-            # The replica follows rank 0's tree and page table; nothing is decided here.
-            self.replica = DecodeReplica(
-                layout.num_pages,
-                layout.page_size,
-                config,
-                spec.num_slots,
-                host_pages,
-                window_specs(pool),
-            )
+            sizes = rank_sizes("decode", pool, config.max_running, spec.num_slots, host_pages)
+            self.follower = RowFollower(sizes)
             if self._host is not None:
                 # Rank 0 knows of its own memory only, and orders copies once that can be used.
                 self._host.wait_until_ready()
@@ -87,39 +77,46 @@ class DecodeRank(FollowingRank):
             undo.pop_all()
 
     def apply(self, raw: bytes) -> None:
-        """Apply to this rank's replica and rooms what rank 0 did in one pass
-        (`DecodeNode.take_log`). Raises as `DecodeReplica.apply`."""
+        """Apply to this rank's rows and rooms what rank 0 did in one pass
+        (`DecodeNode.take_log`).
+
+        Raises:
+            CallerError: a message that is none, names pages or rows that there are not, was left
+                out, or comes twice. Nothing was changed.
+            ConfigError: this rank was built with other sizes than rank 0's. Nothing was changed.
+        """
         self.transfers.check_open()
-        # The tree and the page table first, then the rooms: their pages are taken by now.
-        for command in self.replica.apply(raw):
+        commands, copies = self.follower.apply(raw)
+        for command in commands:
             self.transfers.submit(command)
-        for order in self.replica.take_copies():
-            assert self._host is not None  # else the settings differ from rank 0's
+        for order in copies:
+            assert self._host is not None  # else there are no pages of it
             self._host.submit(order)
 
-    def _pack(self, number: int, events: Sequence[DecodeEvent | HostCopyDone]) -> bytes:
+    def _to_send(self, events: Sequence[DecodeEvent | HostCopyDone]) -> Sequence[Any]:
         # The threads that copy put their ends among the events of rooms.
-        told = [CopyEnded(*one) if isinstance(one, HostCopyDone) else one for one in events]
-        return pack_rank_events(self.rank, number, told)
+        return [CopyEnded(*one) if isinstance(one, HostCopyDone) else one for one in events]
 
-    def pages(self, row: int) -> npt.NDArray[np.int32]:
-        """Return this rank's page ids for the request in this row; see `DecodeReplica.pages`."""
-        return self.replica.pages(row)
+    @property
+    def page_table(self) -> Pages:
+        """Page ids of this rank, int32 [max_running, num_pages], by `DecodeRequest.row`, -1
+        where unused. Its memory never moves."""
+        return self.follower.page_table
+
+    def pages(self, row: int) -> Pages:
+        """Return this rank's page ids for the request in this row, in order: a read-only
+        view, valid until the next `apply`. Raises CallerError for a row without one."""
+        return self.follower.pages(row)
 
     def window_pages(self, row: int, name: str) -> WindowPages:
         """Return this rank's pages for the request in this row in a window group; see
         `DecodeRequest.window_pages`."""
-        return self.replica.window_pages(row, name)
+        return self.follower.window_pages(row, name)
 
     def state_slot(self, row: int) -> int:
         """Return this rank's state slot for the request in this row; see
         `DecodeRequest.state_slot`."""
-        return self.replica.state_slot(row)
-
-    def audit(self) -> None:
-        """Check every law of this rank's tree, allocator and page table. Slow. Raises
-        InternalError."""
-        self.replica.audit()
+        return self.follower.state_slot(row)
 
     def close(self) -> None:
         """Close this rank's transfer side, with its threads. See `DecodeNode.close`."""

@@ -3,7 +3,6 @@ what to do with them: the engine carries its log here, and what became of the ro
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -13,6 +12,8 @@ from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import MAX_RANKS
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
+from prefixkv.ranks.joined import pack_rank_events
+from prefixkv.ranks.row_log import RowFollower
 from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.transfers import Transfers
 from prefixkv.settings import check_whole
@@ -25,6 +26,7 @@ class FollowingRank(OneThread):
 
     leader: ClassVar[str]  # class of rank 0
     transfers: Transfers[Any, Any, Any]
+    follower: RowFollower
 
     def __init__(self, pool: KVPool, state: StatePool | None, rank: int) -> None:
         """Remember the memory of a rank; the subclass builds what follows rank 0, and transfers."""
@@ -40,20 +42,18 @@ class FollowingRank(OneThread):
 
     def take_rank_events(self) -> bytes:
         """Return what became of this rank's rooms (and of decode's copies) since the last call,
-        packed for rank 0's `apply_rank_events`.
-
-        Each result has to be applied, in order; empty if nothing happened. Raises InternalError for
-        an exception in the control thread; the events come next time.
-        """
+        packed for rank 0's `apply_rank_events`. Each result has to be applied, in order; empty if
+        nothing happened. Raises InternalError for an exception in the control thread; the events
+        come next time."""
         events = self.transfers.take_events()
         if not events:
             return b""
         self._num_messages += 1
-        return self._pack(self._num_messages - 1, events)
+        return pack_rank_events(self.rank, self._num_messages - 1, self._to_send(events))
 
-    @abstractmethod
-    def _pack(self, number: int, events: Sequence[Any]) -> bytes:
-        """Return the events of this rank's transfers as its message `number` to rank 0."""
+    def _to_send(self, events: Sequence[Any]) -> Sequence[Any]:
+        """Return the events of this rank's transfers as they travel."""
+        return events
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until this rank may have events for rank 0, at most `timeout_s`; return True if it

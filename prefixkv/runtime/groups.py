@@ -1,7 +1,7 @@
 """All ranks of a worker in one process, behind the calls of one node: for engines with ranks in
 threads, and to try meshes on one machine.
 
-Where ranks are processes, the engine itself carries the same bytes (ranks/replica.py).
+Where ranks are processes, the engine itself carries the same bytes (ranks/row_log.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import select
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 
-from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.control.death_watch import LostPeers, merged_lost_peers
 from prefixkv.decode.request import DecodeRequest
@@ -24,8 +22,7 @@ from prefixkv.memory.state_pool import StatePool
 from prefixkv.paging import Pages
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest
-from prefixkv.ranks.prefill_log import PrefillLog
-from prefixkv.ranks.replica import RankLog
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.decode_rank import DecodeRank
@@ -33,17 +30,6 @@ from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.runtime.prefill_rank import PrefillRank
 from prefixkv.settings import check_kind, check_timeout
 from prefixkv.wakeups import wait_readable
-
-
-def _rank_configs(config: DecodeConfig, num_ranks: int) -> list[DecodeConfig]:
-    """Return the configs of a group's ranks: each has a policy object of its own, since one serves
-    one cache."""
-    configs = [config]
-    for _ in range(1, num_ranks):
-        policy: str | Policy = config.policy
-        own = policy if isinstance(policy, str) else policy.another()
-        configs.append(replace(config, policy=own))
-    return configs
 
 
 def _check_ranks(
@@ -108,7 +94,6 @@ class DecodeGroup(DecodeNode):
 
     Args:
         pools: by rank; each holds its rank's share, all have as many pages.
-        digest_every: see RankLog.
         states: by rank, where requests have extra state; all have as many slots.
 
     Raises:
@@ -121,27 +106,21 @@ class DecodeGroup(DecodeNode):
         pools: Sequence[KVPool],
         config: DecodeConfig,
         mesh: Mesh,
-        digest_every: int = 0,
         states: Sequence[StatePool | None] = (),
     ) -> None:
         check_kind("config", config, DecodeConfig)
         check_kind("mesh", mesh, Mesh)
         states = _check_ranks(pools, states, mesh.num_ranks)
-        # Before rank 0 makes use of its policy.
-        config, *configs = _rank_configs(config, len(pools))
         self.others: list[DecodeRank] = []
         self._readiness = _Readiness()
-        self._log = RankLog(digest_every)
+        self._log = RankLog()
         super().__init__(
             pools[0], config, self._log if mesh.num_ranks > 1 else None, mesh, states[0]
         )
         # Rank 0 exists: others name it as their worker. If one fails, all are closed.
         try:
             for rank, pool in enumerate(pools[1:], start=1):
-                of_rank = configs[rank - 1]
-                self.others.append(
-                    DecodeRank(pool, of_rank, mesh, rank, self.peer_id, states[rank])
-                )
+                self.others.append(DecodeRank(pool, config, mesh, rank, self.peer_id, states[rank]))
         except BaseException:
             self.close()
             raise
@@ -157,18 +136,18 @@ class DecodeGroup(DecodeNode):
 
     def _tell(self) -> None:
         super()._tell()
-        self._hand_log()
+        if self.others and self._log.has_news(self.scheduler.pages):
+            self._hand_log()
 
     def _hand_log(self) -> None:
-        if self.others and self._log:
-            # Taken once, applied by each: all ranks do the same operations in the same order.
+        if self.others:
             raw = self.take_log()
             for other in self.others:
                 other.apply(raw)
 
     def pages_of(self, req: DecodeRequest) -> list[Pages]:
-        """Return the request's page ids as each rank of the decode group knows them; none on any
-        rank, if it holds none. Raises RequestError for a request that is not the group's."""
+        """Return the request's page ids as each rank knows them; none on any rank, if it holds
+        none. Raises RequestError for a request that is not the group's."""
         self.scheduler.check_own(req)
         self._hand_log()
         if req.pages_held is None:
@@ -176,37 +155,36 @@ class DecodeGroup(DecodeNode):
         return [req.pages, *(other.pages(req.row) for other in self.others)]
 
     def fence_rank(self, rank: int, after: DeviceEvent | None = None) -> None:
-        """Raise CallerError: the ranks of a decode group are of this process, and live as it
-        does."""
+        """Raise CallerError: the ranks are of this process, and live as it does."""
         raise CallerError(f"rank {shown(rank)} of a group is of this process, which lives")
 
     def lost_peers(self) -> LostPeers:
-        """Return the lost peers of all ranks of the decode group, merged; see
-        `DecodeNode.lost_peers`."""
+        """Return the lost peers of all ranks, merged; see `DecodeNode.lost_peers`."""
         return merged_lost_peers(
             [super().lost_peers(), *(rank.lost_peers() for rank in self.others)]
         )
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for events of any rank of the decode group; see `DecodeNode.wait`."""
+        """Wait for events of any rank; see `DecodeNode.wait`."""
         check_timeout(timeout_s)
         self._check_open()
         return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable for any rank of the decode group. See
-        `Node.fileno`."""
+        """Return a descriptor that is readable for any rank. See `Node.fileno`."""
         return self._readiness.fd if self.others else super().fileno()
 
     def audit(self) -> None:
-        """Check the laws on every rank of the decode group. Raises InternalError."""
+        """Check the laws of the decode group, and that every rank has rank 0's rows. Raises
+        InternalError."""
         super().audit()
+        self._hand_log()
         for other in self.others:
-            other.audit()
+            is_like = other.follower.is_like(self.scheduler.pages)
+            check_laws({"each rank has the rows of rank 0": is_like}, other.peer_id)
 
     def close(self) -> None:
-        """Close every rank of the decode group, rank 0 first: its scheduler tells the others
-        nothing after that."""
+        """Close every rank, rank 0 first: its scheduler tells the others nothing after that."""
         # Callbacks run in reverse: readiness, rank 0, then the others. All run even if one raises.
         with ExitStack() as closing:
             for other in self.others:
@@ -250,7 +228,7 @@ class PrefillGroup(PrefillNode):
             for rank in range(mesh.num_ranks - 1, 0, -1):
                 others.insert(0, PrefillRank(pools[rank], config, mesh, rank, states[rank]))
                 undo.callback(others[0].close)
-            log = PrefillLog() if others else None
+            log = RankLog() if others else None
             endpoints = [other.endpoint for other in others]
             super().__init__(pools[0], config, mesh, endpoints, states[0], usable_prefix, ranks=log)
             undo.pop_all()
@@ -273,7 +251,7 @@ class PrefillGroup(PrefillNode):
 
     def _tell(self) -> None:
         super()._tell()
-        if self.others and self._ranks:
+        if self.others and self._ranks is not None and self._ranks.has_news(self.scheduler.pages):
             self._hand_log()
 
     def _hand_log(self) -> None:
@@ -312,18 +290,13 @@ class PrefillGroup(PrefillNode):
         return stats
 
     def audit(self) -> None:
-        """Check the laws on every rank. Raises InternalError."""
+        """Check the laws, and that every rank has rank 0's rows. Raises InternalError."""
         super().audit()
         self._hand_log()
-        held = [req for req in self.scheduler.requests.values() if req.pages_held is not None]
+        pages, requests = self.scheduler.pages, self.scheduler.requests.values()
         for other in self.others:
-            laws = {
-                "each rank knows the requests that have pages": len(other.follower) == len(held),
-                "it has the same pages, stops and windows": all(
-                    other.follower.is_like(req) for req in held
-                ),
-            }
-            check_laws(laws, other.peer_id)
+            is_like = other.follower.is_like(pages, requests)
+            check_laws({"each rank has the rows and requests of rank 0": is_like}, other.peer_id)
 
     def close(self) -> None:
         """Close every rank. An InternalError comes once all are closed; others are its context."""

@@ -3,6 +3,7 @@ and the way between them."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from abc import abstractmethod
@@ -29,6 +30,8 @@ from prefixkv.runtime.request_log import RequestLog
 from prefixkv.runtime.transfers import Transfers
 from prefixkv.settings import at_least, check_flag, check_timeout
 from prefixkv.stats import Histogram
+
+_log = logging.getLogger("prefixkv.cache")
 
 C = TypeVar("C")  # the scheduler's commands
 E = TypeVar("E", bound=RoomEvent)  # events of rooms, for the scheduler
@@ -62,6 +65,7 @@ class Node(OneThread, Generic[C, To, E]):
 
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
         layout, pages = self.pool.layout, self.scheduler.pages
+        pages.errors.say = _log.error
         self._request_log = RequestLog(
             self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size)
         )
@@ -212,8 +216,7 @@ class Node(OneThread, Generic[C, To, E]):
         (`BoundedAffinityRouter.apply`); behind it what its host memory did.
 
         The first batch, and one with `snapshot`, gives the whole content. Before the first call
-        nothing is recorded.
-        """
+        nothing is recorded."""
         check_flag("snapshot", snapshot)
         self._pump()
         batch = self._feed.take(snapshot)

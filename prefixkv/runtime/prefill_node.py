@@ -29,7 +29,8 @@ from prefixkv.protocol.events import (
     SourceFree,
 )
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.prefill_log import PrefillLog, PrefillRankRooms, settings_of
+from prefixkv.ranks.prefill_rooms import PrefillRankRooms
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent, Request, check_request
 from prefixkv.runtime.node import COUNTERS, Node, check_windows, checkpoint_counts
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
@@ -37,6 +38,7 @@ from prefixkv.runtime.rank_spec import (
     RankSpec,
     check_own_memory,
     checked_config,
+    rank_sizes,
     window_specs,
 )
 from prefixkv.runtime.transfers import MakeTransport, peer_id
@@ -88,7 +90,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         state: StatePool | None = None,
         usable_prefix: UsablePrefix | None = None,
         transport: MakeTransport | None = None,
-        ranks: PrefillLog | None = None,
+        ranks: RankLog | None = None,
     ) -> None:
         super().__init__(pool, state)
         config = checked_config(config, PrefillConfig)
@@ -96,10 +98,10 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         spec = RankSpec.of(pool, config.model, mesh, 0, state)
         check_callable("usable_prefix", usable_prefix)
         if ranks is not None:
-            check_kind("ranks", ranks, PrefillLog)
+            check_kind("ranks", ranks, RankLog)
         num_ranks = spec.mesh.num_ranks
         if num_ranks > 1 and ranks is None:
-            raise ConfigError(f"a mesh of {num_ranks} ranks needs a PrefillLog")
+            raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
         _check_checkpoints(config.checkpoints, spec, usable_prefix)
         layout = pool.layout
         check_own_memory(layout)
@@ -139,8 +141,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self._ranks = ranks
         self._rank_rooms: PrefillRankRooms | None = None
         if ranks is not None:
-            sizes = layout.num_pages, layout.page_size, spec.num_slots
-            ranks.settings = settings_of(*sizes, window_specs(pool))
+            ranks.sizes = rank_sizes("prefill", pool, config.max_running, spec.num_slots)
             self._rank_rooms = PrefillRankRooms(num_ranks)
         self._observe(prefill_journal.timeline)
         self._publish_events(config)
@@ -248,9 +249,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return known
 
     def fail(self, rid: str, error: Exception) -> bool:
-        """End a request of the prefill node of which the engine has computed what must not be used:
-        NaN, say (`NotFiniteError`). It comes out of `pop_failed` with `error`; decode is told its
-        name and its text.
+        """End a request of which the engine has computed what must not be used: NaN, say
+        (`NotFiniteError`). It comes out of `pop_failed` with `error`; decode is told its name and
+        its text.
 
         Caches no more than `abort`. Before its last chunk is sent: decode goes on from that at
         once.
@@ -313,7 +314,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
     @property
     def _led_rooms(self) -> PrefillRankRooms:
         if self._rank_rooms is None:
-            raise CallerError("this node was built without ranks=PrefillLog()")
+            raise CallerError("this node was built without ranks=RankLog()")
         return self._rank_rooms
 
     def peers(self) -> dict[PeerId, str]:
@@ -378,8 +379,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             CallerError: the node was built without `ranks`.
         """
         if self._ranks is None:
-            raise CallerError("this node was built without ranks=PrefillLog()")
-        return self._ranks.take(self.scheduler.requests.values())
+            raise CallerError("this node was built without ranks=RankLog()")
+        return self._ranks.take(self.scheduler.pages, self.scheduler.requests.values())
 
     def apply_rank_events(self, raw: bytes) -> None:
         """Take the events of a `PrefillRank` (its `take_rank_events`) into rank 0; b"" is nothing.

@@ -3,23 +3,20 @@ what to do with them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from prefixkv.config import PrefillConfig
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.protocol.events import PrefillEvent
-from prefixkv.ranks.prefill_log import PrefillFollower, RankRequest, pack_prefill_events
+from prefixkv.ranks.row_log import RankRequest, RowFollower
 from prefixkv.request import DeviceEvent, check_event
 from prefixkv.runtime.following_rank import FollowingRank
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
-from prefixkv.runtime.rank_spec import RankSpec, check_own_memory, window_specs
+from prefixkv.runtime.rank_spec import RankSpec, check_own_memory, rank_sizes
 from prefixkv.settings import check_kind
 
 
 class PrefillRank(FollowingRank):
-    """A prefill rank above 0 that follows rank 0's log (`PrefillNode(ranks=PrefillLog())`). Used
+    """A prefill rank above 0 that follows rank 0's log (`PrefillNode(ranks=RankLog())`). Used
     from one thread.
 
     Args:
@@ -50,11 +47,8 @@ class PrefillRank(FollowingRank):
         check_kind("config", config, PrefillConfig)
         super().__init__(pool, state, rank)
         spec = RankSpec.of(pool, config.model, mesh, rank, state)
-        layout = pool.layout
-        check_own_memory(layout)
-        self.follower = PrefillFollower(
-            layout.num_pages, layout.page_size, spec.num_slots, window_specs(pool)
-        )
+        check_own_memory(pool.layout)
+        self.follower = RowFollower(rank_sizes("prefill", pool, config.max_running, spec.num_slots))
         self.transfers = PrefillTransfers(pool, config, mesh, rank, state=state)
 
     @property
@@ -68,17 +62,14 @@ class PrefillRank(FollowingRank):
         Its chunks are sent once `ready.query()` is True: when this rank has computed them.
 
         Raises:
-            CallerError: a message that is none, names pages or slots that there are not, was left
-                out, or comes twice. Nothing was changed.
+            CallerError: a message that is none, names pages, rows or slots that there are not, was
+                left out, or comes twice. Nothing was changed.
             ConfigError: this rank was built with other sizes than rank 0's. Nothing was changed.
         """
         self.transfers.check_open()
         check_event("ready", ready)
-        for command in self.follower.apply(raw, ready):
+        for command in self.follower.apply(raw, ready).commands:
             self.transfers.submit(command)
-
-    def _pack(self, number: int, events: Sequence[PrefillEvent]) -> bytes:
-        return pack_prefill_events(self.rank, number, events)
 
     def request(self, rid: str) -> RankRequest:
         """Return what this rank's engine computes a request by: its pages, where it goes on from,

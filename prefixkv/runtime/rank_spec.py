@@ -23,6 +23,7 @@ from prefixkv.protocol.messages import (
     ProcessLife,
     Topology,
 )
+from prefixkv.ranks.row_log import RankSizes
 from prefixkv.settings import check_kind, check_whole
 from prefixkv.transport.libraries import loaded_libraries
 from prefixkv.transport.offers import MetadataOffers
@@ -142,6 +143,15 @@ def window_specs(pool: KVPool) -> list[WindowSpec]:
         for group in pool.groups
         if group.window
     ]
+
+
+def rank_sizes(
+    side: str, pool: KVPool, max_running: int, num_slots: int, host_pages: int = 0
+) -> RankSizes:
+    """Return what all ranks of a worker have alike, as one of them has it."""
+    layout, windows = pool.layout, tuple(window_specs(pool))
+    sizes = layout.num_pages, layout.page_size
+    return RankSizes(side, *sizes, max_running, num_slots, host_pages, windows)
 
 
 def check_own_memory(layout: KVLayout) -> None:

@@ -128,10 +128,7 @@ class LeaseCut:
 
     def check_slots(self, rank: int, slot_bytes: int) -> None:
         """Raise HandshakeError where a writer's largest section of this cut does not fit into one
-        of its slots.
-
-        Smaller pieces would be no help: all writers have to cut alike.
-        """
+        of its slots. Smaller pieces would be no help: all writers have to cut alike."""
         num_bytes = self.sections(self.units_per_piece)[rank].num_bytes
         if num_bytes > slot_bytes:
             raise HandshakeError(

@@ -94,11 +94,8 @@ class LeaseTable:
 
     def ask(self, key: RoomKey, piece: int, num_bytes: int, writers: frozenset[int]) -> list[Lease]:
         """Ask the table for a lease of staging memory for the room's next piece, to be written by
-        these ranks.
-
-        It is granted now or by a later call, once. Raises LeaseError for more bytes than the area
-        has, which would wait without end.
-        """
+        these ranks. It is granted now or by a later call, once. Raises LeaseError for more bytes
+        than the area has, which would wait without end."""
         if num_bytes > self.capacity_bytes:
             raise LeaseError(f"a lease of {num_bytes} bytes, the area has {self.capacity_bytes}")
         asks = self._waiting.setdefault(key, deque())
@@ -106,11 +103,9 @@ class LeaseTable:
         return self._grant()
 
     def arrived(self, lease: Lease, writer: int) -> list[Lease]:
-        """Note in the table of leases that all bytes of a missing writer are in this lease.
-
-        With the last writer's it has landed, to be scattered and then ended; or, where it was held,
-        that was the proof, and it is gone.
-        """
+        """Note in the table of leases that all bytes of a missing writer are in this lease. With
+        the last writer's it has landed, to be scattered and then ended; or, where it was held, that
+        was the proof, and it is gone."""
         lease.missing.remove(writer)
         # Held: its room is closed, so nothing is scattered. Every writer writes a lease once, and
         # all have: so nothing can land any more, also without a Drained.
@@ -122,10 +117,8 @@ class LeaseTable:
         return []
 
     def end(self, lease: Lease) -> list[Lease]:
-        """Free the bytes of a landed lease: our copy out of it has ended.
-
-        Raises LeaseError for a lease that was ended before, or that writers may still write.
-        """
+        """Free the bytes of a landed lease: our copy out of it has ended. Raises LeaseError for a
+        lease that was ended before, or that writers may still write."""
         if self._leases.get(lease.lease_id) is not lease or lease.missing:
             raise LeaseError(f"{lease} is still written, or was ended before")
         self._free(lease)
@@ -133,10 +126,7 @@ class LeaseTable:
 
     def close(self, key: RoomKey) -> list[Lease]:
         """Close a room that has ended in the table of leases: drop its waiting pieces, and hold the
-        leases granted to it.
-
-        Leases are granted too: a piece that barred others is gone.
-        """
+        leases granted to it. Leases are granted too: a piece that barred others is gone."""
         self._waiting.pop(key, None)
         for lease in self.of_room(key):
             # Writers may still write, so only proof frees the bytes. A landed lease is read by our
@@ -146,10 +136,8 @@ class LeaseTable:
         return self._grant()
 
     def drained(self, key: RoomKey) -> list[Lease]:
-        """Free the held leases of a room: it is proved that no write of it can land any more.
-
-        A lease that has landed stays until its own copy has ended.
-        """
+        """Free the held leases of a room: it is proved that no write of it can land any more. A
+        lease that has landed stays until its own copy has ended."""
         for lease in self.of_room(key):
             if lease.state is LeaseState.HELD:
                 self._free(lease)

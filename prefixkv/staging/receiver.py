@@ -39,9 +39,7 @@ class StagingPlan(NamedTuple):
     @classmethod
     def of(cls, hello: Hello, reply: HelloReply) -> StagingPlan:
         """Compute the staging plan of one prefill worker from our Hello and the worker's answer.
-
-        Raises HandshakeError where a lease takes no unit page.
-        """
+        Raises HandshakeError where a lease takes no unit page."""
         assert hello.staging is not None
         readers = hello.topology.mesh(hello.digest)
         writers = reply.topology.mesh(reply.digest)
@@ -335,11 +333,8 @@ class StagingReceiver:
                 del self._rooms[room.key]
 
     def _break(self, room: _StagedRoom, error: Exception, out: list[StagedRoomAction]) -> None:
-        """Fail a staged room of decode that cannot succeed, once.
-
-        Where SUCCESS was held back, nothing of its writers can land, and only our copy failed: the
-        room ends and drains here.
-        """
+        """Fail a staged room of decode that cannot succeed, once. Where SUCCESS was held back,
+        nothing of its writers can land, and only our copy failed: the room ends and drains here."""
         if room.broken:
             return
         room.broken = True

@@ -162,11 +162,9 @@ class StagingSender:
     def __init__(
         self, rank: int, slots: int, slot_bytes: int, window: int, resend_s: float, next_id: NextId
     ) -> None:
-        """Begin prefill's staged writes without readers.
-
-        `next_id` names gathers and writes. The machines' jobs draw from it too, so that no two
-        collide. Raises ConfigError for slots of no whole blocks, or a number that is not positive.
-        """
+        """Begin prefill's staged writes without readers. `next_id` names gathers and writes. The
+        machines' jobs draw from it too, so that no two collide. Raises ConfigError for slots of no
+        whole blocks, or a number that is not positive."""
         if min(slots, window) < 1:
             raise ConfigError(f"{slots} staging slots, a window of {window}: must be at least 1")
         if slot_bytes < BLOCK_BYTES or slot_bytes % BLOCK_BYTES:
@@ -188,10 +186,8 @@ class StagingSender:
         self._timers: Timers[_Stream] = Timers()
 
     def add_peer(self, peer: PeerId, cut: LeaseCut) -> None:
-        """Let prefill stage writes for this reader from now on.
-
-        Raises HandshakeError where our section of its leases does not fit into a slot.
-        """
+        """Let prefill stage writes for this reader from now on. Raises HandshakeError where our
+        section of its leases does not fit into a slot."""
         cut.check_slots(self._rank, self.slot_bytes)
         self.peers[peer] = cut
 
@@ -217,11 +213,9 @@ class StagingSender:
         now_s: float,
     ) -> list[StagedWriteAction]:
         """Stage a chunk for a reader: unit pages of prefill's pool, from `first_unit` behind the
-        promised prefix on.
-
-        The chunks of a room for one reader come in order. A JobEnded follows. Raises InternalError
-        for a chunk out of order, or of another use of a room that was not forgotten.
-        """
+        promised prefix on. The chunks of a room for one reader come in order. A JobEnded follows.
+        Raises InternalError for a chunk out of order, or of another use of a room that was not
+        forgotten."""
         if (cut := self.peers.get(peer)) is None:
             return [JobEnded(job_id, PeerLostError(f"{peer} takes no staged writes"))]
         fresh = _Stream(key, peer, ticket, cut, Backoff(self._resend_s))
@@ -258,10 +252,8 @@ class StagingSender:
         return out
 
     def cancel(self, job_id: int) -> list[StagedWriteAction]:
-        """Cancel the job of a staged write of prefill: start nothing more of it. Unknown: no-op.
-
-        It ends when its gathers and writes have; without an error if these were all of it.
-        """
+        """Cancel the job of a staged write of prefill: start nothing more of it. Unknown: no-op. It
+        ends when its gathers and writes have; without an error if these were all of it."""
         out: list[StagedWriteAction] = []
         if (job := self._jobs.get(job_id)) is not None:
             self._fail(job, AbortedError("the staged write was cancelled"), out)
@@ -499,10 +491,7 @@ class StagingSender:
 
     def _end(self, job: _ChunkJob, out: list[StagedWriteAction]) -> None:
         """Report that a job of the staging sender has ended or is drained, where that has just come
-        true.
-
-        An ended job holds slots for undrained writes alone.
-        """
+        true. An ended job holds slots for undrained writes alone."""
         over = not job.num_left or job.error is not None
         # Ended once, and not while a piece is gathered or written. All pieces written is success
         # even after a cancel.

@@ -216,10 +216,7 @@ class AutoTransport:
 
     def _met(self, peer: PeerId, error: Exception | None) -> bool:
         """Settle which of the two transports writes to a peer: shm has mapped its memory, or has
-        not for the reason `error`. Return True if NIXL takes it.
-
-        Called by shm's thread.
-        """
+        not for the reason `error`. Return True if NIXL takes it. Called by shm's thread."""
         with self._lock:
             known = self._peers.get(peer)
             # It was removed, or settled before: then it keeps its way, and shm reports the loss.

@@ -33,9 +33,7 @@ def net_devices(interface: str) -> str:
 
 def check_interface(interface: str, what: str, is_local: bool) -> None:
     """Raise ConfigError unless an address is local or a network interface for KV has been named.
-
-    `what` names the address (bind, or a prefill's) in the message, which says what to set.
-    """
+    `what` names the address (bind, or a prefill's) in the message, which says what to set."""
     if not is_local and not interface and _VARIABLE not in os.environ:
         raise ConfigError(
             f"{what}, which is not this machine's loopback, and KV travels on that alone: name the "
@@ -58,11 +56,8 @@ def warn_if_open(interface: str) -> None:
 @contextmanager
 def ucx_options(interface: str) -> Iterator[dict[str, str]]:
     """Yield the options that keep NIXL's UCX backend to the named interfaces; it is created inside
-    this context.
-
-    One interface is an option of the backend. Several cannot be, since NIXL splits its options at
-    commas: they are put into the environment while the backend is created.
-    """
+    this context. One interface is an option of the backend. Several cannot be, since NIXL splits
+    its options at commas: they are put into the environment while the backend is created."""
     # The environment belongs to the whole process: one agent at a time, and undone at once.
     with _environment:
         devices = net_devices(interface)

@@ -197,10 +197,8 @@ class TransportLoop(ABC, Generic[P]):
 
 def bare(error: BaseException) -> Exception:
     """Return an error of a transport's loop without tracebacks: their frames would keep NIXL agents
-    and mapped memory.
-
-    An exception that is no `Exception` (KeyboardInterrupt, say) comes back wrapped.
-    """
+    and mapped memory. An exception that is no `Exception` (KeyboardInterrupt, say) comes back
+    wrapped."""
     # Causes and contexts have tracebacks of their own.
     seen: BaseException | None = error
     while seen is not None:

@@ -83,12 +83,9 @@ def next_indices(
     runs: Runs, parts: list[Part], first: int, most: int, src_pages: Pages, dst_pages: Pages
 ) -> list[tuple[Pages, Pages]]:
     """Return `part_indices` of up to `most` parts of a write from number `first` on, at least of
-    one.
-
-    Parts that follow each other in one group are worked out together: that takes one of them
+    one. Parts that follow each other in one group are worked out together: that takes one of them
     hardly longer, and between two posts, each of which moves more than the caches hold, this code
-    is cold.
-    """
+    is cold."""
     begun = parts[first]
     last = first + 1
     while last < min(first + most, len(parts)) and parts[last].group is begun.group:
@@ -106,11 +103,8 @@ def cut_parts(
     runs: Runs, src_pages: Pages, dst_pages: Pages, max_bytes: int, max_descriptors: int
 ) -> list[Part]:
     """Cut a write into parts of at most `max_bytes` and `max_descriptors` after merging, each at
-    least one block.
-
-    A post blocks its thread for its whole copy on some transports, and no other peer is served
-    meanwhile: hence the bounds. O(len(pages) + parts).
-    """
+    least one block. A post blocks its thread for its whole copy on some transports, and no other
+    peer is served meanwhile: hence the bounds. O(len(pages) + parts)."""
     # Positions where a page does not continue its predecessor on both sides: each begins a
     # descriptor.
     steps = (np.diff(runs.src_positions.of(src_pages)) == 1) & (

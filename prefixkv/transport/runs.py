@@ -109,10 +109,7 @@ class Runs:
 
     def joined(self, other: Runs) -> Runs:
         """Return these runs with those of another pair of pools behind them, whose pages have the
-        same ids.
-
-        Raises ConfigError if both together have more blocks than an int32 can index.
-        """
+        same ids. Raises ConfigError if both together have more blocks than an int32 can index."""
         assert (self.src_positions, self.dst_positions) == (
             other.src_positions,
             other.dst_positions,
@@ -225,10 +222,8 @@ class _Pieces(NamedTuple):
 
     def continues(self, head_bytes: int) -> Bools:
         """Return, for each i, whether piece i + 1 can join piece i in a run: it follows without a
-        gap in every unit of every page.
-
-        Regions that touch stay apart: NIXL refuses a descriptor across two registrations.
-        """
+        gap in every unit of every page. Regions that touch stay apart: NIXL refuses a descriptor
+        across two registrations."""
         follows: Bools = np.diff(self.address) == head_bytes
         follows &= np.diff(self.kind) == 0
         return follows

@@ -64,10 +64,8 @@ class ThreadedTransport(QueuedCalls[L]):
     def __init__(
         self, me: PeerId, layout: KVLayout, staging: StagingArea | None, state: StateLayout | None
     ) -> None:
-        """Check the memory of a transport with one thread; the subclass makes the thread.
-
-        Raises ConfigError where a layout or an area breaks its laws.
-        """
+        """Check the memory of a transport with one thread; the subclass makes the thread. Raises
+        ConfigError where a layout or an area breaks its laws."""
         layout.validate()
         for more in (staging, state):
             if more is not None:

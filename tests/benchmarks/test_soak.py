@@ -21,12 +21,13 @@ def test_a_short_soak_comes_to_rest_and_counts(tmp_path: Path) -> None:
     options = ["--rooms", "120", "--every", "40", "--restart-every", "50", "--json", str(path)]
     status = run(["soak", *options])
     written = json.loads(path.read_text())
-    assert status == (0 if written["verdict"]["flat"] else 1)
-    assert [sample["rooms"] for sample in written["samples"]] == [40, 80, 120]
-    assert sum(written["plans"].values()) == 120
-    assert written["outcomes_here"]["decode: well"] > 0
-    assert any(name.startswith("transport ") for name in written["samples"][0]["containers"])
-    assert written["samples"][0]["objects"]["prefixkv.runtime.decode_node.DecodeNode"] == 1
+    recipe, samples = written["recipe"], written["rows"]
+    assert status == (0 if recipe["verdict"]["flat"] else 1)
+    assert [sample["rooms"] for sample in samples] == [40, 80, 120]
+    assert sum(recipe["plans"].values()) == 120
+    assert recipe["outcomes_here"]["decode: well"] > 0
+    assert any(name.startswith("transport ") for name in samples[0]["containers"])
+    assert samples[0]["objects"]["prefixkv.runtime.decode_node.DecodeNode"] == 1
 
 
 def test_containers_are_found_wherever_they_hang() -> None:

@@ -162,10 +162,9 @@ class Marks(LeastRecentlyUsed):
 
 
 @pytest.mark.parametrize("said", [(), ((1, 3),), ((0, 3), (3, 3)), None, ((2, None),)])
-def test_after_what_no_policy_may_say_the_cache_is_lru(
-    said: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    errors = UserErrors()
+def test_after_what_no_policy_may_say_the_cache_is_lru(said: Any) -> None:
+    lines: list[str] = []
+    errors = UserErrors(lines.append)
     cache = RadixCache(1, Marks(3, said), 10, errors)
     cache.insert([1], [1])
     cache.insert([2], [2])
@@ -176,7 +175,9 @@ def test_after_what_no_policy_may_say_the_cache_is_lru(
     cache.check_invariants()
     assert errors.num == 1
     assert cache.policy.error is not None
-    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    (line,) = lines
+    assert "policy 'lru' raised: the cache goes on with 'lru', for good" in line
+    assert "Error" in line
     order = [cache.evict(1).tolist() for _ in range(6)]
     assert order[-3:] == [[5], [6], [7]]
 

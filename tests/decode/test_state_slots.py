@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from prefixkv.errors import CapacityError, InternalError
+from prefixkv.errors import CapacityError
 from prefixkv.pages.allocator import PageState
-from prefixkv.pages.manager import PageManager
-from prefixkv.ranks.oplog import Replica, ReplicatedPageManager
 from tests.decode.desk import Desk, OpenRoom
 
 
@@ -112,29 +110,3 @@ def test_a_retracted_request_asks_for_its_state_again() -> None:
             assert desk.transferred() == []
             desk.succeed(req.room_key)
             assert desk.transferred() == ["young"]
-
-
-def test_ranks_have_equal_slots_or_find_out() -> None:
-    ops: list[object] = []
-    pages = ReplicatedPageManager(ops.append, 8, 4, 4, num_slots=3)
-    replica, other = (Replica(PageManager(8, 4, 4, num_slots=3)) for _ in range(2))
-    key = Desk().request("a").key
-    one, two = pages.open(key, None, 0, 0.0), pages.open(key, None, 0, 0.0)
-    pages.hold(one, owner := _room())
-    pages.quarantine(owner)
-    pages.release(owner)
-    pages.drop(two)
-    for op in ops:
-        replica.apply(op)  # type: ignore[arg-type]
-    assert replica.page_manager.slots is not None
-    assert replica.page_manager.slots.free_pages == 3
-    assert other.page_manager.slots is not None
-    other.page_manager.slots.alloc(1)
-    with pytest.raises(InternalError, match="came to 1 where rank 0 has 0"):
-        other.apply(ops[0])  # type: ignore[arg-type]
-
-
-def _room() -> object:
-    from prefixkv.protocol.ids import RoomKey
-
-    return RoomKey(1, 0)

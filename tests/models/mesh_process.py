@@ -123,7 +123,6 @@ class DecodeCalls(_Calls):
         return self._check.mismatches(self.node.pages(row), self._hashes(tokens))
 
     def rooms(self) -> int:
-        self.node.audit()
         return self.node.num_rooms
 
 

@@ -66,9 +66,7 @@ class MeshPair:
         )
         try:
             config = replace(decode_config or DecodeConfig(), reserve_tokens=8)
-            self.decode = DecodeGroup(
-                self.decode_pools, config, decode, digest_every=1, **decode_more or {}
-            )
+            self.decode = DecodeGroup(self.decode_pools, config, decode, **decode_more or {})
         except BaseException:
             self.prefill.close()
             raise

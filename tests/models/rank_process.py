@@ -1,9 +1,8 @@
 """One tensor-parallel decode rank in a process of its own; torch.distributed carries the log among
 them.
 
-Rank 0 runs `SchedulerSim`s and broadcasts a message a pass, with digests of all its books; the
-others apply what they receive, each as late as its own chance has it. At each end rank 0 broadcasts
-a whole dump of its books too.
+Rank 0 runs `SchedulerSim`s and broadcasts a message a pass; the others apply what they receive,
+each as late as its own chance has it. At each end rank 0 broadcasts its whole page table too.
 
     python -m tests.models.rank_process RANK WORLD RENDEZVOUS RUNS
 """
@@ -16,13 +15,12 @@ import sys
 from collections import deque
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from prefixkv.config import DecodeConfig, HostConfig
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.pages.manager import PageManager
-from prefixkv.ranks.replica import DecodeReplica, RankLog
+from prefixkv.ranks.row_log import RankSizes, RowFollower
 from tests.models.scheduler_machine import ROWS, Engine, SchedulerSim
 from tests.models.sim_engines import PAGE_SIZE
 
@@ -47,49 +45,24 @@ def receive() -> tuple[int, bytes]:
     return kind, body.numpy().tobytes()
 
 
-def dump(pages: PageManager) -> bytes:
-    """Tree, page table, allocator and free lists, all of them."""
-    nodes = sorted(
-        (
-            node.start,
-            bytes(node.pages).hex(),
-            bytes(node.key).hex(),
-            node.lock_ref,
-            repr(node.mark),
-            repr(node.steps),
-        )
-        for node in pages.cache.nodes()
-    )
-    owners = [
-        (owner, pages.allocator.held_by(owner).tolist()) for owner in pages.allocator.owners()
-    ]
-    return json.dumps(
-        [nodes, pages.table.array.tolist(), pages.allocator.free_runs(), owners]
-    ).encode()
+def dump(table: np.ndarray) -> bytes:
+    """All rows that requests may have."""
+    return json.dumps(table[:ROWS].tolist()).encode()
 
 
 class BroadcastSim(SchedulerSim):
-    """Rank 0: its replicas are other processes. `num_sent` counts over its restarts."""
+    """Rank 0: the other ranks are processes. `num_sent` counts over its restarts."""
 
     num_sent = 0
     has_ranks_elsewhere = True
 
     def new_decode(self) -> Engine:
-        self.num_ranks, self.digest_every = 1, 1
+        self.num_ranks = 1
         return super().new_decode()
 
-    def decode_scheduler(self, log: RankLog) -> DecodeScheduler:
-        scheduler = super().decode_scheduler(log)
-        config = self.config
-        settings = [
-            self.decode_pages,
-            config.policy,
-            config.evict_reserve,
-            config.cache,
-            self.num_slots,
-            self.host_pages,
-        ]
-        broadcast(BEGIN, json.dumps(settings).encode())
+    def decode_scheduler(self) -> DecodeScheduler:
+        scheduler = super().decode_scheduler()
+        broadcast(BEGIN, json.dumps([self.decode_pages, self.num_slots]).encode())
         return scheduler
 
     def _publish(self) -> None:
@@ -98,7 +71,7 @@ class BroadcastSim(SchedulerSim):
 
     def _compare_ranks(self) -> None:
         self._publish()
-        broadcast(COMPARE, dump(self.decode.scheduler.pages))
+        broadcast(COMPARE, dump(self.decode.scheduler.pages.table.array))
 
 
 def lead(runs: int) -> None:
@@ -116,7 +89,7 @@ def lead(runs: int) -> None:
 
 def follow(rank: int) -> None:
     chance = random.Random(rank)
-    replica: DecodeReplica | None = None
+    follower: RowFollower | None = None
     unread: deque[bytes] = deque()
     applied = compared = latest = 0
     while True:
@@ -125,26 +98,16 @@ def follow(rank: int) -> None:
             unread.append(raw)
         lag = chance.randrange(12) if kind == BATCH else 0
         while len(unread) > lag:
-            assert replica is not None
-            replica.apply(unread.popleft())
+            assert follower is not None
+            follower.apply(unread.popleft())
             applied += 1
         latest = max(latest, len(unread))
         if kind == BEGIN:
-            num_pages, policy, evict_reserve, cache, num_slots, host_pages = json.loads(raw)
-            # The copies are rank 0's alone here; the books of the other ranks follow it.
-            host = HostConfig(num_pages=host_pages) if host_pages else None
-            config = DecodeConfig(
-                max_running=ROWS,
-                policy=policy,
-                evict_reserve=evict_reserve,
-                cache=cache,
-                host_memory=host,
-            )
-            replica = DecodeReplica(num_pages, PAGE_SIZE, config, num_slots)
+            num_pages, num_slots = json.loads(raw)
+            follower = RowFollower(RankSizes("decode", num_pages, PAGE_SIZE, ROWS, num_slots))
         elif kind == COMPARE:
-            assert replica is not None
-            replica.audit()
-            ours = dump(replica.page_manager)
+            assert follower is not None
+            ours = dump(follower.page_table)
             assert ours == raw, f"rank {rank}\n{ours!r}\nrank 0\n{raw!r}"
             compared += 1
         elif kind == END:

@@ -25,10 +25,10 @@ from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Source, Sources
 from prefixkv.errors import NotFiniteError, PrefixKVError
 from prefixkv.pages.allocator import PageState
+from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.oplog import ReplicatedPageManager
-from prefixkv.ranks.replica import DecodeReplica, RankLog, digests
+from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import Request
 from prefixkv.testing.fabric import Hold
 from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
@@ -142,7 +142,7 @@ class Engine(DecodeEngine):
 class SchedulerSim(PairSim):
     """See the module's text. `setup` spells pools, policies and the number of ranks."""
 
-    has_ranks_elsewhere = False  # replicas that this object does not make
+    has_ranks_elsewhere = False  # that this object does not make
 
     def __init__(self, setup: int) -> None:
         chance = Spelled()
@@ -163,7 +163,6 @@ class SchedulerSim(PairSim):
             host = HostConfig(num_pages=self.host_pages, policy=policy)
             self.config = replace(self.config, host_memory=host)
         self.num_ranks = chance.choice([2, 1, 3, 4])
-        digest_every = chance.choice([4, 0, 1])
         below, ask = chance.choice([None, 4, 12, 0, 100]), chance.choice(["both", "late"])
         self.compute = None if below is None else ComputeConfig(below=below, ask=ask)
         self.fails_over = bool(chance.randrange(2))
@@ -184,8 +183,6 @@ class SchedulerSim(PairSim):
         # Where decode computes, with extra state or a window, it needs checkpoints.
         is_computed = self.compute is not None and (num_slots or window)
         self.num_checkpoints = chance.choice([3, 1, 8, 0]) if is_computed else 0
-        if window:
-            self.num_ranks = 1  # no other rank has what checkpoints keep of a window
         super().__init__(
             seed=0,
             storm=Storm(
@@ -200,7 +197,6 @@ class SchedulerSim(PairSim):
             window=window,
             window_pages=(48, chance.choice([30, 12, 60])),
             decode_step=2 * PAGE_SIZE,
-            digest_every=digest_every,
             chance=chance,
         )  # fmt: skip
 
@@ -212,8 +208,8 @@ class SchedulerSim(PairSim):
         self.copies = SimHost(self.readers[0].memory, max(1, self.host_pages), self.random)
         return engine
 
-    def decode_scheduler(self, log: RankLog) -> DecodeScheduler:
-        num_pages, self.log = self.decode_pages, log
+    def decode_scheduler(self) -> DecodeScheduler:
+        num_pages, self.log = self.decode_pages, RankLog()
         settings = {
             **self.config.for_page_manager(num_pages),
             "num_slots": self.num_slots,
@@ -222,13 +218,14 @@ class SchedulerSim(PairSim):
         if (last := self.sides[1].last) is not None:
             settings["windows"] = (last,)
         rows = self.config.max_running
-        pages = ReplicatedPageManager(log.append, num_pages, PAGE_SIZE, rows, **settings)
+        pages = PageManager(num_pages, PAGE_SIZE, rows, **settings)
         pages.hash_every_pages = 1
-        self.replicas = [
-            DecodeReplica(num_pages, PAGE_SIZE, self.config, self.num_slots)
-            for _ in range(self.num_ranks - 1)
-        ]
-        self.unread: list[deque[bytes]] = [deque() for _ in self.replicas]
+        windows = settings.get("windows", ())
+        self.log.sizes = RankSizes(
+            "decode", num_pages, PAGE_SIZE, rows, self.num_slots, windows=windows
+        )
+        self.followers = [RowFollower(self.log.sizes) for _ in range(self.num_ranks - 1)]
+        self.unread: list[deque[bytes]] = [deque() for _ in self.followers]
         return DecodeScheduler(
             pages,
             reserve_tokens=self.random.choice([0, 4]),
@@ -362,7 +359,7 @@ class SchedulerSim(PairSim):
     def _publish(self) -> None:
         """The pass is over: one message for all ranks. Some engines take several passes
         together."""
-        if self.replicas and (self.calm or self.random.randrange(3)):
+        if self.followers and (self.calm or self.random.randrange(3)):
             raw = self.log.take(self.decode.scheduler.pages)
             for unread in self.unread:
                 unread.append(raw)
@@ -374,24 +371,20 @@ class SchedulerSim(PairSim):
             return _IDLE
         rank = self.random.choice(late)
         for _ in range(self.random.randint(1, len(self.unread[rank]))):
-            self.replicas[rank].apply(self.unread[rank].popleft())
+            self.followers[rank].apply(self.unread[rank].popleft())
         return _DONE
 
     def _compare_ranks(self) -> None:
         """All that was published is read: every rank is what rank 0 is."""
-        if not self.replicas:
+        if not self.followers:
             return
         pages = self.decode.scheduler.pages
         raw = self.log.take(pages)
-        expected = digests(pages)
-        for replica, unread in zip(self.replicas, self.unread, strict=True):
+        for follower, unread in zip(self.followers, self.unread, strict=True):
             for message in [*unread, raw]:
-                replica.apply(message)
+                follower.apply(message)
             unread.clear()
-            replica.audit()
-            assert digests(replica.page_manager) == expected, "ranks: pages differ"
-            assert (replica.page_table == pages.table.array).all()
-            assert replica.page_manager.allocator.free_runs() == pages.allocator.free_runs()
+            assert follower.is_like(pages), "ranks: rows differ"
 
     # --- requests ---------------------------------------------------------------------------------
 

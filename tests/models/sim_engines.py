@@ -2,8 +2,8 @@
 which every KV byte follows from the tokens. On either side rank 0 has the scheduler, and the others
 follow its log. All laws are audited.
 
-Of the library's glue, `RankLeader`, `RankLog`, `DecodeReplica`, `PrefillLog` and `PrefillFollower`
-are real. The engines, and the queues between scheduler and control object, are simulated.
+Of the library's glue, `RankLeader`, `RankLog` and `RowFollower` are real. The engines, and the
+queues between scheduler and control object, are simulated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy as np
 
 import benchmarks.policies.gated
 import benchmarks.policies.gittins  # noqa: F401
-from prefixkv.config import DecodeConfig
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
@@ -41,16 +40,10 @@ from prefixkv.protocol import messages
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.ranks.joined import pack_rank_events
 from prefixkv.ranks.leader import RankLeader
-from prefixkv.ranks.oplog import ReplicatedPageManager
-from prefixkv.ranks.prefill_log import (
-    PrefillFollower,
-    PrefillLog,
-    PrefillRankRooms,
-    pack_prefill_events,
-    settings_of,
-)
-from prefixkv.ranks.replica import DecodeReplica, RankLog, digests
+from prefixkv.ranks.prefill_rooms import PrefillRankRooms
+from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import DeviceEvent, Request
 from tests.models.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.models.sim import Shape, Sim, Storm, scrambled, shape_of, storm_of
@@ -153,10 +146,13 @@ class PrefillEngine:
         self.computing: dict[str, PrefillRequest] = {}
         self.failed: set[RoomKey] = set()  # as the engine was told
         windows = () if side.last is None else (side.last,)
-        sizes = side.num_pages, side.page_size, side.num_slots
-        self.log, self.rooms = PrefillLog(), PrefillRankRooms(len(self.ranks))
-        self.log.settings = settings_of(*sizes, windows)
-        self.followers = {rank: PrefillFollower(*sizes, windows) for rank in self.ranks[1:]}
+        rows = self.scheduler.pages.table.max_requests
+        sizes = RankSizes(
+            "prefill", side.num_pages, side.page_size, rows, side.num_slots, windows=windows
+        )
+        self.log, self.rooms = RankLog(), PrefillRankRooms(len(self.ranks))
+        self.log.sizes = sizes
+        self.followers = {rank: RowFollower(sizes) for rank in self.ranks[1:]}
         self.orders: dict[PrefillRank, deque[bytes]] = {rank: deque() for rank in self.followers}
         self.num_messages = Counter[PrefillRank]()
 
@@ -166,7 +162,7 @@ class PrefillEngine:
 
     def tell(self) -> None:
         self._command(self.scheduler.take_commands())
-        if self.followers and self.log:
+        if self.log.has_news(self.scheduler.pages):
             self._say()
 
     def _command(self, commands: Sequence[Any]) -> None:
@@ -176,12 +172,12 @@ class PrefillEngine:
                 self.log.command(command)
 
     def _say(self) -> None:
-        raw = self.log.take(self.scheduler.requests.values())
+        raw = self.log.take(self.scheduler.pages, self.scheduler.requests.values())
         for orders in self.orders.values():
             orders.append(raw)
 
     def _follow(self, rank: PrefillRank) -> None:
-        rank.inbox.extend(self.followers[rank].apply(self.orders[rank].popleft(), None))
+        rank.inbox.extend(self.followers[rank].apply(self.orders[rank].popleft()).commands)
 
     def catch_up(self) -> None:
         """The engine's broadcast before it computes."""
@@ -210,7 +206,7 @@ class PrefillEngine:
             self.desk.hear(event)
             return
         if rank.rank:
-            raw = pack_prefill_events(rank.rank, self.num_messages[rank], [event])
+            raw = pack_rank_events(rank.rank, self.num_messages[rank], [event])
             self.num_messages[rank] += 1
             ((_, event),) = self.rooms.unpack(raw)
         events, commands = self.rooms.on(rank.rank, event)
@@ -307,7 +303,11 @@ class PrefillEngine:
 
     def check_at_rest(self) -> None:
         self.catch_up()
-        assert not any(map(len, self.followers.values())), "a rank knows a request that is over"
+        scheduler = self.scheduler
+        for follower in self.followers.values():
+            alike = follower.is_like(scheduler.pages, scheduler.requests.values())
+            assert alike, "ranks: rows differ"
+            assert not len(follower), "a rank knows a request that is over"
         assert not len(self.rooms), "a room is not over on all ranks"
 
 
@@ -318,15 +318,18 @@ class DecodeEngine:
         self.sim = sim
         sim.start_readers()
         self.ranks = sim.readers
-        side, config = sim.sides[1], DecodeConfig(max_running=ROWS, policy=sim.policy)
-        self.log = RankLog(sim.digest_every)
-        self.scheduler = sim.decode_scheduler(self.log)
+        side = sim.sides[1]
+        self.log = RankLog()
+        self.scheduler = sim.decode_scheduler()
         submit = self.ranks[0].inbox.append
         sim.leader = RankLeader(self.scheduler, len(self.ranks), self.log, submit)
-        sizes = side.num_pages, side.page_size
+        windows = () if side.last is None else (side.last,)
+        rows = self.scheduler.pages.table.max_requests
+        self.log.sizes = RankSizes(
+            "decode", side.num_pages, side.page_size, rows, side.num_slots, windows=windows
+        )
         for rank in self.ranks[1:]:
-            windows = () if side.last is None else (side.last,)
-            rank.replica = DecodeReplica(*sizes, config, side.num_slots, windows=windows)
+            rank.follower = RowFollower(self.log.sizes)
         self.running: dict[str, DecodeRequest] = {}
         self.local: dict[DecodeRequest, int] = {}  # what is computed here: tokens with KV
         self.kept: dict[int, int] = {}  # states in the slots of checkpoints, on every rank
@@ -383,15 +386,18 @@ class DecodeEngine:
 
     @property
     def log_waits(self) -> bool:
-        return len(self.ranks) > 1 and bool(self.log)
+        return len(self.ranks) > 1 and self.log.has_news(self.scheduler.pages)
 
     def publish(self) -> None:
         """The pass is over: one message for all other ranks."""
         self.tell()
         if self.log_waits:
-            raw = self.log.take(self.scheduler.pages)
-            for rank in self.ranks[1:]:
-                rank.orders.append(raw)
+            self._say()
+
+    def _say(self) -> None:
+        raw = self.log.take(self.scheduler.pages)
+        for rank in self.ranks[1:]:
+            rank.orders.append(raw)
 
     def follow(self) -> None:
         """One of the other ranks reads a message."""
@@ -399,11 +405,12 @@ class DecodeEngine:
             self._read(self.sim.random.choice(late))
 
     def _read(self, rank: DecodeRank) -> None:
-        rank.inbox.extend(rank.replica.apply(rank.orders.popleft()))
+        rank.inbox.extend(rank.follower.apply(rank.orders.popleft()).commands)
 
     def _followers(self) -> list[DecodeRank]:
         """They have read all."""
-        self.publish()
+        self.tell()
+        self._say()
         for rank in self.ranks[1:]:
             while rank.orders:
                 self._read(rank)
@@ -412,20 +419,19 @@ class DecodeEngine:
     def _each_rank(self, req: DecodeRequest) -> list[DecodeRank]:
         """They are about to touch the request's pages."""
         for rank in self._followers():
-            assert rank.replica.pages(req.row).tolist() == req.pages.tolist(), "ranks: pages differ"
-            assert rank.replica.state_slot(req.row) == req.state_slot, "ranks: slots differ"
+            alike = rank.follower.pages(req.row).tolist() == req.pages.tolist()
+            assert alike, "ranks: pages differ"
+            assert rank.follower.state_slot(req.row) == req.state_slot, "ranks: slots differ"
             if (last := self.sim.sides[1].last) is not None:
-                mine, its = req.window_pages(last.name), rank.replica.window_pages(req.row, "last")
+                mine, its = req.window_pages(last.name), rank.follower.window_pages(req.row, "last")
                 alike = (mine.first_page, mine.ids.tolist()) == (its.first_page, its.ids.tolist())
                 assert alike, "ranks: window pages differ"
         return self.ranks
 
     def compare_ranks(self) -> None:
-        """At the end: every rank's books are what rank 0's are."""
+        """At the end: every rank's rows are what rank 0's are."""
         for rank in self._followers():
-            rank.replica.audit()
-            alike = digests(rank.replica.page_manager) == digests(self.scheduler.pages)
-            assert alike, "ranks: digests differ"
+            assert rank.follower.is_like(self.scheduler.pages), "ranks: rows differ"
 
     # --- the engine -------------------------------------------------------------------------------
 
@@ -612,7 +618,6 @@ class EngineSim(Sim):
     decode_step: int = 1  # most tokens of a chunk that decode computes, there
     checkpoints: int = 0
     tensors: tuple[StateTensor, ...] = TENSORS
-    digest_every: int = 0
     spoilt_rate: float = 0.0  # of forwards, on both sides
     ways_to_end = ("stopped", "killed", "left")  # of a prefill worker
 
@@ -651,9 +656,9 @@ class EngineSim(Sim):
     def new_decode(self) -> DecodeEngine:
         return DecodeEngine(self)
 
-    def decode_scheduler(self, log: RankLog) -> DecodeScheduler:
+    def decode_scheduler(self) -> DecodeScheduler:
         return DecodeScheduler(
-            self.decode_page_manager(log), reserve_tokens=self.random.choice([0, 4]),
+            self.decode_page_manager(), reserve_tokens=self.random.choice([0, 4]),
             max_retries=int(self.failure_policy == "retry"),
             admission=("hit_aware", "fifo", "priority")[self.seed % 3], patience_s=2.0,
             waiting_timeout_s=0.8 * TIMING.bootstrap_timeout_s, name=self.readers[0].me.name,
@@ -664,16 +669,12 @@ class EngineSim(Sim):
         self._ticket += 1
         return scrambled(self._ticket)
 
-    def decode_page_manager(self, log: RankLog) -> PageManager:
+    def decode_page_manager(self) -> PageManager:
         side = self.sides[1]
         sizes = side.num_pages, side.page_size, ROWS
         settings: Any = {"policy": self.policy, "num_slots": side.num_slots}
         settings["windows"] = () if side.last is None else (side.last,)
-        pages: PageManager
-        if len(self.readers) == 1:
-            pages = PageManager(*sizes, **settings)
-        else:
-            pages = ReplicatedPageManager(log.append, *sizes, **settings)
+        pages = PageManager(*sizes, **settings)
         pages.hash_every_pages = 1
         return pages
 
@@ -938,7 +939,6 @@ def simulation(seed: int, storm: Storm | None = None) -> EngineSim:
         seed, storms if storm is None else storm, shape,
         decode_pages=chance.choice([14, 18, 40]), prefill_pages=chance.choice([16, 32]),
         failure_policy=chance.choice(["fail", "retry"]), num_slots=num_slots,
-        digest_every=chance.choice([0, 4]),
     )  # fmt: skip
 
 
@@ -954,7 +954,7 @@ def with_windows(seed: int, storm: Storm | None = None) -> EngineSim:
     return EngineSim(
         seed, storm_of(chance, _STORM) if storm is None else storm, shape,
         decode_pages=chance.choice([14, 18, 40]), prefill_pages=chance.choice([16, 32]),
-        failure_policy=chance.choice(["fail", "retry"]), digest_every=chance.choice([0, 4]),
+        failure_policy=chance.choice(["fail", "retry"]),
         window=chance.choice([2, 5, 9, 14]), window_pages=(48, chance.choice([10, 30])),
         window_heads=1 if shape.num_heads == 1 else chance.choice([1, 2]),
         checkpoints=chance.choice([0, 2, 5]),

@@ -24,8 +24,8 @@ from prefixkv.pages.windows import WindowPages, WindowSpec
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import GroupDigest, Hello, ModelDigest, Topology
-from prefixkv.ranks.replica import DecodeReplica
-from prefixkv.ranks.rooms import pack_rank_events
+from prefixkv.ranks.joined import pack_rank_events
+from prefixkv.ranks.row_log import RowFollower
 from prefixkv.runtime.copies import StagingCopies
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
@@ -336,10 +336,9 @@ class PrefillRank(SimRank):
 
 
 class DecodeRank(SimRank):
-    """`worker` is rank 0's identity. `replica` follows rank 0's operation log, where there is
-    one."""
+    """`worker` is rank 0's identity. `follower` has rank 0's rows, on a rank above that."""
 
-    replica: DecodeReplica
+    follower: RowFollower
 
     def __init__(
         self, world: World, side: Side, rank: int, incarnation: int, worker: PeerId | None

@@ -20,13 +20,22 @@ from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import Promise
 from prefixkv.ranks.leader import RankLeader
-from prefixkv.ranks.replica import RankLog
 from prefixkv.testing.hashing import Hashes
 from tests.models.sim import Sim, scrambled, shape_of, storm_of
 from tests.models.sim_rank import DecodeRank, PrefillRank
 
 _NUM_TOKENS = 96  # that a pool holds
 _decode = msgspec.msgpack.Decoder(commands.DecodeCommand).decode
+
+
+class Commands:
+    """A log of commands alone: there are no rows here."""
+
+    def __init__(self) -> None:
+        self.commands: list[commands.DecodeCommand] = []
+
+    def command(self, command: commands.DecodeCommand) -> None:
+        self.commands.append(command)
 
 
 class Ready:
@@ -113,9 +122,9 @@ class RoomSim(Sim):
 
     def _start_decode(self) -> None:
         self.start_readers()
-        self.log = RankLog()
+        self.log = Commands()
         submit = self.readers[0].inbox.append
-        self.leader = RankLeader(self, len(self.readers), self.log, submit)
+        self.leader = RankLeader(self, len(self.readers), self.log, submit)  # type: ignore[arg-type]
         self.free_dst = set(range(self.sides[1].num_pages))
 
     # --- decode's scheduler -----------------------------------------------------------------------
@@ -190,8 +199,8 @@ class RoomSim(Sim):
     def _publish(self) -> None:
         """For the other ranks. It goes through their bytes' format."""
         for rank in self.readers[1:]:
-            rank.orders.extend(map(msgspec.msgpack.encode, self.log.rooms))
-        self.log.rooms.clear()
+            rank.orders.extend(map(msgspec.msgpack.encode, self.log.commands))
+        self.log.commands.clear()
 
     def _join(self) -> None:
         self.hear(self.random.choice(self.readers))

@@ -109,6 +109,6 @@ def weights_simulation(seed: int, storm: Storm | None = None) -> WeightsSim:
     return WeightsSim(
         seed, like.storm, like.shape, decode_pages=like.decode_pages,
         prefill_pages=like.prefill_pages, failure_policy=like.failure_policy,
-        num_slots=like.num_slots, digest_every=like.digest_every,
+        num_slots=like.num_slots,
         move_rate=chance.choice([0.005, 0.02]),
     )  # fmt: skip

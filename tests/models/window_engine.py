@@ -191,9 +191,7 @@ class WindowPair:
         else:
             self.prefill = PrefillGroup(self.p_model.pools, config, self.p_model.mesh)
             self.prefills = [self.prefill]
-            self.decode = DecodeGroup(
-                self.d_model.pools, of_decode, self.d_model.mesh, digest_every=1
-            )
+            self.decode = DecodeGroup(self.d_model.pools, of_decode, self.d_model.mesh)
         self.computing: dict[PrefillRequest, int] = {}
         self.hold = False
         self.running: list[DecodeRequest] = []

@@ -339,7 +339,7 @@ class Machine:
             )
             for row in group.rows_in_use:
                 first, ids = group.row(row)
-                now = group.num_changes(row), (first, *ids.tolist())
+                now = int(group.changes[row]), (first, *ids.tolist())
                 num_changes, before = self.rows.get((number, row), (-1, ()))
                 assert num_changes != now[0] or before == now[1], "a change that is not counted"
                 self.rows[number, row] = now

@@ -8,9 +8,10 @@ from prefixkv.errors import PeerLostError
 from prefixkv.protocol.events import CopyEnded
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.ranks.copies import RankCopies
+from prefixkv.ranks.joined import pack_rank_events
 from prefixkv.ranks.leader import RankLeader
-from prefixkv.ranks.replica import RankLog
-from prefixkv.ranks.rooms import RankRooms, pack_rank_events
+from prefixkv.ranks.rooms import RankRooms
+from prefixkv.ranks.row_log import RankLog
 
 
 def test_a_copy_has_ended_when_it_has_on_every_rank() -> None:

@@ -34,7 +34,8 @@ from prefixkv.protocol.events import (
 )
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Promise
-from prefixkv.ranks.rooms import RankRooms, pack_rank_events
+from prefixkv.ranks.joined import pack_rank_events
+from prefixkv.ranks.rooms import RankRooms
 from tests.control.wire import Alike, members
 
 KEY, OTHER = RoomKey(7, 1), RoomKey(8, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,7 +105,7 @@ class Untyped(LeastRecentlyUsed):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [Adaptive(half_life_s=7.0), Untyped(3.0), "adaptive"])
 def test_an_object_of_a_policy_serves_a_group(policy: Any) -> None:
-    """Each rank of decode has one of its own with the same settings."""
+    """Rank 0 of each side decides alone."""
     configs = PrefillConfig(policy=copy(policy)), DecodeConfig(policy=copy(policy))
     pair = MeshPair(MESH, MESH, prefill_config=configs[0], decode_config=configs[1])
     with pair.prefill, pair.decode:
@@ -113,17 +113,7 @@ def test_an_object_of_a_policy_serves_a_group(policy: Any) -> None:
             pair.submit(f"r{turn}", tokens_of(1, 30), room=turn)
             until(lambda turn=turn: bool(pair.step() or f"r{turn}" in pair.arrived))  # type: ignore[misc]
             pair.decode.finish(pair.arrived[f"r{turn}"])
-        others = [rank.replica.page_manager.cache.policy for rank in pair.decode.others]
-        of_decode = [pair.decode.scheduler.pages.cache.policy, *others]
-        asked = [getattr(one, "asked", one) for one in of_decode]
-        assert len({id(one) for one in asked}) == len(asked) == 2
-        if not isinstance(policy, str):
-            assert all(vars_of(one) == vars_of(policy) for one in asked)
     assert pair.mismatches == 0
-
-
-def vars_of(policy: Any) -> Any:
-    return asdict(policy) if is_dataclass(policy) else policy.weight  # type: ignore[arg-type]
 
 
 def test_an_object_that_serves_a_cache_and_is_no_dataclass_is_refused() -> None:

@@ -33,8 +33,7 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.prefill_log import PrefillLog
-from prefixkv.ranks.replica import RankLog
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.decode_rank import DecodeRank
@@ -90,7 +89,6 @@ CONFIGS: dict[type, Callable[[], Arguments]] = {
         {"room": 1, "prefill": "tcp://p:1", "decode": "d", "namespace": "lora", "cacheable": True,
          "generation": 0, "priority": 0, "deadline_s": 1.0},
     ),
-    RankLog: lambda: ([1], {}),
 }  # fmt: skip
 
 POOLS: dict[Callable[..., Any], Callable[[], Arguments]] = {
@@ -134,7 +132,7 @@ WORKERS: dict[type, Callable[[], Arguments]] = {
     DecodeRank: lambda: ([rank_pool(), decode_config(), MESH, 1, WORKER], {"state": None}),
     PrefillRank: lambda: ([rank_pool(), prefill_config(), MESH, 1], {"state": None}),
     DecodeGroup: lambda: (
-        [[rank_pool(), rank_pool()], decode_config(), MESH], {"digest_every": 1, "states": ()},
+        [[rank_pool(), rank_pool()], decode_config(), MESH], {"states": ()},
     ),
     PrefillGroup: lambda: (
         [[rank_pool(), rank_pool()], prefill_config(), MESH],
@@ -151,7 +149,7 @@ def _odd() -> list[Any]:
         pool, [pool], [pool, pool, pool], [pool, make_pool()], make_pool(), state, [state, state],
         [state, None], MESH, Mesh(1, 1), Mesh("1", None), Mesh(1, 2, 2.0), Mesh(1, 2, 3),  # type: ignore[arg-type]
         Mesh(1, 2, 2, 1, (1, 1)), Mesh(1, 2, 2, 1, "x"), DecodeConfig(), PrefillConfig(),  # type: ignore[arg-type]
-        PATIENT, DecodeConfig, RankLog(), PrefillLog(), WORKER, StateTensor("x", -1, 0, (), "no"),
+        PATIENT, DecodeConfig, RankLog(), WORKER, StateTensor("x", -1, 0, (), "no"),
         [StateTensor("x", 0, 1, ("a",))], [[torch.zeros(4, 4, 2, 8)]], torch.zeros(4, 4, 2, 8),  # type: ignore[arg-type]
         [torch.zeros(3, 2, 4)], ("tcp://p:1",), ["tcp://p:1", 7], ("page", "page", "dim"),
         [(0, 10)], [("a", None)], ["page", 7],
@@ -299,11 +297,9 @@ class Groups:
         """All that no call that raises may change."""
         self.decode.audit()
         self.prefill.audit()
-        prefill = self.prefill
-        return picture(
-            self.decode.scheduler, [rank.replica for rank in self.decode.others],
-            prefill.scheduler, [rank.follower for rank in prefill.others],
-        )  # fmt: skip
+        others = [rank.follower for rank in (*self.decode.others, *self.prefill.others)]
+        rows = [(follower.page_table, follower._rows, follower._views) for follower in others]
+        return picture(self.decode.scheduler, self.prefill.scheduler, rows)
 
     def calls(self) -> dict[str, tuple[list[Any], dict[str, Any]]]:
         """Calls that a group does otherwise than a node, or hands on to its ranks; as they stand

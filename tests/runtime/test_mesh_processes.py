@@ -12,7 +12,7 @@ import pytest
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import TransferError
 from prefixkv.memory.mesh import Mesh
-from prefixkv.ranks.replica import RankLog
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.testing.hashing import PrefixHasher
@@ -45,7 +45,7 @@ class Workers:
         self.prefill.insert(0, self.start_prefill(0))
         config = DecodeConfig(control=self._control, transport=TRANSPORT, reserve_tokens=8)
         pool = make_pools(DECODE, 64, 4, 16, order="page_major", device=device)[0]
-        self.node = DecodeNode(pool, config, RankLog(digest_every=1), DECODE)
+        self.node = DecodeNode(pool, config, RankLog(), DECODE)
         self.other = start("decode", DECODE, 1, config, self.node.peer_id, device)
         self._check = pattern_in(pool, SALT, (DECODE, 0))
         self._hashes = PrefixHasher().prefixes

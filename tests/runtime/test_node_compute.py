@@ -8,7 +8,7 @@ import pytest
 
 from prefixkv.config import ComputeConfig, ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import AbortedError, ConfigError, TransferError
-from prefixkv.ranks.replica import RankLog
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.prefill_node import PrefillNode

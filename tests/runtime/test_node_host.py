@@ -14,9 +14,9 @@ from prefixkv.decode.host_tier import HostTier
 from prefixkv.errors import ConfigError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.mesh import Mesh
-from prefixkv.ranks.oplog import ReplicatedPageManager
-from prefixkv.ranks.replica import DecodeReplica, RankLog
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.host_copies import HostCopies
 from prefixkv.runtime.prefill_node import PrefillNode
@@ -112,14 +112,16 @@ def test_every_rank_copies_its_own_part(page_sizes: tuple[int, int]) -> None:
 def test_a_rank_with_other_host_memory_is_refused() -> None:
     config = DecodeConfig(host_memory=HostConfig(num_pages=8, policy="lru"))
     other = DecodeConfig(host_memory=HostConfig(num_pages=9, policy="lru"))
-    pages = ReplicatedPageManager(
-        (log := RankLog()).append, 16, 4, config.max_running, **config.for_page_manager(16)
-    )
-    log.host_pages = 8
-    message = log.take(pages)
-    DecodeReplica(16, 4, config, host_pages=8).apply(message)
-    with pytest.raises(ConfigError, match="host_pages is 9 on this rank, 8 on rank 0"):
-        DecodeReplica(16, 4, other, host_pages=9).apply(message)
+    mesh = Mesh(2, 2, tp_size=2)
+    with (
+        DecodeNode(make_pool(16, num_kv_heads=1), config, RankLog(), mesh) as node,
+        DecodeRank(make_pool(16, num_kv_heads=1), config, mesh, 1, node.peer_id) as alike,
+        DecodeRank(make_pool(16, num_kv_heads=1), other, mesh, 1, node.peer_id) as unlike,
+    ):
+        message = node.take_log()
+        alike.apply(message)
+        with pytest.raises(ConfigError, match="host_pages is 9 on this rank, 8 on rank 0"):
+            unlike.apply(message)
 
 
 def test_a_node_with_copies_under_way_closes() -> None:

@@ -3,7 +3,9 @@ goes through."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -11,56 +13,67 @@ import pytest
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import CallerError, DrainingError, PeerLostError, RequestError
 from prefixkv.memory.mesh import Mesh
-from prefixkv.ranks.replica import DecodeReplica, RankLog, digests
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.prefill_node import PrefillNode
-from tests.models.node_pair import NodePair, make_pool, tokens_of
+from tests.models.node_pair import NodePair, left, make_pool, tokens_of
 from tests.models.patience import until
 from tests.runtime.conftest import QUICK
 
+MESH = Mesh(2, 2, tp_size=2)
 
-def test_another_rank_reads_the_same_pages() -> None:
+
+@pytest.mark.parametrize("seed", range(4))
+def test_after_each_pass_another_rank_has_the_rows_of_rank_0(seed: int) -> None:
+    """Prompts that begin alike, more than there are pages for, aborts, retractions, a flush."""
+    chance = random.Random(seed)
     config = DecodeConfig(control=QUICK, reserve_tokens=0, max_running=6)
     with (
         PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as prefill,
-        DecodeNode(make_pool(num_pages=30), config, RankLog(digest_every=1)) as decode,
+        DecodeNode(make_pool(30, num_kv_heads=1), config, RankLog(), MESH) as decode,
+        DecodeRank(make_pool(30, num_kv_heads=1), config, MESH, 1, decode.peer_id) as other,
     ):
         pair = NodePair(decode, prefill)
-        replica = DecodeReplica(30, 4, config)
         rows_compared = 0
+        rids = [f"r{i}" for i in range(14)]
 
-        def follow() -> None:
+        def exchange() -> None:
             nonlocal rows_compared
-            replica.apply(decode.take_log())
-            for req in pair.d.running.values():
-                assert replica.pages(req.row).tolist() == req.pages.tolist()
-                rows_compared += 1
-
-        rids = [f"r{i}" for i in range(12)]
-        for i, rid in enumerate(rids):
-            pair.submit(
-                rid,
-                np.concatenate([tokens_of(1, 16), tokens_of(50 + i % 3, 3 + i)]),
-                max_new_tokens=12,
-            )
-        decode.abort(rids[3])
+            other.apply(decode.take_log())
+            held = {req.row: req for req in decode.scheduler.requests.values() if req.row >= 0}
+            for row, req in held.items():
+                assert other.pages(row).tolist() == req.pages.tolist()
+            rows_compared += len(held)
+            for row in {*range(6)} - held.keys():
+                with pytest.raises(CallerError, match="no request on this rank"):
+                    other.pages(row)
+            decode.apply_rank_events(other.take_rank_events())
 
         def ended() -> bool:
-            follow()
+            exchange()
+            event = chance.randrange(60)
+            if event == 0:
+                decode.flush()
+            elif event == 1 and pair.d.running:
+                rid = chance.choice(sorted(pair.d.running))
+                with suppress(RequestError):  # the oldest goes on
+                    decode.retract(rid)
+                    del pair.d.running[rid]
+            elif event == 2:
+                decode.abort(chance.choice(rids))
             return all(rid in pair.d.ended for rid in rids)
 
+        for i, rid in enumerate(rids):
+            branch = tokens_of(50 + chance.randrange(3), 3 + i)
+            pair.submit(rid, np.concatenate([tokens_of(1, 16), branch]), max_new_tokens=12)
         pair.until(ended)
-        decode.flush()
-        pair.settle()
-        follow()
-        assert rows_compared > 20
-        assert digests(replica.page_manager) == digests(decode.scheduler.pages)
-        replica.audit()
-        with pytest.raises(RequestError, match="namespace"):
-            decode.add(Request("x", [1], room=1, prefill=prefill.endpoint, namespace=1.5))
-        pair.check_at_rest()
+        pair.until(
+            lambda: bool(exchange()) or not (left(decode) or left(prefill) or other.num_rooms)
+        )
+        assert rows_compared > 100
+        pair.decode.audit()
 
 
 def test_a_node_of_one_rank_has_no_log() -> None:

@@ -15,7 +15,7 @@ from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.pages.windows import WindowPages
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.prefill_log import PrefillLog
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.prefill_node import PrefillNode
@@ -198,7 +198,7 @@ def test_two_processes_with_one_cache_go_on_from_the_same_checkpoints() -> None:
         other = start(config)
         name, endpoint = other.hello
         side = Side(MESHES[0], 0)
-        with PrefillNode(side.pool, config, MESHES[0], [endpoint], ranks=PrefillLog()) as prefill:
+        with PrefillNode(side.pool, config, MESHES[0], [endpoint], ranks=RankLog()) as prefill:
             there = Workers(other, prefill, side)
             with there.decode:
                 # Chats that come back and evict each other, in pools of 32 pages.

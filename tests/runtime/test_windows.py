@@ -82,7 +82,7 @@ CHATS: list[tuple[int, str, Backend, dict[str, int]]] = [
     (5, "prefill 4, decode 2", "shm", {}),
     (6, "replicas on decode", "nixl", {}),
 ]
-NO_CHECKPOINTS = 4  # the seed of a prefill worker whose ranks have a cache each
+NO_CHECKPOINTS = 4  # the seed of a prefill worker without checkpoints
 # Those of decode workers with host memory, which has no windows, and the draft's pages with the
 # first ones.
 HOST = {1: 200, 3: 9, 5: 200}
@@ -99,7 +99,6 @@ def test_chats_with_small_pools_aborts_and_retractions(
     monkeypatch.setattr(HostTier, "load_s", lambda *_: 0.0)
     chance = random.Random(seed)
     transport = TransportConfig(backend=backend, **staging)
-    tp_sizes = SIDES[sides].get("tp_sizes", (1, 1))
     with WindowPair(
         decode=(18 if seed in HOST else 26, 13), prefill=(30, 18), window=chance.choice([5, 9]),
         shared=backend == "shm", **SIDES[sides],
@@ -142,7 +141,6 @@ def test_chats_with_small_pools_aborts_and_retractions(
             pair.check(rid)
         if staging:
             assert sum(node.stats()["staging_pieces_written"] for node in pair.prefills) > 0
-        assert len(pair.prefills) == (tp_sizes[0] if seed == NO_CHECKPOINTS else 1)
         if seed == NO_CHECKPOINTS:
             return
         points = pair.prefills[0].scheduler.pages.checkpoints
@@ -336,7 +334,7 @@ STATE = StateTensor("s", 0, 1, (1,))
         ),
         (
             lambda: PrefillNode(grouped(), PrefillConfig(checkpoints=2), mesh=Mesh(1, 2, 2)),
-            "a mesh of 2 ranks needs a PrefillLog",
+            "a mesh of 2 ranks needs a RankLog",
         ),
         (lambda: PrefillNode(grouped(), usable_prefix=lambda req, num: num), "usable_prefix: "),
         (lambda: DecodeNode(grouped(60)), "'sliding' has 12 pages; one request may need 17"),

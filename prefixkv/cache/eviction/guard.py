@@ -6,7 +6,6 @@ leaves marks behind; to `lru` they are of pages that were never used.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +14,6 @@ from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafRank
 from prefixkv.cache.node import Mark, TreeNode
 from prefixkv.errors import UserErrors
-
-_log = logging.getLogger("prefixkv.cache")
 
 
 class _Tick(int):
@@ -48,7 +45,7 @@ class Guard(Policy):
 
     Args:
         policy: the user's.
-        errors: counts the exception.
+        errors: counts the exception, and says it.
         requeue: moves all evictable leaves to new queues, and returns the first of these.
     """
 
@@ -68,13 +65,9 @@ class Guard(Policy):
     def fall(self, error: Exception) -> EvictionQueue:
         """Go over to `lru`, unless that was done, and return the queue that all leaves are in."""
         if self.queue is None:
-            _log.error(
-                "policy %r raised; the cache goes on with 'lru', for good",
-                self.name,
-                exc_info=error,
-            )
-            self._errors.num += 1
             self.error = error
+            what = f"policy {self.name!r} raised: the cache goes on with 'lru', for good"
+            self._errors.said(what, error)
             self.asked, self.ghost_pages = _Fallen(), 0
             self.queue = LeafHeap(self.rank)  # for what is asked while the leaves are moved
             self.queue = self._requeue()

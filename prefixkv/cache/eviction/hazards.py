@@ -296,12 +296,9 @@ class Hazards:
             self._num_done += 1
 
     def _finish(self) -> None:
-        """Finish the work on the hazards' worths, and publish them.
-
-        `worth[kind][bin]` rises up to `peak[kind]` and falls from there, so that the leaf of a
-        class that is worth least is its oldest or its newest. Both lists are new objects (see
-        `LeastWorth.choose`).
-        """
+        """Finish the work on the hazards' worths, and publish them. `worth[kind][bin]` rises up to
+        `peak[kind]` and falls from there, so that the leaf of a class that is worth least is its
+        oldest or its newest. Both lists are new objects (see `LeastWorth.choose`)."""
         self._do(len(_PARTS))
         self.peak, self.worth = self._found
 
@@ -430,9 +427,7 @@ class _Sums:
 
 def _chances(entered: Table, returns: Table, before: Table, trust: float) -> Table:
     """Return the hazard of each bin: the chance that a start which reaches it returns in it.
-
-    `before`, the chance assumed without observations, counts as `trust` of them.
-    """
+    `before`, the chance assumed without observations, counts as `trust` of them."""
     return (returns + trust * before) / (entered + trust)
 
 
@@ -473,10 +468,8 @@ def expected_sums(chances: Table) -> tuple[Table, Table]:
 
 def steepest_slopes(uses: Table, seconds: Table, scratch: Table) -> Table:
     """Return from the hazards' expected sums the steepest slope from each bin's beginning to any
-    later one: the Gittins index, float [classes, bins].
-
-    `scratch` is from `new_scratch`, for at least as many classes; its content is lost.
-    """
+    later one: the Gittins index, float [classes, bins]. `scratch` is from `new_scratch`, for at
+    least as many classes; its content is lost."""
     gained, took_s = scratch[:, : len(uses)]
     np.subtract(uses[:, None, :], uses[:, :-1, None], out=gained)
     np.subtract(seconds[:, None, :], seconds[:, :-1, None], out=took_s)

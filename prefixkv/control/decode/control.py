@@ -236,11 +236,8 @@ class DecodeControl:
         return None if room is None else room.machine.poll
 
     def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
-        """Return what the `DecodeControl` knows of prefill ranks: by address, which process
-        answers there, and "ready", "suspect" or "connecting".
-
-        Any thread may ask.
-        """
+        """Return what the `DecodeControl` knows of prefill ranks: by address, which process answers
+        there, and "ready", "suspect" or "connecting". Any thread may ask."""
         return self._links.peers(now_s)
 
     def lost_peers(self, now_s: float) -> LostPeers:
@@ -346,12 +343,9 @@ class DecodeControl:
 
     def _fence(self, peer: PeerId, how: str, now_s: float) -> None:
         """Take Fence: end the rooms of a process that is proved unable to write any more, and drain
-        them soon after.
-
-        Not at once: over TCP the kernels may still hold what it sent before, and that lands as our
-        own transport reads it. So rooms stay undrained until it has been at that for
-        `fence_settle_s`.
-        """
+        them soon after. Not at once: over TCP the kernels may still hold what it sent before, and
+        that lands as our own transport reads it. So rooms stay undrained until it has been at that
+        for `fence_settle_s`."""
         # 1. Over first: what ends below may send frames, and answers of this life must not count.
         self._lives.end(peer, how)
         self._rooms.fail_of(peer, PeerLostError(f"{peer} {how}", peer), now_s)
@@ -367,11 +361,9 @@ class DecodeControl:
     # --- what the transport and the copies say ----------------------------------------------------
 
     def _arrived(self, raw_tag: bytes, now_s: float) -> None:
-        """Take a notification: a part of a write has landed.
-
-        Late, repeated and foreign ones are counted and dropped. They can do no harm, since nothing
-        is freed by a notification; a room that lacks one does not succeed.
-        """
+        """Take a notification: a part of a write has landed. Late, repeated and foreign ones are
+        counted and dropped. They can do no harm, since nothing is freed by a notification; a room
+        that lacks one does not succeed."""
         try:
             tag = ChunkTag.unpack(raw_tag)
         except ProtocolError:
@@ -441,10 +433,8 @@ class DecodeControl:
                 self._refuse_link(link, refused, now_s)
 
     def _frame_failed(self, what: FrameFailed[str], now_s: float) -> None:
-        """End the room that a frame names, after an exception while `DecodeControl` took it.
-
-        Only if the room was promised to the sender, so that no peer can end rooms of another.
-        """
+        """End the room that a frame names, after an exception while `DecodeControl` took it. Only
+        if the room was promised to the sender, so that no peer can end rooms of another."""
         self.counters["frames_failed"] += 1
         frame = messages.decode(what.frame.raw)
         if isinstance(frame.body, messages.RoomBody):
@@ -566,10 +556,8 @@ class DecodeControl:
         body: HelloReply | HelloWanted,
         now_s: float,
     ) -> None:
-        """Take a HelloReply, or the HelloWanted of a prefill rank that does not know us.
-
-        It was restarted, or has forgotten us.
-        """
+        """Take a HelloReply, or the HelloWanted of a prefill rank that does not know us. It was
+        restarted, or has forgotten us."""
         # 1. A life that is over gets no second chance. If it lives, it has to know that.
         try:
             self._lives.check(frame.sender)
@@ -618,11 +606,8 @@ class DecodeControl:
 
     def _take_farewell(self, link: Link, peer: PeerId, now_s: float) -> None:
         """Take a prefill rank's word that it can write no more: end and drain what was promised to
-        it here.
-
-        Only here: any process may answer under any name, so its word proves nothing about the
-        process that answers elsewhere.
-        """
+        it here. Only here: any process may answer under any name, so its word proves nothing about
+        the process that answers elsewhere."""
         if not self._is_elsewhere(peer, link):
             self._links.deaths.fenced(peer)
             self._lives.end(peer, LEFT)

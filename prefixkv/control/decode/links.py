@@ -380,10 +380,8 @@ class Links:
     # --- ends -------------------------------------------------------------------------------------
 
     def suspend(self, link: Link, now_s: float) -> None:
-        """Give the prefill rank of a link no new rooms until it has answered another Hello.
-
-        The link stays open, since its word on the old rooms is still needed to drain them.
-        """
+        """Give the prefill rank of a link no new rooms until it has answered another Hello. The
+        link stays open, since its word on the old rooms is still needed to drain them."""
         if link.ready:
             link.ready = False
             self.note_change(link)
@@ -391,10 +389,8 @@ class Links:
             self._timers.wake(link.address, link.hello.due_s)
 
     def close(self, link: Link, now_s: float) -> None:
-        """Close decode's link to a prefill rank and forget the address.
-
-        Undrained rooms of an earlier peer keep the `Link` object; only a fence can drain them then.
-        """
+        """Close decode's link to a prefill rank and forget the address. Undrained rooms of an
+        earlier peer keep the `Link` object; only a fence can drain them then."""
         # It was closed before, and the address may have another link by now.
         if self._links.get(link.address) is not link:
             return

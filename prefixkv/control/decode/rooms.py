@@ -58,10 +58,8 @@ class Room:
 
     @property
     def heard_s(self) -> float:
-        """The time by which every prefill rank of the room had been heard.
-
-        -infinity if it was promised to none yet, or if another process answers on one's link.
-        """
+        """The time by which every prefill rank of the room had been heard. -infinity if it was
+        promised to none yet, or if another process answers on one's link."""
         times = [
             link.live.heard_s if link.peer == self.peers[rank] else -math.inf
             for rank, link in self.links.items()
@@ -195,11 +193,8 @@ class ReceiverRooms:
 
     def settle(self, token: PeerId | Left | RankDrained, now_s: float) -> None:
         """Drain what a writer holds of decode's rooms, once the transport has read what kernels may
-        still hold of it.
-
-        The writer's agent is gone, as the token says. A token that is settling already is not
-        repeated.
-        """
+        still hold of it. The writer's agent is gone, as the token says. A token that is settling
+        already is not repeated."""
         if not self._timing.fence_settle_s:
             self._drain(token, now_s)
         elif token not in self.settling:

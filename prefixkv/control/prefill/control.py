@@ -265,10 +265,8 @@ class PrefillControl:
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms and offers that an engine or a peer still has something to do with.
-
-        Any thread may ask.
-        """
+        """Number of rooms and offers that an engine or a peer still has something to do with. Any
+        thread may ask."""
         return self._rooms.num_claimed + len(self._offers)
 
     def rooms(self) -> Iterable[SenderRoom]:
@@ -381,10 +379,7 @@ class PrefillControl:
 
     def _decline(self, command: DeclineRoom, now_s: float) -> None:
         """Take DeclineRoom: refuse a request for the engine, so that decode hears why, now or when
-        it promises.
-
-        A room that the engine has added is not touched.
-        """
+        it promises. A room that the engine has added is not touched."""
         key = command.key
         if self._aborts.take(key, command.digest) is None:  # else decode wants it no more
             room = self._rooms.get(key)
@@ -411,11 +406,8 @@ class PrefillControl:
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> None:
         """Move `PrefillControl` to another weights version: KV computed or promised under the old
-        one is not sent.
-
-        Rooms that the engine has added and that nothing was computed or promised for move with it,
-        unless the command ends them too.
-        """
+        one is not sent. Rooms that the engine has added and that nothing was computed or promised
+        for move with it, unless the command ends them too."""
         was, self._weights_version = self._weights_version, command.weights_version
         if was == (now := self._weights_version):
             return
@@ -498,10 +490,8 @@ class PrefillControl:
                 self._peers.reply(received.source, None, self._peers.why_over(error, now_s))
 
     def _frame_failed(self, what: FrameFailed[bytes], now_s: float) -> None:
-        """End the room that a frame names, after an exception while `PrefillControl` took it.
-
-        Only if its sender has named the room: no peer can end rooms of another.
-        """
+        """End the room that a frame names, after an exception while `PrefillControl` took it. Only
+        if its sender has named the room: no peer can end rooms of another."""
         self.counters["frames_failed"] += 1
         frame = messages.decode(what.frame.raw)
         peer = self._peers.find(frame.sender)
@@ -643,11 +633,8 @@ class PrefillControl:
 
     def _life_began(self, life: PeerId, born_s: float, now_s: float) -> None:
         """Give this life of a decode worker a while to promise requests that came to prefill's
-        control before it began.
-
-        They are most likely a former life's, which knows them no more. Only most likely, since a
-        router may name a worker that is about to start.
-        """
+        control before it began. They are most likely a former life's, which knows them no more.
+        Only most likely, since a router may name a worker that is about to start."""
         until_s = now_s + self._timing.suspect_after_s
         for room in list(self._rooms.all()):
             before = room.added_s is not None and room.added_s < born_s
@@ -684,10 +671,8 @@ class PrefillControl:
 
     def _end_unpromised(self, worker: PeerId, how: str, now_s: float) -> None:
         """End the requests that wait for this life of a decode worker to promise pages, which it
-        will not do any more.
-
-        Where a later life is known, it may ask for them: see `_life_began`.
-        """
+        will not do any more. Where a later life is known, it may ask for them: see
+        `_life_began`."""
         known = self._peers.get(worker.name)
         if known is not None and known.id != worker:
             return
@@ -761,11 +746,8 @@ class PrefillControl:
             self._open_offer(key, offer, now_s)
 
     def _check_weights(self, peer: Peer, event: Promised, key: RoomKey, now_s: float) -> None:
-        """Raise ProtocolError for a promise of other weights than ours.
-
-        A request that comes later ends likewise, and so does the offer that the promise would have
-        opened.
-        """
+        """Raise ProtocolError for a promise of other weights than ours. A request that comes later
+        ends likewise, and so does the offer that the promise would have opened."""
         if event.weights_version == self._weights_version:
             return
         error = WeightsVersionError(event.weights_version, self._weights_version)
@@ -778,11 +760,8 @@ class PrefillControl:
 
     def _refuse_promise(self, peer: Peer, promise: Promise, why: str, now_s: float) -> None:
         """Answer a promise that `PrefillControl` has refused; its pages are drained as far as this
-        rank goes.
-
-        No write for it is under way. If another promise of this room stands, decode has ended that
-        one or will do so by its own rules, and gets no answer.
-        """
+        rank goes. No write for it is under way. If another promise of this room stands, decode has
+        ended that one or will do so by its own rules, and gets no answer."""
         key, ticket = peer.key(promise), promise.ticket
         known = self._rooms.get(key)
         named = known is not None and peer.id in known.claimants

@@ -36,10 +36,7 @@ class EarlyAborts:
 
     def keep(self, key: RoomKey, abort: Abort, peer: Peer, now_s: float) -> None:
         """Remember an early abort for `parked_timeout_s`, so that the engine's request for its room
-        fails at once when it comes.
-
-        Bounded per worker.
-        """
+        fails at once when it comes. Bounded per worker."""
         error = abort_error(abort.reason[:_MAX_REASON], abort.versions)
         self.keep_end(key, error, (abort.ticket, abort.digest), peer, now_s)
 
@@ -61,11 +58,9 @@ class EarlyAborts:
             kept[key] = _Early(until_s, error, digest)
 
     def take(self, key: RoomKey, digest: bytes = b"") -> TransferError | None:
-        """Remove and return the error of an early abort of the room; None if there is none.
-
-        Also None if the abort was for another prompt than `digest` names (b"": any). It is removed
-        even then: the number is in use again, so the abort is of no use to anyone.
-        """
+        """Remove and return the error of an early abort of the room; None if there is none. Also
+        None if the abort was for another prompt than `digest` names (b"": any). It is removed even
+        then: the number is in use again, so the abort is of no use to anyone."""
         early = self._aborted.get(key.decode, {}).pop(key, None)
         if early is None:
             return None
@@ -73,10 +68,8 @@ class EarlyAborts:
 
     def take_all(self, numbers: tuple[int, int]) -> TransferError | None:
         """Remove all early aborts of the room's number, by any decode worker, and return one's
-        error.
-
-        For a room that belongs to no decode worker yet (an offer). None if there is no abort.
-        """
+        error. For a room that belongs to no decode worker yet (an offer). None if there is no
+        abort."""
         keys = [RoomKey(*numbers, name) for name in self._aborted]
         errors = [error for key in keys if (error := self.take(key)) is not None]
         return errors[0] if errors else None

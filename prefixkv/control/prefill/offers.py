@@ -23,11 +23,9 @@ class Offer(NamedTuple):
     until_s: float
 
     def proved_by(self, promise: Promised) -> bool:
-        """Return whether the sender of this promise knows the prompt of the offered room.
-
-        The number of a room proves nothing: it travels through routers, and can be guessed or
-        repeated.
-        """
+        """Return whether the sender of this promise knows the prompt of the offered room. The
+        number of a room proves nothing: it travels through routers, and can be guessed or
+        repeated."""
         return promise.fill_len == self.num_tokens and promise.digest == self.digest
 
 

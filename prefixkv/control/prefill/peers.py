@@ -87,11 +87,9 @@ class Peer:
             )
 
     def key(self, word: RoomBody) -> RoomKey:
-        """Return the key of the room that a frame of this peer, a decode rank, is about.
-
-        The decode worker in it is the peer's own, whatever the frame says: so no peer can name a
-        room of another worker.
-        """
+        """Return the key of the room that a frame of this peer, a decode rank, is about. The decode
+        worker in it is the peer's own, whatever the frame says: so no peer can name a room of
+        another worker."""
         return RoomKey(word.room, word.generation, self.worker.name)
 
     def promised(self, promise: Promise, our_page_size: int) -> Promised:
@@ -188,10 +186,8 @@ class Peer:
 
 
 def _has_repeats(pages: npt.NDArray[np.int32], num_pages: int) -> bool:
-    """Return whether a page id in [0, num_pages) occurs twice in a peer's promise.
-
-    O(pages + pool): a mark for each page of the pool. Few pages of a large pool are sorted instead.
-    """
+    """Return whether a page id in [0, num_pages) occurs twice in a peer's promise. O(pages + pool):
+    a mark for each page of the pool. Few pages of a large pool are sorted instead."""
     if len(pages) < 2:  # of a full hit
         return False
     if num_pages > 64 * len(pages):
@@ -249,11 +245,8 @@ class Peers:
 
     def heard_s(self, worker: str, ranks: Iterable[int], since: int) -> float:
         """Return the time by which all `ranks` of a decode worker had been heard, as peers of
-        prefill.
-
-        -infinity if one of them is not known, or replaced a former life after `since` (a value of
-        `num_met`): the new life knows nothing of what the former one was to promise.
-        """
+        prefill. -infinity if one of them is not known, or replaced a former life after `since` (a
+        value of `num_met`): the new life knows nothing of what the former one was to promise."""
         names = [f"{worker}/{rank}" if rank else worker for rank in ranks]
         peers = [self._peers.get(name) for name in names]
         return min(
@@ -364,11 +357,8 @@ class Peers:
 
     def _check_later(self, sender: PeerId, hello: Hello, now_s: float) -> None:
         """Raise NameTakenError if the Hello is of an older decode process than the peer that has
-        its name.
-
-        The older one may not know yet that it was replaced, and we may have been started after
-        both, so that `lives` does not list it as over.
-        """
+        its name. The older one may not know yet that it was replaced, and we may have been started
+        after both, so that `lives` does not list it as over."""
         peer = self._peers.get(sender.name)
         if peer is None or peer.id == sender:
             return
@@ -387,10 +377,8 @@ class Peers:
         now_s: float,
     ) -> None:
         """Make a decode rank that passed the handshake prefill's peer; `received` is its route and
-        its credential.
-
-        A former life under its name must have been removed before (`PrefillControl._admit`).
-        """
+        its credential. A former life under its name must have been removed before
+        (`PrefillControl._admit`)."""
         added = accepted.added
         route, credential = received
         self.lives.begin(frame.sender)
@@ -482,10 +470,8 @@ class Peers:
         self._timers.wake(name, peer.live.heartbeat_due_s(self._timing))
 
     def forget(self, peer: Peer) -> None:
-        """Remove a decode rank from prefill's peers and from the transport.
-
-        Its name may belong to another life already; that one stays.
-        """
+        """Remove a decode rank from prefill's peers and from the transport. Its name may belong to
+        another life already; that one stays."""
         self.news.forget(peer.id)
         self.deaths.forget(peer.id)
         if self._peers.get(peer.id.name) is peer:

@@ -47,11 +47,9 @@ class SenderRoom(SenderMachine):
         return bool(self.claimants) and all(peer.gone for peer in self.claimants.values())
 
     def admits(self, peer: Peer) -> bool:
-        """Return whether this decode rank may speak about this use of the room.
-
-        It may not if another process has already spoken as this rank, or if a claimant belongs to
-        another life of the worker: pages of two lives must not meet in one room.
-        """
+        """Return whether this decode rank may speak about this use of the room. It may not if
+        another process has already spoken as this rank, or if a claimant belongs to another life of
+        the worker: pages of two lives must not meet in one room."""
         if self.is_strange(peer.id, peer.hello.rank):
             return False
         return all(claimant.worker == peer.worker for claimant in self.claimants.values())
@@ -76,10 +74,8 @@ class SenderRoom(SenderMachine):
 
     def drop_claims(self) -> None:
         """Drop the claims of decode ranks on a room that is over, or that makes way for the next
-        use of its number.
-
-        The use is remembered in `Peer.past`, so that a late repeat is not taken for the next use.
-        """
+        use of its number. The use is remembered in `Peer.past`, so that a late repeat is not taken
+        for the next use."""
         claimants, self.claimants = self.claimants, {}
         for peer in claimants.values():
             peer.claimed.drop(self.key)

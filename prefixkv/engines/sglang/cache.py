@@ -10,6 +10,7 @@ lock holds; the rest belongs to the request until `checkpoint` hands whole pages
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -34,10 +35,13 @@ from prefixkv.spi import (
     RadixCache,
     RadixKey,
     TreeNode,
+    UserErrors,
     make_policy,
     packed_ids,
     pages_for,
 )
+
+_log = logging.getLogger("prefixkv.sglang")
 
 
 class Handle:
@@ -97,7 +101,9 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         # The tree counts words of keys; its policy has bounds in tokens.
         policy = make_policy(policy)
         policy.token_scale = 1 / TOKEN_WORDS
-        self.tree = RadixCache(TOKEN_WORDS * self.page_size, policy, num_pages)
+        self.tree = RadixCache(
+            TOKEN_WORDS * self.page_size, policy, num_pages, UserErrors(_log.error)
+        )
         self._slots = SlotTable(num_pages, self.page_size, allocator.device)
         # Locks of `inc_lock_ref`, which gives its caller none; `dec_lock_ref` pops one by place.
         self._held: dict[TreeNode, list[PrefixLock]] = {}

@@ -85,7 +85,7 @@ class DeviceBlocks:
 
     def __init__(self, holds: Holds) -> None:
         self._holds = holds
-        self.errors = UserErrors()
+        self.errors = UserErrors(_log.error)
         self.epoch = 0
         # By name, and the inverse: the block, and vLLM's hash of it when it was left.
         self._left: dict[bytes, tuple[int, Hashable]] = {}
@@ -264,7 +264,7 @@ class HostBlocks:
         try:
             self.device.errors.raise_due()
         except Exception as error:
-            _log.exception("the eviction policy of host memory: %s", error)
+            _log.exception("an event of host memory: %s", error)
 
     def _copy_ended(self, ranks: list[CopyEnd]) -> None:
         assert self.tier is not None

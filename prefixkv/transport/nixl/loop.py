@@ -466,11 +466,9 @@ class NixlLoop(TransportLoop[NixlPeer]):
 
     def _tell_if_proven(self, job_id: int) -> None:
         """Emit WriteDrained if the loop has no NIXL agent left that could still write for the job.
-
         Called when the job has ended, and when an agent was destroyed. The later of the two finds
         no such agent and emits; the earlier one finds one and does nothing. So there is one
-        WriteDrained.
-        """
+        WriteDrained."""
         if not any(job_id in agent.unproven for agent in [*self._agents, *self._outlived]):
             self.emit(WriteDrained(job_id))
 

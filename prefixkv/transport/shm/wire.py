@@ -131,10 +131,8 @@ def listen(door: str) -> socket.socket:
 
 
 def connect(door: str) -> socket.socket:
-    """Return a connection to this door of another shm transport.
-
-    Raises OSError if there is no listener, HandshakeError if it runs as another user.
-    """
+    """Return a connection to this door of another shm transport. Raises OSError if there is no
+    listener, HandshakeError if it runs as another user."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         # Any process could listen under this name: the user is checked before the token is said.
