@@ -271,8 +271,8 @@ MUTANTS = (
     ),
     Mutant(
         "9", "what was computed here is free before the device is done", ("FlightEnds.end",),
-        "self._computing.give_up(flight.owner) or flight.after is not None",
-        "self._computing.give_up(flight.owner) and flight.after is True",
+        "self._computing.give_up(flight.owner) or flight.owner.unwritten is not None",
+        "self._computing.give_up(flight.owner) and flight.owner.unwritten == ()",
         ("decode/test_compute.py::test_an_abort_frees_its_pages_once_the_device_is_done",),
     ),
     Mutant(
