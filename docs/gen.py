@@ -2,8 +2,7 @@
 
     PYTHONPATH=$PWD python docs/gen.py
 
-CI fails where a page differs from what is committed. A sentence stands with what it describes:
-below the field of a setting or a message, in a metric's text, in a docstring's list of keys.
+A sentence stands below the field of a setting or message, in a metric's text, in a list of keys.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ import prefixkv
 from prefixkv import config, spi, transfer
 from prefixkv.cli.main import app
 from prefixkv.decode import journal as decode_journal
+from prefixkv.engines.sglang import transfer_options as sglang
+from prefixkv.engines.vllm import options
 from prefixkv.engines.vllm import stats as vllm
 from prefixkv.memory import kv_layout, staging_area, state_layout
 from prefixkv.pages.requests import PagedRequest
@@ -96,9 +97,9 @@ def settings() -> str:
         "`--control-heartbeat-s` on the command line, `PREFIXKV_CONTROL_HEARTBEAT_S` in the "
         "environment. Times are seconds. A value out of its bounds raises `ConfigError`.\n"
     ]
-    of_core = classes_of(config, dataclasses.is_dataclass)
     known: dict[str, str] = {}  # what two workers share stands with the first
-    for kind in of_core + classes_of(serving, dataclasses.is_dataclass):
+    modules = (config, serving, options, sglang)
+    for kind in (kind for one in modules for kind in classes_of(one, dataclasses.is_dataclass)):
         rows = []
         for field in fields_of(kind):
             text = field.sentences or ("" if field.table else known.get(field.name, ""))
@@ -122,7 +123,6 @@ def node_rows() -> Iterator[list[str]]:
 
 
 def served_rows() -> Iterator[list[str]]:
-    node: Any
     for path in sorted((ROOT / "prefixkv").rglob("*.py")):
         source = path.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(source)) if '"prefixkv_' in source else ():

@@ -33,22 +33,24 @@ def _flat(kind: Any, *but: str) -> Any:
 class Limits:
     """Bounds on what one client may cost.
 
-    A request's head may take `head_timeout_s` once it is connected, its body `body_timeout_s` and
-    `max_body_bytes`. A connection without a request is closed after `idle_timeout_s`, one that does
-    not read its answer after `write_timeout_s`. The bodies that are arriving have eight times
+    A client that is beyond them gets 408, 413 or 429. The bodies that are arriving have eight times
     `max_body_bytes` in sum: beyond, the body that has been coming for longest is given up.
-
-    A front or a proxy answers `max_requests_per_client` of one address at once, and as many samples
-    (`n`, times prompts) of those that have several, and more with 429; 0: any number. Behind
-    another proxy all clients have one address.
     """
 
     max_body_bytes: Bytes = 16 << 20
+    """Most bytes of a request's body."""
     head_timeout_s: Seconds = 10.0
+    """How long a request's head may take once it is connected."""
     body_timeout_s: Seconds = 30.0
+    """How long a request's body may take."""
     idle_timeout_s: Seconds = 60.0
+    """A connection without a request is closed after this."""
     write_timeout_s: Seconds = 60.0
+    """A connection that does not read its answer is closed after this."""
     max_requests_per_client: CountOrZero = 1024
+    """Requests of one address that a front or a proxy answers at once, and as many samples (`n`,
+    times prompts) of those that have several; 0: any number. Behind another proxy all clients have
+    one address."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -117,10 +119,12 @@ class WorkerSettings:
         CountOrZero, doc("Pages of layers with sliding windows; 0: what is needed.")
     ] = 0
     layout: Literal["layer_major", "page_major"] = "layer_major"
+    """How the pool's pages lie in memory."""
     models: ModelSettings = _flat(ModelSettings)
     # A worker takes prompts as lists of tokens, which are longer than their texts.
     listen: ListenSettings = _flat(lambda: ListenSettings(limits=Limits(max_body_bytes=64 << 20)))
-    parent: CountOrZero = 0  # a process without which this one is killed; 0: none
+    parent: CountOrZero = 0
+    """A process without which this one is killed; 0: none."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -218,6 +222,7 @@ class ServeConfig:
         CountOrZero, doc("Default limit of tokens per chat answer (0: up to the context).")
     ] = 512
     start_timeout_s: SecondsOrZero = 600.0
+    """How long requests wait for a worker that is missing, and a start for its workers."""
     tokenizer_folder: Annotated[
         str,
         doc("Folder that gets the small model's tokenizer, for clients that count tokens; none: no "

@@ -34,22 +34,21 @@ OPTION_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """Settings of the transfer backend, as JSON in an environment variable.
-
-    `name` is the server's, one of its own, the same after a restart; "": its address and port.
-    `bind` is where each rank of a prefill server listens, with a port of `*`; "": the loopback
-    interface, or the machine's address where keys are set or `network_is_isolated`. `model`
-    is what both servers have to agree on; "": the last part of the model's served name.
-    `fence_folder` is where an operator declares peers dead (`fences.py`); "": nowhere. `control`
-    and `transport` are the fields of `ControlConfig` and `TransportConfig`.
-    """
+    """Settings of the transfer backend: a JSON object in `PREFIXKV_TRANSFER`."""
 
     name: str = ""
+    """Name of this server, unique, the same after a restart. Empty: its address and port."""
     bind: str = ""
+    """Where each rank of a prefill server listens, with a port of `*`. Empty: the loopback
+    interface, or the machine's address where keys are set or `control.network_is_isolated`."""
     model: str = ""
+    """What both servers have to agree on. Empty: the last part of the served model's name."""
     fence_folder: str = ""
+    """Folder where an operator declares peers dead. Empty: nowhere."""
     control: ControlConfig = field(default_factory=ControlConfig)
+    """Times and bounds of the control plane."""
     transport: TransportConfig = field(default_factory=TransportConfig)
+    """How KV travels."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -59,46 +59,49 @@ OPTION_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
-    """Settings of the connector; each is a key of `kv_connector_extra_config`.
-
-    `name` is this server's unique name, the same after a restart: prefill requests name the decode
-    server by it. `bind` is the address at which a prefill server listens; "": the loopback
-    interface, port `kv_port` of vLLM's configuration. `advertise` is the address at which decode
-    servers reach it, for rooms that prefill draws itself; "": `bind`, with this host's address
-    where `bind` names none. Both servers have to agree on `model` ("": the model as vLLM was given
-    it) and on `weights_version`.
-
-    With `join_flights` a request on decode waits for another that loads the same blocks. Where at
-    most `compute_below` tokens are missing, decode computes them itself if that is measured to be
-    the better way; where they are at most `recompute_below`, always. One of the two may be set.
-
-    The blocks of a room that prefill has drawn are kept for a decode server: at most
-    `offer_timeout_s`, and at least `offer_grace_s` against requests for which no decode server
-    waits.
-
-    `policy` names the rule by which cached blocks are evicted (docs/policies.md); "": vLLM's own.
-    `host_memory` is the memory of each worker's host for blocks that vLLM evicts: "8GiB", or "4x",
-    times vLLM's own; "": none. `host_policy` is its rule of eviction; "": as `policy`, or the
-    library's where that is vLLM's own.
-
-    `control` and `transport` are the fields of `ControlConfig` and `TransportConfig`.
-    """
+    """Settings of the connector; each is a key of `kv_connector_extra_config`."""
 
     name: str
+    """This server's unique name, the same after a restart: prefill requests name the decode server
+    by it."""
     bind: str = ""
+    """Address at which a prefill server listens. Empty: the loopback interface, port `kv_port` of
+    vLLM's configuration. Another address needs keys (`control.curve`) or
+    `control.network_is_isolated`."""
     advertise: str = ""
+    """Address at which decode servers reach a prefill server that draws rooms itself. Empty:
+    `bind`, with this host's address where `bind` names none."""
     model: str = ""
+    """What both servers have to agree on; give it where the paths differ. Empty: vLLM's `--model`.
+    """
     weights_version: str = "0"
+    """Which weights the server begins with: KV of another version is refused."""
     join_flights: bool = True
+    """A request waits for another request's load of the same blocks."""
     recompute_below: CountOrZero = 0
+    """Decode computes what it lacks itself where that is at most this many tokens, whatever it
+    costs. Excludes `compute_below`."""
     offer_timeout_s: Seconds = 120.0
+    """How long the blocks of a prompt are kept for a decode server to open its room, where prefill
+    has drawn it."""
     offer_grace_s: SecondsOrZero = 10.0
+    """How long of that they are kept from other requests, while no promised prompt and no load
+    waits here."""
     policy: str = ""
+    """Rule by which cached blocks are evicted (docs/policies.md). Empty: vLLM's own."""
     control: ControlConfig = field(default_factory=ControlConfig)
+    """Times and bounds of the control plane."""
     transport: TransportConfig = field(default_factory=TransportConfig)
+    """How KV travels: `{"interface": "eth0"}` for servers on two machines."""
     compute_below: CountOrZero = 0
+    """Decode computes what it lacks itself where that is at most this many tokens and measured to
+    be the better way; 0: never. 16384 is a `DecodeNode`'s default."""
     host_memory: str = ""
+    """Memory of each worker's host for blocks that vLLM evicts: "8GiB", or "4x" (times vLLM's
+    blocks). For servers that decode. Empty: none."""
     host_policy: str = ""
+    """Rule by which host memory evicts. Empty: as `policy`, or `adaptive` where that is vLLM's own.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self)
