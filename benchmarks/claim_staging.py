@@ -158,8 +158,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Staging) -> None:
             mesh, pools[variant] = case.mesh(0, variant), case.pools(case.mesh(0, variant))
             config = PrefillConfig(name=f"prefill-{variant}", transport=case.transport(variant))
             groups[variant] = open_groups.enter_context(PrefillGroup(pools[variant], config, mesh))
-            for node in groups[variant].nodes:
-                case.scatter(node.scheduler.pages)
+            case.scatter(groups[variant].scheduler.pages)
         pipe.send({variant: group.endpoint for variant, group in groups.items()})
         if case.beside_bare:
             bare = BareSender(
@@ -174,8 +173,7 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Staging) -> None:
                 continue
             group = groups[variant]
             stuck = Stuck(group)
-            for node in group.nodes:
-                node.flush()
+            group.flush()
             decode = f"decode-{variant}"
             group.add(Request(f"r{room}", case.prompt(room), room=room, decode=decode))
             (req,) = stuck.until(group.pop_bootstrapped)

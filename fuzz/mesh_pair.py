@@ -4,7 +4,7 @@ of what succeeds is right on every rank; no write and no copy touches pages or l
 its room's; each use of a room ends once and drains once.
 
 With `--schedulers` the ranks have schedulers and stand-in engines: prefix caches, the log that
-decode's ranks follow, prefill's ranks in step, retractions, flushes, extra state.
+other ranks follow, retractions, flushes, extra state.
 
     python fuzz/mesh_pair.py --seconds 600 [--seed 1] [--schedulers]
 """

@@ -445,7 +445,7 @@ class DecodeConfig:
     `cache=False` turns the prefix cache off: nothing is matched, nothing kept.
 
     `policy` chooses the cached pages that are evicted first: a registered name, or a `Policy` with
-    settings of its own (`Adaptive(trust=20)`), which serves one cache; ranks need a name.
+    settings of its own (`Adaptive(trust=20)`), which serves one cache.
     `admission` chooses the request that is admitted first: "hit_aware", "fifo", "priority", a
     registered name, or an `AdmissionPolicy`. No other overtakes a request that has waited
     `patience_s`, unless that steps aside because the running ones cannot make room for it. A

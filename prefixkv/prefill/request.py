@@ -47,7 +47,7 @@ class PrefillRequest(PagedRequest[PrefillState]):
     """
 
     __slots__ = (
-        "computed_s", "decode_prefix_len", "dense_pages", "given_up", "key", "num_chunks", "number",
+        "computed_s", "decode_prefix_len", "dense_pages", "given_up", "key", "num_chunks",
         "peer", "plan", "popped", "promised_s", "sent_pages", "source_free", "started_s",
         "state_slot", "window_plans",
     )  # fmt: skip
@@ -62,10 +62,9 @@ class PrefillRequest(PagedRequest[PrefillState]):
     }
     TIMES = ("promised_s", "started_s", "computed_s", "ended_s")
 
-    def __init__(self, request: Request, pages: PageManager, now_s: float, number: int = 0) -> None:
+    def __init__(self, request: Request, pages: PageManager, now_s: float) -> None:
         super().__init__(request, pages, PrefillState.BOOTSTRAPPING, now_s)
         self.key = request.key
-        self.number = number  # counts up, in the order of `add`
         self.decode_prefix_len = 0
         self.plan: SendPlan | None = None
         self.window_plans: tuple[WindowPlan, ...] = ()  # by window group

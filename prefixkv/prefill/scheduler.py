@@ -73,15 +73,14 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         num_slots: int = 0,
         usable_prefix: UsablePrefix | None = None,
         follow_s: float = 1.0,
-        in_step: bool = False,
         weights_version: str = "",
         checkpoint_tokens: int = 1,
     ) -> None:
         """Begin prefill's scheduler without requests. `num_slots`: of the engine's extra state, a
         slot of which is sent with every request; 0: there is none. `follow_s`: see PrefillConfig.
-        `in_step`: with the other ranks of a worker. `weights_version`: of the weights that it
-        begins with. `checkpoint_tokens`: where `pages` has checkpoints, the depth of each is a
-        multiple of it; their slots of the extra state come behind the `num_slots`.
+        `weights_version`: of the weights that it begins with. `checkpoint_tokens`: where `pages`
+        has checkpoints, the depth of each is a multiple of it; their slots of the extra state come
+        behind the `num_slots`.
         """
         self.journal = PrefillJournal()
         super().__init__(pages, self.journal, weights_version)
@@ -97,7 +96,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.at_checkpoints = self.checkpoints is not None or usable_prefix is _no_prefix
         points = self.checkpoints
         self.shared_prefixes = SharedPrefixes(
-            pages.page_size, self.counters, follow_s, oldest_leads=in_step,
+            pages.page_size, self.counters, follow_s,
             step_pages=1 if points is None else points.step_pages,
             on_wait=None if points is None else points.add_stop,
         )  # fmt: skip
@@ -107,7 +106,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         # Requests: `requests` (of the base class) has all that live or hold pages; `_rooms` those
         # with a room that may still be spoken of; `_sent` and `_failed` what the engine has not
         # popped.
-        self._num_added = 0
         self._computed: dict[PrefillRequest, None] = {}  # with KV that the tree has not yet
         self._max_aux_bytes = max_aux_bytes
         self._rooms: dict[RoomKey, PrefillRequest] = {}
@@ -148,8 +146,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             raise
         # 3. Enter it everywhere, and only then ask for its room: the answer may come with the next
         # events.
-        req = PrefillRequest(request, self.pages, now_s, self._num_added)
-        self._num_added += 1
+        req = PrefillRequest(request, self.pages, now_s)
         self._note_deadline(req)
         self.requests[req.rid] = req
         self._rooms[req.room_key] = req

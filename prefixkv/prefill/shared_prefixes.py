@@ -64,10 +64,6 @@ class SharedPrefixes:
 
     With a `stall_s` of 0 no request follows another.
 
-    With `oldest_leads`, only requests that were added earlier are waited for. The ranks of a worker
-    may hand out in different orders, but add in the same: so no two wait for each other on two
-    ranks.
-
     A wait ends at a multiple of `step_pages`. `on_wait` is told of its leader, and of the tokens
     that this has to pass.
     """
@@ -77,7 +73,6 @@ class SharedPrefixes:
         page_size: int,
         counters: MutableMapping[str, int],
         stall_s: float,
-        oldest_leads: bool = False,
         step_pages: int = 1,
         on_wait: Callable[[PrefillRequest, int], object] | None = None,
     ) -> None:
@@ -87,7 +82,6 @@ class SharedPrefixes:
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._stall_s = stall_s
-        self._oldest_leads = oldest_leads
         # `_by_next_page` has the leaders that can be found: those with a next page. A follower is
         # in `_waits` and `_by_tokens`, then in `_released` until the queue looks at it.
         self._leads: dict[PrefillRequest, _Lead] = {}
@@ -164,8 +158,6 @@ class SharedPrefixes:
         passed_over = self._passed_over.get(req)
         for leader in self._by_next_page.get((req.key.namespace, num_pages, page), ()):
             if passed_over and leader in passed_over:
-                continue
-            if self._oldest_leads and leader.number > req.number:
                 continue
             leader_data = leader.key.data
             if not data.startswith(memoryview(leader_data)[: (num_pages + 1) * page_bytes]):

@@ -1,5 +1,5 @@
 """The rooms of one number on all ranks of a worker, joined at rank 0: what a decode worker and a
-prefill worker with one cache have in common. Pure.
+prefill worker have in common. Pure.
 
 The first failure ends the room on all ranks. It is over when every rank is done with it: then its
 number, and its pages, which have the same ids on all, may be used again. A rank whose process is

@@ -1,4 +1,4 @@
-"""The rooms of one number on all ranks of a prefill worker with one cache, joined at rank 0: its
+"""The rooms of one number on all ranks of a prefill worker, joined at rank 0: its
 scheduler hears of a room what all ranks together say. Pure.
 """
 

@@ -170,8 +170,7 @@ class _Told(NamedTuple):
 
 
 class RankLog:
-    """Rank 0's log, for the other ranks of a decode worker, or of a prefill worker with one cache.
-    Owned by the scheduler's thread.
+    """Rank 0's log, for the other ranks of a worker. Owned by the scheduler's thread.
 
     The engine carries the bytes, by its own broadcast, once a pass: before the step whose attention
     reads the rows. Ranks may apply late and at different times. Rank 0's `after=` events stand for

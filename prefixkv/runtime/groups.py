@@ -9,45 +9,31 @@ from __future__ import annotations
 import math
 import select
 import time
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
-from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.control.death_watch import LostPeers, merged_lost_peers
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.errors import CallerError, ConfigError, check_laws, shown
+from prefixkv.errors import CallerError, ConfigError, RequestError, check_laws, shown
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.paging import Pages
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
-from prefixkv.prefill.rank_group import RankGroup
 from prefixkv.prefill.request import PrefillRequest
-from prefixkv.ranks.row_log import RankLog
-from prefixkv.request import DeviceEvent
+from prefixkv.ranks.row_log import RankLog, RankRequest
+from prefixkv.request import DeviceEvent, check_rid
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.decode_rank import DecodeRank
-from prefixkv.runtime.one_thread import OneThread
+from prefixkv.runtime.following_rank import FollowingRank
+from prefixkv.runtime.node import Node
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.runtime.prefill_rank import PrefillRank
 from prefixkv.settings import check_kind, check_timeout
 from prefixkv.wakeups import wait_readable
-
-Config = TypeVar("Config", DecodeConfig, PrefillConfig)
-
-
-def _rank_configs(config: Config, num_ranks: int) -> list[Config]:
-    """Return the configs of a group's ranks: each has a policy object of its own, since one serves
-    one cache."""
-    configs = [config]
-    for _ in range(1, num_ranks):
-        policy: str | Policy = config.policy
-        own = policy if isinstance(policy, str) else policy.another()
-        configs.append(replace(config, policy=own))
-    return configs
 
 
 def _check_ranks(
@@ -111,9 +97,94 @@ class _Readiness:
         self._epoll.close()
 
 
-class DecodeGroup(DecodeNode):
+class _Group(Node[Any, Any, Any]):
     """Rank 0 of a mesh with the other ranks at hand: each call takes their events in and hands them
-    the log.
+    the log."""
+
+    others: Sequence[FollowingRank] = ()  # none before all are there
+    _readiness: _Readiness
+    _log: RankLog
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the group."""
+        return 1 + len(self.others)
+
+    def _watch(self) -> None:
+        self._readiness.watch([self.transfers.fileno(), *(one.fileno() for one in self.others)])
+
+    @abstractmethod
+    def _join_events(self, raw: bytes, now_s: float) -> None:
+        """Join the events of another rank with rank 0's."""
+
+    def _pump(self) -> float:
+        now_s = super()._pump()
+        for other in self.others:
+            self._join_events(other.take_rank_events(), now_s)
+        if self.others:
+            self._tell()
+        return now_s
+
+    def _tell(self) -> None:
+        super()._tell()
+        if self.others and self._log.has_news(self.scheduler.pages):
+            self._hand_log()
+
+    def _hand_log(self) -> None:
+        """Apply rank 0's log on all other ranks."""
+        if self.others:
+            raw = self._log.take(self.scheduler.pages, self._known())
+            for other in self.others:
+                self._apply(other, raw)
+
+    def _apply(self, other: Any, raw: bytes) -> None:
+        other.apply(raw)
+
+    def fence_rank(self, rank: int, after: DeviceEvent | None = None) -> None:
+        """Raise CallerError: the ranks of a group are of this process, and live as it does."""
+        raise CallerError(f"rank {shown(rank)} of a group is of this process, which lives")
+
+    def lost_peers(self) -> LostPeers:
+        """Return the lost peers of all ranks of the group, merged; see `Node.lost_peers`."""
+        of_others = (rank.lost_peers() for rank in self.others)
+        return merged_lost_peers([self.transfers.lost_peers(), *of_others])
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for events of any rank of the group; see `Node.wait`."""
+        check_timeout(timeout_s)
+        self._check_open()
+        return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable for any rank of the group. See `Node.fileno`."""
+        return self._readiness.fd if self.others else super().fileno()
+
+    def _known(self) -> Iterable[Any]:
+        """Return the requests that the other ranks know."""
+        return ()
+
+    def audit(self) -> None:
+        """Check the laws of the group, and that every rank has rank 0's rows. Raises
+        InternalError."""
+        super().audit()
+        self._hand_log()
+        for other in self.others:
+            is_like = other.follower.is_like(self.scheduler.pages, self._known())
+            check_laws({"each rank has the rows of rank 0": is_like}, other.peer_id)
+
+    def close(self) -> None:
+        """Close every rank of the group, rank 0 first: its scheduler tells the others nothing after
+        that. An InternalError comes once all are closed; others are its context."""
+        # Callbacks run in reverse: readiness, rank 0, then the others. All run even if one raises.
+        with ExitStack() as closing:
+            for other in self.others:
+                closing.callback(other.close)
+            closing.callback(super().close)
+            closing.callback(self._readiness.close)
+
+
+class DecodeGroup(_Group, DecodeNode):
+    """All ranks of a decode worker.
 
     Args:
         pools: by rank; each holds its rank's share, all have as many pages.
@@ -134,43 +205,23 @@ class DecodeGroup(DecodeNode):
         check_kind("config", config, DecodeConfig)
         check_kind("mesh", mesh, Mesh)
         states = _check_ranks(pools, states, mesh.num_ranks)
-        self.others: list[DecodeRank] = []
-        self._readiness = _Readiness()
-        self._log = RankLog()
-        super().__init__(
-            pools[0], config, self._log if mesh.num_ranks > 1 else None, mesh, states[0]
-        )
+        self._readiness, self._log = _Readiness(), RankLog()
+        ranks = self._log if mesh.num_ranks > 1 else None
+        DecodeNode.__init__(self, pools[0], config, ranks, mesh, states[0])
+        others: list[DecodeRank] = []
         # Rank 0 exists: others name it as their worker. If one fails, all are closed.
         try:
             for rank, pool in enumerate(pools[1:], start=1):
-                self.others.append(DecodeRank(pool, config, mesh, rank, self.peer_id, states[rank]))
+                others.append(DecodeRank(pool, config, mesh, rank, self.peer_id, states[rank]))
         except BaseException:
+            self.others = others
             self.close()
             raise
-        self._readiness.watch([self.transfers.fileno(), *(other.fileno() for other in self.others)])
+        self.others = others
+        self._watch()
 
-    def _pump(self) -> float:
-        """Take in what happened on all ranks of the decode group; return the time."""
-        now_s = super()._pump()
-        if self.others:
-            for other in self.others:
-                self._leader.on_rank_events(other.take_rank_events(), now_s)
-            self._tell()
-        return now_s
-
-    def _tell(self) -> None:
-        """Hand on commands, and to the decode group's other ranks the log of what rank 0 has
-        done."""
-        super()._tell()
-        if self.others and self._log.has_news(self.scheduler.pages):
-            self._hand_log()
-
-    def _hand_log(self) -> None:
-        """Apply rank 0's log on all other ranks of the decode group."""
-        if self.others:
-            raw = self.take_log()
-            for other in self.others:
-                other.apply(raw)
+    def _join_events(self, raw: bytes, now_s: float) -> None:
+        self._leader.on_rank_events(raw, now_s)
 
     def pages_of(self, req: DecodeRequest) -> list[Pages]:
         """Return the request's page ids as each rank of the decode group knows them; none on any
@@ -178,105 +229,15 @@ class DecodeGroup(DecodeNode):
         self.scheduler.check_own(req)
         self._hand_log()
         if req.pages_held is None:
-            return [req.pages] * (1 + len(self.others))
-        return [req.pages, *(other.pages(req.row) for other in self.others)]
-
-    def fence_rank(self, rank: int, after: DeviceEvent | None = None) -> None:
-        """Raise CallerError: the ranks of a decode group are of this process, and live as it
-        does."""
-        raise CallerError(f"rank {shown(rank)} of a group is of this process, which lives")
-
-    def lost_peers(self) -> LostPeers:
-        """Return the lost peers of all ranks of the decode group, merged; see
-        `DecodeNode.lost_peers`."""
-        return merged_lost_peers(
-            [super().lost_peers(), *(rank.lost_peers() for rank in self.others)]
-        )
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for events of any rank of the decode group; see `DecodeNode.wait`."""
-        check_timeout(timeout_s)
-        self._check_open()
-        return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable for any rank of the decode group. See
-        `Node.fileno`."""
-        return self._readiness.fd if self.others else super().fileno()
-
-    def audit(self) -> None:
-        """Check the laws of the decode group, and that every rank has rank 0's rows. Raises
-        InternalError."""
-        super().audit()
-        self._hand_log()
-        for other in self.others:
-            is_like = other.follower.is_like(self.scheduler.pages)
-            check_laws({"each rank has the rows of rank 0": is_like}, other.peer_id)
-
-    def close(self) -> None:
-        """Close every rank of the decode group, rank 0 first: its scheduler tells the others
-        nothing after that."""
-        # Callbacks run in reverse: readiness, rank 0, then the others. All run even if one raises.
-        with ExitStack() as closing:
-            for other in self.others:
-                closing.callback(other.close)
-            closing.callback(super().close)
-            closing.callback(self._readiness.close)
+            return [req.pages] * self.num_ranks
+        return [req.pages, *(other.follower.pages(req.row) for other in self.others)]
 
 
-class _LeadingNode(PrefillNode):
-    """Rank 0 of a prefill worker with one cache, and the ranks that follow it at hand: each call
-    takes their events in and hands them the log."""
+class PrefillGroup(_Group, PrefillNode):
+    """All ranks of a prefill worker. `pools` and `states` are as for DecodeGroup, `usable_prefix`
+    as for PrefillNode."""
 
-    def __init__(
-        self, pool: KVPool, config: PrefillConfig, mesh: Mesh, others: Sequence[PrefillRank],
-        state: StatePool | None,
-    ) -> None:  # fmt: skip
-        self.others: Sequence[PrefillRank] = ()
-        self.chunk_ready: DeviceEvent | None = None  # of the chunk that is handed over now
-        endpoints = [other.endpoint for other in others]
-        super().__init__(pool, config, mesh, 0, endpoints, state, ranks=RankLog())
-        self.others = others
-
-    def _pump(self) -> float:
-        """Take in what happened on all ranks of the prefill group; return the time."""
-        now_s = super()._pump()
-        rooms = self._rank_rooms
-        for other in self.others:
-            raw = other.take_rank_events()
-            for rank, event in rooms.unpack(raw) if raw and rooms is not None else ():
-                self._join(rank, event, now_s)
-        self._tell()
-        return now_s
-
-    def _tell(self) -> None:
-        """Hand on commands, and to the prefill group's other ranks the log of what rank 0 has
-        done."""
-        super()._tell()
-        if self.others and self._ranks is not None and self._ranks.has_news(self.scheduler.pages):
-            self.hand_log()
-
-    def audit_others(self) -> None:
-        """Check that the other ranks of the prefill group know what rank 0's requests have. Raises
-        InternalError."""
-        self.hand_log()
-        pages, requests = self.scheduler.pages, self.scheduler.requests.values()
-        for other in self.others:
-            is_like = other.follower.is_like(pages, requests)
-            check_laws({"each rank has the rows and requests of rank 0": is_like}, other.peer_id)
-
-    def hand_log(self) -> None:
-        """Apply rank 0's log on all other ranks of the prefill group."""
-        raw = self.take_log()
-        for other in self.others:
-            other.apply(raw, self.chunk_ready)
-
-
-class PrefillGroup(RankGroup[PrefillNode], OneThread):
-    """The ranks of a prefill worker in step (prefill/rank_group.py). With
-    `PrefillConfig.checkpoints` there is one cache, rank 0's, which the others follow."""
-
-    any_thread = frozenset({"fileno"})
+    _chunk_ready: DeviceEvent | None = None  # of the chunk that is handed over now
 
     def __init__(
         self,
@@ -286,50 +247,46 @@ class PrefillGroup(RankGroup[PrefillNode], OneThread):
         states: Sequence[StatePool | None] = (),
         usable_prefix: UsablePrefix | None = None,
     ) -> None:
-        """Build every rank of the prefill group in this process, the last one first.
-
-        `states` are by rank, where requests have extra state. `usable_prefix` is as for
-        PrefillNode; each rank asks it.
-        """
         check_kind("config", config, PrefillConfig)
         check_kind("mesh", mesh, Mesh)
         states = _check_ranks(pools, states, mesh.num_ranks)
-        configs = _rank_configs(config, mesh.num_ranks)
-        super().__init__(nodes := list[PrefillNode]())
-        self.others: list[PrefillRank] = []
-        self._readiness = _Readiness()
-        is_led = config.checkpoints > 0 and mesh.num_ranks > 1 and usable_prefix is None
-        try:
+        self._readiness, self._log = _Readiness(), RankLog()
+        with ExitStack() as undo:
+            undo.callback(self._readiness.close)
+            others: list[PrefillRank] = []
             # Rank 0 last: it says where the others are.
-            for rank in range(mesh.num_ranks - 1, -1, -1):
-                of_rank = pools[rank], configs[rank], mesh
-                if not is_led:
-                    endpoints = [node.endpoint for node in nodes] if rank == 0 else []
-                    node = PrefillNode(*of_rank, rank, endpoints, states[rank], usable_prefix)
-                    nodes.insert(0, node)
-                elif rank:
-                    self.others.insert(0, PrefillRank(*of_rank, rank, states[rank]))
-                else:
-                    nodes.append(_LeadingNode(*of_rank, self.others, states[0]))
-        except BaseException:
-            self.close()
-            raise
-        self._readiness.watch([rank.fileno() for rank in self._all_ranks])
+            for rank, pool in enumerate(pools[1:], start=1):
+                others.append(PrefillRank(pool, config, mesh, rank, states[rank]))
+                undo.callback(others[-1].close)
+            endpoints = [other.endpoint for other in others]
+            ranks = self._log if mesh.num_ranks > 1 else None
+            PrefillNode.__init__(
+                self, pools[0], config, mesh, endpoints, states[0], usable_prefix, ranks=ranks
+            )
+            undo.pop_all()
+        self.others = others
+        self._watch()
 
-    @property
-    def _all_ranks(self) -> list[PrefillNode | PrefillRank]:
-        return [*self.nodes, *self.others]
+    def _join_events(self, raw: bytes, now_s: float) -> None:
+        for rank, event in self._led_rooms.unpack(raw) if raw else ():
+            self._join(rank, event, now_s)
 
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks of the prefill group."""
-        return len(self._all_ranks)
+    def _apply(self, other: Any, raw: bytes) -> None:
+        other.apply(raw, self._chunk_ready)
 
-    def ranks_of(self, rid: str) -> list[PrefillRequest]:
-        """Return the request on each prefill rank of the group; see `RankGroup.ranks_of`. With one
-        cache it is rank 0's on all: the others have the same pages."""
-        reqs = super().ranks_of(rid)
-        return reqs * self.num_ranks if self.others else reqs
+    def _known(self) -> Iterable[PrefillRequest]:
+        return self.scheduler.requests.values()
+
+    def ranks_of(self, rid: str) -> list[PrefillRequest | RankRequest]:
+        """Return the request as each rank of the prefill group knows it. Raises RequestError for
+        one that is not here."""
+        check_rid(rid)
+        if (req := self.scheduler.requests.get(rid)) is None:
+            raise RequestError(f"request {rid!r} is not here")
+        self._hand_log()
+        if req.pages_held is None:
+            return [req] * self.num_ranks
+        return [req, *(other.follower.request(rid) for other in self.others)]
 
     def send_chunk(
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
@@ -337,59 +294,15 @@ class PrefillGroup(RankGroup[PrefillNode], OneThread):
     ) -> int:  # fmt: skip
         """Send a chunk on every prefill rank of the group; return the sum of the pages. See
         `PrefillNode.send_chunk`."""
-        leader = self.nodes[0]
-        if not isinstance(leader, _LeadingNode):
-            return super().send_chunk(req, end, last, aux, ready, state_slot)
-        leader.chunk_ready = ready
+        self._chunk_ready = ready
         try:
             return super().send_chunk(req, end, last, aux, ready, state_slot) * self.num_ranks
         finally:
-            leader.chunk_ready = None
-
-    def save_state(self, req: PrefillRequest, end: int) -> int:
-        """Return the slot of every rank's StatePool into which the prefill group's engine copies a
-        request's extra state behind `end` tokens. See `PrefillNode.save_state`.
-
-        Raises RequestError without checkpoints, and as that.
-        """
-        return self.nodes[0].save_state(req, end)
-
-    @property
-    def endpoint(self) -> str:
-        """Address of the prefill group's rank 0, which `Request.prefill` names."""
-        return self.nodes[0].endpoint
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for events of any rank of the prefill group; see `PrefillNode.wait`."""
-        check_timeout(timeout_s)
-        if self._ready or any(node.scheduler.has_results for node in self.nodes):
-            return True
-        return self.nodes[0]._wait(self._readiness.wait, timeout_s)
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable for any rank of the prefill group. See
-        `Node.fileno`."""
-        return self._readiness.fd
+            self._chunk_ready = None
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of the prefill group's nodes, summed over the ranks; with one cache,
-        those of its requests and pages are rank 0's."""
-        all_stats = [rank.stats() for rank in self._all_ranks]
-        return {name: sum(stats.get(name, 0) for stats in all_stats) for name in all_stats[0]}
-
-    def audit(self) -> None:
-        """Check the laws on every rank of the prefill group. Raises InternalError."""
-        for node in self.nodes:
-            node.audit()
-        for leader in self.nodes:
-            if isinstance(leader, _LeadingNode):
-                leader.audit_others()
-
-    def close(self) -> None:
-        """Close every rank of the prefill group. An InternalError comes once all are closed; others
-        are its context."""
-        with ExitStack() as closing:
-            # Callbacks run in reverse: rank 0 first, where there is one cache.
-            for rank in (*self.others, *self.nodes):
-                closing.callback(rank.close)
-            closing.callback(self._readiness.close)
+        """Return the counters of the prefill group, those of its ranks' transfers summed; those of
+        its requests and pages are rank 0's."""
+        stats = super().stats()
+        others = [rank.stats() for rank in self.others]
+        return {name: num + sum(one.get(name, 0) for one in others) for name, num in stats.items()}

@@ -57,11 +57,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
     Args:
         pool: the KV memory; kept until the node has closed.
         config: see PrefillConfig.
-        mesh, rank: how the model is shared out over the ranks of this worker, and which of them
-            this is. Every rank is a PrefillNode with its own share, and gets the same requests and
-            chunks. None: the only rank.
-        endpoints: on rank 0, the `endpoint` of each other rank, in order: `Request.prefill` names
-            rank 0's.
+        mesh: how the model is shared out over the ranks of this worker, of which this is rank 0;
+            each other one is a `PrefillRank`. None: the only rank.
+        endpoints: the `endpoint` of each other rank, in order.
         state: this rank's share of the extra state of requests. Its slots are the engine's: one
             that it names in `send_chunk(last=True, state_slot=)` must be left alone until the
             request is popped as sent or failed.
@@ -70,14 +68,14 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             behind them; rounded down to whole pages. By default none where there is extra state
             without `PrefillConfig.checkpoints`, all where there is none.
         transport: makes another transport than NIXL's, for tests.
-        ranks: on rank 0 of several: the others are `PrefillRank`s, which follow this node's cache
-            and its checkpoints (`take_log`). Without, each is a PrefillNode with a cache of its
-            own.
+        ranks: a RankLog where there are other ranks (ranks/row_log.py); then call `take_log` as it
+            says.
 
     Raises:
         ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this
-            rank's share or cannot be registered, `checkpoints` without as many slots of extra state
-            and one more, with several ranks and no `ranks`, or with `usable_prefix`.
+            rank's share or cannot be registered, a mesh of several ranks without `ranks`,
+            `checkpoints` without as many slots of extra state and one more, or with
+            `usable_prefix`.
     """
 
     scheduler: PrefillScheduler
@@ -89,7 +87,6 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         pool: KVPool,
         config: PrefillConfig | None = None,
         mesh: Mesh | None = None,
-        rank: int = 0,
         endpoints: Sequence[str] = (),
         state: StatePool | None = None,
         usable_prefix: UsablePrefix | None = None,
@@ -99,14 +96,14 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         super().__init__(pool, state)
         config = checked_config(config, PrefillConfig)
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
-        spec = RankSpec.of(pool, config.model, mesh, rank, state)
+        spec = RankSpec.of(pool, config.model, mesh, state=state)
         check_callable("usable_prefix", usable_prefix)
         if ranks is not None:
             check_kind("ranks", ranks, RankLog)
-            if rank:
-                raise ConfigError(f"ranks: rank {rank} that follows a RankLog is a PrefillRank")
         num_ranks = spec.mesh.num_ranks
-        _check_checkpoints(config.checkpoints, spec, usable_prefix, ranks is not None)
+        if num_ranks > 1 and ranks is None:
+            raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
+        _check_checkpoints(config.checkpoints, spec, usable_prefix)
         layout = pool.layout
         check_own_memory(layout)
         pages = PageManager(
@@ -131,13 +128,12 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             num_slots=max(0, spec.num_slots - config.checkpoints),
             usable_prefix=usable_prefix,
             follow_s=config.follow_s,
-            in_step=num_ranks > 1 and ranks is None,
             weights_version=config.model.weights_version,
             checkpoint_tokens=config.checkpoint_tokens,
         )
         try:
             self.transfers = PrefillTransfers(
-                pool, config, mesh, rank, endpoints, state=state, transport=transport
+                pool, config, mesh, 0, endpoints, state=state, transport=transport
             )
         except BaseException:
             pages.cache.policy.release()  # the next node may have it
@@ -149,9 +145,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             ranks.sizes = rank_sizes("prefill", pool, config.max_running, spec.num_slots)
             self._rank_rooms = PrefillRankRooms(num_ranks)
         self._observe(prefill_journal.timeline)
-        # The ranks cache the same, so one of them publishes.
-        if rank == 0:
-            self._publish_events(config)
+        self._publish_events(config)
 
     @property
     def endpoint(self) -> str:
@@ -434,10 +428,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
 
 
 def _check_checkpoints(
-    num_checkpoints: int, spec: RankSpec, usable_prefix: UsablePrefix | None, has_log: bool
+    num_checkpoints: int, spec: RankSpec, usable_prefix: UsablePrefix | None
 ) -> None:
-    """Raise ConfigError for checkpoints that a prefill node of this rank cannot have. `has_log`:
-    the other ranks follow it."""
+    """Raise ConfigError for checkpoints that a prefill node cannot have."""
     if usable_prefix is not None and spec.layout.windows:
         raise ConfigError("usable_prefix: a pool with window groups goes on at checkpoints alone")
     if not num_checkpoints:
@@ -447,11 +440,6 @@ def _check_checkpoints(
     only_windows = spec.state is None and bool(spec.layout.windows)
     if not only_windows and spec.num_slots <= num_checkpoints:
         why = f"the extra state has {spec.num_slots} slots, and the engine needs some"
-    elif spec.mesh.num_ranks > 1 and not has_log:
-        why = (
-            "a prefill worker of several ranks keeps them on rank 0 alone, built with "
-            "ranks=RankLog(); the others are PrefillRanks"
-        )
     elif usable_prefix is not None:
         why = "usable_prefix says where the engine goes on"
     if why:

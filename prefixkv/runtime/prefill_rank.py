@@ -1,4 +1,4 @@
-"""A prefill rank above 0 of a worker with one cache: its own pool, agent and rooms; rank 0 decides
+"""A prefill rank above 0: its own pool, agent and rooms; rank 0 decides
 what to do with them."""
 
 from __future__ import annotations

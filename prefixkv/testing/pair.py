@@ -80,8 +80,7 @@ class StandInPrefill:
 
     def _begin(self, req: PrefillRequest) -> None:
         """Begin a request on the stand-in prefill, behind its cached prefix."""
-        # Each rank has a cache of its own: only what all of them have is skipped.
-        known = min(rank.prefix_len for rank in self.node.ranks_of(req.rid))
+        known = req.prefix_len
         if req.request.generation == 0 and req.request.cacheable:
             self.prompt_tokens += len(self.open[req.rid])
             self.hit_tokens += known
@@ -97,8 +96,7 @@ class StandInPrefill:
         hashes, start = self.open[req.rid], self._computed[req.rid]
         end = min(start + self._chunk_tokens, len(hashes))
         for rank, pattern in zip(self.node.ranks_of(req.rid), self._patterns, strict=True):
-            # A rank with a longer prefix keeps it: those pages are shared, and must not be written.
-            pattern.fill(rank.pages, max(start, rank.prefix_len), hashes[:end])
+            pattern.fill(rank.pages, start, hashes[:end])
         if self._seconds_per_token:
             busy_s = self._seconds_per_token * (end - start)
             time.sleep(max(0.0, busy_s - (time.perf_counter() - began_s)))

@@ -30,51 +30,82 @@ class _Calls:
         self._clock.skip(seconds, [self.node])
 
 
-class PrefillCalls(_Calls):
-    """One prefill rank."""
+class _PrefillRank(_Calls):
+    """A prefill rank, and its engine's hands."""
 
-    def __init__(
-        self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...],
-        device: str = DEVICE,
-    ) -> None:  # fmt: skip
-        from prefixkv.runtime.prefill_node import PrefillNode
+    def __init__(self, mesh: Mesh, rank: int, device: str) -> None:
         from prefixkv.testing.hashing import PrefixHasher
         from prefixkv.testing.pattern import make_pools, pattern_in
         from tests.models.mesh_workers import SALT
 
         super().__init__()
-        pool = make_pools(mesh, 64, 4, 16, order="layer_major", device=device)[rank]
-        self.node = PrefillNode(pool, config, mesh, rank, endpoints)
-        self.hello = (self.node.peer_id, self.node.endpoint)
-        self._reqs: dict[str, Any] = {}
+        self.pool = make_pools(mesh, 64, 4, 16, order="layer_major", device=device)[rank]
         self._hashes = PrefixHasher().prefixes
-        self._fill = pattern_in(pool, SALT, (mesh, rank)).fill
+        self._fill = pattern_in(self.pool, SALT, (mesh, rank)).fill
+
+    def compute(self, req: Any, tokens: Tokens, end: int) -> None:
+        self._fill(req.pages, min(req.prefix_len, end), self._hashes(tokens)[:end])
+
+    def rooms(self) -> int:
+        return self.node.num_rooms
+
+
+class PrefillCalls(_PrefillRank):
+    """Prefill's rank 0."""
+
+    def __init__(
+        self, mesh: Mesh, config: PrefillConfig, endpoints: tuple[str, ...], device: str = DEVICE
+    ) -> None:
+        from prefixkv.ranks.row_log import RankLog
+        from prefixkv.runtime.prefill_node import PrefillNode
+
+        super().__init__(mesh, 0, device)
+        self.node = PrefillNode(self.pool, config, mesh, endpoints, ranks=RankLog())
+        self.hello = (self.node.peer_id, self.node.endpoint)
+        self._requests: dict[str, Any] = {}
 
     def add(self, rid: str, tokens: Tokens, room: int) -> None:
         from prefixkv.request import Request
 
         self.node.add(Request(rid, tokens, room=room, decode="decode-0"))
 
-    def poll(self) -> list[tuple[str, str]]:
-        """(what, request) of all that has happened since the last call."""
+    def hear(self, said: bytes) -> None:
+        self.node.apply_rank_events(said)
+
+    def poll(self) -> tuple[list[tuple[str, str]], bytes]:
+        """(what, request) of all that has happened since the last call, and the log."""
         ready = self.node.pop_bootstrapped()
-        self._reqs |= {req.rid: req for req in ready}
-        said = [("ready", req.rid) for req in ready]
-        said += [("failed", req.rid) for req in self.node.pop_failed()]
-        return said + [("sent", req.rid) for req in self.node.pop_sent()]
+        self._requests |= {req.rid: req for req in ready}
+        news = [("ready", req.rid) for req in ready]
+        news += [("failed", req.rid) for req in self.node.pop_failed()]
+        news += [("sent", req.rid) for req in self.node.pop_sent()]
+        return news, self.node.take_log()
 
-    def chunk(self, rid: str, end: int, event: str = "") -> None:
-        req = self._reqs[rid]
+    def chunk(self, rid: str, end: int) -> bytes:
+        """Returns the log."""
+        req = self._requests[rid]
         last = end == req.num_tokens
-        start = min(req.prefix_len, end)
-        self._fill(req.pages, start, self._hashes(req.tokens)[:end])
-        self.node.send_chunk(req, end, last, b"aux" if last else b"", EVENTS.get(event))
+        self.compute(req, req.tokens, end)
+        self.node.send_chunk(req, end, last, b"aux" if last else b"")
+        return self.node.take_log()
 
-    def abort(self, rid: str) -> bool:
-        return self.node.abort(rid)
 
-    def rooms(self) -> int:
-        return self.node.num_rooms
+class FollowingPrefillCalls(_PrefillRank):
+    """A prefill rank above 0."""
+
+    def __init__(self, mesh: Mesh, rank: int, config: PrefillConfig, device: str = DEVICE) -> None:
+        from prefixkv.runtime.prefill_rank import PrefillRank
+
+        super().__init__(mesh, rank, device)
+        self.node = PrefillRank(self.pool, config, mesh, rank)
+        self.hello = (self.node.peer_id, self.node.endpoint)
+
+    def apply(self, raw: bytes, event: str = "") -> bytes:
+        self.node.apply(raw, EVENTS.get(event))
+        return self.node.take_rank_events()
+
+    def fill(self, rid: str, tokens: Tokens, end: int) -> None:
+        self.compute(self.node.request(rid), tokens, end)
 
 
 class DecodeCalls(_Calls):
@@ -109,7 +140,8 @@ class DecodeCalls(_Calls):
 
 
 def _serve(pipe: Any, kind: str, *args: Any) -> None:
-    calls: Any = {"prefill": PrefillCalls, "decode": DecodeCalls}[kind](*args)
+    kinds = {"prefill": PrefillCalls, "follows": FollowingPrefillCalls, "decode": DecodeCalls}
+    calls: Any = kinds[kind](*args)
     pipe.send(calls.hello)
     obey(pipe, calls)
 

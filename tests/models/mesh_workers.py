@@ -94,8 +94,7 @@ class MeshPair:
     def step(self) -> None:
         self.decode.pop_preallocated()
         for ready in self.prefill.pop_bootstrapped():
-            ranks = self.prefill.ranks_of(ready.rid)
-            self.computing[ready.rid] = min(rank.prefix_len for rank in ranks)
+            self.computing[ready.rid] = ready.prefix_len
         for bad in self.prefill.pop_failed():
             self.computing.pop(bad.rid, None)
             self.prefill_failed[bad.rid] = bad.error
@@ -125,7 +124,7 @@ class MeshPair:
         for rank, pattern in zip(
             self.prefill.ranks_of(req.rid), self._prefill_patterns, strict=True
         ):
-            pattern.fill(rank.pages, max(start, rank.prefix_len), hashes[:end])
+            pattern.fill(rank.pages, start, hashes[:end])
         last = end == req.num_tokens
         if last and not self.may_end(req):
             return

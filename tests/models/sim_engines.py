@@ -1,9 +1,8 @@
 """A simulation whose ranks are put to work by schedulers with stand-in engines: whole workers, in
 which every KV byte follows from the tokens. On decode, rank 0 has the scheduler, and the others
-follow its log; on prefill each rank has one, and they go in step, or with checkpoints follow rank
-0's log. All laws are audited.
+follow its log; so also on prefill. All laws are audited.
 
-Of the library's glue, `RankLeader`, `RankLog`, `RowFollower` and `RankGroup` are real. The
+Of the library's glue, `RankLeader`, `RankLog` and `RowFollower` are real. The
 engines, and the queues between scheduler and control object, are simulated.
 """
 
@@ -35,8 +34,7 @@ from prefixkv.memory.state_layout import StateTensor, check_state_pairs
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
-from prefixkv.prefill.rank_group import RankGroup
-from prefixkv.prefill.request import PrefillRequest, PrefillState
+from prefixkv.prefill.request import PrefillRequest
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import Fence
@@ -59,7 +57,7 @@ _NO_PAGES = np.empty(0, np.int32)
 
 
 class PrefillDesk:
-    """What a PrefillNode is without its threads: one rank's scheduler, as its engine calls it."""
+    """What a PrefillNode is without its threads: rank 0's scheduler, as its engine calls it."""
 
     def __init__(self, sim: EngineSim, rank: PrefillRank) -> None:
         self.sim, self.rank = sim, rank
@@ -117,18 +115,6 @@ class PrefillDesk:
             case SourceFree(key):
                 self.scheduler.source_free(key, now_s)
 
-    def check(self, req: PrefillRequest) -> None:
-        """What is cached already is right."""
-        hashes, known = self.hashes(req.tokens), req.prefix_len
-        assert known <= self.usable.get(req.room_key, known), "there is no state behind that"
-        self.rank.check_bytes(req, req.pages, hashes[:known])
-        self.check_last(req, hashes[:known])
-
-    def check_last(self, req: PrefillRequest, hashes: np.ndarray) -> None:
-        """What is behind these tokens in the window layers is right."""
-        if (last := self.sim.sides[0].last) is not None and not req.state.ended:
-            self.rank.check_last(req, req.window_pages(last.name), hashes, last.window)
-
     def _usable_prefix(self, req: PrefillRequest, prefix_len: int) -> int:
         self.usable[req.room_key] = self.sim.random.choice([0, prefix_len // 2, prefix_len])
         return self.usable[req.room_key]
@@ -139,59 +125,50 @@ class PrefillEngine:
 
     log_waits = False  # for a rank above 0
 
-    def __init__(self, sim: EngineSim, num_desks: int | None = None) -> None:
+    def __init__(self, sim: EngineSim) -> None:
         self.sim = sim
         self.ranks = [sim.new_writer(rank) for rank in range(sim.sides[0].mesh.num_ranks)]
-        self.group = RankGroup([PrefillDesk(sim, rank) for rank in self.ranks[:num_desks]])
-        self.desks = self.group.nodes
-        self.scheduler = self.desks[0].scheduler
+        self.desk = PrefillDesk(sim, self.ranks[0])
+        self.scheduler = self.desk.scheduler
         self.free_slots = list(range(sim.sides[0].num_slots))
         self.computing: dict[str, PrefillRequest] = {}
-        self.shares: dict[str, list[PrefillRequest]] = {}
         self.failed: set[RoomKey] = set()  # as the engine was told
 
     def tell(self) -> None:
-        for desk in self.desks:
-            desk.rank.inbox.extend(desk.scheduler.take_commands())
+        self.ranks[0].inbox.extend(self.scheduler.take_commands())
 
     def schedule(self) -> None:
         """One thing the engine's scheduler may do."""
-        if said := [desk for desk in self.desks if desk.rank.events]:
-            desk = self.sim.pick(said)
-            desk.hear(desk.rank.events.popleft())
-            return
-        self._pass()
+        if self.ranks[0].events:
+            self.desk.hear(self.ranks[0].events.popleft())
+        else:
+            self._pass()
 
     def _pass(self) -> None:
         """Take what the scheduler hands out, and compute a chunk."""
-        for req in self.group.pop_bootstrapped():
+        for req in self.desk.pop_bootstrapped():
             self.computing[req.rid] = req
-        for req in self.group.pop_failed():
-            for share in self.shares[req.rid]:
-                ends = share.state.ended or share.state is PrefillState.SENDING
-                assert ends, f"{share} goes on, and has failed on another rank"
+        for req in self.desk.pop_failed():
             self.failed.add(req.room_key)
             self.computing.pop(req.rid, None)
             self._free_slot(req)
-        for req in self.group.pop_sent():
+        for req in self.desk.pop_sent():
             self._free_slot(req)
         if self.computing:
             self._compute(self.sim.random.choice(list(self.computing.values())))
 
     def add(self, request: Request) -> None:
         try:
-            self.group.add(request)
-            self.shares[request.rid] = self.group.ranks_of(request.rid)
+            self.desk.add(request)
         except PrefixKVError:
             self.sim.counters["refused by prefill"] += 1
 
     def abort(self, rid: str) -> None:
         self.computing.pop(rid, None)
-        self.group.abort(rid)
+        self.desk.abort(rid)
 
     def flush(self) -> None:
-        for desk in self.desks:
-            desk.scheduler.flush()
+        self.scheduler.flush()
 
     def _free_slot(self, req: PrefillRequest) -> None:
         """No write may read it any more, so it is overwritten at once."""
@@ -200,39 +177,45 @@ class PrefillEngine:
                 rank.scribble(_NO_PAGES, [req.state_slot], 0xEE)
             self.free_slots.append(req.state_slot)
 
+    def _views(self, req: PrefillRequest) -> list[Any]:
+        """The request as each rank's engine has it."""
+        return [req]
+
     def _compute(self, req: PrefillRequest) -> None:
-        shares = list(zip(self.desks, self.shares[req.rid], strict=True))
-        assert not any(share.popped for _, share in shares), "its pages may be another's"
-        done = max(share.plan.computed for _, share in shares if share.plan is not None)
-        start = max(done, min(share.prefix_len for _, share in shares))
+        assert not req.popped, "its pages may be another's"
+        assert req.plan is not None
+        start = max(req.plan.computed, req.prefix_len)
         end = min(req.num_tokens, start + self.sim.random.randint(1, 3 * PAGE_SIZE))
-        if self.sim.sides[0].last is not None:
-            stops = [at for _, share in shares for at in share.stops if at > start]
-            end = min([end, *stops])
+        if (kept := self.sim.sides[0].last) is not None:
+            end = min([end, *(at for at in req.stops if at > start)])
         last = end == req.num_tokens
         slot = -1
         if last and self.scheduler.num_slots:
             if not self.free_slots:
                 return
             slot = self.free_slots.pop(0)
-        spoils = self.sim.spoils()
-        for desk, share in shares:
-            if done == 0 and not share.state.ended:
-                desk.check(share)
-            hashes = desk.hashes(req.tokens)[:end]
-            if spoils:
-                hashes = hashes ^ SPOILT
-            desk.rank.fill(share.pages, max(start, share.prefix_len), hashes, slot)
-            if (kept := self.sim.sides[0].last) is not None and share.pages_held is not None:
-                desk.check_last(share, desk.hashes(req.tokens)[:start])
-                desk.rank.fill_last(share.window_pages(kept.name), start, hashes)
+        usable = self.desk.usable.get(req.room_key, req.prefix_len)
+        assert req.prefix_len <= usable, "there is no state behind that"
+        spoils, hashes = self.sim.spoils(), self.desk.hashes(req.tokens)[:end]
+        computed = hashes ^ SPOILT if spoils else hashes
+        views = [] if req.pages_held is None else self._views(req)
+        for rank, view in zip(self.ranks, views, strict=bool(views)):
+            # What is there, of a former request or of this one's chunks, is right on each rank.
+            if not req.state.ended:
+                rank.check_bytes(req, view.pages, hashes[:start])
+            rank.fill(view.pages, start, computed, slot)
+            if kept is not None:
+                row = view.window_pages(kept.name)
+                if not req.state.ended:
+                    rank.check_last(req, row, hashes[:start], kept.window)
+                rank.fill_last(row, start, computed)
         if spoils:
             self.free_slots += [slot] * (slot >= 0)
             self._fail(req, end, last)
             return
         token = self.sim.next_token(req.tokens, self.scheduler.weights_version)
         aux = token.to_bytes(4, "little") if last else b""
-        self.group.send_chunk(req, end, last, aux, None, slot)
+        self.desk.send_chunk(req, end, last, aux, None, slot)
         if last:
             del self.computing[req.rid]
 
@@ -241,24 +224,24 @@ class PrefillEngine:
         it is the last one, at once after."""
         self.sim.counters["spoilt on prefill"] += 1
         if not last and self.sim.random.random() < 0.5:
-            self.group.send_chunk(req, end)
-        self.group.fail(req.rid, NotFiniteError("spoilt"))
+            self.desk.send_chunk(req, end)
+        self.desk.fail(req.rid, NotFiniteError("spoilt"))
 
     def scribble(self) -> None:
         """Overwrite all free pages, so that a write that still reads one shows."""
-        for desk in self.desks:
-            allocator = desk.scheduler.pages.allocator
-            desk.rank.scribble(allocator.pages_in(PageState.FREE), (), 0xEE)
-            for group in desk.scheduler.pages.windows:
-                desk.rank.scribble_last(group.allocator.pages_in(PageState.FREE), 0xEE)
+        pages = self.scheduler.pages
+        for rank in self.ranks:
+            rank.scribble(pages.allocator.pages_in(PageState.FREE), (), 0xEE)
+            for group in pages.windows:
+                rank.scribble_last(group.allocator.pages_in(PageState.FREE), 0xEE)
 
 
 class LedPrefillEngine(PrefillEngine):
-    """One life of a prefill worker with one cache: rank 0's scheduler decides, and the others
+    """One life of a prefill worker of several ranks: rank 0's scheduler decides, and the others
     follow its log, each at its own pace; but all know what is computed before it is."""
 
     def __init__(self, sim: EngineSim) -> None:
-        super().__init__(sim, num_desks=1)
+        super().__init__(sim)
         side = sim.sides[0]
         windows = () if side.last is None else (side.last,)
         rows = self.scheduler.pages.table.max_requests
@@ -320,43 +303,14 @@ class LedPrefillEngine(PrefillEngine):
         events, commands = self.rooms.on(rank.rank, event)
         self._command(commands)
         for joined in events:
-            self.desks[0].hear(joined)
+            self.desk.hear(joined)
 
-    def _compute(self, req: PrefillRequest) -> None:
-        assert not req.popped, "its pages may be another's"
-        if req.plan is None or req.pages_held is None:
-            return
+    def _views(self, req: PrefillRequest) -> list[Any]:
         self.catch_up()
-        last, hashes = self.sim.sides[0].last, self.desks[0].hashes(req.tokens)
-        assert last is not None
-        start = max(req.plan.computed, req.prefix_len)
-        end = min(req.num_tokens, start + self.sim.random.randint(1, 3 * PAGE_SIZE))
-        end = min([end, *(at for at in req.stops if at > start)])
         views = [req, *(follower.request(req.rid) for follower in self.followers.values())]
-        spoils = self.sim.spoils()
-        for rank, view in zip(self.ranks, views, strict=True):
+        for view in views:
             assert (view.prefix_len, view.stops) == (req.prefix_len, req.stops)
-            row = view.window_pages(last.name)
-            # What is there, of a former request or of this one's chunks, is right on each rank.
-            rank.check_bytes(req, view.pages, hashes[:start])
-            rank.check_last(req, row, hashes[:start], last.window)
-            computed = hashes[:end] ^ SPOILT if spoils else hashes[:end]
-            rank.fill(view.pages, start, computed)
-            rank.fill_last(row, start, computed)
-        is_last = end == req.num_tokens
-        if spoils:
-            self._fail(req, end, is_last)
-            return
-        token = self.sim.next_token(req.tokens, self.scheduler.weights_version)
-        self.group.send_chunk(req, end, is_last, token.to_bytes(4, "little") if is_last else b"")
-        if is_last:
-            del self.computing[req.rid]
-
-    def scribble(self) -> None:
-        for rank in self.ranks:
-            rank.scribble(self.scheduler.pages.allocator.pages_in(PageState.FREE), (), 0xEE)
-            for group in self.scheduler.pages.windows:
-                rank.scribble_last(group.allocator.pages_in(PageState.FREE), 0xEE)
+        return views
 
     def check_at_rest(self) -> None:
         self.catch_up()
@@ -704,7 +658,7 @@ class EngineSim(Sim):
         self.decode = self.new_decode()
 
     def start_prefill(self) -> None:
-        is_led = self.checkpoints > 0 and self.sides[0].mesh.num_ranks > 1
+        is_led = self.sides[0].mesh.num_ranks > 1
         self.prefill = LedPrefillEngine(self) if is_led else PrefillEngine(self)
         self.writers = self.prefill.ranks
 
@@ -870,7 +824,7 @@ class EngineSim(Sim):
     def audit(self) -> None:
         audit_decode(self.decode.scheduler, self.pick(self.readers).control)
         self.decode.audit()
-        audit_prefill(self.pick(self.prefill.desks).scheduler)
+        audit_prefill(self.prefill.scheduler)
         self.audit_outcomes()
 
     def audit_outcomes(self) -> None:
@@ -938,7 +892,7 @@ class EngineSim(Sim):
 
     @property
     def schedulers(self) -> list[Any]:
-        return [self.decode.scheduler, *(desk.scheduler for desk in self.prefill.desks)]
+        return [self.decode.scheduler, self.prefill.scheduler]
 
     def quiet(self) -> bool:
         ranks = any(rank.inbox or rank.events for rank in self.ranks)

@@ -14,7 +14,7 @@ from typing import Any
 
 from prefixkv.request import Request
 from tests.models.sim import Shape, Storm
-from tests.models.sim_engines import EngineSim, PrefillDesk
+from tests.models.sim_engines import EngineSim
 from tests.models.sim_engines import simulation as engine_simulation
 
 
@@ -24,7 +24,6 @@ class WeightsSim(EngineSim):
 
     move_rate: float = 0.01
     newest: int = 0
-    to_move: list[PrefillDesk] = field(default_factory=list)  # ranks that are behind rank 0
     ends: dict[str, set[str]] = field(default_factory=dict)  # the errors, by side
 
     @property
@@ -54,23 +53,12 @@ class WeightsSim(EngineSim):
 
     def move_prefill(self) -> None:
         self.counters["prefill moved"] += 1
-        desks = list(self.prefill.desks)
-        self._move_desk(desks[0])
-        self.to_move = desks[1:]
-
-    def _move_desk(self, desk: PrefillDesk) -> None:
-        if desk.scheduler.weights_version != self.version:
-            desk.scheduler.move_weights(self.version, self.now_s)
-            desk.scheduler.flush()
-
-    def choices(self) -> list[Any]:
-        return super().choices() + ([self._move_late] if self.to_move else [])
-
-    def _move_late(self) -> None:
-        self._move_desk(self.to_move.pop())
+        scheduler = self.prefill.scheduler
+        if scheduler.weights_version != self.version:
+            scheduler.move_weights(self.version, self.now_s)
+            scheduler.flush()
 
     def restart_prefill(self, how: str) -> None:
-        self.to_move = []
         self.prefill_version = self.random.choice(["", self.version])
         super().restart_prefill(how)
 
@@ -82,7 +70,7 @@ class WeightsSim(EngineSim):
         super().after_step()
         for side, scheduler in (
             ("decode", self.decode.scheduler),
-            *(("prefill", desk.scheduler) for desk in self.prefill.desks),
+            ("prefill", self.prefill.scheduler),
         ):
             found = {type(req.error).__name__ for req in scheduler._failed}
             self.ends.setdefault(side, set()).update(found)
@@ -93,8 +81,6 @@ class WeightsSim(EngineSim):
         self.newest += 1
         self.move_decode()
         self.move_prefill()
-        while self.to_move:
-            self._move_late()
 
     def ask(self, first: int) -> list[str]:
         """Three requests; returns their names."""

@@ -79,9 +79,7 @@ class StatePair(MeshPair):
         return bool(self.free_slots)
 
     def last(self, req: PrefillRequest) -> dict[str, Any]:
-        start = self.starts[req.rid] = max(
-            rank.prefix_len for rank in self.prefill.ranks_of(req.rid)
-        )
+        start = self.starts[req.rid] = req.prefix_len
         owner = owner_of(req.tokens)
         if start and owner_of(req.tokens[:start]) not in self.snapshots:
             owner ^= 1

@@ -183,14 +183,11 @@ class WindowPair:
         of_decode = decode_config or DecodeConfig(reserve_tokens=0)
         self.prefill: Any
         self.decode: DecodeNode
-        self.prefills: list[Any]
         if tp_sizes == (1, 1):
             self.prefill = PrefillNode(self.p_model.pool, config, transport=transport)
-            self.prefills = [self.prefill]
             self.decode = DecodeNode(self.d_model.pool, of_decode, transport=transport)
         else:
             self.prefill = PrefillGroup(self.p_model.pools, config, self.p_model.mesh)
-            self.prefills = list(self.prefill.nodes)
             self.decode = DecodeGroup(self.d_model.pools, of_decode, self.d_model.mesh)
         self.computing: dict[PrefillRequest, int] = {}
         self.hold = False
@@ -219,7 +216,7 @@ class WindowPair:
     def step_prefill(self) -> None:
         begun = self.prefill.pop_bootstrapped()
         if begun:
-            assert self.router.apply(self.prefills[0].take_cache_events())
+            assert self.router.apply(self.prefill.take_cache_events())
         for req in begun:
             # What routers are told of is what can be used, and all of it.
             keys = page_keys(RadixKey(req.tokens[:-1]).data, self.p_model.page_size)
@@ -246,11 +243,8 @@ class WindowPair:
         """The request's pages on each rank."""
         ranks: list[Any] = [req]
         if isinstance(self.prefill, PrefillGroup):
-            ranks = list(self.prefill.ranks_of(req.rid))
-        if others := getattr(self.prefill, "others", []):
-            # With one cache the others compute by what the log has told them.
-            self.prefills[0].hand_log()
-            ranks[1:] = [other.request(req.rid) for other in others]
+            ranks = self.prefill.ranks_of(req.rid)
+            # The others compute by what the log has told them.
             for one in ranks:
                 assert (one.prefix_len, one.stops) == (req.prefix_len, req.stops)
         return [(one.pages, one.window_pages("sliding")) for one in ranks]
@@ -321,14 +315,14 @@ class WindowPair:
 
         def is_over() -> bool:
             self.step()
-            on_prefill = [node.scheduler.requests for node in self.prefills]
+            on_prefill = [self.prefill.scheduler.requests]
             return self.decode.num_rooms == 0 and not any(on_prefill)
 
         until(lambda: is_over() and self.decode.scheduler.idle)
         self.prefill.pop_bootstrapped()
         for node in (self.decode, self.prefill):
             node.audit()
-        for node in (self.decode, *self.prefills):
+        for node in (self.decode, self.prefill):
             pages = node.scheduler.pages
             assert (pages.allocator.owned_pages, pages.allocator.held_pages) == (0, 0)
             for group in pages.windows:

@@ -11,7 +11,6 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from prefixkv.errors import CallerError
-from prefixkv.prefill.rank_group import RankGroup
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler, SendChunk
 from prefixkv.protocol.ids import KVPoll
@@ -405,15 +404,6 @@ def test_only_the_common_part_but_for_the_last_token_is_waited_for() -> None:
     assert desk.next_pass() == ["c"]
 
 
-def test_on_ranks_in_step_only_what_was_added_earlier_is_waited_for() -> None:
-    """Else two could wait for each other, each on another rank."""
-    desk = desk_of()
-    desk.scheduler = PrefillScheduler(desk.pages, in_step=True)
-    first, second = desk.add("a", [*SYSTEM, 1]), desk.add("b", [*SYSTEM, 2])
-    assert desk.bootstrap(second) == ["b"]
-    assert desk.bootstrap(first) == ["a"]
-
-
 # --- limit ----------------------------------------------------------------------------------------
 
 
@@ -432,62 +422,6 @@ def test_no_more_than_the_limit_come_and_the_rest_is_news() -> None:
     assert not desk.scheduler.has_results
 
 
-class Rank:
-    """A scheduler as `RankGroup` calls it; its promises come by hand."""
-
-    def __init__(self, desk: Desk) -> None:
-        self.desk, self.scheduler = desk, desk.scheduler
-
-    def add(self, request: Request) -> PrefillRequest:
-        return self.scheduler.add(request, 0.0)
-
-    def promise(self, req: PrefillRequest) -> None:
-        self.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
-
-    def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
-        return self.scheduler.pop_bootstrapped(0.0, limit)
-
-    def pop_failed(self, after: Any = None) -> list[PrefillRequest]:
-        return self.scheduler.pop_failed(0.0, after)
-
-    def pop_sent(self) -> list[PrefillRequest]:
-        return self.scheduler.pop_sent(0.0)
-
-    def send_chunk(self, req: PrefillRequest, end: int, *args: Any) -> int:
-        return self.scheduler.send_chunk(req, end, 0.0, last=end == req.num_tokens)
-
-    def abort(self, rid: str) -> bool:
-        return self.scheduler.abort(rid, 0.0)
-
-    def fail(self, rid: str, error: Exception) -> bool:
-        return self.scheduler.fail(rid, error, 0.0)
-
-
-def test_ranks_that_hand_out_in_another_order_keep_to_the_limit() -> None:
-    group = RankGroup([Rank(desk_of()), Rank(desk_of())])
-    for at, rid in enumerate("abc"):
-        group.add(Request(rid, [at] * 5, room=at, decode="decode-0"))
-    for rank, rids in zip(group.nodes, ("abc", "bca"), strict=True):
-        for rid in rids:
-            rank.promise(rank.scheduler.requests[rid])
-    popped = [[req.rid for req in group.pop_bootstrapped(1)] for _ in range(4)]
-    assert popped == [[], ["b"], ["c"], ["a"]]
-
-
-def test_what_fails_while_it_is_kept_for_later_is_not_handed_out() -> None:
-    group = RankGroup([Rank(desk_of()), Rank(desk_of())])
-    for at, rid in enumerate("ab"):
-        group.add(Request(rid, [at] * 5, room=at, decode="decode-0"))
-    for rank, rids in zip(group.nodes, ("ab", "ba"), strict=True):
-        for rid in rids:
-            rank.promise(rank.scheduler.requests[rid])
-    assert group.pop_bootstrapped(1) == []
-    assert [req.rid for req in group.pop_bootstrapped(1)] == ["b"]
-    group.abort("a")
-    assert [req.rid for req in group.pop_failed()] == ["a"]
-    assert group.pop_bootstrapped() == []
-
-
 # --- whatever happens -----------------------------------------------------------------------------
 
 STEPS = st.lists(
@@ -503,13 +437,13 @@ STEPS = st.lists(
 PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=12)
 
 
-@given(STEPS, PROMPTS, st.sampled_from([6, 9, 40]), st.sampled_from([1, 2, 8]), st.booleans())
+@given(STEPS, PROMPTS, st.sampled_from([6, 9, 40]), st.sampled_from([1, 2, 8]))
 def test_every_request_ends_whatever_happens_and_nothing_is_left(
-    steps: list[tuple[str, int]], prompts: list[list[int]], pages: int, rows: int, in_step: bool
+    steps: list[tuple[str, int]], prompts: list[list[int]], pages: int, rows: int
 ) -> None:
     """Also in a pool that holds one request at a time, with an engine that passes some over."""
     desk = Desk(pages, rows=rows)
-    desk.scheduler = scheduler = PrefillScheduler(desk.pages, in_step=in_step)
+    desk.scheduler = scheduler = PrefillScheduler(desk.pages)
     run = Run(desk)
     for what, number in steps:
         run.step(what, number, prompts)

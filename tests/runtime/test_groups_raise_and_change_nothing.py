@@ -118,8 +118,8 @@ WORKERS: dict[type, Callable[[], Arguments]] = {
     ),
     PrefillNode: lambda: (
         [make_pool(), prefill_config()],
-        {"mesh": None, "rank": 0, "endpoints": (), "state": None, "usable_prefix": None,
-         "transport": None, "ranks": None},
+        {"mesh": None, "endpoints": (), "state": None, "usable_prefix": None, "transport": None,
+         "ranks": None},
     ),
     DecodeTransfers: lambda: (
         [make_pool(), decode_config()],
@@ -300,8 +300,7 @@ class Groups:
         prefill = self.prefill
         return picture(
             self.decode.scheduler, [rank.follower.page_table for rank in self.decode.others],
-            [node.scheduler for node in prefill.nodes], prefill._reqs, prefill._begun,
-            prefill._num_ended, prefill._ready, prefill._failed,
+            prefill.scheduler, [rank.follower.page_table for rank in prefill.others],
         )  # fmt: skip
 
     def calls(self) -> dict[str, tuple[list[Any], dict[str, Any]]]:
@@ -330,6 +329,7 @@ class Groups:
             "prefill.abort": (["nobody"], {}),
             "prefill.fail": (["nobody", "no error"], {}),
             "prefill.flush": ([7], {}),
+            "prefill.fence_rank": ([1], {"after": None}),
             "prefill.wait": (["0"], {}),
             **{f"rank.{name}": call for name, call in rank.items()},
         }
@@ -361,8 +361,8 @@ def test_every_call_that_a_group_or_a_rank_has_of_its_own_is_tried(groups: Group
         for name, call in inspect.getmembers(kind, inspect.isfunction)
         if not name.startswith("_")
         and name not in _WITHOUT_ARGUMENTS
-        # What DecodeGroup has of DecodeNode is tried with that.
-        and (side != "decode" or call.__qualname__.startswith("DecodeGroup."))
+        # What a group has of a node is tried with that.
+        and (side == "rank" or call.__qualname__.startswith((f"{kind.__name__}.", "_Group.")))
     }
     assert own <= groups.calls().keys()
 
@@ -415,7 +415,6 @@ def test_a_request_of_another_worker_is_refused_by_name(groups: Groups) -> None:
             lambda: decode.finish(running),
             lambda: decode.pages_of(running),
             lambda: prefill.send_chunk(computing, 21, last=True),
-            lambda: prefill.nodes[0].send_chunk(computing, 21, last=True),
         ):
             with pytest.raises(RequestError, match=r"'r[12]' is another node's"):
                 call()
@@ -429,7 +428,6 @@ def test_a_request_of_another_worker_is_refused_by_name(groups: Groups) -> None:
             lambda: decode.append_many([running], [7]),
             lambda: decode.reserve_many([running], 1),
             lambda: prefill.send_chunk(computing, 21),
-            lambda: prefill.nodes[1].send_chunk(others.prefill.ranks_of("r2")[1], 21),
         ):
             with pytest.raises(RequestError, match=r"'r[12]' is another node's"):
                 call()

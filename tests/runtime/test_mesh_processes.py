@@ -1,5 +1,5 @@
 """A prefill worker of two processes and a decode worker of two, staged over real NIXL; one prefill
-rank is killed."""
+rank is killed, and the worker comes back."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Workers:
         self._control = replace(QUICK, prove_death=proves)
         self._device = device
         self._addresses = [lasting_address() for _ in range(2)]
-        self.prefill = [self.start_prefill(1)]
-        self.prefill.insert(0, self.start_prefill(0))
+        self.start_prefill()
         config = DecodeConfig(control=self._control, transport=TRANSPORT, reserve_tokens=8)
         pool = make_pools(DECODE, 64, 4, 16, order="page_major", device=device)[0]
         self.node = DecodeNode(pool, config, RankLog(), DECODE)
         self.other = start("decode", DECODE, 1, config, self.node.peer_id, device)
         self._check = pattern_in(pool, SALT, (DECODE, 0))
         self._hashes = PrefixHasher().prefixes
-        self._ready: dict[str, int] = {}
+        self._ready: list[str] = []
         self.computed: dict[str, int] = {}
+        self.tokens: dict[str, Any] = {}
         self.events: dict[
             tuple[str, int], str
         ] = {}  # what a chunk waits for on rank 1, by its start
@@ -58,12 +58,14 @@ class Workers:
         self.arrived: dict[str, Any] = {}
         self.failed: dict[str, Exception | None] = {}
 
-    def start_prefill(self, rank: int) -> RankProcess:
-        config = PrefillConfig(
-            control=self._control, transport=TRANSPORT, bind=self._addresses[rank]
-        )
-        others = () if rank else (self._addresses[1],)
-        return self._start("prefill", PREFILL, rank, config, others, self._device)
+    def start_prefill(self) -> None:
+        configs = [
+            PrefillConfig(control=self._control, transport=TRANSPORT, bind=address)
+            for address in self._addresses
+        ]
+        follows = self._start("follows", PREFILL, 1, configs[1], self._device)
+        where = (self._addresses[1],)
+        self.prefill = [self._start("prefill", PREFILL, configs[0], where, self._device), follows]
 
     def submit(self, rid: str, seed: int, event: str = "", at: int = -1) -> None:
         tokens = tokens_of(seed, NUM_TOKENS)
@@ -71,18 +73,19 @@ class Workers:
         self.node.add(
             Request(rid, tokens, max_new_tokens=2, room=seed, prefill=self.prefill[0].endpoint)
         )
-        for rank in self.prefill:
-            rank.call("add", rid, tokens, seed)
+        self.prefill[0].call("add", rid, tokens, seed)
+        self.tokens[rid] = tokens
         self.live.add(rid)
 
     def step(self) -> None:
         self.node.pop_preallocated()
         self.other.call("apply", self.node.take_log())
         self.node.apply_rank_events(self.other.call("news"))
-        for rank in self.prefill:
-            for what, rid in rank.call("poll") or ():
-                self._prefill_said(what, rid)
-        for rid in [rid for rid, count in self._ready.items() if count == len(self.prefill)]:
+        news, log = self.prefill[0].call("poll")
+        self.prefill[0].call("hear", self.prefill[1].call("apply", log) or b"")
+        for what, rid in news:
+            self._prefill_said(what, rid)
+        for rid in list(self._ready):
             self._compute(rid)
         for req in self.node.pop_transferred():
             self.arrived[req.rid] = req
@@ -95,19 +98,21 @@ class Workers:
 
     def _prefill_said(self, what: str, rid: str) -> None:
         if what == "ready":
-            self._ready[rid] = self._ready.get(rid, 0) + 1
+            self._ready.append(rid)
         else:
             self.live.discard(rid)
-            self._ready.pop(rid, None)
+            self._ready = [one for one in self._ready if one != rid]
 
     def _compute(self, rid: str) -> None:
         start = self.computed.get(rid, 0)
         end = self.computed[rid] = min(start + CHUNK, NUM_TOKENS)
         event = self.events.get((rid, start), "")
-        for number, rank in enumerate(self.prefill):
-            rank.call("chunk", rid, end, event if number else "")
+        self.prefill[1].call("fill", rid, self.tokens[rid], end)
+        log = self.prefill[0].call("chunk", rid, end)
+        said = self.prefill[1].call("apply", log, event) or b""
+        self.prefill[0].call("hear", said)
         if end == NUM_TOKENS or event:
-            del self._ready[rid]
+            self._ready.remove(rid)
 
     def until(self, done: Callable[[], object]) -> None:
         until(done, step=self.step)
@@ -128,7 +133,7 @@ class Workers:
 @pytest.mark.slow
 @pytest.mark.parametrize("proves", [False, True], ids=["fenced", "proved dead"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-def test_a_prefill_rank_is_killed_and_comes_back(
+def test_a_prefill_rank_is_killed_and_the_worker_comes_back(
     clock: SkippableClock, device: str, proves: bool
 ) -> None:
     """Each decode rank finds it dead for itself, or each is told."""
@@ -139,6 +144,7 @@ def test_a_prefill_rank_is_killed_and_comes_back(
             there.until(lambda: "warm-up" in there.arrived and "warm-up" not in there.live)
             there.finish("warm-up")
             lost = there.prefill[1]
+            former = [rank.peer_id for rank in there.prefill]
             there.submit("behind it", 2, "never", CHUNK)
             there.until(lambda: there.computed.get("behind it") == 2 * CHUNK)
             there.submit("in the middle", 3, "kill", CHUNK)
@@ -150,14 +156,17 @@ def test_a_prefill_rank_is_killed_and_comes_back(
             assert all(isinstance(there.failed[rid], TransferError) for rid in rids), there.failed
             there.until(lambda: not there.live)  # decode has told the rank that lives
             assert proves or there.held() == 2 * NUM_TOKENS // 4
-            there.prefill[1] = there.start_prefill(1)
-            there.until(lambda: all(peer not in (None, lost.peer_id) and how == "ready"
+            # The ranks of a worker live and die together.
+            there.prefill[0].kill()
+            there.start_prefill()
+            there.until(lambda: all(peer not in (None, *former) and how == "ready"
                                     for peer, how in there.node.peers().values()))  # fmt: skip
             if not proves:
                 assert there.held() == 2 * NUM_TOKENS // 4, (
-                    "the new one proves nothing of the old one's writes"
+                    "the new ones prove nothing of the old ones' writes"
                 )
-                there.node.fence(lost.peer_id.name, lost.peer_id.incarnation)
+                for peer in former:
+                    there.node.fence(peer.name, peer.incarnation)
             there.until(lambda: not there.held())
             there.submit("again", 4)
             there.until(lambda: "again" in there.arrived and "again" not in there.live)

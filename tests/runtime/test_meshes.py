@@ -5,14 +5,17 @@ layouts, page sizes, and whether slices are staged or written one by one.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import AbortedError
 from prefixkv.memory.mesh import Mesh
+from prefixkv.protocol.commands import AbortRoom
 from tests.models.mesh_workers import MeshPair
 from tests.models.node_pair import tokens_of
+from tests.models.patience import until
 
 LAYERS, HEADS, HEAD_DIM = 4, 4, 16
 # A unit page of 4 tokens has 4 * 2 kinds * 32 B a head and layer; a lease takes a few of them.
@@ -96,7 +99,7 @@ def test_auto_takes_shm_on_every_rank_staged_or_not(num_bytes: int) -> None:
         assert (pair.prefill.stats()["staging_pieces_written"] > 0) == bool(num_bytes)
         ways = {
             peer.backend
-            for node in pair.prefill.nodes
+            for node in (pair.prefill, *pair.prefill.others)
             for peer in node.transfers.thread.transport._peers.values()
         }
         assert ways == {"shm"}
@@ -192,8 +195,10 @@ def test_a_request_that_failed_on_one_rank_is_computed_no_more_on_any() -> None:
         pair.submit("r", tokens_of(1, 60), room=1)
         pair.until(lambda: "r" in pair.computing)
         req = pair.prefill.ranks_of("r")[0]
-        pair.prefill.nodes[1].abort("r")
-        assert pair.prefill.pop_failed() == [req]
+        pair.prefill.others[0].transfers.submit(AbortRoom(req.room_key, "why"))
+        failed: list[Any] = []
+        until(lambda: failed.extend(pair.prefill.pop_failed()) or failed)
+        assert failed == [req]
         assert isinstance(req.error, AbortedError)
         assert pair.prefill.send_chunk(req, 12) == 0
         del pair.computing["r"]

@@ -92,7 +92,7 @@ def test_the_engine_sleeps_while_one_waits_and_wakes_when_the_prefix_is_there(
     pair.run(*RIDS)
 
 
-def test_ranks_in_step_compute_a_burst_once_and_what_the_limit_left_is_news() -> None:
+def test_ranks_compute_a_burst_once_and_what_the_limit_left_is_news() -> None:
     meshes = Mesh(num_layers=2, num_kv_heads=2, tp_size=2), Mesh(num_layers=2, num_kv_heads=2)
     system = tokens_of(1, SYSTEM_TOKENS)
     config = PrefillConfig(follow_s=600.0)
@@ -101,8 +101,8 @@ def test_ranks_in_step_compute_a_burst_once_and_what_the_limit_left_is_news() ->
             pair.submit(rid, np.concatenate([system, tokens_of(100 + at, 7)]), room=at)
         pair.until(lambda: len(pair.arrived) == len(RIDS))
         assert pair.mismatches == 0
-        stats = pair.prefill.stats()  # of both ranks
-        most = 2 * (SYSTEM_TOKENS + len(RIDS) * SUFFIX_TOKENS)
+        stats = pair.prefill.stats()
+        most = SYSTEM_TOKENS + len(RIDS) * SUFFIX_TOKENS
         assert stats["prompt_tokens"] - stats["hit_tokens"] == most
         for rid in RIDS:
             pair.finish(rid)
@@ -112,8 +112,7 @@ def test_ranks_in_step_compute_a_burst_once_and_what_the_limit_left_is_news() ->
         while len(popped) < 2:
             pair.decode.pop_preallocated()
             popped += [req.rid for req in pair.prefill.pop_bootstrapped(limit=0)]
-            nodes = pair.prefill.nodes
-            if all(len(node.scheduler.bootstrapped) == 2 for node in nodes) or popped:
+            if len(pair.prefill.scheduler.bootstrapped) == 2 or popped:
                 assert pair.prefill.wait(0.0)
                 popped += [req.rid for req in pair.prefill.pop_bootstrapped(limit=1)]
         for rid in popped:

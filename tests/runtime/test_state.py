@@ -127,7 +127,7 @@ def test_an_abort_in_flight_keeps_the_slot_until_prefill_says_that_it_is_drained
         pair.hold = True
         pair.submit("gone", tokens_of(1, 30), room=1)
         pair.until(lambda: "gone" in pair.computing)
-        control, go_on = pair.prefill.nodes[0].transfers.control, threading.Event()
+        control, go_on = pair.prefill.transfers.control, threading.Event()
         on = control.on
 
         def deaf(what: object, now_s: float) -> object:
@@ -203,7 +203,7 @@ def test_a_slot_goes_with_the_last_chunk_and_with_no_other() -> None:
         pair.hold = True
         pair.submit("r", tokens_of(1, 30), room=1)
         pair.until(lambda: "r" in pair.computing)
-        node = pair.prefill.nodes[0]
+        node = pair.prefill
         (req,) = pair.prefill.ranks_of("r")
         for end, last, slot in [(12, False, 0), (30, True, -1), (30, True, 6), (30, True, -2)]:
             with pytest.raises(RequestError, match=f"state.slot (is )?{slot}"):

@@ -67,7 +67,7 @@ class Pair:
             self.prefill = PrefillGroup(pools, config, mesh, of_ranks)
         else:
             self.prefill = PrefillNode(pools[0], config, state=of_ranks[0])
-        self.leader = self.prefill.nodes[0] if ranks > 1 else self.prefill
+        self.leader = self.prefill
         self.decode = DecodeNode(pool, DecodeConfig(reserve_tokens=0), state=state)
         self.computed: list[int] = []  # tokens, of each prompt
         self.router = WorkerIndex(10_000)  # of prefill's pages
@@ -219,14 +219,10 @@ def test_without_checkpoints_every_turn_is_computed_from_its_beginning() -> None
             {"state": StatePool.create(TENSORS, 6), "usable_prefix": lambda req, num: num},
             "usable_prefix says",
         ),
-        (
-            {"state": StatePool.create(TENSORS, 6), "mesh": Mesh(2, 2, tp_size=1, pp_size=2)},
-            "several ranks",
-        ),
     ],
 )
 def test_checkpoints_that_cannot_be_are_refused_by_name(more: dict[str, Any], why: str) -> None:
-    pool = make_pool(8, num_layers=1) if "mesh" in more else make_pool(8, device="cpu")
+    pool = make_pool(8, device="cpu")
     with pytest.raises(ConfigError, match=f"checkpoints: 4: .*{why}"):
         PrefillNode(pool, PrefillConfig(checkpoints=4), **more)
 

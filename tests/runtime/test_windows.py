@@ -29,7 +29,6 @@ from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
@@ -100,7 +99,6 @@ def test_chats_with_small_pools_aborts_and_retractions(
     monkeypatch.setattr(HostTier, "load_s", lambda *_: 0.0)
     chance = random.Random(seed)
     transport = TransportConfig(backend=backend, **staging)
-    tp_sizes = SIDES[sides].get("tp_sizes", (1, 1))
     with WindowPair(
         decode=(18 if seed in HOST else 26, 13), prefill=(30, 18), window=chance.choice([5, 9]),
         shared=backend == "shm", **SIDES[sides],
@@ -142,11 +140,10 @@ def test_chats_with_small_pools_aborts_and_retractions(
         for rid in pair.done:
             pair.check(rid)
         if staging:
-            assert sum(node.stats()["staging_pieces_written"] for node in pair.prefills) > 0
-        assert len(pair.prefills) == (tp_sizes[0] if seed == NO_CHECKPOINTS else 1)
+            assert pair.prefill.stats()["staging_pieces_written"] > 0
         if seed == NO_CHECKPOINTS:
             return
-        points = pair.prefills[0].scheduler.pages.checkpoints
+        points = pair.prefill.scheduler.pages.checkpoints
         assert points is not None
         assert points.evicted
         assert min(pair.computed.values()) < 12
@@ -243,7 +240,7 @@ def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
         until(lambda: bool(pair.computing), step=pair.step)
         (req,) = pair.computing
         token = pair.p_model.forward(pair.on_prefill(req), req.tokens.tolist(), 0)
-        sides = pair.prefill.nodes[0].transfers, pair.prefill.others[0].transfers
+        sides = pair.prefill.transfers, pair.prefill.others[0].transfers
         given: list[Any] = []
         submit = sides[1].submit
         sides[1].submit = lambda command: (given.append(command), submit(command))
@@ -337,11 +334,7 @@ STATE = StateTensor("s", 0, 1, (1,))
         ),
         (
             lambda: PrefillNode(grouped(), PrefillConfig(checkpoints=2), mesh=Mesh(1, 2, 2)),
-            r"keeps them on rank 0 alone, built with ranks=RankLog\(\)",
-        ),
-        (
-            lambda: PrefillNode(grouped(), mesh=Mesh(1, 2, 2), rank=1, ranks=RankLog()),
-            "rank 1 that follows a RankLog is a PrefillRank",
+            "a mesh of 2 ranks needs a RankLog",
         ),
         (lambda: PrefillNode(grouped(), usable_prefix=lambda req, num: num), "usable_prefix: "),
         (lambda: DecodeNode(grouped(60)), "'sliding' has 12 pages; one request may need 17"),
@@ -456,7 +449,7 @@ def test_two_ranks_a_side_get_their_own_bytes_in_every_group() -> None:
         for token in range(3):
             decode.append_many([req], [token])
         decode.finish(req)
-        until(lambda: decode.scheduler.idle and not prefill.nodes[0].scheduler.requests, step=step)
+        until(lambda: decode.scheduler.idle and not prefill.scheduler.requests, step=step)
         decode.audit()
         prefill.audit()
 

@@ -110,8 +110,7 @@ class Policy(ABC):
         self._serves_a_cache = False
 
     def another(self) -> Self:
-        """Return a policy with the same settings that serves no cache: for another rank of a
-        worker.
+        """Return a policy with the same settings that serves no cache: for another cache.
 
         Raises:
             ConfigError: this one serves a cache, and its settings are not known: it is no

@@ -111,8 +111,6 @@ class Prefill(PrefillEngine):
 
     def __init__(self, sim: World) -> None:
         super().__init__(sim)
-        self.group: Any = self.desks[0]  # one rank: nothing goes in step
-        self.desk = self.desks[0]
         self.scheduler.shared_prefixes._stall_s = NEVER_S
         self.offers: dict[RoomKey, PrefillRequest] = {}
         self.kept: dict[RoomKey, list[SendChunk]] = {}  # until decode opens the room
@@ -121,9 +119,7 @@ class Prefill(PrefillEngine):
         self.aborted: dict[RoomKey, AbortRoom] = {}  # once they were offered
 
     def add(self, request: Request) -> PrefillRequest:
-        req = self.scheduler.add(request, self.sim.now_s)
-        self.shares[req.rid] = [req]
-        return req
+        return self.scheduler.add(request, self.sim.now_s)
 
     def offer(self, request: Request) -> None:
         """Compute it as soon as there are pages; the room is offered then."""
