@@ -61,10 +61,9 @@ class PrefillRequest(PagedRequest[PrefillState]):
     }
     TIMES = ("promised_s", "started_s", "computed_s", "ended_s")
 
-    def __init__(self, request: Request, pages: PageManager, now_s: float, number: int = 0) -> None:
+    def __init__(self, request: Request, pages: PageManager, now_s: float) -> None:
         super().__init__(request, pages, PrefillState.BOOTSTRAPPING, now_s)
         self.key = request.key
-        self.number = number  # counts up, in the order of `add`
         self.decode_prefix_len = 0
         self.plan: SendPlan | None = None
         self.window_plans: tuple[WindowPlan, ...] = ()  # by window group

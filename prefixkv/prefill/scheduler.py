@@ -104,7 +104,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         # Requests: `requests` (of the base class) has all that live or hold pages; `_rooms` those
         # with a room that may still be spoken of; `_sent` and `_failed` what the engine has not
         # popped.
-        self._num_added = 0
         self._computed: dict[PrefillRequest, None] = {}  # with KV that the tree has not yet
         self._max_aux_bytes = max_aux_bytes
         self._rooms: dict[RoomKey, PrefillRequest] = {}
@@ -143,8 +142,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             raise
         # 3. Enter it everywhere, and only then ask for its room: the answer may come with the next
         # events.
-        req = PrefillRequest(request, self.pages, now_s, self._num_added)
-        self._num_added += 1
+        req = PrefillRequest(request, self.pages, now_s)
         self._note_deadline(req)
         self.requests[req.rid] = req
         self._rooms[req.room_key] = req

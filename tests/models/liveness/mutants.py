@@ -55,13 +55,14 @@ def _computes_in_order_of_arrival(patch: Patch) -> None:
     def in_order(self: Any, now_s: float, limit: int | None = None) -> Any:
         first = next(iter(self.waits_for_promise()), None)
         ready = next(iter(self), None)
-        if first is not None and ready is not None and first.number < ready.number:
+        if None not in (first, ready) and self.came.index(first) < self.came.index(ready):
             self._look_due = False  # a promise that comes is heard of
             return []
         return pop(self, now_s, limit)
 
     def told(self: Any, now_s: float, limit: int | None = None) -> Any:
         unpromised = PrefillState.BOOTSTRAPPING
+        self.bootstrapped.came = [*self.requests.values()]
         self.bootstrapped.waits_for_promise = lambda: [
             req for req in self.requests.values() if req.state is unpromised
         ]

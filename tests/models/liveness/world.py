@@ -275,7 +275,7 @@ class World(PairSim):
     def new_decode(self) -> Decode:
         return Decode(self)
 
-    def decode_scheduler(self, log: Any) -> DecodeScheduler:
+    def decode_scheduler(self) -> DecodeScheduler:
         case, side = self.case, self.sides[1]
         drawn = any(ask.kind == "drawn" for ask in case.asks)
         pages = PageManager(side.num_pages, side.page_size, case.rows, policy=self.policy)
