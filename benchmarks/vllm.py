@@ -218,6 +218,8 @@ def vllm(
     for option, said, known in (("systems", systems, SYSTEMS), ("part", part, (*PARTS, "host"))):
         if unknown := set(said.split(",")) - {*known}:
             raise ConfigError(f"--{option} has {', '.join(unknown)}; known: {', '.join(known)}")
+    if "host" in part and part != "host":
+        raise ConfigError(f"--part is {part}, host goes alone")
     check_json(json_file)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended
     python = str(Path(python).absolute())
@@ -230,7 +232,7 @@ def vllm(
         return 0 if row["tokens_equal"] else 1
     load, runs = QUICK if quick else Load(), {}
     if json_file is not None and json_file.exists():
-        runs = json.loads(json_file.read_text(encoding="utf-8"))["recipe"]["runs"]
+        runs = json.loads(json_file.read_text(encoding="utf-8"))["recipe"].get("runs", {})
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(python, load, Path(folder))
         for name, system, i in missing(runs, part.split(","), systems.split(","), repeat):

@@ -36,6 +36,11 @@ def is_there(commit: str) -> bool:
         return False
 
 
+def checkouts() -> list[str]:
+    """Those of this benchmark."""
+    return [line for line in against.git("worktree", "list").splitlines() if "against-" in line]
+
+
 in_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
 
 
@@ -102,7 +107,7 @@ def test_a_part_of_an_unknown_name_is_refused() -> None:
 def test_a_part_is_compared_with_a_commit(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before = against.git("worktree", "list")
+    before = checkouts()
     options = ["--part", "match", "--rounds", "2", "--starts", "1", "--quick", "--cpu"]
     file = tmp_path / "out.json"
     assert run(["sched", "--against", "HEAD", *options, "--json", str(file)]) == 0
@@ -112,13 +117,13 @@ def test_a_part_is_compared_with_a_commit(
     assert written["recipe"]["theirs"] == written["recipe"]["ours"]
     assert written["recipe"]["plan"]["cpu"]
     assert "spread" in capfd.readouterr().out
-    assert against.git("worktree", "list") == before
+    assert checkouts() == before
 
 
 @in_git
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
 def test_the_worktree_is_removed_when_the_run_is_interrupted(how: str) -> None:
-    before = against.git("worktree", "list")
+    before = checkouts()
     handler = signal.getsignal(signal.SIGTERM)
     seen: list[Path] = []
 
@@ -134,7 +139,7 @@ def test_the_worktree_is_removed_when_the_run_is_interrupted(how: str) -> None:
         interrupted()
     assert signal.getsignal(signal.SIGTERM) is handler
     assert not seen[0].exists()
-    assert against.git("worktree", "list") == before
+    assert checkouts() == before
 
 
 def test_every_call_is_measured_on_either_clock() -> None:
