@@ -246,7 +246,7 @@ def attend(device: str, quick: bool) -> Iterator[Callable[[], Row]]:
 @torch.inference_mode()
 def _attend(device: str, name: str, quick: bool) -> Row:
     """Attention of all layers for one new token a sequence, planning included."""
-    layers, share = (2, 32) if quick else (LAYERS, 1)
+    layers, share = (2, 64) if quick else (LAYERS, 1)
     dtype = "bfloat16" if device != "cpu" else "float32"
     ends = [context // share for context in CONTEXTS[name]]
     each = [-(-end // PAGE_SIZE) for end in ends]

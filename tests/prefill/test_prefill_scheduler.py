@@ -119,7 +119,7 @@ class Desk:
 def num_requests() -> int:
     """Requests that anything holds."""
     gc.collect()
-    return sum(isinstance(one, PrefillRequest) for one in gc.get_objects())
+    return sum(type(one) is PrefillRequest for one in gc.get_objects())
 
 
 # --- the table ------------------------------------------------------------------------------------
