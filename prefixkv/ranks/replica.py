@@ -123,8 +123,8 @@ def _settings(pages: PageManager, host_pages: int) -> dict[str, int | str | bool
 
 
 def _described(policy: Policy) -> str:
-    policy = getattr(policy, "asked", policy)  # a user's is behind a guard
-    return f"{policy.name} {asdict(policy)}" if is_dataclass(policy) else policy.name
+    asked: Any = getattr(policy, "asked", policy)  # a user's is behind a guard
+    return f"{asked.name} {asdict(asked)}" if is_dataclass(asked) else str(asked.name)
 
 
 class RankLog:
