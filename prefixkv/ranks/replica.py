@@ -123,8 +123,8 @@ def _settings(pages: PageManager, host_pages: int) -> dict[str, int | str | bool
 
 
 def _described(policy: Policy) -> str:
-    asked: Any = getattr(policy, "asked", policy)  # a user's is behind a guard
-    return f"{asked.name} {asdict(asked)}" if is_dataclass(asked) else str(asked.name)
+    asked: Policy = getattr(policy, "asked", policy)  # a user's is behind a guard
+    return f"{asked.name} {asdict(asked)}" if is_dataclass(asked) else asked.name
 
 
 class RankLog:
