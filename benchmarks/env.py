@@ -78,7 +78,7 @@ RECIPES: Final = {
         without=r"torch|flash|nvidia-(?!ml-py)|nvshmem|cuda|sgl|quack|tilelang|kernels|humming|smg|"
         r"decord|deepseek|timm|tml|.*(cutlass|deep-?gemm|mooncake)",
     ),
-    # SGLang's trees, pools and allocators for tests/engines/sglang, which replaces the rest.
+    # SGLang's trees, pools and allocators for tests/integration/sglang, which replaces the rest.
     Engine.sglang_trees: Recipe(
         imports=("pydantic", "torch", "pytest", "prefixkv.cache.radix_cache"),
         packages=("pydantic", "aiohttp", "requests"),
@@ -100,7 +100,7 @@ RECIPES: Final = {
         packages=("ray==2.60.0",),
         extra="ray,otel",
     ),
-    # Clients of OpenAI's API, for tests/engines/clients: the server is of another environment.
+    # Clients of OpenAI's API, for tests/integration/clients: the server is of another environment.
     Engine.clients: Recipe(
         imports=("openai", "litellm", "langchain_openai", "llm", "locust", "guidellm", "aiperf"),
         packages=(

@@ -150,8 +150,8 @@ def _round(
 def _desk() -> Any:
     """The tests' desk over SGLang's own modules, or ConfigError."""
     try:
-        import_module("tests.engines.sglang.stubs").install()
-        return import_module("tests.engines.sglang.inside.desk")
+        import_module("tests.integration.sglang.stubs").install()
+        return import_module("tests.integration.sglang.inside.desk")
     except Exception as error:  # whatever another project's import may raise
         raise ConfigError(
             f"SGLang's trees cannot be imported by {sys.executable}: {error!r}; "

@@ -1,5 +1,5 @@
 """Real vLLM servers as processes, and what a proxy would ask of them over HTTP: for the benchmark
-`vllm` and for tests/engines/vllm."""
+`vllm` and for tests/integration/vllm."""
 
 from __future__ import annotations
 

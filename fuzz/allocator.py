@@ -1,7 +1,7 @@
 """Invariant tested: every page is in one state, free runs are maximal, and each allocation has the
 fewest runs.
 
-Drives the allocator's state machine (`tests/models/allocator_model.py`) with fresh seeds until the
+Drives the allocator's state machine (`tests/laws/allocator_model.py`) with fresh seeds until the
 time is up. A finding is shrunk, printed with the calls that lead to it, and ends the run with
 status 1.
 
@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from tests.models.allocator_model import AllocatorMachine
+from tests.laws.allocator_model import AllocatorMachine
 
 _ROUND = settings(
     deadline=None,

@@ -6,7 +6,7 @@ checkpoint, and what is computed loads nothing.
 
     python fuzz/decode_points.py --seconds 600 [--seed 1]
 
-It was shown to find the bugs of `tests/decode/test_points_machine.py`.
+It was shown to find the bugs of `tests/unit/decode/test_points_machine.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import Counter
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from fuzz.seeds import parser
-from tests.models.decode_points_machine import HOST_KINDS, KINDS, run
+from tests.laws.decode_points_machine import HOST_KINDS, KINDS, run
 
 if __name__ == "__main__":
     options = parser(__doc__).parse_args()

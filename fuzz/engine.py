@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.hybrid_models import FAMILIES, config_of
 from prefixkv.engines.hf import PagedModel, make_model
-from tests.models.hf_workload import Found, run_round
-from tests.models.hf_world import TINY, Reference
+from tests.support.hf_workload import Found, run_round
+from tests.support.hf_world import TINY, Reference
 
 KINDS = (
     "llama", "qwen3", "mistral", "qwen3_next", "granitemoehybrid", "gemma3_text", "gpt_oss",

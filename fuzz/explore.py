@@ -1,6 +1,6 @@
 """Invariant tested: in every state that a small configuration can reach, by all orders of messages,
 writes and engine steps, with a loss, a repeat, an abort, a restart (and more) anywhere, the laws of
-tests/models/explore/laws.py hold, and a way leads to rest.
+tests/laws/explore/laws.py hold, and a way leads to rest.
 
     python fuzz/explore.py [--config NAME] [--seconds 1800] [--max-states N] [--list]
     python fuzz/explore.py --prefill 2 --decode 1 --chunks 2 --lose 1 --abort 1
@@ -21,11 +21,11 @@ import time
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from tests.models.explore.actors import Actors, Use
-from tests.models.explore.configs import WHOLE, config_of, needed
-from tests.models.explore.mutants import MUTANTS
-from tests.models.explore.search import Found, explore
-from tests.models.explore.state import Budget, Config, LawError
+from tests.laws.explore.actors import Actors, Use
+from tests.laws.explore.configs import WHOLE, config_of, needed
+from tests.laws.explore.mutants import MUTANTS
+from tests.laws.explore.search import Found, explore
+from tests.laws.explore.state import Budget, Config, LawError
 
 
 def _options() -> argparse.Namespace:

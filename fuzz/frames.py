@@ -38,9 +38,9 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Hello, HelloReply, HelloWanted, Outcome, Promise
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
-from tests.models.node_pair import make_pool, tokens_of
-from tests.models.node_process import NodeProcess, node_processes
-from tests.models.patience import PATIENCE_S, until
+from tests.support.node_pair import make_pool, tokens_of
+from tests.support.node_process import NodeProcess, node_processes
+from tests.support.patience import PATIENCE_S, until
 
 _POOL = {"num_pages": 1024}
 _BURST = 100  # frames from one attacker at a time

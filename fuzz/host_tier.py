@@ -8,7 +8,7 @@ at the end nothing is locked, owned or held on either side.
 Runs are of pages alone, or of windows, states or both beside them, which no copy has.
 
 It was shown to find these bugs, each put into a copy of the code; in brackets the steps of the runs
-of `tests/decode/test_host_storm.py` of pages alone, from seed 0 on, each of 400:
+of `tests/unit/decode/test_host_storm.py` of pages alone, from seed 0 on, each of 400:
 
 - locks: a load without a lock on what it reads (126), a write without one (7), the host's prefix
   of a write not locked (66), a lock kept after a load (139) or a failed write (13), a write's pin
@@ -28,9 +28,9 @@ of `tests/decode/test_host_storm.py` of pages alone, from seed 0 on, each of 400
   written than fits (408); nothing left to be computed (4,376); a failed load that ends no flight
   (8,311)
 
-These it does not find, and `tests/decode/test_host_tier.py` does: uses that are counted twice or
-not at all; pages of an aborted load that come back by themselves, not counted, or twice, or taken
-for pages without prospects; more pinned than is written, more evicted than is needed; a write
+These it does not find, and `tests/unit/decode/test_host_tier.py` does: uses that are counted twice
+or not at all; pages of an aborted load that come back by themselves, not counted, or twice, or
+taken for pages without prospects; more pinned than is written, more evicted than is needed; a write
 that leaves no page to those that run, or forgets the rest of its path; what is due, after a
 flush, or of a conversation that is over. Nothing finds these: a path of less than a page that is
 due, another tick for a load's request, no second look at what waits after a copy, whose end
@@ -46,7 +46,7 @@ from collections.abc import Mapping, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from fuzz.spelled import fuzz_spelled
-from tests.models.host_machine import KINDS, run
+from tests.laws.host_machine import KINDS, run
 
 _COUNTED = (
     "runs", "steps", "admitted", "from host", "loads", "writes", "copies failed",

@@ -17,10 +17,10 @@ import sys
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from tests.models.liveness.cases import ONCE
-from tests.models.liveness.explore import explore, find, long_profile
-from tests.models.liveness.mutants import MUTANTS
-from tests.models.liveness.world import Case, run
+from tests.laws.liveness.cases import ONCE
+from tests.laws.liveness.explore import explore, find, long_profile
+from tests.laws.liveness.mutants import MUTANTS
+from tests.laws.liveness.world import Case, run
 
 
 def main() -> None:

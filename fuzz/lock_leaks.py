@@ -13,7 +13,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from fuzz.runner import fuzz
-from tests.models.lock_machine import LockMachine
+from tests.laws.lock_machine import LockMachine
 
 if __name__ == "__main__":
     fuzz("lock_leaks", __doc__, itertools.repeat(LockMachine), examples=50, steps=100)

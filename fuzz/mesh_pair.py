@@ -16,8 +16,8 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from fuzz.seeds import fuzz_seeds, parser
-from tests.models import sim_engines, sim_rooms
-from tests.models.sim import Sim
+from tests.support import sim_engines, sim_rooms
+from tests.support.sim import Sim
 
 
 def _counted(sim: Sim) -> dict[str, int]:

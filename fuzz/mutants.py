@@ -37,7 +37,7 @@ PATIENCE_S = 15.0
 PARTS = {
     "kv_events": (
         ["kv_events/publisher.py", "kv_events/stream.py", "kv_events/dialects.py"],
-        ["tests/kv_events/test_publisher.py", "tests/kv_events/test_stream.py"],
+        ["tests/unit/kv_events/test_publisher.py", "tests/unit/kv_events/test_stream.py"],
     ),
     "serving": (
         [
@@ -45,10 +45,10 @@ PARTS = {
             "serving/front.py", "serving/http.py",
         ],
         [
-            "tests/serving/test_proxy.py", "tests/serving/test_fleet.py",
-            "tests/serving/test_feed.py", "tests/serving/test_http.py",
-            "tests/serving/test_waits.py", "tests/serving/test_page.py",
-            "tests/engines/serving/test_decode_worker.py",
+            "tests/unit/serving/test_proxy.py", "tests/unit/serving/test_fleet.py",
+            "tests/unit/serving/test_feed.py", "tests/unit/serving/test_http.py",
+            "tests/unit/serving/test_waits.py", "tests/unit/serving/test_page.py",
+            "tests/integration/serving/test_decode_worker.py",
         ],
     ),
 }  # fmt: skip
@@ -106,7 +106,7 @@ def copy_tree(tree: pathlib.Path, modules: list[str], tests: list[str]) -> None:
         ["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True
     )
     subprocess.run(["tar", "x", "-C", str(tree)], input=archive.stdout, check=True)
-    patience = tree / "tests/models/patience.py"
+    patience = tree / "tests/support/patience.py"
     text, num = re.subn(
         r"^PATIENCE_S = .*$", f"PATIENCE_S = {PATIENCE_S}", patience.read_text(), flags=re.MULTILINE
     )

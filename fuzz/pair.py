@@ -18,9 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from fuzz.seeds import fuzz_seeds, parser
-from tests.models.shm_fabric import OverShm
-from tests.models.sim import storm_of
-from tests.models.sim_engines import PairSim
+from tests.support.shm_fabric import OverShm
+from tests.support.sim import storm_of
+from tests.support.sim_engines import PairSim
 
 _STORM = {
     "drop": 0.08, "duplicate": 0.3, "reorder": 0.5, "abort": 0.05, "fail_at_post": 0.04,

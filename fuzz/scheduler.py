@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from fuzz.spelled import fuzz_spelled
-from tests.models.scheduler_machine import run
+from tests.laws.scheduler_machine import run
 
 _COUNTED = (
     "runs", "steps", "admitted", "shared_flights", "flight_fallbacks", "transfers_failed",

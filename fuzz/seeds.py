@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from tests.models.sim import Sim
+from tests.support.sim import Sim
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from fuzz.seeds import fuzz_seeds, parser
-from tests.models.sim_weights import WeightsSim, weights_simulation
+from tests.support.sim_weights import WeightsSim, weights_simulation
 
 
 def _counted(sim: WeightsSim) -> dict[str, int]:

@@ -5,7 +5,7 @@ what is found, evicted and refused is what a naive model says.
 
     python fuzz/windows.py --seconds 600 [--seed 1]
 
-It was shown to find the twelve bugs of `tests/pages/test_windows.py`, each within 20 seeds.
+It was shown to find the twelve bugs of `tests/unit/pages/test_windows.py`, each within 20 seeds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from fuzz.seeds import parser
-from tests.models.window_machine import run
+from tests.laws.window_machine import run
 
 if __name__ == "__main__":
     options = parser(__doc__).parse_args()

@@ -13,7 +13,7 @@ from prefixkv.errors import ConfigError
 from prefixkv.settings import PREFIX, nearest, settings_of
 
 # A plug-in of an engine cannot ask the commands for theirs, so the names stand here;
-# tests/serving/test_plan.py holds them against the commands' classes.
+# tests/unit/serving/test_plan.py holds them against the commands' classes.
 _OF_SERVING: Final = (
     "ANSWER_TIMEOUT_S", "ANSWER_TOKENS", "API_KEY", "CARRY_ON", "CHUNK_TOKENS", "CONTEXT",
     "DECODE", "DECODE_PAGES", "DECODE_WINDOW_PAGES", "DEVICE", "DRAIN_TIMEOUT_S", "DTYPE", "HOST",

@@ -24,8 +24,8 @@ from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.testing.hashing import PrefixHasher
 from prefixkv.testing.pattern import KVPattern
-from tests.models.node_pair import SALT, first_token, make_pool, node_at_rest, tokens_of
-from tests.models.patience import PATIENCE_S
+from tests.support.node_pair import SALT, first_token, make_pool, node_at_rest, tokens_of
+from tests.support.patience import PATIENCE_S
 
 _hasher = PrefixHasher()
 

@@ -1,0 +1,116 @@
+"""The HF engine keeps every law of the conformance kit, with a real model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from benchmarks.hybrid_models import config_of
+from prefixkv.config import ComputeConfig
+from prefixkv.engines.hf import PagedModel, make_model
+from prefixkv.engines.hf.conformance import HFSides
+from prefixkv.engines.hf.reference import Reference
+from prefixkv.testing import conformance
+from tests.support.patience import PATIENCE_S
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
+def test_the_engine_keeps_every_law(case: conformance.Case) -> None:
+    case.check(HFSides, patience_s=PATIENCE_S)
+
+
+class ComputingSides(HFSides):
+    """The engine with a decode worker that computes what lacks at most 16 tokens."""
+
+    def __init__(self, settings: Any) -> None:
+        compute = ComputeConfig(below=16, chunk_tokens=5)
+        super().__init__(replace(settings, decode=replace(settings.decode, compute=compute)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
+def test_it_keeps_them_too_where_decode_computes(case: conformance.Case) -> None:
+    case.check(ComputingSides, patience_s=PATIENCE_S)
+
+
+@cache
+def _recurrent() -> tuple[PagedModel, Reference]:
+    model = make_model(config_of("granitemoehybrid"), seed=1)
+    return model, Reference(model)
+
+
+class RecurrentSides(HFSides):
+    """The engine with a model that has recurrent layers."""
+
+    def _models(self) -> tuple[PagedModel, Reference]:
+        return _recurrent()
+
+
+class ComputingRecurrentSides(RecurrentSides, ComputingSides):
+    """The same with a decode worker that computes too."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
+def test_it_keeps_them_too_with_recurrent_layers(case: conformance.Case) -> None:
+    # Where decode computes, it begins at a checkpoint, which a prompt of whole pages that is cached
+    # as a whole has no use for: these look at what it hits.
+    hits = case.scenario in ("full hit", "namespaces")
+    case.check(RecurrentSides if hits else ComputingRecurrentSides, patience_s=PATIENCE_S)
+
+
+@cache
+def _windowed() -> tuple[PagedModel, Reference]:
+    model = make_model(config_of("gpt_oss"), seed=1)
+    return model, Reference(model)
+
+
+class WindowedSides(HFSides):
+    """The engine with a model that has sliding windows, whose pages are of one size."""
+
+    def __init__(self, settings: Any) -> None:
+        if settings.page_size != settings.prefill_page_size:
+            raise NotImplementedError("both sides have pages of one size")
+        super().__init__(settings)
+
+    def _models(self) -> tuple[PagedModel, Reference]:
+        return _windowed()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
+def test_it_keeps_them_too_with_windows(case: conformance.Case) -> None:
+    case.check(WindowedSides, patience_s=PATIENCE_S)
+
+
+def test_it_takes_part_in_all_but_drafts() -> None:
+    report = conformance.run(HFSides, only=["several tokens per step"])
+    assert [*report.skipped.values()] == ["this engine gives one token per step"]
+
+
+@pytest.mark.slow
+def test_a_fault_of_it_is_found() -> None:
+    """Two lives of a decode worker that count their rooms from 0."""
+
+    class Counting(HFSides):
+        def _start_decode(self) -> None:
+            super()._start_decode()
+            self._decode._rooms = 0
+
+    report = conformance.run(Counting, only=["decode restarts"], patience_s=PATIENCE_S)
+    assert "calls" in report.laws
+    assert "is in use" in str(report)
+
+
+def test_a_restarted_worker_uses_no_room_of_its_former_life() -> None:
+    sides = [HFSides(conformance.ScenarioSettings()) for _ in range(2)]
+    try:
+        rooms = [one._decode._rooms for one in sides]
+        assert abs(rooms[0] - rooms[1]) > 1_000_000
+    finally:
+        for one in sides:
+            one.close()

@@ -1,0 +1,273 @@
+"""The two engines as a worker's loop drives them: aborts, prefill's refusals and failures, drains,
+pages that are missing for a while."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from prefixkv.engines.hf import Generate, PagedModel, Sampling
+from prefixkv.engines.hf.requests import pack_first, unpack_first
+from prefixkv.errors import AbortedError, DrainingError, OutOfPagesError, RequestError
+from tests.support.hf_world import Answer, Reference, World
+from tests.support.patience import lasting_address, until
+
+
+def test_an_abort_ends_what_runs_and_what_waits_and_all_its_samples(
+    model: PagedModel, reference: Reference
+) -> None:
+    with World(model) as world:
+        runs = world.ask("runs", range(20), max_new_tokens=100, num_samples=2)
+        until(lambda: world.step() or len(runs.tokens.get(1, ())) > 3)
+        waits = world.ask("waits", range(30), max_new_tokens=5)
+        assert world.decode.abort("runs")
+        assert world.decode.abort("waits")
+        world.run()
+        assert not world.decode.abort("runs")
+        for answer in (runs, waits):
+            for end in answer.ends.values():
+                assert (end.finish, end.token) == ("abort", None)
+                assert isinstance(end.error, AbortedError)
+        assert runs.tokens[0] == reference.greedy(range(20), len(runs.tokens[0]))
+        world.at_rest()
+
+
+def test_a_client_may_abort_and_ask_while_it_is_told(model: PagedModel) -> None:
+    with World(model) as world:
+        later: list[Answer] = []
+
+        def on_output(output) -> None:
+            first(output)
+            if output.position == 2 and not later:
+                assert world.decode.abort("first")
+                later.append(world.ask("later", [1, 2, 3], max_new_tokens=3))
+
+        ask = Generate("first", range(20), world.prefill.endpoint, max_new_tokens=50)
+        first = Answer(ask)
+        world.answers.append(first)
+        world.decode.submit(ask, on_output)
+        world.run()
+        assert first.ends[0].finish == "abort"
+        assert later[0].ends[0].finish == "length"
+        world.at_rest()
+
+
+def test_an_abort_at_prefill_is_an_error_at_decode(model: PagedModel) -> None:
+    with World(model, chunk_tokens=8) as world:
+        answer = world.ask("r", range(100), max_new_tokens=5)
+        until(lambda: world.step() or world.prefill.stats()["computing"])
+        assert world.prefill.abort("decode-0/r/0.0")
+        world.run()
+        assert answer.ends[0].finish == "error"
+        assert not answer.tokens[0]
+        assert world.prefill.stats()["computing"] == 0
+        world.at_rest()
+
+
+def test_a_first_token_that_is_none_ends_the_answer(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixkv.engines.hf.prefill.pack_first", lambda *_: b"no")
+    with World(model) as world:
+        answer = world.ask("r", range(20))
+        world.run()
+        assert answer.ends[0].finish == "error"
+        assert "aux of 2 bytes" in str(answer.ends[0].error)
+        world.at_rest()
+
+
+def test_a_token_travels_with_prefills_hit() -> None:
+    assert unpack_first(pack_first(300, 16), 301, 16) == (300, 16, None)
+    wrong = (pack_first(301, 0), pack_first(-1, 0), pack_first(1, 17), pack_first(1, -1), b"", b"1")
+    for aux in wrong:
+        with pytest.raises(ValueError, match=r"aux of|is not in|were hit"):
+            unpack_first(aux, 301, 16)
+
+
+def test_an_output_says_what_prefill_had(model: PagedModel) -> None:
+    with World(model, decode={"cache": False}) as world:
+        for hits in (0, 32):
+            answer = world.ask(f"after {hits}", range(40), max_new_tokens=3)
+            world.run()
+            assert answer.ends[0].prefill_hit_tokens == hits
+            assert answer.ends[0].hit_tokens == 0
+
+
+def test_sampled_tokens_are_kept_while_pages_are_held_elsewhere(
+    model: PagedModel, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`append_many` says that nothing is to be retracted: the step is said again, not computed
+    again."""
+    with World(model) as world:
+        answer = world.ask("r", range(20), max_new_tokens=12)
+        until(lambda: world.step() or len(answer.tokens.get(0, ())) > 3)
+        right, refusals = world.decode.node.append_many, [3]
+
+        def append_many(reqs, tokens) -> None:
+            if refusals[0]:
+                refusals[0] -= 1
+                raise OutOfPagesError(1, 0)
+            right(reqs, tokens)
+
+        monkeypatch.setattr(world.decode.node, "append_many", append_many)
+        world.run()
+        assert world.decode.stats()["blocked_steps"] == 3
+        assert world.decode.stats()["steps"] == 11
+        assert answer.tokens[0] == reference.greedy(range(20), 12)
+
+
+def test_a_drain_ends_what_lives_and_takes_nothing_new(
+    model: PagedModel, reference: Reference
+) -> None:
+    with World(model) as world:
+        answer = world.ask("r", range(20), max_new_tokens=8)
+        assert not world.decode.drain()
+        with pytest.raises(DrainingError):
+            world.ask("s", range(20))
+        world.run()
+        assert answer.tokens[0] == reference.greedy(range(20), 8)
+        world.at_rest()
+
+
+def test_what_is_refused_half_way_leaves_nothing(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of three samples is not taken, say."""
+    with World(model) as world:
+        right, num = world.decode.node.add, [0]
+
+        def add(request):
+            num[0] += 1
+            if num[0] == 2:
+                raise RequestError("no")
+            return right(request)
+
+        monkeypatch.setattr(world.decode.node, "add", add)
+        with pytest.raises(RequestError, match="no"):
+            world.ask("r", range(20), num_samples=3)
+        assert world.decode.take_prefill_jobs() == []
+        world.ask("r", range(20), num_samples=3, max_new_tokens=2)
+        world.run()
+        world.at_rest()
+
+
+def test_least_tokens_hold_through_a_retraction(model: PagedModel, reference: Reference) -> None:
+    """The first two tokens that it would say end the answer: the first comes from prefill."""
+    prompts = [range(20 * i, 20 * i + 20) for i in range(4)]
+    answers = []
+    for pages in (64, 10):
+        with World(model, pages=pages) as world:
+            for i, prompt in enumerate(prompts):
+                ends = tuple(reference.greedy(prompt, 2))
+                sampling = Sampling(0.9, seed=i, stop_tokens=ends, min_tokens=30)
+                world.ask(f"{i}", prompt, max_new_tokens=40, sampling=sampling)
+            world.run()
+            assert (world.decode.stats()["retractions"] > 0) == (pages == 10)
+            answers.append([answer.tokens[0] for answer in world.answers])
+            for prompt, tokens in zip(prompts, answers[-1], strict=True):
+                assert len(tokens) >= 30
+                assert not {*tokens[:30]} & {*reference.greedy(prompt, 2)}
+    assert answers[0] == answers[1]
+
+
+def test_a_prefill_job_may_travel_to_another_process(model: PagedModel) -> None:
+    with World(model) as world:
+        sampling = Sampling(temperature=0.5, seed=3, stop_tokens=(7,))
+        world.ask("r", range(20), sampling=sampling, namespace=("tenant", 1), max_new_tokens=3)
+        (job,) = world.decode.take_prefill_jobs()
+        there = pickle.loads(pickle.dumps(job))
+        assert there.choice == job.choice
+        assert there.request().digest == job.request().digest
+        world.prefill.submit(there)
+        world.run()
+
+
+def test_stats_count_what_was_done(model: PagedModel) -> None:
+    with World(model, chunk_tokens=16) as world:
+        world.ask("r", np.arange(40), max_new_tokens=5)
+        world.run()
+        decode, prefill = world.decode.stats(), world.prefill.stats()
+        assert (decode["steps"], decode["tokens"], decode["running"]) == (4, 5, 0)
+        assert (prefill["forwards"], prefill["computed_tokens"]) == (3, 40)
+
+
+def test_no_answer_waits_behind_the_many_samples_of_others(model: PagedModel) -> None:
+    sampling = Sampling(temperature=1.0, ignore_end=True)
+    with World(model, pages=40) as world:
+        for i in range(3):
+            world.ask(f"many{i}", range(i, i + 30), num_samples=40, max_new_tokens=20,
+                      sampling=sampling)  # fmt: skip
+        world.until(lambda: world.answers[0].tokens)
+        chat = world.ask("chat", range(50, 90), max_new_tokens=3)
+        world.until(lambda: chat.done)
+        assert sum(len(one.ends) for one in world.answers) < 60
+        # Each request has its turn.
+        world.until(lambda: sum(len(one.ends) for one in world.answers) > 60)
+        assert min(len(one.ends) for one in world.answers[:3]) > 10
+        world.run()
+        world.at_rest()
+        for answer in world.answers[:3]:
+            assert {end.finish for end in answer.ends.values()} == {"length"}
+
+
+def test_samples_for_a_worker_that_stands_still_hold_up_its_own_alone(model: PagedModel) -> None:
+    with World(model, pages=60) as world:
+        here, still = world.prefill.endpoint, lasting_address()
+
+        def step() -> None:
+            for job in world.decode.take_prefill_jobs():
+                if job.prefill == here:
+                    world.prefill.submit(job)
+            world.prefill.step()
+            if not world.decode.step():
+                world.decode.wait(0.005)
+
+        stuck = Answer(Generate("stuck", np.arange(30, dtype=np.int32), still, num_samples=32))
+        world.decode.submit(stuck.ask, stuck)
+        fine = world.ask("fine", range(40, 70), num_samples=16, max_new_tokens=4)
+        until(lambda: fine.done, step=step, state=world.state)
+        assert {end.finish for end in fine.ends.values()} <= {"stop", "length"}
+        assert not stuck.ends
+        assert world.decode.abort("stuck")
+        until(lambda: stuck.done, step=step, state=world.state)
+
+
+def test_samples_that_are_held_end_once_however_they_end(model: PagedModel) -> None:
+    with World(model, pages=40) as world:
+        many = [world.ask(f"r{i}", range(i, i + 30), num_samples=40, max_new_tokens=8)
+                for i in range(2)]  # fmt: skip
+        world.until(lambda: many[0].tokens)
+        assert world.decode.abort("r0")
+        again = world.ask("r2", range(20), num_samples=30, max_new_tokens=4)
+        world.until(lambda: many[0].done)
+        assert {end.finish for end in many[0].ends.values()} == {"abort"}
+        assert not world.decode.abort("r0")
+        # What is accepted is answered though the engine drains.
+        world.at_rest()
+        for answer in (many[1], again):
+            assert answer.done
+            assert {end.finish for end in answer.ends.values()} <= {"stop", "length"}
+        with pytest.raises(DrainingError):
+            world.ask("late", range(20), num_samples=9)
+
+
+def test_a_held_sample_that_the_node_does_not_take_ends_with_its_error(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with World(model) as world:
+        right, num = world.decode.node.add, [0]
+
+        def add(request):
+            num[0] += 1
+            if num[0] == 7:
+                raise RequestError("no")
+            return right(request)
+
+        monkeypatch.setattr(world.decode.node, "add", add)
+        answer = world.ask("r", range(20), num_samples=9, max_new_tokens=2)
+        world.run()
+        failed = [end for end in answer.ends.values() if end.finish == "error"]
+        assert [(end.sample, str(end.error)) for end in failed] == [(6, "no")]
+        world.at_rest()

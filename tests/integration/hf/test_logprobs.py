@@ -1,0 +1,255 @@
+"""Log-probabilities of answers against the model by itself, wherever their KV came from."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkv.engines.hf import PagedModel, Sampling
+from prefixkv.engines.hf import logprobs as logprobs_module
+from prefixkv.engines.hf.logprobs import (
+    LEAST,
+    TokenLogprob,
+    logprobs_of,
+    pack_logprob,
+    unpack_logprob,
+)
+from prefixkv.engines.hf.requests import pack_first, unpack_first
+from prefixkv.errors import RequestError
+from tests.support.hf_workload import Found, run_round
+from tests.support.hf_world import Answer, Reference, World
+
+
+def sampling(num: int | None, **more: Any) -> Sampling:
+    return Sampling(logprobs=num, **more)
+
+
+def check(answer: Answer, reference: Reference) -> None:
+    """Every token that was said has its own, with as many likely ones as were asked for."""
+    num_top = answer.ask.sampling.logprobs
+    for sample, said in answer.tokens.items():
+        given = answer.logprobs[sample]
+        if num_top is None:
+            assert not any(given)
+        else:
+            assert len(given) == len(said) > 0
+            reference.check_logprobs([*answer.ask.tokens, *said], given, num_top)
+
+
+def test_each_request_of_a_batch_has_what_it_asked_for(
+    model: PagedModel, reference: Reference
+) -> None:
+    with World(model) as world:
+        for i, num in enumerate((None, 0, 1, 5, 20)):
+            for kind, more in (("greedy", {}), ("drawn", {"temperature": 0.9, "top_k": 9})):
+                prompt = range(i, i + 20 + i)
+                how = sampling(num, seed=i, **more)
+                world.ask(f"{kind} {num}", prompt, sampling=how, max_new_tokens=7)
+        world.run()
+        for answer in world.answers:
+            check(answer, reference)
+        world.at_rest()
+
+
+def test_temperature_and_cuts_do_not_change_them(model: PagedModel, reference: Reference) -> None:
+    with World(model) as world:
+        how = sampling(20, temperature=1.7, top_k=1, top_p=0.01)
+        answer = world.ask("r", range(30), sampling=how, max_new_tokens=6)
+        world.run()
+        assert answer.tokens[0] == reference.greedy(range(30), 6)
+        check(answer, reference)
+
+
+def test_what_is_cached_on_decode_or_on_prefill_changes_none(
+    model: PagedModel, reference: Reference
+) -> None:
+    prompt = np.arange(64)
+    for caches in ({"decode": {"cache": False}}, {"prefill": {"cache": False}}, {}):
+        with World(model, **caches) as world:
+            for turn in range(2):
+                # Every token but the last is cached, on whichever sides cache.
+                answer = world.ask(f"r{turn}", prompt, sampling=sampling(4), max_new_tokens=3)
+                world.run()
+                check(answer, reference)
+            assert answer.ends[0].hit_tokens == (0 if "decode" in caches else 64)
+            assert answer.ends[0].prefill_hit_tokens == (0 if "prefill" in caches else 48)
+            world.at_rest()
+
+
+def test_samples_and_joined_flights_have_their_own(model: PagedModel, reference: Reference) -> None:
+    with World(model, chunk_tokens=8) as world:
+        for rid in ("one", "two"):
+            how = sampling(2, temperature=1.0, seed=len(rid) + len(world.answers))
+            world.ask(rid, range(50), sampling=how, max_new_tokens=6, num_samples=3)
+        world.run()
+        assert world.decode.stats()["shared_flights"]
+        for answer in world.answers:
+            check(answer, reference)
+        world.at_rest()
+
+
+def test_each_token_has_its_own_once_over_retractions(
+    model: PagedModel, reference: Reference
+) -> None:
+    with World(model, pages=14, page_size=4, decode={"reserve_tokens": 0}) as world:
+        for i in range(4):
+            how = sampling(i, temperature=0.0 if i % 2 else 0.8)
+            world.ask(f"r{i}", range(i, i + 8), sampling=how, max_new_tokens=20)
+        world.run()
+        assert world.decode.stats()["retractions"]
+        for answer in world.answers:
+            assert answer.ends[0].finish == "length"
+            check(answer, reference)
+        world.at_rest()
+
+
+def test_a_token_that_waits_for_pages_keeps_its_own(
+    model: PagedModel, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefixkv.errors import OutOfPagesError
+
+    with World(model) as world:
+        answer = world.ask("r", range(20), sampling=sampling(2), max_new_tokens=8)
+        right, refusals = world.decode.node.append_many, [3]
+
+        def append_many(reqs: Any, tokens: Any) -> None:
+            if tokens and refusals[0]:
+                refusals[0] -= 1
+                raise OutOfPagesError(1, 0)
+            right(reqs, tokens)
+
+        monkeypatch.setattr(world.decode.node, "append_many", append_many)
+        world.run()
+        assert world.decode.stats()["blocked_steps"] == 3
+        check(answer, reference)
+
+
+def test_a_token_that_ends_an_answer_has_its_own(model: PagedModel, reference: Reference) -> None:
+    said = reference.greedy(range(20), 5)
+    with World(model) as world:
+        how = sampling(1, stop_tokens=(said[-1],))
+        answer = world.ask("r", range(20), sampling=how, max_new_tokens=9)
+        world.run()
+        assert answer.ends[0].finish == "stop"
+        assert answer.logprobs[0][-1].token == answer.tokens[0][-1] == said[-1]
+        check(answer, reference)
+
+
+def test_a_number_of_likely_tokens_out_of_range_is_refused() -> None:
+    for wrong in (-1, 21, True, 1.5, "1"):
+        with pytest.raises(RequestError, match="logprobs is"):
+            Sampling(logprobs=wrong)  # type: ignore[arg-type]
+
+
+def test_without_them_none_are_computed(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("computed, and not asked for")
+
+    monkeypatch.setattr("prefixkv.engines.hf.sampling.logprobs_of", never)
+    monkeypatch.setattr("prefixkv.engines.hf.decode.chosen_logprobs", never)
+    with World(model) as world:
+        world.ask("r", range(20), max_new_tokens=5, num_samples=2)
+        world.run()
+        assert not world.decode._with_logprobs
+        assert world.answers[0].ends[0].finish == "length"
+    monkeypatch.undo()
+    with World(model) as world:
+        world.ask("r", range(20), max_new_tokens=5, num_samples=2, sampling=sampling(0))
+        assert len(world.decode._with_logprobs) == 2
+        world.run()
+        assert not world.decode._with_logprobs
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_finite_and_the_likeliest_come_first(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(150, 30) * 5).to(dtype)
+    logits[3, 4:] = -torch.inf
+    logits[7] = torch.nan
+    tokens = [int(i) % 30 for i in range(150)]
+    num_top = [i % 22 for i in range(150)]
+    found = logprobs_of(logits, tokens, num_top)
+    expected = torch.log_softmax(logits.float(), -1)
+    for i, one in enumerate(found):
+        assert one.token == tokens[i]
+        assert len(one.top) == num_top[i]
+        numbers = [one.logprob, *(value for _, value in one.top)]
+        assert all(LEAST <= value <= 0 for value in numbers)
+        if i not in (3, 7):
+            assert one.logprob == expected[i, tokens[i]].item()
+            best = expected[i].sort(descending=True).values[: num_top[i]].tolist()
+            assert [value for _, value in one.top] == best
+    assert found[3].logprob == expected[3, 3].item()
+    assert logprobs_of(logits[3:4], [5], [0])[0] == TokenLogprob(5, LEAST)
+    assert found[7].logprob == LEAST
+    assert len(logprobs_of(logits, tokens, [20] * 150)[0].top) == 20
+    assert len(logprobs_of(logits[:1, :5], [0], [20])[0].top) == 5  # no more than there are
+
+
+def test_they_travel_with_the_first_token_and_a_wrong_one_is_refused() -> None:
+    one = TokenLogprob(300, -0.5, ((300, -0.5), (7, -1.25)))
+    aux = pack_first(300, 16, one)
+    assert len(aux) == 28
+    assert unpack_first(aux, 301, 16, 2) == (300, 16, one)
+    assert unpack_first(pack_first(1, 0, TokenLogprob(1, LEAST)), 301, 16, 0)[2] == TokenLogprob(
+        1, LEAST
+    )
+    most = TokenLogprob(0, -1.0, tuple((i, -1.0) for i in range(20)))
+    assert len(pack_first(0, 0, most)) == 172
+    # A vocabulary of fewer tokens than are asked for gives all that it has.
+    assert unpack_logprob(pack_logprob(TokenLogprob(1, -0.5, ((1, -0.5),) * 3)), 1, 20, 3).top
+    wrong = [
+        (aux, None), (aux, 1), (aux, 3), (aux[:-1], 2), (aux + b"1", 2), (pack_first(300, 16), 2),
+        *[(pack_first(300, 16, TokenLogprob(300, x, ())), 0)
+          for x in (float("nan"), 1.0, float("inf"), -float("inf"), -1e5)],
+        *[(pack_first(300, 16, TokenLogprob(300, -1.0, ((token, x),))), 1)
+          for token, x in ((301, -1.0), (-1, -1.0), (1, float("nan")))],
+        (struct.pack("<ii", 300, 16), 0),
+    ]  # fmt: skip
+    for data, num_top in wrong:
+        with pytest.raises(ValueError, match=r"bytes|is not in"):
+            unpack_first(data, 301, 16, num_top)
+
+
+def test_a_first_token_without_its_own_ends_the_answer(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixkv.engines.hf.prefill.pack_first", lambda *one: pack_first(*one[:2]))
+    with World(model) as world:
+        answer = world.ask("r", range(20), sampling=sampling(1))
+        world.run()
+        assert answer.ends[0].finish == "error"
+        assert "bytes of log-probabilities" in str(answer.ends[0].error)
+        world.at_rest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_workloads_have_them_right(
+    model: PagedModel, reference: Reference, seed: int
+) -> None:
+    """`fuzz/engine.py` runs many of these."""
+    found = Found()
+    run_round(model, reference, 900 + seed, found)
+    assert found.logprobs
+
+
+def test_few_distributions_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    right = torch.log_softmax
+
+    def log_softmax(logits: torch.Tensor, dim: int) -> torch.Tensor:
+        sizes.append(len(logits))
+        return right(logits, dim)
+
+    monkeypatch.setattr(torch, "log_softmax", log_softmax)
+    logprobs_of(torch.zeros(1000, 4), [0] * 1000, [1] * 1000)
+    assert max(sizes) == logprobs_module._ROWS
+    assert sum(sizes) == 1000

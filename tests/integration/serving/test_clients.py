@@ -1,0 +1,223 @@
+"""What clients of other engines and of OpenAI send, to a real server: parameters, several prompts
+in one call, histories with tools, ids of requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.integration.serving.conftest import KEY
+from tests.support.patience import PATIENCE_S, until
+from tests.support.served import Expected, Serve, ask_and_leave, at_rest, get, under_way
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Once upon a time"}]
+GOOD: dict[str, Any] = {"model": "small", "max_tokens": 4, "temperature": 0}
+TEXTS = ["Once upon", "a time", "there was"]
+
+
+@pytest.fixture(scope="module")
+def http(serve: Serve) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=serve.url.removesuffix("/v1"), timeout=PATIENCE_S) as client:
+        yield client
+
+
+def said(http: httpx.Client, path: str = CHAT, **more: Any) -> dict[str, Any]:
+    base = {**GOOD, "messages": HELLO} if path == CHAT else GOOD
+    answer = http.post(path, json={**base, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(http: httpx.Client, path: str = CHAT, **more: Any) -> list[dict[str, Any]]:
+    base = {**GOOD, "messages": HELLO} if path == CHAT else GOOD
+    answer = http.post(path, json={**base, "stream": True, **more})
+    assert answer.status_code == 200, answer.text
+    *found, done = [one.removeprefix("data: ") for one in answer.text.split("\n\n")[:-1]]
+    assert done == "[DONE]"
+    return [json.loads(one) for one in found]
+
+
+# --- several prompts ------------------------------------------------------------------------------
+
+
+def test_several_prompts_are_answered_in_their_order(
+    serve: Serve, http: httpx.Client, expected: Expected
+) -> None:
+    lists = [expected.texts.plain(text) for text in TEXTS]
+    wanted = [expected.text(expected.tokens(tokens, 4)) for tokens in lists]
+    for prompt in (TEXTS, lists):
+        made = said(http, "/v1/completions", prompt=prompt, n=2)
+        choices = made["choices"]
+        assert [choice["index"] for choice in choices] == [*range(6)]
+        assert [choice["text"] for choice in choices] == [one for one in wanted for _ in range(2)]
+        usage = made["usage"]
+        assert usage["prompt_tokens"] == sum(map(len, lists))
+        assert usage["completion_tokens"] == 6 * 4
+    assert said(http, "/v1/completions", prompt=TEXTS[:1])["choices"][0]["text"] == wanted[0]
+    texts = [""] * 3
+    for event in events(http, "/v1/completions", prompt=TEXTS):
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == wanted
+    at_rest(serve)
+
+
+def test_one_prompt_that_is_refused_refuses_all(serve: Serve, http: httpx.Client) -> None:
+    tokens = [[1] * 20, [1] * 4096, [2] * 20]
+    answer = http.post("/v1/completions", json={**GOOD, "prompt": tokens})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    at_rest(serve)
+
+
+def test_all_prompts_end_where_their_client_leaves(serve: Serve, http: httpx.Client) -> None:
+    name = 'prefixkv_front_requests_total{outcome="aborted"}'
+    before = serve.figures().get(name, 0)
+    body = {**GOOD, "prompt": TEXTS, "n": 2, "max_tokens": 3000, "ignore_eos": True}
+    with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        next(answer.iter_lines())
+    until(lambda: serve.figures().get(name, 0) == before + 1)
+    at_rest(serve)
+    ask_and_leave(serve, "/completions", body, lambda: under_way(serve))
+    until(lambda: serve.figures().get(name, 0) == before + 2)
+    at_rest(serve)
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+def test_an_answer_has_its_least_tokens(http: httpx.Client, expected: Expected) -> None:
+    """Whatever would end it: its own first token as a stop token, or all the text that it says."""
+    first = expected.tokens(expected.texts.chat(HELLO), 1)[0]
+    made = said(http, stop_token_ids=[first])
+    assert made["choices"][0]["finish_reason"] == "stop"
+    assert made["usage"]["completion_tokens"] == 1
+    made = said(http, stop_token_ids=[first], min_tokens=3, max_tokens=3)
+    assert made["choices"][0]["finish_reason"] == "length"
+    assert made["usage"]["completion_tokens"] == 3
+    assert said(http, stop=[" "])["usage"]["completion_tokens"] == 1
+    made = said(http, stop=[" "], min_tokens=3, max_tokens=9)
+    assert made["choices"][0]["finish_reason"] == "stop"
+    assert made["usage"]["completion_tokens"] == 4
+    text = expected.chat(HELLO, 3)
+    assert made["choices"][0]["message"]["content"] == text
+
+
+def test_usage_is_told_all_along_if_that_is_asked_for(http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    found = events(http, stream_options=options)
+    counts = [event["usage"]["completion_tokens"] for event in found]
+    assert counts == sorted(counts)
+    assert counts[0] <= 1
+    assert counts[-1] == 4
+    assert not found[-1]["choices"]
+    assert all("usage" not in event for event in events(http))
+    said(http, stream_options=options)  # without a stream there is nothing that they change
+
+
+def test_a_history_with_tools_is_rendered(http: httpx.Client, expected: Expected) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    history = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "7"},
+    ]
+    made = said(http, messages=history, tools=tools, reasoning_effort="low")
+    parsed = {**call, "function": {"name": "f", "arguments": {"a": 1}}}
+    plain = [history[0], {**history[1], "tool_calls": [parsed]}, history[2]]
+    tokens = expected.texts.chat(plain, variables={"tools": tools})
+    assert made["usage"]["prompt_tokens"] == len(tokens)
+    assert made["choices"][0]["message"]["content"] == expected.text(expected.tokens(tokens, 4))
+    assert len(tokens) > len(expected.texts.chat(HELLO))
+
+
+def test_what_clients_send_along_changes_nothing(http: httpx.Client, expected: Expected) -> None:
+    text = expected.chat(HELLO, 4)
+    for more in (
+        {"n": None, "stop": None, "tools": None, "stream_options": None, "logprobs": None},
+        {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": None},
+        {"skip_special_tokens": True, "guided_json": None, "use_beam_search": False},
+        {"stop": [], "best_of": 1, "min_tokens": 0, "stop_token_ids": []},
+        {"max_tokens": None, "max_completion_tokens": 4, "user": "u"},
+    ):
+        assert said(http, **more)["choices"][0]["message"]["content"] == text
+
+
+def test_without_a_temperature_the_small_model_is_greedy(
+    http: httpx.Client, expected: Expected
+) -> None:
+    assert http.get("/v1/models").json()["data"][0]["default_temperature"] == 0
+    for _ in range(2):
+        made = said(http, temperature=None, max_tokens=12)
+        assert made["choices"][0]["message"]["content"] == expected.chat(HELLO, 12)
+
+
+# --- health and ids -------------------------------------------------------------------------------
+
+
+def test_health_is_told_on_the_port_of_clients_without_a_key(guarded: Serve) -> None:
+    base = guarded.url.removesuffix("/v1")
+    assert get(f"{base}/health") == (200, {"status": "ok"})
+    assert httpx.get(f"{base}/v1/models").status_code == 401
+    assert httpx.head(f"{base}/health").status_code == 200
+
+
+def test_a_request_keeps_the_id_that_its_client_gave(http: httpx.Client) -> None:
+    def given(text: str | bytes, path: str = CHAT, **more: Any) -> httpx.Response:
+        body = {**GOOD, "messages": HELLO, **more}
+        return http.post(path, json=body, headers={"x-request-id": text})
+
+    for text in ("a", "my-id/7:{}", "x" * 128):
+        answer = given(text)
+        assert answer.headers["x-request-id"] == text
+        assert answer.json()["id"].startswith(f"chatcmpl-{text.replace('/', '%2F')}-")
+    assert given("s", stream=True).headers["x-request-id"] == "s"
+    for wrong in ({"temperature": 9}, {"path": "/nowhere"}, {"model": "other"}):
+        answer = given("e", **wrong)
+        assert answer.status_code in (400, 404)
+        assert answer.headers["x-request-id"] == "e"
+    made = {given(text).headers["x-request-id"] for text in ("", "a b", "x" * 129, b"\xe9")}
+    assert len(made) == 4
+    assert all(len(one) == 32 for one in made)
+    assert http.get("/v1/models").headers["x-request-id"]
+    answer = http.post(CHAT, json={**GOOD, "messages": HELLO, "request_id": "of-body"})
+    assert answer.headers["x-request-id"] == "of-body"
+
+
+def test_requests_of_one_id_do_not_meet(http: httpx.Client, client: openai.OpenAI) -> None:
+    """Two at once: each is answered, by an id of its own on the workers."""
+    headers = {"x-request-id": "same"}
+    kept = {**GOOD, "messages": HELLO, "stream": True, "max_tokens": 500, "ignore_eos": True}
+    with http.stream("POST", CHAT, json=kept, headers=headers) as first:
+        lines = first.iter_lines()
+        one = json.loads(next(lines).removeprefix("data: "))
+        other = client.chat.completions.create(
+            model="small", messages=HELLO, max_tokens=4, extra_headers=headers
+        )
+        assert other.id != one["id"]
+        assert other.id.startswith("chatcmpl-same-")
+
+
+def test_the_logs_of_front_and_workers_have_the_id(guarded: Serve) -> None:
+    """Of a request that fails on all sides: its decode worker is killed."""
+    base = guarded.url.removesuffix("/v1")
+    body = {**GOOD, "messages": HELLO, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    headers = {"x-request-id": "find-me", "authorization": f"Bearer {KEY}"}
+    with httpx.stream(
+        "POST", f"{base}{CHAT}", json=body, headers=headers, timeout=PATIENCE_S
+    ) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(guarded.workers()["decode-0"]["pid"], signal.SIGKILL)
+        rest = list(lines)
+    assert any("(request find-me)" in line for line in rest)
+    until(lambda: any("request find-me" in line for line in guarded.err))

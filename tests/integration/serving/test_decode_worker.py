@@ -1,0 +1,253 @@
+"""A decode worker in this process, with a prefill server that does on command what a real one does
+by chance: it takes a job late, or refuses it, or cannot be reached."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from prefixkv.config import DecodeConfig
+from prefixkv.serving.config import (
+    DecodeWorkerConfig,
+    Limits,
+    ListenSettings,
+    ModelSettings,
+    WorkerSettings,
+)
+from prefixkv.serving.http import ApiError, HttpServer, make_app
+from prefixkv.serving.wire import (
+    AbortJobs,
+    Ask,
+    Job,
+    SamplingParams,
+    TokenEvent,
+)
+from prefixkv.serving.worker import DecodeWorker, _OpenRequest
+from tests.support.patience import NEVER_S, PATIENCE_S
+
+MIB = 1 << 20
+LIMITS = Limits(MIB, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
+PROMPT = list(range(300, 350))
+RID = "r"
+JOB = "d/r/0.0"
+
+
+class Prefill:
+    """A prefill worker's HTTP server. It answers a job with `status` once `takes` is set, and
+    computes none."""
+
+    def __init__(self) -> None:
+        self.jobs: list[str] = []
+        self.aborted: list[str] = []
+        self.taken: list[str] = []
+        self.status = 202
+        self.takes = asyncio.Event()
+        self.takes.set()
+        routes = [
+            Route("/jobs", self._job, methods=["POST"]),
+            Route("/abort", self._abort, methods=["POST"]),
+        ]
+        self.server = HttpServer(make_app(routes), "127.0.0.1", 0, LIMITS)
+
+    async def _job(self, request: Request) -> Response:
+        job = msgspec.json.decode(await request.body(), type=Job)
+        self.jobs.append(job.rid)
+        await self.takes.wait()
+        if self.status != 202:
+            raise ApiError(self.status, "no room for it")
+        self.taken.append(job.rid)
+        return Response(status_code=202)
+
+    async def _abort(self, request: Request) -> Response:
+        self.aborted += msgspec.json.decode(await request.body(), type=AbortJobs).rids
+        return Response(status_code=202)
+
+
+class Stage:
+    """A decode worker, a prefill server and a client."""
+
+    def __init__(self, worker: DecodeWorker, prefill: Prefill, client: httpx.AsyncClient) -> None:
+        self.worker, self.prefill, self.client = worker, prefill, client
+
+    def ask(self, url: str = "", **more: Any) -> bytes:
+        how = SamplingParams(ignore_end=True)
+        # No node listens at this address: the job is all that prefill hears.
+        ask = Ask(RID, PROMPT, "tcp://127.0.0.1:1", url or self.prefill.server.url, 4, 1, how)
+        return msgspec.json.encode(msgspec.structs.replace(ask, **more))
+
+    def open(self, **more: Any) -> Any:
+        return self.client.stream("POST", "/generate", content=self.ask(**more))
+
+    async def at_rest(self) -> None:
+        """Wait until the worker holds nothing for a request."""
+
+        while self.worker._open or self.worker._tasks or await self.live():
+            await asyncio.sleep(0.01)
+        await self.worker._call(lambda engine: engine.audit())
+
+    async def live(self) -> list[str]:
+        """The requests that the engine has."""
+        return await self.worker._call(lambda engine: list(engine._samples))
+
+
+async def until(true: Callable[[], object]) -> None:
+    while not true():
+        await asyncio.sleep(0.005)
+
+
+async def last_said(answer: httpx.Response) -> TokenEvent:
+    lines = [line async for line in answer.aiter_lines() if line]
+    return msgspec.json.decode(lines[-1], type=TokenEvent)
+
+
+def run(scene: Callable[[Stage], Awaitable[None]], limits: Limits | None = None) -> None:
+    settings = WorkerSettings(
+        num_pages=64,
+        models=ModelSettings(threads=1),
+        listen=ListenSettings(limits=limits or LIMITS),
+    )
+
+    async def main() -> None:
+        worker = DecodeWorker(DecodeWorkerConfig(settings, DecodeConfig(name="d")))
+        prefill = Prefill()
+        await prefill.server.start()
+        await worker.start()
+        client = httpx.AsyncClient(base_url=worker.info.url, timeout=PATIENCE_S, trust_env=False)
+        stage = Stage(worker, prefill, client)
+        try:
+            await asyncio.wait_for(scene(stage), PATIENCE_S)
+            await asyncio.wait_for(stage.at_rest(), PATIENCE_S)
+        finally:
+            prefill.takes.set()
+            await client.aclose()
+            await worker.close()
+            await prefill.server.stop()
+
+    asyncio.run(main())
+
+
+def test_prefill_is_told_where_a_client_leaves() -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.open():
+            await until(lambda: stage.prefill.taken)
+            assert not stage.prefill.aborted
+        await until(lambda: stage.prefill.aborted)
+        assert stage.prefill.jobs == stage.prefill.aborted == [JOB]
+
+    run(scene)
+
+
+def test_a_job_that_prefill_takes_after_its_client_has_left_is_aborted_again() -> None:
+    async def scene(stage: Stage) -> None:
+        stage.prefill.takes.clear()
+        async with stage.open():
+            await until(lambda: stage.prefill.jobs)
+        await until(lambda: stage.prefill.aborted)
+        assert not stage.prefill.taken  # so prefill did not know the job that it was to end
+        stage.prefill.takes.set()
+        await until(lambda: len(stage.prefill.aborted) == 2)
+        assert stage.prefill.aborted == [JOB, JOB]
+
+    run(scene)
+
+
+def test_prefill_is_told_where_a_request_ends_at_its_deadline() -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.open(deadline_s=0.2) as answer:
+            said = await last_said(answer)
+            assert said.finish == "error"
+            assert "deadline" in said.error.lower()
+            # Before the client leaves: it is the end of the request that is told.
+            await until(lambda: stage.prefill.aborted)
+        assert set(stage.prefill.aborted) == {JOB}
+
+    run(scene)
+
+
+@pytest.mark.parametrize("why", ["refused", "not reached"])
+def test_a_request_ends_where_prefill_does_not_take_its_job(
+    why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(stage: Stage) -> None:
+        stage.prefill.status = 503
+        url = "http://127.0.0.1:1" if why == "not reached" else ""
+        async with stage.open(url=url) as answer:
+            said = await last_said(answer)
+        assert said.finish == "error"
+        url = url or stage.prefill.server.url
+        how = "refused it" if why == "refused" else "does not answer"
+        assert said.error.startswith(f"the prefill worker at {url} {how}: ")
+        assert f"{JOB}: {said.error}" in caplog.text
+        assert ("503" in said.error) == ("no room for it" in said.error) == (why == "refused")
+
+    run(scene)
+
+
+def test_of_a_request_that_has_ended_prefill_is_told_nothing() -> None:
+    async def scene(stage: Stage) -> None:
+        one = stage.worker._open[RID] = _OpenRequest(msgspec.json.decode(stage.ask(), type=Ask))
+        one.jobs.append(JOB)
+        one.queue_output(TokenEvent(token=1, finish="length"))
+        await stage.worker._end_request(one)
+        assert not stage.worker._open
+        assert not stage.worker._tasks
+        assert one.jobs == [JOB]
+        assert (await stage.client.get("/audit")).status_code == 405
+
+    run(scene)
+
+
+def test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on() -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.open(num_samples=2) as first:
+            await until(lambda: len(stage.prefill.taken) == 2)
+            second = await stage.client.post("/generate", content=stage.ask())
+            assert second.status_code == 400
+            assert f"request '{RID}' is here already" in second.text
+            await stage.worker._call(lambda engine: None)  # what was posted before has been done
+            assert stage.worker._open[RID].left == 2
+            assert not stage.prefill.aborted
+            assert first.status_code == 200
+        await until(lambda: len(stage.prefill.aborted) == 2)
+        assert len(stage.prefill.jobs) == 2
+        while await stage.live():
+            await asyncio.sleep(0.01)
+        # Its id is free again.
+        async with stage.open():
+            await until(lambda: len(stage.prefill.jobs) == 3)
+
+    run(scene)
+
+
+def test_what_waits_when_a_worker_ends_is_told_so_once_for_each_answer() -> None:
+    async def scene(stage: Stage) -> None:
+        async with stage.open(num_samples=2) as answer:
+            await until(lambda: len(stage.prefill.taken) == 2)
+            closing = asyncio.create_task(stage.worker.close())
+            lines = [line async for line in answer.aiter_lines() if line]
+            await closing
+        told = [msgspec.json.decode(line, type=TokenEvent) for line in lines]
+        assert sorted((said.sample, said.finish) for said in told) == [(0, "error"), (1, "error")]
+
+    with pytest.raises(ApiError, match="ended"):  # `at_rest` finds the engine ended
+        run(scene)
+
+
+def test_a_body_is_bounded() -> None:
+    """A front has bounded what its clients said; tokens of it are longer than its text."""
+    assert DecodeWorkerConfig().worker.listen.limits.max_body_bytes == 64 * MIB
+
+    async def scene(stage: Stage) -> None:
+        for size, status in ((2 * MIB, 400), (2 * MIB + 1, 413)):
+            answer = await stage.client.post("/generate", content=b"[" * size)
+            assert answer.status_code == status, answer.text
+
+    run(scene, Limits(max_body_bytes=2 * MIB))

@@ -1,0 +1,174 @@
+"""`prefixkv serve --host-memory`: what the pool of its decode worker forgets comes back, is shown
+wherever a request's tokens are, and is there when prefill is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.integration.serving.test_carry_on import KeptDead
+from tests.support.patience import until
+from tests.support.served import Expected, Serve, at_rest, client_of
+
+PAGE, NUM_TOKENS = 16, 12
+CHATS = 6  # of some 14 pages each, more than the pool has together
+NODE = '{node="decode-0"}'
+
+Chat = list[dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "requests.jsonl"
+
+
+@pytest.fixture(scope="module")
+def serve(log: Path) -> Iterator[Serve]:
+    with Serve(
+        "--host-memory", "8x", "--decode-pages", "48", "--prefill-pages", "64", "--compute-below",
+        "40", "--carry-on", "--chunk-tokens", "64", "--request-log", str(log),
+    ) as serve:  # fmt: skip
+        yield serve
+
+
+@pytest.fixture(scope="module")
+def chats() -> list[Chat]:
+    """Conversations with nothing in common; the tests go on with them."""
+    return [[{"role": "user", "content": f"{i} of {CHATS}: " + f"tell me of {i}. " * 10}]
+            for i in range(CHATS)]  # fmt: skip
+
+
+class Talk:
+    """Asks, goes on with the chats, and remembers what was said."""
+
+    def __init__(self, client: openai.OpenAI) -> None:
+        self._client = client
+        self.said: list[tuple[Chat, str]] = []
+
+    def turn(self, chat: Chat) -> Any:
+        made = self._client.chat.completions.create(
+            model="small", messages=chat, max_tokens=NUM_TOKENS, temperature=0
+        )
+        said = made.choices[0].message.content
+        self.said.append(([*chat], said))
+        chat += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
+        return made
+
+    def check(self, expected: Expected) -> None:
+        """All that was said is what the model by itself says."""
+        for chat, said in self.said:
+            assert said == expected.chat(chat, NUM_TOKENS)
+
+
+def written(serve: Serve) -> float:
+    """Pages that were copied to host memory."""
+    return serve.figures("decode-0")[f"prefixkv_host_written_pages_total{NODE}"]
+
+
+def test_what_came_from_host_memory_is_told_everywhere(
+    serve: Serve, client: openai.OpenAI, chats: list[Chat], expected: Expected, log: Path
+) -> None:
+
+    def counted() -> tuple[float, float]:
+        front, decode = serve.figures(), serve.figures("decode-0")
+        hits = decode[f"prefixkv_host_hit_tokens_total{NODE}"]
+        return front['prefixkv_front_tokens_total{kind="decode_host"}'], hits
+
+    before, talk, num_pages = counted(), Talk(client), 0
+    for chat in chats:
+        num_pages += talk.turn(chat).usage.prompt_tokens // PAGE
+        until(lambda wanted=num_pages: written(serve) >= wanted)
+    made = [talk.turn(chat) for chat in chats]
+    talk.check(expected)
+    splits = [one.usage.prefixkv for one in made]
+    loaded = [split["decode_host_tokens"] for split in splits]
+    # The last of them may still be in the pool.
+    assert sum(tokens > 100 for tokens in loaded) >= CHATS - 2
+    for one, split in zip(made, splits, strict=True):
+        assert split["decode_host_tokens"] <= split["decode_hit_tokens"]
+        num = one.usage.prompt_tokens
+        parts = ("decode_hit", "shared", "decode_computed", "sent")
+        assert sum(split[f"{part}_tokens"] for part in parts) == num
+    assert [after - earlier for earlier, after in zip(before, counted(), strict=True)] == [
+        sum(loaded), sum(loaded),
+    ]  # fmt: skip
+    ids = [one.id.removeprefix("chatcmpl-") for one in made]
+
+    def lines() -> dict[tuple[str, str], Any]:
+        found = [json.loads(line) for line in log.read_text().splitlines()]
+        return {(line["side"], line["id"]): line for line in found}
+
+    until(lambda: all(("front", name) in lines() for name in ids))
+    until(lambda: all(("decode", name) in lines() for name in ids))
+    told = lines()
+    assert [told["front", name]["decode_host_tokens"] for name in ids] == loaded
+    assert [told["decode", name]["host_tokens"] for name in ids] == loaded
+    at_rest(serve)
+
+
+def test_the_chat_page_has_a_part_for_what_was_loaded(
+    serve: Serve, client: openai.OpenAI, chats: list[Chat]
+) -> None:
+    pytest.importorskip("selenium", reason="no selenium: the chat page was NOT tested")
+    from tests.support.browser import Browser
+
+    hello = "Hello there, tell me something about cats and boats. " * 3
+    with Browser() as page:
+        page.open(serve.url.removesuffix("v1"))
+        page.fill("#temperature", "0")
+        page.fill("#most", "24")
+        before = written(serve)
+        page.ask(hello)
+        until(lambda: page.all(".turn") and not page.all(".turn.running"))
+        assert "host memory" not in page.texts(".usage .keys")[0]
+        until(lambda: written(serve) >= before + 4)
+        for chat in chats:  # these need the pool
+            Talk(client).turn(chat)
+        page.ask("And?")
+        until(lambda: len(page.all(".turn")) == 2 and not page.all(".turn.running"))
+        entries = [one.text for one in page.all(".usage")[-1].find_elements(
+            "css selector", ".keys:first-of-type li")]  # fmt: skip
+        numbers = {text.partition(" ")[2]: int(text.partition(" ")[0]) for text in entries}
+        assert numbers["loaded from its host memory"] > 32
+        label = page.one(".bars").get_attribute("aria-label")
+        assert f"{numbers['loaded from its host memory']} loaded from its host memory" in label
+        (part,) = page.all(".usage")[-1].find_elements("css selector", ".bar .host")
+        assert part.rect["width"] > 0
+        assert page.complaints() == []
+
+
+def test_a_killed_prefill_worker_is_not_missed(
+    serve: Serve, chats: list[Chat], expected: Expected
+) -> None:
+    """What was in host memory still is, the rest is computed by decode: each turn is answered, and
+    right. New conversations are, too."""
+    before = serve.figures("decode-0")
+    new = [[{"role": "user", "content": f"new {i}: " + f"what of {i}, or of salt? " * 8}]
+           for i in range(CHATS)]  # fmt: skip
+    dead = KeptDead(serve)
+    try:
+        with client_of(serve) as client:
+            talks = [Talk(client), Talk(client)]
+
+            def go_on(number: int) -> None:
+                for chat in [*chats[number::2], *new[number::2]] * 2:
+                    talks[number].turn(chat)
+
+            with ThreadPoolExecutor(2) as threads:
+                list(threads.map(go_on, range(2)))
+    finally:
+        dead.end()
+    assert sum(len(talk.said) for talk in talks) == 4 * CHATS
+    for talk in talks:
+        talk.check(expected)
+    after = serve.figures("decode-0")
+    assert after[f"prefixkv_host_loads_total{NODE}"] > before[f"prefixkv_host_loads_total{NODE}"]
+    computed = f"prefixkv_computed_requests_total{NODE}"
+    assert after[computed] > before[computed]
+    at_rest(serve)

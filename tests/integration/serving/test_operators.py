@@ -1,0 +1,388 @@
+"""What an operator of `prefixkv serve` looks at, from real processes: metrics of each, the
+targets for Prometheus, a line of each request from each process, and dashboard and alerts that name
+what there is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import openai
+import promql_parser
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.patience import PATIENCE_S, until
+from tests.support.promtool import OPS, promtool
+from tests.support.served import Serve, Served, client_of, get
+
+WORKERS = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+ADDED = {"job", "instance"}
+"""Labels that Prometheus adds itself."""
+
+Labels = dict[str, set[str]]
+
+
+def text_of(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+        found: str = answer.read().decode()
+        return found
+
+
+def post(url: str, body: Any, **headers: str) -> tuple[int, Any]:
+    """Status and JSON of the answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    asked = urllib.request.Request(url, data, {"content-type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
+            return answer.status, json.load(answer)
+    except HTTPError as error:
+        return error.code, json.load(error)
+
+
+def labels_of(text: str) -> dict[str, Labels]:
+    """Values of each label by the names of an exposition's samples."""
+    found: dict[str, Labels] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            values = found.setdefault(sample.name, {})
+            for label, value in sample.labels.items():
+                values.setdefault(label, set()).add(value)
+    return found
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def lines_by_id(path: Path, request_id: str, num: int) -> list[dict[str, Any]]:
+    """All lines of one request, once there are `num`."""
+
+    def found() -> list[dict[str, Any]]:
+        return [line for line in lines_of(path) if line["id"] == request_id]
+
+    until(lambda: len(found()) >= num, state=lambda: path.read_text()[-4000:])
+    assert len(found()) == num
+    return found()
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "requests.jsonl"
+
+
+@pytest.fixture(scope="module")
+def serve(log: Path) -> Iterator[Serve]:
+    with Serve("--decode", "2", "--chunk-tokens", "64", "--request-log", str(log)) as serve:
+        yield serve
+
+
+@pytest.fixture(scope="module")
+def client(serve: Serve) -> Iterator[openai.OpenAI]:
+    with client_of(serve) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Served]:
+    """One whose servers are not there: what it counts is."""
+    servers = (
+        "--prefill",
+        "http://127.0.0.1:1=tcp://127.0.0.1:2",
+        "--decode",
+        "http://127.0.0.1:1=d",
+    )
+    with Served("proxy", "--port", "0", "--status-port", "0", *servers) as proxy:
+        words = proxy.line("http://").split()
+        proxy.url, proxy.status = words[0], words[-1].rstrip(")")  # type: ignore[attr-defined]
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def exposed(serve: Serve, client: openai.OpenAI, proxy: Served) -> dict[str, Labels]:
+    """Labels and values by metric of a server, and a proxy, that have met one of each thing."""
+    for prompt in (
+        "Tell me of cats and boats, at length.",
+        "Tell me of cats and boats, at length.",
+    ):
+        client.completions.create(model="small", prompt=prompt, max_tokens=8, temperature=0)
+    assert post(f"{serve.url}/completions", b"{}")[0] == 400
+    assert post(f"{serve.url}/completions", {"model": "other", "prompt": "a"})[0] == 404
+    worker = serve.workers()["decode-0"]
+    assert post(f"{worker['url']}/generate", b"{}")[0] == 401
+    assert post(f"{proxy.url}/completions", {"prompt": "a"})[0] in (502, 503)  # type: ignore[attr-defined]
+    assert post(f"{proxy.url}/completions", b"{}")[0] == 400  # type: ignore[attr-defined]
+    found = labels_of(text_of(f"{proxy.status}/metrics"))  # type: ignore[attr-defined]
+    # As Prometheus has it: each process with the labels of its target.
+    for target in get(f"{serve.status}/sd")[1]:
+        (address,) = target["targets"]
+        for name, labels in labels_of(text_of(f"http://{address}/metrics")).items():
+            known = found.setdefault(name, {})
+            for label, values in labels.items():
+                known.setdefault(label, set()).update(values)
+            for label, value in target["labels"].items():
+                known.setdefault(label, set()).add(value)
+    return found
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def test_each_process_has_its_own_metrics(serve: Serve, exposed: dict[str, Labels]) -> None:
+    assert exposed["prefixkv_pages"]["worker"] == WORKERS.keys()
+    assert not any(
+        "node" in labels for labels in labels_of(text_of(f"{serve.status}/metrics")).values()
+    )
+    for worker in ("", *WORKERS):
+        status = serve.workers()[worker]["status_url"] if worker else serve.status
+        promtool("check", "metrics", given=text_of(f"{status}/metrics"))
+
+
+def test_the_targets_are_the_front_and_its_workers(serve: Serve) -> None:
+    found = {one["labels"]["worker"]: one for one in get(f"{serve.status}/sd")[1]}
+    assert found.pop("front") == {
+        "targets": [serve.status.removeprefix("http://")],
+        "labels": {"worker": "front", "role": "front"},
+    }
+    assert found == {
+        name: {
+            "targets": [serve.workers()[name]["status_url"].removeprefix("http://")],
+            "labels": {"worker": name, "role": role},
+        }
+        for name, role in WORKERS.items()
+    }
+
+
+def test_a_worker_that_is_killed_stays_a_target_and_is_back_at_another_port(
+    guarded: Serve,
+) -> None:
+    before = guarded.workers()["decode-0"]
+    old = before["status_url"].removeprefix("http://")
+
+    def target() -> str:
+        targets = get(f"{guarded.status}/sd")[1]
+        (found,) = (one["targets"][0] for one in targets if one["labels"]["worker"] == "decode-0")
+        return str(found)
+
+    os.kill(before["pid"], signal.SIGKILL)
+    until(
+        lambda: guarded.workers().get("decode-0", before)["pid"] != before["pid"],
+        step=target,
+    )
+    after = guarded.workers()["decode-0"]
+    assert target() == after["status_url"].removeprefix("http://") != old
+
+
+# --- the request log ------------------------------------------------------------------------------
+
+
+def test_a_request_has_lines_of_one_id_from_front_decode_and_prefill(
+    client: openai.OpenAI, log: Path
+) -> None:
+    made = client.chat.completions.create(
+        model="small", messages=[{"role": "user", "content": "Tell me of salt and of stones."}],
+        max_tokens=6, temperature=0, extra_headers={"x-request-id": "of-the-client"},
+    )  # fmt: skip
+    lines = {line["side"]: line for line in lines_by_id(log, made.id.removeprefix("chatcmpl-"), 3)}
+    front, decode, prefill = (lines[side] for side in ("front", "decode", "prefill"))
+    assert front["outcome"] == decode["outcome"] == "finished"
+    assert prefill["outcome"] == "sent"
+    assert (front["decode"], front["prefill"]) == (decode["node"], prefill["node"])
+    assert front["request_id"] == "of-the-client"
+    assert (front["status"], front["reason"], front["attempts"]) == (200, None, 1)
+    usage = made.usage
+    assert usage is not None
+    assert front["prompt_tokens"] == decode["prompt_tokens"] == usage.prompt_tokens
+    assert front["output_tokens"] == decode["output_tokens"] == 6
+    assert front["decode_hit_tokens"] == decode["hit_tokens"]
+    assert front["prefill_hit_tokens"] == prefill["hit_tokens"]
+    assert prefill["sent_bytes"] > 0
+    assert (decode["room"], decode["generation"]) == (prefill["room"], prefill["generation"])
+    for line, names in (
+        (front, ("asked_s", "first_token_s", "ended_s")),
+        (decode, ("admitted_s", "transferred_s", "first_token_s", "ended_s")),
+        (prefill, ("promised_s", "started_s", "computed_s", "ended_s")),
+    ):
+        times = [line[name] for name in names]
+        assert times == sorted(times), line
+    # Each arrives after the one that sends it, and the front ends last. Decode and prefill reckon
+    # back from their end by a clock that is never set; the wall clock may be, by some milliseconds.
+    set_s = 0.05
+    assert front["arrived_at"] <= decode["arrived_at"] + set_s
+    assert decode["arrived_at"] <= prefill["arrived_at"] + set_s
+
+
+def test_all_prompts_of_a_request_have_its_id(client: openai.OpenAI, log: Path) -> None:
+    made = client.completions.create(
+        model="small", prompt=["Rain.", "Salt and stones."], n=2, max_tokens=2, temperature=0,
+        extra_headers={"x-request-id": "two/prompts#3"},
+    )  # fmt: skip
+    lines = lines_by_id(log, made.id.removeprefix("cmpl-"), 1 + 4 + 4)
+    assert [line["side"] for line in lines].count("prefill") == 4
+    (front,) = (line for line in lines if line["side"] == "front")
+    assert (front["prompts"], front["samples"], front["attempts"]) == (2, 2, 2)
+    assert front["request_id"] == "two/prompts#3"
+    assert front["id"].startswith("two%2Fprompts#3-")
+    decode = [line for line in lines if line["side"] == "decode"]
+    assert sum(line["prompt_tokens"] for line in decode) == 2 * front["prompt_tokens"]
+    assert len({line["rid"] for line in decode}) == 4
+
+
+def test_refused_and_aborted_requests_have_lines(
+    serve: Serve, client: openai.OpenAI, log: Path
+) -> None:
+    before = len(lines_of(log))
+    assert post(f"{serve.url}/completions", {"model": "other", "prompt": "a"})[0] == 404
+    until(lambda: len(lines_of(log)) > before)
+    (line,) = lines_of(log)[before:]
+    assert (line["outcome"], line["status"], line["reason"]) == ("refused", 404, "model_not_found")
+    stream = client.completions.create(
+        model="small", prompt="Stones.", max_tokens=3000, stream=True,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    first = next(iter(stream))
+    stream.close()
+    lines = {line["side"]: line for line in lines_by_id(log, first.id.removeprefix("cmpl-"), 3)}
+    assert (lines["front"]["outcome"], lines["decode"]["outcome"]) == ("aborted", "aborted")
+    # A refusal of a worker.
+    worker = serve.workers()["decode-0"]
+    assert post(f"{worker['url']}/generate", b"{}")[0] == 401
+
+    # Not the last line: those of the aborted request come in any order.
+    def refusals() -> list[dict[str, Any]]:
+        return [line for line in lines_of(log)[before:]
+                if (line["node"], line["outcome"]) == ("decode-0", "refused")]  # fmt: skip
+
+    until(refusals)
+    (line,) = refusals()
+    assert (line["side"], line["reason"]) == ("decode", "invalid_api_key")
+
+
+def test_a_log_that_is_renamed_goes_on_in_a_new_file(
+    serve: Serve, client: openai.OpenAI, log: Path
+) -> None:
+    old = log.with_suffix(".1")
+    log.rename(old)
+    made = client.completions.create(model="small", prompt="Rain.", max_tokens=2, temperature=0)
+    until(log.exists)
+    lines_by_id(log, made.id.removeprefix("cmpl-"), 3)
+    assert made.id.removeprefix("cmpl-") not in old.read_text()
+
+
+def test_a_log_that_cannot_be_written_is_refused_at_the_start() -> None:
+    with Served("serve", "--request-log", "/nowhere/at/all") as process:
+        assert process.ended() == 2
+        assert "request_log: '/nowhere/at/all' cannot be written" in process.shown()
+
+
+# --- dashboard and alerts -------------------------------------------------------------------------
+
+OPEN = {"status", "reason", "namespace", "peer", "prefill", "worker"}
+"""Labels whose values a test cannot bring about one by one."""
+FREE = {"up": {"job": set(), "instance": set(), "worker": set(), "role": set()}}
+"""Metrics of Prometheus itself."""
+
+
+def queries() -> list[tuple[str, str, str]]:
+    """(where, expression, texts that name labels) of each panel and rule."""
+    found = []
+    for panel in json.loads((OPS / "grafana-dashboard.json").read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            found.append((panel["title"], target["expr"], target["legendFormat"]))
+    for group in yaml.safe_load((OPS / "prometheus-alerts.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            texts = " ".join(rule["annotations"].values())
+            found.append((rule["alert"], rule["expr"], texts))
+    return found
+
+
+def parsed(expr: str) -> Any:
+    """The tree of an expression, with Grafana's variables filled in."""
+    for name, text in (("$__rate_interval", "5m"), ("$__range", "1h"), ("$worker", ".*")):
+        expr = expr.replace(name, text)
+    assert "$" not in expr, expr
+    return promql_parser.parse(expr)
+
+
+def below(node: Any) -> Iterator[Any]:
+    """A node of an expression's tree, and all below it."""
+    yield node
+    for name in ("expr", "lhs", "rhs", "param", "vector_selector"):
+        if (child := getattr(node, name, None)) is not None:
+            yield from below(child)
+    for child in getattr(node, "args", None) or ():
+        yield from below(child)
+
+
+def wrong(expr: str, texts: str, exposed: dict[str, Labels]) -> list[str]:
+    """What an expression names, or a text shows, that is not there."""
+    found = []
+    tree = parsed(expr)
+    selectors = [one for one in below(tree) if isinstance(one, promql_parser.VectorSelector)]
+    for one in selectors:
+        labels = exposed.get(one.name)
+        if labels is None:
+            found.append(f"no metric {one.name}")
+            continue
+        for matcher in one.matchers.matchers:
+            if matcher.name not in labels.keys() | ADDED:
+                found.append(f"{one.name} has no label {matcher.name}")
+            elif (
+                matcher.op == promql_parser.MatchOp.Equal
+                and matcher.name not in OPEN | ADDED
+                and matcher.value not in labels[matcher.name]
+            ):
+                found.append(f"{one.name} has no {matcher.name}={matcher.value!r}")
+    shown: set[str] = set()  # labels that the result has
+    aggregates = [one for one in below(tree) if isinstance(one, promql_parser.AggregateExpr)]
+    for one in aggregates:
+        inner = [each for each in below(one) if isinstance(each, promql_parser.VectorSelector)]
+        there = ADDED.union(*(exposed.get(each.name, {}) for each in inner))
+        names = one.modifier.labels if one.modifier is not None else []
+        found += [f"{expr}: by {name}, which is no label" for name in names if name not in there]
+        shown |= set(names)
+    if not aggregates:
+        shown = ADDED.union(*(exposed.get(one.name, {}) for one in selectors))
+    for name in re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)", texts):
+        if name not in shown:
+            found.append(f"{{{{{name}}}}} is no label of {expr}")
+    return found
+
+
+@pytest.mark.parametrize(("where", "expr", "texts"), queries(), ids=lambda text: text[:40])
+def test_what_dashboard_and_alerts_name_is_there(
+    where: str, expr: str, texts: str, exposed: dict[str, Labels]
+) -> None:
+    assert not wrong(expr, texts, {**FREE, **exposed}), where
+
+
+@pytest.mark.parametrize(
+    "expr",
+    [
+        "prefixkv_no_such_thing", 'prefixkv_pages{state="lost"}', 'prefixkv_pages{stat="free"}',
+        "sum by (colour) (prefixkv_pages)", "sum(rate(prefixkv_hit_tokens[5m]))",
+        "histogram_quantile(0.9, sum by (le) (rate(prefixkv_front_ttft_seconds[5m])))",
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_noticed(expr: str, exposed: dict[str, Labels]) -> None:
+    assert wrong(expr, "", exposed)
+    assert wrong("sum by (state) (prefixkv_pages)", "{{worker}}", exposed)
+
+
+def test_the_panels_show_what_an_operator_asks_for(exposed: dict[str, Labels]) -> None:
+    """The list of the issue: each has a panel, whose expressions are checked above."""
+    named = " ".join(expr for _, expr, _ in queries())
+    for metric in (
+        "hit_tokens_total", "skipped_bytes_total", "pages", "queue_requests", "rooms",
+        "received_bytes_total", "front_ttft_seconds_bucket", "front_refused_total",
+    ):  # fmt: skip
+        assert f"prefixkv_{metric}" in named
+    assert "quarantined" in named

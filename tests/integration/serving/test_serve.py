@@ -1,0 +1,298 @@
+"""`prefixkv serve` as processes, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import os
+import signal
+import urllib.request
+from pathlib import Path
+from urllib.error import URLError
+
+import httpx
+import openai
+import pytest
+
+from tests.integration.serving.conftest import KEY
+from tests.support.patience import NEVER_S, until
+from tests.support.served import (
+    ROOT,
+    Expected,
+    Serve,
+    ask_and_leave,
+    at_rest,
+    client_of,
+    get,
+    under_way,
+)
+
+# No other module begins so: the first hits nothing.
+HELLO = [{"role": "user", "content": "Please, tell me something about cats and boats."}]
+
+
+# Each process that freezes what it has loaded says how many objects these are.
+FREEZES = """
+import gc, os
+freeze = gc.freeze
+
+def said():
+    freeze()
+    with open(f"{os.environ['FREEZES']}/{os.getpid()}", "w") as file:
+        file.write(str(gc.get_freeze_count()))
+
+gc.freeze = said
+"""
+
+
+def greedy(client: openai.OpenAI, messages: list[dict[str, str]], num: int, **more: object):
+    return client.chat.completions.create(
+        model="small", messages=messages, max_tokens=num, temperature=0, **more
+    )
+
+
+def test_a_front_knows_what_its_workers_have_cached(serve: Serve, client: openai.OpenAI) -> None:
+    """The first here: of a client that leaves the front expects pages for half a minute more."""
+    known = 'prefixkv_front_routing{{what="{}_known_pages"}}'
+
+    def is_known(worker: str) -> bool:
+        cached = f'prefixkv_pages{{node="{worker}",state="cached"}}'
+        role = worker.partition("-")[0]
+        return serve.figures(worker)[cached] == serve.figures()[known.format(role)]
+
+    workers = ("decode-0", "prefill-0")
+    until(lambda: all(map(is_known, workers)))
+    texts = [{"role": "user", "content": "Pages of a chat that nothing else has: " + "x" * 64}]
+    before = {role: serve.figures()[known.format(role)] for role in ("decode", "prefill")}
+    for salt, pages in (("a", 6), ("b", 12)):  # 105 tokens; another salt shares nothing
+        greedy(client, texts, 3, extra_body={"cache_salt": salt})
+        greedy(client, texts, 3, extra_body={"cache_salt": salt})
+        for role, had in before.items():
+            until(lambda role=role, most=had + pages: serve.figures()[known.format(role)] == most)
+    until(lambda: all(map(is_known, workers)))
+
+
+def test_turns_of_a_chat_are_answered_as_generate_does_and_the_second_hits(
+    serve: Serve, client: openai.OpenAI, expected: Expected
+) -> None:
+    first = greedy(client, HELLO, 24)
+    said = first.choices[0].message.content
+    assert said == expected.chat(HELLO, 24)
+    assert first.choices[0].finish_reason == "length"
+    prompt = len(expected.texts.chat(HELLO))
+    assert first.usage.prompt_tokens == prompt
+    assert first.usage.completion_tokens == 24
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    more = [*HELLO, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+    second = greedy(client, more, 24)
+    assert second.choices[0].message.content == expected.chat(more, 24)
+    hit = (prompt + 23) // 16 * 16  # of the last token there is no KV yet
+    split = second.usage.prefixkv
+    num = len(expected.texts.chat(more))
+    prefill_hit = prompt // 16 * 16  # prefill has not seen the answer
+    assert split == {
+        "decode_hit_tokens": hit, "decode_host_tokens": 0, "shared_tokens": 0,
+        "prefill_hit_tokens": prefill_hit, "computed_tokens": num - prefill_hit,
+        "sent_tokens": num - hit, "decode_computed_tokens": 0,
+    }  # fmt: skip
+    assert second.usage.prompt_tokens_details.cached_tokens == hit
+    at_rest(serve)
+
+
+def test_a_stream_says_the_same_and_its_usage(client: openai.OpenAI, expected: Expected) -> None:
+    pieces, usage = [], None
+    for chunk in greedy(client, HELLO, 20, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        pieces += [choice.delta.content or "" for choice in chunk.choices]
+    assert len(pieces) >= 20
+    assert "".join(pieces) == expected.chat(HELLO, 20)
+    assert usage.completion_tokens == 20
+
+
+def test_a_completion_takes_text_or_tokens_and_samples_several(
+    client: openai.OpenAI, expected: Expected
+) -> None:
+    prompt = expected.texts.plain("Once upon a time")
+    tokens = expected.tokens(prompt, 8)
+    for asked in ("Once upon a time", prompt):
+        made = client.completions.create(
+            model="small", prompt=asked, max_tokens=8, temperature=0, n=2
+        )
+        assert [choice.text for choice in made.choices] == [expected.text(tokens)] * 2
+        assert made.usage.completion_tokens == 16
+    drawn = [
+        client.completions.create(
+            model="small", prompt=prompt, max_tokens=8, temperature=1.5, top_p=0.9, seed=seed,
+            extra_body={"top_k": 40},
+        ).choices[0].text
+        for seed in (3, 3, 4)
+    ]  # fmt: skip
+    assert drawn[0] == drawn[1] != drawn[2]
+    stop = expected.text(tokens[3:4])
+    made = client.completions.create(
+        model="small", prompt=prompt, max_tokens=8, temperature=0, stop=[stop]
+    )
+    assert made.choices[0].text == expected.text(tokens).partition(stop)[0]
+    assert made.choices[0].finish_reason == "stop"
+
+
+def test_models_and_health(serve: Serve, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["small"]
+    assert client.models.retrieve("small").id == "small"
+    status, told = get(f"{serve.status}/health")
+    assert (status, told["status"]) == (200, "ok")
+    for worker in told["workers"].values():
+        assert get(f"{worker['status_url']}/health")[0] == 200
+        assert get(f"{worker['url']}/info")[0] == 401, "a worker is asked by its front alone"
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "param", "code"),
+    [
+        ({"model": "large"}, openai.NotFoundError, "model", "model_not_found"),
+        ({"max_tokens": -1}, openai.BadRequestError, "max_tokens", "invalid_value"),
+        ({"extra_body": {"beams": 3}}, openai.BadRequestError, "beams", "unknown_parameter"),
+        ({"presence_penalty": 1}, openai.BadRequestError, "presence_penalty",
+         "unsupported_parameter"),
+        ({"messages": [{"role": "user", "content": "x " * 5000}]}, openai.BadRequestError,
+         "messages", "context_length_exceeded"),
+        ({"max_tokens": 4096}, openai.BadRequestError, "messages", "context_length_exceeded"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_by_name(
+    client: openai.OpenAI, what: dict, error: type[openai.APIStatusError], param: str, code: str
+) -> None:
+    asked = {"model": "small", "messages": HELLO, "max_tokens": 3, **what}
+    with pytest.raises(error) as raised:
+        client.chat.completions.create(**asked)
+    assert (raised.value.param, raised.value.code) == (param, code)
+
+
+def test_a_client_that_leaves_ends_its_request_on_both_sides(
+    serve: Serve, client: openai.OpenAI
+) -> None:
+    name = 'prefixkv_front_requests_total{outcome="aborted"}'
+    before = serve.figures().get(name, 0)
+    stream = greedy(client, HELLO, 3000, stream=True, extra_body={"ignore_eos": True})
+    for _, _ in zip(range(5), stream, strict=False):
+        pass
+    stream.close()
+    until(lambda: serve.figures().get(name, 0) == before + 1)
+    at_rest(serve)
+    # One whose prompt is still being computed: 3,400 tokens, 64 at a time.
+    long = [{"role": "user", "content": "".join(f"{i % 10}" for i in range(3400))}]
+    body = {"model": "small", "messages": long, "max_tokens": 600, "ignore_eos": True}
+    ask_and_leave(serve, "/chat/completions", body, lambda: under_way(serve))
+    until(lambda: serve.figures().get(name, 0) == before + 2)
+    at_rest(serve)
+    figures = serve.figures("decode-0")
+    assert figures['prefixkv_oldest_lock_age_seconds{node="decode-0"}'] == 0
+
+
+def test_turns_of_a_chat_go_to_the_worker_that_has_it_and_a_killed_front_takes_all_along(
+    expected: Expected, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FREEZES)
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    with (
+        Serve("--decode", "2", PYTHONPATH=path, FREEZES=str(tmp_path)) as serve,
+        client_of(serve) as client,
+    ):
+        # What each process has loaded is not looked through again in the midst of requests.
+        pids = {worker["pid"] for worker in serve.workers().values()} | {serve.process.pid}
+        assert all(int((tmp_path / str(pid)).read_text()) > 50_000 for pid in pids)
+        chats = [[{"role": "user", "content": f"{i} " + "What about this? " * 4}] for i in range(4)]
+        for turn in range(3):
+            for chat in chats:
+                made = greedy(client, chat, 20)
+                said = made.choices[0].message.content
+                assert said == expected.chat(chat, 20)
+                if turn:
+                    hit = made.usage.prefixkv["decode_hit_tokens"]
+                    assert hit > made.usage.prompt_tokens - 40
+                chat += [
+                    {"role": "assistant", "content": said},
+                    {"role": "user", "content": "Go on"},
+                ]
+        for worker in ("decode-0", "decode-1"):
+            assert serve.figures(worker)[f'prefixkv_pages{{node="{worker}",state="cached"}}'] > 0
+        stream = greedy(client, HELLO, 3000, stream=True, extra_body={"ignore_eos": True})
+        next(stream)
+        pids = [worker["pid"] for worker in serve.workers().values()]
+        assert len(pids) == 3
+        serve.kill()
+        until(lambda: not any(lives(pid) for pid in pids))
+
+
+def test_sigterm_lets_a_stream_end_and_leaves_no_process(expected: Expected) -> None:
+    with Serve("--limits-max-requests-per-client", "1") as serve, client_of(serve) as client:
+        for _ in range(20):  # an answer may be over before this process goes on
+            stream = greedy(client, HELLO, 200, stream=True, extra_body={"ignore_eos": True})
+            pieces = [next(stream).choices[0].delta.content or ""]
+            try:
+                greedy(client, HELLO, 8)
+            except openai.RateLimitError as error:
+                refused = error
+                break
+            stream.close()
+        else:
+            raise AssertionError("no request has come while another ran")
+        assert "1 requests of this client" in str(refused)
+        assert refused.response.headers["retry-after"] == "1"
+        pids = [worker["pid"] for worker in serve.workers().values()]
+        serve.signal()
+        pieces += [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+        assert len("".join(pieces).split()) == 200
+        assert serve.ended() == 0
+        assert not any(lives(pid) for pid in pids)
+        with pytest.raises(URLError):
+            urllib.request.urlopen(serve.url)
+
+
+def test_a_second_sigterm_ends_at_once() -> None:
+    patient = {"PREFIXKV_LIMITS_WRITE_TIMEOUT_S": str(NEVER_S)}
+    with (
+        Serve("--drain-timeout-s", str(NEVER_S), **patient) as serve,
+        client_of(serve) as client,
+    ):
+        stream = greedy(client, HELLO, 3000, stream=True, extra_body={"ignore_eos": True})
+        next(stream)
+        pids = [worker["pid"] for worker in serve.workers().values()]
+        serve.signal()
+        serve.line("draining")  # two at once may be one: the kernel keeps no count
+        serve.signal()
+        serve.ended()
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            list(stream)
+        until(lambda: not any(lives(pid) for pid in pids))
+
+
+def test_a_worker_that_dies_is_restarted_and_its_stream_ends_with_an_error(
+    guarded: Serve, expected: Expected
+) -> None:
+    with client_of(guarded) as stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    with client_of(guarded, KEY) as client:
+        for worker in ("decode-0", "prefill-0"):
+            stream = greedy(client, HELLO, 3000, stream=True, extra_body={"ignore_eos": True})
+            next(stream)
+            pid = guarded.workers()[worker]["pid"]
+            os.kill(pid, signal.SIGKILL)
+            if worker == "decode-0":
+                with pytest.raises(openai.APIError, match="decode-0 was lost"):
+                    list(stream)
+            stream.close()
+            until(
+                lambda worker=worker, pid=pid: (
+                    guarded.workers().get(worker, {"pid": pid})["pid"] != pid
+                )
+            )
+            until(lambda: get(f"{guarded.status}/health")[0] == 200)
+            again = greedy(client, HELLO, 24)
+            assert again.choices[0].message.content == expected.chat(HELLO, 24)
+
+
+def lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

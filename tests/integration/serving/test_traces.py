@@ -1,0 +1,361 @@
+"""Traces of `prefixkv serve`: what its processes send to a collector of OpenTelemetry's."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.support.collector import Collector, SeenSpan, label
+from tests.support.patience import lasting_address, until
+from tests.support.served import Expected, Serve, ask_and_leave, at_rest, client_of, under_way
+
+HELLO = [{"role": "user", "content": "Hello there, tell me something about cats and boats."}]
+DECODE = ("queue", "transfer", "first token", "decode")
+PREFILL = ("promise", "queue", "compute", "send")
+WHOLE = (
+    "front: chat small", "front: routing", "front: generate", "decode: generate",
+    *(f"decode: {name}" for name in DECODE), "prefill: prefill",
+    *(f"prefill: {name}" for name in PREFILL),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def serve(collector: Collector) -> Iterator[Serve]:
+    with Serve("--chunk-tokens", "64", **sending_to(collector.url)) as serve:
+        yield serve
+
+
+def sending_to(url: str, **more: str) -> dict[str, str]:
+    return {"OTEL_EXPORTER_OTLP_ENDPOINT": url, "OTEL_BSP_SCHEDULE_DELAY": "20", **more}
+
+
+class Caller:
+    """A client with a span of its own, whose context it sends."""
+
+    def __init__(self, flags: str = "01") -> None:
+        self.trace, self.span = secrets.token_hex(16), secrets.token_hex(8)
+        self.headers = {
+            "traceparent": f"00-{self.trace}-{self.span}-{flags}",
+            "tracestate": "vendor=of-the-client",
+        }
+
+
+def ask(client: openai.OpenAI, messages: list[dict[str, str]], num: int, **more: object):
+    return client.chat.completions.create(
+        model="small", messages=messages, max_tokens=num, temperature=0, **more
+    )
+
+
+def by_label(spans: list[SeenSpan]) -> dict[str, SeenSpan]:
+    found = {label(span): span for span in spans}
+    assert len(found) == len(spans), sorted(map(label, spans))
+    return found
+
+
+def assert_follow_on(parent: SeenSpan, steps: list[SeenSpan]) -> None:
+    """Each begins where the one before it ends, and the parent spans all of them."""
+    assert parent.begin_ns <= steps[0].begin_ns
+    for one, next_one in itertools.pairwise(steps):
+        assert one.begin_ns <= one.end_ns == next_one.begin_ns
+    assert steps[-1].end_ns == parent.end_ns
+    assert {step.parent for step in steps} == {parent.id}
+
+
+def test_one_trace_a_request_from_the_clients_span_to_the_prefill_worker(
+    serve: Serve, client: openai.OpenAI, collector: Collector
+) -> None:
+    caller = Caller()
+    made = ask(client, HELLO, 12, extra_headers=caller.headers)
+    spans = by_label(collector.wait_for(caller.trace, *WHOLE))
+    assert spans.keys() == set(WHOLE)
+
+    root, attempt = spans["front: chat small"], spans["front: generate"]
+    decode, prefill = spans["decode: generate"], spans["prefill: prefill"]
+    assert root.parent == caller.span
+    assert spans["front: routing"].parent == attempt.parent == root.id
+    assert (decode.parent, prefill.parent) == (attempt.id, decode.id)
+    kinds = [root.kind, attempt.kind, decode.kind, prefill.kind]
+    assert kinds == ["SERVER", "CLIENT", "SERVER", "SERVER"]
+    assert {span.state for span in spans.values()} == {"vendor=of-the-client"}
+    assert not any(span.failed for span in spans.values())
+
+    # 1. Times: those of one process follow on one another, those of two processes as they must.
+    assert_follow_on(decode, [spans[f"decode: {name}"] for name in DECODE])
+    assert_follow_on(prefill, [spans[f"prefill: {name}"] for name in PREFILL])
+    assert root.begin_ns <= spans["front: routing"].begin_ns
+    assert spans["front: routing"].end_ns <= attempt.begin_ns <= decode.begin_ns
+    assert decode.end_ns <= attempt.end_ns <= root.end_ns
+    assert decode.begin_ns <= prefill.begin_ns
+    admitted_ns = spans["decode: transfer"].begin_ns
+    assert admitted_ns <= spans["prefill: promise"].end_ns
+    assert spans["prefill: compute"].begin_ns <= spans["decode: transfer"].end_ns
+
+    # 2. Facts, by the conventions where there are some.
+    usage = made.usage
+    assert (
+        root.facts
+        | {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.model": "small",
+            "gen_ai.request.max_tokens": 12,
+            "gen_ai.request.temperature": 0.0,
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": 12,
+            "gen_ai.usage.cache_read.input_tokens": 0,
+            "gen_ai.response.finish_reasons": ["length"],
+            "prefixkv.decode_hit_tokens": 0,
+            "prefixkv.sent_tokens": usage.prompt_tokens,
+            "http.response.status_code": 200,
+            "url.path": "/v1/chat/completions",
+        }
+        == root.facts
+    )
+    assert 0 < root.facts["gen_ai.response.time_to_first_chunk"] < 60
+    assert made.id.endswith(root.facts["prefixkv.rid"])
+    assert attempt.facts["prefixkv.decode"] == "decode-0"
+    assert attempt.facts["prefixkv.prefill"] == "prefill-0"
+    assert (decode.worker, prefill.worker, root.worker) == ("decode-0", "prefill-0", "")
+    assert decode.facts["prefixkv.prompt_tokens"] == usage.prompt_tokens
+    assert decode.facts["prefixkv.output_tokens"] == 12
+    assert decode.facts["prefixkv.room"] == prefill.facts["prefixkv.room"]
+    sent = prefill.facts["prefixkv.sent_bytes"]
+    assert sent == decode.facts["prefixkv.asked_bytes"] > 0
+    assert spans["prefill: send"].facts["prefixkv.sent_bytes"] == sent
+    at_rest(serve)
+
+
+def test_a_turn_that_hits_says_so_and_a_stream_is_one_trace_too(
+    client: openai.OpenAI, collector: Collector
+) -> None:
+    chat = [{"role": "user", "content": "A chat whose second turn hits on both sides, I hope."}]
+    said = ask(client, chat, 24).choices[0].message.content
+    chat += [{"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+    caller = Caller()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(ask(client, chat, 8, extra_headers=caller.headers, **options))
+    split = chunks[-1].usage.prefixkv
+    assert split["decode_hit_tokens"] > split["prefill_hit_tokens"] > 0
+    spans = by_label(collector.wait_for(caller.trace, *WHOLE))
+    root = spans["front: chat small"]
+    assert root.facts | {f"prefixkv.{name}": number for name, number in split.items()} == root.facts
+    assert root.facts["gen_ai.usage.cache_read.input_tokens"] == split["decode_hit_tokens"]
+    assert root.facts["gen_ai.request.stream"] is True
+    assert spans["decode: queue"].facts["prefixkv.hit_tokens"] == split["decode_hit_tokens"]
+    assert spans["decode: transfer"].facts["prefixkv.skipped_bytes"] > 0
+    assert spans["prefill: compute"].facts["prefixkv.hit_tokens"] == split["prefill_hit_tokens"]
+
+
+def test_several_answers_have_a_span_each_below_the_workers(
+    client: openai.OpenAI, collector: Collector
+) -> None:
+    caller = Caller()
+    made = client.completions.create(
+        model="small", prompt="Once upon a time there were three of them", max_tokens=6, n=3,
+        temperature=1, extra_headers=caller.headers,
+    )  # fmt: skip
+    assert len(made.choices) == 3
+    names = [*["decode: answer", "prefill: prefill", "decode: queue", "decode: decode"] * 3]
+    spans = collector.wait_for(
+        caller.trace, "front: text_completion small", "decode: generate", *names
+    )
+    (root,) = [span for span in spans if span.parent == caller.span]
+    assert root.facts["gen_ai.request.choice.count"] == 3
+    assert root.facts["gen_ai.response.finish_reasons"] == ["length"] * 3
+    assert root.facts["gen_ai.usage.output_tokens"] == made.usage.completion_tokens
+    (decode,) = [span for span in spans if label(span) == "decode: generate"]
+    answers = [span for span in spans if span.name == "answer"]
+    assert sorted(answer.facts["prefixkv.sample"] for answer in answers) == [0, 1, 2]
+    assert {answer.parent for answer in answers} == {decode.id}
+    assert max(answer.end_ns for answer in answers) == decode.end_ns
+    for answer in answers:
+        below = [span for span in spans if span.parent == answer.id]
+        assert_follow_on(answer, below)
+        # Those that joined the flight of the first say so.
+        assert ("flight" in {span.name for span in below}) == bool(
+            answer.facts["prefixkv.shared_tokens"]
+        )
+    jobs = [span for span in spans if span.name == "prefill"]
+    assert {job.parent for job in jobs} == {decode.id}
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_kept"),
+    [
+        ({}, False),
+        ({"traceparent": ""}, False),
+        ({"traceparent": "00-{trace}-{span}-01"}, True),
+        ({"traceparent": "01-{trace}-{span}-01-of-a-later-version"}, True),
+        ({"traceparent": "00-{trace}-{span}-01", "tracestate": "=,,;" + "x" * 40_000}, True),
+        ({"traceparent": "00-{trace}-{span}-01", "baggage": "a=b," * 5000}, True),
+        ({"traceparent": "ff-{trace}-{span}-01"}, False),
+        ({"traceparent": "00-{trace}-{span}"}, False),
+        ({"traceparent": "00-00000000000000000000000000000000-{span}-01"}, False),
+        ({"traceparent": "00-{trace}-0000000000000000-01"}, False),
+        ({"traceparent": "{trace}" * 500}, False),
+    ],
+)
+def test_a_context_that_is_malformed_begins_another_trace(
+    client: openai.OpenAI, collector: Collector, headers: dict[str, str], is_kept: bool
+) -> None:
+    caller = Caller()
+    filled = {
+        name: text.format(trace=caller.trace, span=caller.span) for name, text in headers.items()
+    }
+    made = ask(client, HELLO, 2, extra_headers=filled)
+    rid = made.id.removeprefix("chatcmpl-")
+
+    def roots() -> list[SeenSpan]:
+        return [span for span in collector.spans if span.facts.get("prefixkv.rid") == rid]
+
+    until(roots)
+    (root,) = roots()
+    assert (root.trace == caller.trace) == is_kept
+    assert root.parent == (caller.span if is_kept else "")
+    spans = collector.wait_for(root.trace, *WHOLE)
+    assert len({span.id for span in spans}) == len(WHOLE)
+    assert {span.state for span in spans} == {""}
+
+
+def test_what_its_client_does_not_sample_is_not_written(
+    client: openai.OpenAI, collector: Collector
+) -> None:
+    unsampled, after = Caller(flags="00"), Caller()
+    ask(client, HELLO, 3, extra_headers=unsampled.headers)
+    ask(client, HELLO, 3, extra_headers=after.headers)
+    collector.wait_for(after.trace, *WHOLE)
+    assert collector.of(unsampled.trace) == []
+
+
+def test_a_request_that_is_refused_is_traced_and_is_no_error_of_the_server(
+    client: openai.OpenAI, collector: Collector
+) -> None:
+    for more, status in ({"max_tokens": 0}, 400), ({"model": "another"}, 404):
+        caller = Caller()
+        with pytest.raises(openai.APIStatusError):
+            client.chat.completions.create(
+                **{"model": "small", "messages": HELLO, **more}, extra_headers=caller.headers
+            )
+        until(lambda caller=caller: collector.of(caller.trace))
+        (root,) = collector.of(caller.trace)
+        assert root.parent == caller.span
+        assert root.facts["http.response.status_code"] == status
+        assert (root.facts["error.type"], root.failed) == (str(status), False)
+
+
+def test_a_client_that_leaves_is_an_error_of_every_span_that_was_under_way(
+    serve: Serve, client: openai.OpenAI, collector: Collector
+) -> None:
+    """Once in the middle of an answer, and once while prefill computes: 3,400 tokens, 64 at a
+    time."""
+    options = {"stream": True, "extra_body": {"ignore_eos": True}}
+    caller = Caller()
+    stream = ask(client, HELLO, 3000, extra_headers=caller.headers, **options)
+    for _, _ in zip(range(5), stream, strict=False):
+        pass
+    stream.close()
+    spans = by_label(collector.wait_for(caller.trace, *WHOLE))
+    failed = {name for name, span in spans.items() if span.failed}
+    assert failed == {
+        "front: chat small", "front: generate", "decode: generate", "decode: decode",
+    }  # fmt: skip
+    assert {spans[name].facts["error.type"] for name in failed} == {"aborted"}
+    assert spans["front: chat small"].facts["gen_ai.usage.output_tokens"] >= 4
+
+    at_rest(serve)
+    for number in range(10):  # prefill may have computed it before this process looks
+        caller = Caller()
+        long = [{"role": "user", "content": "".join(f"{(i + number) % 10}" for i in range(3400))}]
+        body = {"model": "small", "messages": long, "max_tokens": 600, "ignore_eos": True}
+        ask_and_leave(
+            serve, "/chat/completions", {**body, "stream": True}, lambda: under_way(serve),
+            **caller.headers,
+        )  # fmt: skip
+        spans = by_label(
+            collector.wait_for(
+                caller.trace, "front: chat small", "decode: generate", "decode: transfer"
+            )
+        )
+        failed = {name for name, span in spans.items() if span.failed}
+        assert failed >= {"front: chat small", "front: generate", "decode: generate"}
+        at_rest(serve)
+        if "decode: transfer" in failed:
+            break
+    else:
+        raise AssertionError("each transfer has ended before its client left")
+    assert "decode: first token" not in spans
+    # Prefill's part of it, unless it was over by then.
+    collector.wait_for(caller.trace, "prefill: prefill")
+
+
+def test_a_worker_that_dies_is_an_error_of_the_fronts_span_and_its_next_life_is_another(
+    serve: Serve, client: openai.OpenAI, collector: Collector, expected: Expected
+) -> None:
+    caller = Caller()
+    options = {"stream": True, "extra_body": {"ignore_eos": True}}
+    stream = ask(client, HELLO, 3000, extra_headers=caller.headers, **options)
+    next(stream)
+    pid = serve.workers()["decode-0"]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="decode-0 was lost"):
+        list(stream)
+    spans = by_label(collector.wait_for(caller.trace, "front: chat small", "front: generate"))
+    assert spans["front: chat small"].failed
+    assert "decode-0 was lost" in spans["front: generate"].why
+    until(lambda: serve.workers().get("decode-0", {"pid": pid})["pid"] != pid)
+    lives = {span.life for span in collector.spans if span.worker == "decode-0"}
+    caller = Caller()
+    made = ask(client, HELLO, 12, extra_headers=caller.headers)
+    assert made.choices[0].message.content == expected.chat(HELLO, 12)
+    spans = by_label(collector.wait_for(caller.trace, *WHOLE))
+    assert spans["decode: generate"].life not in lives
+
+
+def test_a_collector_that_is_gone_or_does_not_answer_costs_requests_nothing(
+    expected: Expected,
+) -> None:
+    """Its spans are dropped beyond the queue; those of later requests are sent once it answers, the
+    last ones when the processes end."""
+    address = lasting_address().replace("tcp", "http")
+    answer = expected.chat(HELLO, 12)
+    small = {"OTEL_BSP_MAX_QUEUE_SIZE": "8", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "4"}
+    with Serve(**sending_to(address, **small)) as serve, client_of(serve) as client:
+
+        def ask_some() -> None:
+            for _ in range(8):
+                made = ask(client, HELLO, 12)
+                assert made.choices[0].message.content == answer
+            at_rest(serve)
+
+        ask_some()  # nothing listens there
+        with Collector(int(address.rpartition(":")[2])) as collector:
+            collector.open.clear()
+            ask_some()
+            # Front, decode and prefill wait for its answer.
+            until(lambda: collector.asked >= 3, step=lambda: ask(client, HELLO, 1))
+            assert collector.spans == []
+            collector.open.set()
+
+            def all_send() -> bool:
+                return {span.service for span in collector.spans} == {
+                    "prefixkv-front", "prefixkv-decode", "prefixkv-prefill",
+                }  # fmt: skip
+
+            until(all_send, step=lambda: ask(client, HELLO, 1))
+            before = len(collector.spans)
+            ask(client, HELLO, 3)
+            serve.signal()
+            assert serve.ended() == 0
+            roots = [span for span in collector.spans[before:] if span.name == "chat small"]
+            assert roots[-1].facts["gen_ai.usage.output_tokens"] == 3

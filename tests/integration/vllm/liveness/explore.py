@@ -1,0 +1,204 @@
+"""Explores orders of arrival at two vLLM servers with small caches, with vLLM's real scheduler
+(`world.py`): every request ends without a timer, and nothing is left behind.
+
+    python -m tests.integration.vllm.liveness.explore                   the short profile
+    python -m tests.integration.vllm.liveness.explore --seconds 3600
+        all orders, then random cases
+    python -m tests.integration.vllm.liveness.explore --seed 7000 --seconds 600
+        random cases only
+    python -m tests.integration.vllm.liveness.explore --host --seconds 600
+        with host memory
+    python -m tests.integration.vllm.liveness.explore --both --seconds 600
+        servers of both roles
+    python -m tests.integration.vllm.liveness.explore --windows --seconds 600
+        layers with a window
+    python -m tests.integration.vllm.liveness.explore --states --seconds 600
+        layers with a state
+    python -m tests.integration.vllm.liveness.explore --mutants
+        each has to be found
+    python -m tests.integration.vllm.liveness.explore --case '{...}' -v
+        as a failure printed it
+    python -m tests.integration.vllm.liveness.explore --mutant old_order --case ordered -v
+
+Run it from the repository with the interpreter of `python -m benchmarks env vllm`. Each line of
+JSON is a result. All choices follow from the case: the same case is the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
+from typing import Any
+
+from tests.integration.vllm.liveness.case import Case
+from tests.integration.vllm.liveness.cases import (
+    ONCE,
+    at_random,
+    every_order,
+    with_both,
+    with_host,
+    with_states,
+    with_windows,
+)
+from tests.integration.vllm.liveness.failures import failure_of, kind_of, shortest
+from tests.integration.vllm.liveness.mutants import (
+    HOST_MUTANTS,
+    MUTANTS,
+    STATE_MUTANTS,
+    WINDOW_MUTANTS,
+    mutated,
+)
+from tests.integration.vllm.liveness.world import run
+from tests.laws.liveness.arrivals import PATTERNS
+
+PACES = "none", "rest", "a", "b"
+
+
+def explore(cases: Iterable[Case], until_s: float, most_failures: int) -> dict[str, Any]:
+    """Play cases until there are no more, or time is over."""
+    counts: Counter[str] = Counter()
+    failures: dict[str, list[Case]] = {}
+    num_failures = 0
+    for case in cases:
+        if time.monotonic() > until_s or num_failures == most_failures:
+            break
+        counts["cases"] += 1
+        try:
+            world = run(case)
+            counts["steps"] += len(world.steps)
+            counts.update(world.counts)
+        except Exception as error:
+            num_failures += 1
+            failures.setdefault(kind_of(f"{type(error).__name__}: {error}"), []).append(case)
+    for kind, found in failures.items():
+        small = shortest(found[0])
+        print(f"{len(found)} cases: {kind}\n  --case '{found[0]}'\nthe shortest found:")
+        print(f"{failure_of(small)}\n  --case '{small}'\n", flush=True)
+    return {**counts, "failures": num_failures}
+
+
+def find(mutant: str, most_cases: int) -> dict[str, Any]:
+    """Which case shows a mutant first: one that stood still once, or a random one. The old order is
+    looked for in the two cases by which it was found, as the deadlock that it is."""
+    is_old = mutant == "old_order"
+    cases = [*ONCE.values(), *map(at_random, range(most_cases))]
+    if mutant in HOST_MUTANTS:
+        cases = list(map(with_host, range(most_cases)))
+    if mutant in WINDOW_MUTANTS:
+        cases = list(map(with_windows, range(most_cases)))
+    if mutant in STATE_MUTANTS:
+        cases = list(map(with_states, range(most_cases)))
+    if is_old:
+        cases = [ONCE["ordered"], ONCE["join"]]
+    failures = []
+    with mutated(mutant):
+        for case in cases:
+            failures.append(failure_of(case, promises_first=not is_old))
+            if failures[-1] and not is_old:
+                break
+    found = all(failures) if is_old else bool(failures[-1])
+    return {"mutant": mutant, "found": found, "cases": len(failures), "failure": failures[-1]}
+
+
+def is_repeatable(case: Case) -> bool:
+    """Whether the same case is the same run."""
+    return run(case).steps == run(case).steps
+
+
+def short_profile() -> Iterator[Case]:
+    yield from ONCE.values()
+    yield from islice(every_order(2, ("different", "all share", "prefix"), PACES), 0, None, 13)
+    yield from map(at_random, range(320))
+    yield from map(with_host, range(160))
+    yield from map(with_both, range(100))
+    yield from map(with_windows, range(100))
+    yield from map(with_states, range(80))
+
+
+def long_profile(
+    seed: int | None, host: bool, both: bool, windows: bool, states: bool
+) -> Iterator[Case]:
+    if states:
+        yield from map(with_states, count(seed or 0))
+    if windows:
+        yield from map(with_windows, count(seed or 0))
+    if both:
+        yield from map(with_both, count(seed or 0))
+    if host:
+        yield from map(with_host, count(seed or 0))
+    if seed is None:
+        yield from every_order(2, PATTERNS, PACES)
+        yield from every_order(3, PATTERNS, PACES)
+    yield from map(at_random, count(seed or 0))
+
+
+def main() -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--case", help="as a failure printed it, or a name of `cases.ONCE`")
+    parser.add_argument("-v", action="store_true", help="say each step of the case")
+    parser.add_argument(
+        "--mutant",
+        default="",
+        choices=["", *MUTANTS, *HOST_MUTANTS, *WINDOW_MUTANTS, *STATE_MUTANTS],
+        help="with this fault",
+    )
+    parser.add_argument("--mutants", action="store_true", help="only these")
+    parser.add_argument("--seconds", type=float, default=0.0, help="the long profile")
+    parser.add_argument("--host", action="store_true", help="the long profile of host memory")
+    parser.add_argument("--both", action="store_true", help="the long profile of both roles")
+    parser.add_argument("--windows", action="store_true", help="the long profile of windows")
+    parser.add_argument("--states", action="store_true", help="the long profile of states")
+    parser.add_argument("--seed", type=int, help="of the first random case, without all orders")
+    parser.add_argument("--most-failures", type=int, default=20)
+    options = parser.parse_args()
+    if options.case:
+        case = ONCE.get(options.case) or Case.of(options.case)
+        with mutated(options.mutant):
+            world = run(
+                case,
+                print if options.v else None,
+                promises_first=options.mutant != "old_order",
+            )
+        print(json.dumps({"steps": len(world.steps), **world.counts}))
+        return 0
+    failed = False
+    if not options.mutants:
+        is_long = bool(options.seconds)
+        if is_long:
+            kinds = options.host, options.both, options.windows, options.states
+            cases = long_profile(options.seed, *kinds)
+        else:
+            cases = short_profile()
+        until_s = time.monotonic() + options.seconds if is_long else float("inf")
+        with mutated(options.mutant):
+            explored = explore(cases, until_s, options.most_failures)
+        explored["repeatable"] = all(
+            is_repeatable(of(seed))
+            for of in (at_random, with_host, with_windows, with_states)
+            for seed in range(8)
+        )
+        failed = explored["failures"] > 0 or not explored["repeatable"]
+        print(json.dumps(explored))
+    if options.mutants or not options.seconds:
+        for mutant in (*MUTANTS, *HOST_MUTANTS, *WINDOW_MUTANTS, *STATE_MUTANTS):
+            found = find(mutant, 400)
+            failed |= not found["found"]
+            print(json.dumps(found), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of a set is a choice too
+        os.environ["PYTHONHASHSEED"] = "0"
+        module = "tests.integration.vllm.liveness.explore"
+        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
+    logging.disable(logging.WARNING)
+    sys.exit(main())

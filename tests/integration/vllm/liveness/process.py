@@ -1,0 +1,242 @@
+"""What a vLLM server's processes have of prefixkv besides memory: sockets, control threads, bells,
+and the copies to and from host memory. Here none has a thread, and frames lie in queues of the
+world's until it hands them over."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from prefixkv import HostConfig, KVPool
+from prefixkv.control.effects import FrameReceived, Tick
+from prefixkv.engines.vllm import connector as connector_module
+from prefixkv.engines.vllm import host_worker as host_worker_module
+from prefixkv.engines.vllm import worker as worker_module
+from prefixkv.memory.host_pool import HostPool
+from prefixkv.memory.page_copy import page_copy
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.runtime import decode_transfers, prefill_transfers
+from prefixkv.runtime.channel import DealerChannel, RouterChannel
+from prefixkv.runtime.control_thread import ControlThread
+from prefixkv.wakeups import Inbox
+
+if TYPE_CHECKING:
+    from tests.integration.vllm.liveness.world import World
+
+
+class Dealer(DealerChannel):
+    """Decode's sockets."""
+
+    def __init__(self, world: World, route: bytes) -> None:
+        self._world, self.route = world, route
+        self.counters = Counter()
+
+    def connect(self, address: str) -> None:
+        pass
+
+    def disconnect(self, address: str) -> None:
+        pass
+
+    def send(self, to: str, raw: bytes) -> None:
+        self._world.wire(self.route, to).append(raw)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        pass
+
+
+class Router(RouterChannel):
+    """Prefill's socket."""
+
+    def __init__(self, world: World, bind: str) -> None:
+        self._world, self.endpoint = world, bind
+        self.counters = Counter()
+
+    def send(self, to: bytes, raw: bytes) -> None:
+        self._world.wire(self.endpoint, to).append(raw)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        pass
+
+
+class _Prover:
+    life = None
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        pass
+
+
+class Thread(ControlThread[Any, Any]):
+    """A transfer side's control thread, without a thread: `work` and `frame` are its steps."""
+
+    world: ClassVar[World]  # that is being made, or played
+
+    def __init__(
+        self,
+        name: str,
+        transport: Any,
+        control: Any,
+        channel: Any,
+        copies: Any,
+        prover: Any = None,
+    ) -> None:
+        self.name = name
+        self.inbox, self.events = Inbox(), Inbox()
+        self.num_errors = self.num_log_errors = 0
+        self._closed, self._copies, self._prover = False, None, None
+        self.transport = transport(self.inbox.put)
+        self.control = control(self.transport.metadata)
+        self.channel = channel(self.inbox.fd)
+        self.world.threads.append(self)
+
+    def work(self) -> None:
+        """Take what the engine and the transport have said since the last time."""
+        for item in self.inbox.drain():
+            self._take(item, self.world.now_s)
+        self.tick()
+
+    def frame(self, source: Any, raw: bytes) -> None:
+        """Take a frame, behind what was said before it came."""
+        self.work()
+        self._take(FrameReceived(source, raw), self.world.now_s)
+        self.tick()
+
+    def tick(self) -> None:
+        self._take(Tick(), self.world.now_s)
+
+    def _failed(self, error: Exception) -> None:
+        raise error
+
+    def _fail_frame(self, frame: Any, error: Exception, now_s: float) -> None:
+        raise error
+
+    def close(self) -> None:
+        self._closed = True
+        self._close_inboxes()
+
+
+class Tower:
+    """What hears the bells, by address."""
+
+    def __init__(self, on_ring: Callable[[], None]) -> None:
+        self.on_ring = on_ring
+        self.address = f"tower {len(Thread.world.towers)}"
+        Thread.world.towers[self.address] = self
+
+    def close(self) -> None:
+        pass
+
+
+class Bell:
+    """A bell that looks when it is asked to, in place of a thread that waits."""
+
+    def __init__(self, address: str, fds: list[int]) -> None:
+        self._tower = Thread.world.towers[address]
+        threads = {thread.events.fd: thread.events for thread in Thread.world.threads}
+        inboxes = threads | {copies.ends.fd: copies.ends for copies in Thread.world.copies}
+        self._events = [inboxes[fd] for fd in fds]
+        self._armed = False
+        Thread.world.bells.append(self)
+
+    def arm(self) -> None:
+        self._armed = True
+
+    def look(self) -> None:
+        if self._armed and any(events.pending for events in self._events):
+            self._armed = False
+            self._tower.on_ring()
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class _PlayedCopy:
+    order: HostCopy
+    left: list[int]  # places in the order whose pages are still to be copied
+
+
+class Copies:
+    """A worker's host memory, whose copies are made page by page, in any order, when the world says
+    so. One that fails leaves something else in the page at which it does."""
+
+    def __init__(self, pool: KVPool, config: HostConfig, name: str) -> None:
+        world = Thread.world
+        self.name = name
+        self.num_pages = config.pages_of(pool.layout.num_pages, pool.layout.page_bytes)
+        self._pool, self._memory = pool, HostPool(pool.layout, self.num_pages)
+        self._copy = page_copy(pool.layout, self._memory)
+        # Its own, so that cases without host memory stay what they are.
+        self._chance = random.Random(world.case.seed)
+        self._fails = world.case.copies_fail
+        self.under_way: list[_PlayedCopy] = []
+        world.copies.append(self)
+
+    def start(self, sink: Callable[[HostCopyDone], None]) -> None:
+        self._sink = sink
+        self.ends: Any = sink.__self__  # type: ignore[attr-defined]  # the inbox
+
+    @property
+    def ready_pages(self) -> int:
+        return self.num_pages
+
+    def submit(self, order: HostCopy, after: Any = None) -> None:
+        left = list(range(len(order.host_pages)))
+        self._chance.shuffle(left)
+        self.under_way.append(_PlayedCopy(order, left))
+        # A thread may begin at once.
+        for _ in range(self._chance.choice((0, 0, 1, 2))):
+            self.step()
+
+    def step(self) -> bool:
+        """Copy one page of some order."""
+        if not self.under_way:
+            return False
+        copy = self._chance.choice(self.under_way)
+        order, at = copy.order, copy.left.pop()
+        host, device = order.host_pages[at : at + 1], order.device_pages[at : at + 1]
+        act = self._copy.load if order.is_load else self._copy.write
+        act(host, device)
+        error = None
+        if self._chance.random() < self._fails / len(order.host_pages):
+            error = OSError("broken off")
+            self._spoil(order, host, device)
+        if error is not None or not copy.left:
+            self.under_way.remove(copy)
+            Thread.world.counts["host copies failed"] += error is not None
+            self._sink(HostCopyDone(order.number, error, 1, 0.001))
+        return True
+
+    def _spoil(self, order: HostCopy, host: Any, device: Any) -> None:
+        if order.is_load:
+            self._pool_memory()[device] = -1.0
+            return
+        for _, memory in self._memory.stretches(host):
+            memory.fill_(255)
+
+    def _pool_memory(self) -> Any:
+        (memory,) = (one.memory for one in Thread.world.servers.values() if one.name == self.name)
+        return memory
+
+    def close(self) -> None:
+        pass
+
+
+def put_in_place() -> None:
+    """From now on transfer sides and connectors are made of these parts, in this process."""
+    parts = {"ControlThread": Thread, "Prover": _Prover}
+    vars(decode_transfers).update(parts, DealerChannel=_dealer)
+    vars(prefill_transfers).update(parts, RouterChannel=_router)
+    vars(connector_module)["WakeupListener"] = Tower
+    vars(worker_module)["WakeupSender"] = Bell
+    vars(host_worker_module)["HostMemory"] = Copies
+
+
+def _dealer(config: Any, fd: int, check: Any) -> Dealer:
+    return Dealer(Thread.world, f"route {len(Thread.world.threads)}".encode())
+
+
+def _router(bind: str, config: Any, fd: int) -> Router:
+    return Router(Thread.world, bind)

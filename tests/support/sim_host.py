@@ -1,0 +1,100 @@
+"""The copies between a simulated decode rank's pool and its host memory, with real bytes: each in
+two halves, in any order, so that what reads or writes too early, or too late, shows."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.pages.allocator import PageState
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from tests.support.sim_memory import Memory
+
+GARBAGE = 0xC3
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """A copy that has begun: its first pages are there."""
+
+    order: HostCopy
+    done: int
+
+
+@dataclass
+class SimHost:
+    """The host memory of one life of a decode rank, the copies that run, and the ends of those that
+    the scheduler has not heard of."""
+
+    memory: Memory
+    num_pages: int
+    chance: random.Random
+    fail: float = 0.07
+    ordered: list[HostCopy] = field(default_factory=list)
+    running: list[UnderWay] = field(default_factory=list)
+    ended: list[HostCopyDone] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.host = [
+            np.full((self.num_pages, *slab.shape[1:]), GARBAGE, np.uint8)
+            for slab in self.memory._kv
+        ]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.ordered or self.running or self.ended)
+
+    def step(self, calm: bool = False) -> bool:
+        """A copy begins, or ends. False if there is none."""
+        if not self.ordered and not self.running:
+            return False
+        if self.ordered and (not self.running or self.chance.randrange(2)):
+            order = self.ordered.pop(self.chance.randrange(len(self.ordered)))
+            half = self.chance.randrange(len(order.host_pages) + 1)
+            self._move(order, 0, half)
+            self.running.append(UnderWay(order, half))
+            return True
+        one = self.running.pop(self.chance.randrange(len(self.running)))
+        order, error = one.order, None
+        if not calm and self.chance.random() < self.fail:
+            error = OSError("a copy that fails on purpose")
+            self._spoil(order, one.done)
+            self.counts["failed"] += 1
+        else:
+            self._move(order, one.done, len(order.host_pages))
+        self.counts["loads" if order.is_load else "writes"] += 1
+        self.ended.append(HostCopyDone(order.number, error, 1, 1e-6))
+        return True
+
+    def hear(self, scheduler: DecodeScheduler, now_s: float) -> bool:
+        """The scheduler hears of the end of a copy; they may overtake each other."""
+        if not self.ended:
+            return False
+        done = self.ended.pop(self.chance.randrange(len(self.ended)))
+        scheduler.copy_ended(done, now_s)
+        return True
+
+    def scribble(self, scheduler: DecodeScheduler) -> None:
+        """Overwrite all free host pages, so that one freed too early shows."""
+        if scheduler.host is not None:
+            free = scheduler.host.allocator.pages_in(PageState.FREE)
+            for slab in self.host:
+                slab[free] = 0xDD
+
+    def _move(self, order: HostCopy, start: int, end: int) -> None:
+        host, device = order.host_pages[start:end], order.device_pages[start:end]
+        for slab, pool in zip(self.host, self.memory._kv, strict=True):
+            if order.is_load:
+                pool[device] = slab[host]
+            else:
+                slab[host] = pool[device]
+
+    def _spoil(self, order: HostCopy, start: int) -> None:
+        to = order.device_pages if order.is_load else order.host_pages
+        for slab in self.memory._kv if order.is_load else self.host:
+            slab[to[start:]] = GARBAGE

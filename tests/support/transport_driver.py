@@ -1,0 +1,297 @@
+"""Drivers that let one contract suite run on the fake and on NIXL, in shared memory and over
+TCP."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from prefixkv.config import TransportConfig
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.state_layout import StateLayout, StateLink
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.testing.fabric import FakeFabric
+from prefixkv.transport.base import (
+    Arrived,
+    Sink,
+    Transport,
+    TransportEvent,
+    WriteDone,
+    WriteFailed,
+    WriteJob,
+)
+from prefixkv.transport.shm.loop import Met
+from tests.support.patience import PATIENCE_S
+from tests.support.state_memory import StateMemory
+from tests.support.transport_pools import NumpyPool, Zeros, make_pool, shared_zeros
+
+NUM_PAGES = 24
+NUM_BLOCKS = 20  # of a staging area
+_incarnations = itertools.count(1000)
+_seeds = itertools.count()
+
+
+class Staging:
+    """A staging area with a block of canaries on either side."""
+
+    def __init__(self, num_blocks: int, seed: int, zeros: Zeros = np.zeros) -> None:
+        self.memory = zeros((num_blocks + 2, BLOCK_BYTES), np.uint8)
+        self.memory[:] = np.random.default_rng(seed).integers(1, 256, self.memory.shape, np.uint8)
+        num_bytes = num_blocks * BLOCK_BYTES
+        self.area = StagingArea(self.memory[1:].ctypes.data, num_bytes, lease_bytes=num_bytes)
+
+    @property
+    def blocks(self) -> Any:
+        """[block, byte], without the canaries."""
+        return self.memory[1:-1]
+
+
+@dataclass(eq=False)
+class Node:
+    me: PeerId
+    pool: NumpyPool
+    transport: Any
+    events: list[TransportEvent] = field(default_factory=list)
+    staging: Staging | None = None
+    state: StateMemory | None = None
+
+    def __post_init__(self) -> None:
+        self.hear: Callable[[TransportEvent], object] = self.events.append
+        """What its transport's sink calls; a test may put another in."""
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        return None if self.state is None else self.state.layout
+
+    @property
+    def area(self) -> StagingArea | None:
+        return None if self.staging is None else self.staging.area
+
+    def ends(self, *job_ids: int) -> list[WriteDone | WriteFailed]:
+        """The end events, of these jobs only where some are named."""
+        return [
+            e for e in self.events
+            if isinstance(e, WriteDone | WriteFailed) and (not job_ids or e.job_id in job_ids)
+        ]  # fmt: skip
+
+    def tags(self) -> list[ChunkTag]:
+        return [ChunkTag.unpack(e.tag) for e in self.events if isinstance(e, Arrived)]
+
+    def of(self, kind: type) -> list[Any]:
+        return [e for e in self.events if isinstance(e, kind)]
+
+    def job(
+        self, job_id: int, to: Node, src: Any, dst: Any, room: int | None = None, **more: Any
+    ) -> WriteJob:
+        tag = ChunkTag(
+            self.me.incarnation,
+            room=job_id if room is None else room,
+            generation=1,
+            rank=0,
+            chunk=3,
+        )
+        src_pages = np.asarray(src) if isinstance(src, np.ndarray) else np.array(src, np.int32)
+        dst_pages = np.asarray(dst) if isinstance(dst, np.ndarray) else np.array(dst, np.int32)
+        return WriteJob(job_id, to.me, src_pages, dst_pages, tag, **more)
+
+    def add(
+        self,
+        *others: Node,
+        parts: tuple[Shard, Shard] | None = None,
+        state: StateLink | None = None,
+    ) -> None:
+        for other in others:
+            self.transport.add_peer(
+                other.me, other.transport.metadata, other.pool.layout, parts, other.area, state
+            )
+
+
+class Driver:
+    """Makes nodes, and waits until something is true. `zeros` makes the memory that is written
+    to."""
+
+    zeros: Zeros = staticmethod(np.zeros)
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._changed = threading.Condition()
+
+    def node(
+        self,
+        name: str,
+        order: str = "layer_major",
+        config: TransportConfig | None = None,
+        **pool: Any,
+    ) -> Node:
+        blocks, state = pool.pop("num_blocks", 0), pool.pop("state", None)
+        memory = make_pool(order, pool.pop("num_pages", NUM_PAGES), zeros=self.zeros, **pool)
+        memory.fill(next(_seeds))
+        return self.node_of(name, memory, config, self.staging(blocks) if blocks else None, state)
+
+    def own(self, memory: Any) -> Any:
+        """The same bytes where this driver's transports can write them."""
+        owned = self.zeros(memory.shape, memory.dtype)
+        owned[:] = memory
+        return owned
+
+    def staging(self, num_blocks: int) -> Staging:
+        return Staging(num_blocks, next(_seeds), self.zeros)
+
+    def node_of(
+        self, name: str, pool: Any, config: TransportConfig | None = None,
+        staging: Staging | None = None, state: StateMemory | None = None,
+    ) -> Node:  # fmt: skip
+        """A node of a pool that there is. It has a `layout`, and lives as long as the node."""
+        me = PeerId(name, next(_incarnations))
+        node = Node(me, pool, None, staging=staging, state=state)
+
+        def sink(event: TransportEvent) -> None:
+            node.hear(event)
+            self.touch()
+
+        node.transport = self.make(node, sink, config or TransportConfig(post_bytes=512))
+        self.nodes.append(node)
+        return node
+
+    def pair(
+        self, src: str = "layer_major", dst: str = "page_major", **more: Any
+    ) -> tuple[Node, Node]:
+        writer, target = self.node("prefill", src, **more), self.node("decode", dst, **more)
+        writer.add(target)
+        target.transport.expect(1)
+        return writer, target
+
+    def touch(self) -> None:
+        """Say that something `until` may wait for has changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
+        """The transport of a node that has all the rest."""
+        raise NotImplementedError
+
+    def until(self, condition: Callable[[], object]) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.transport.close()
+
+
+class FakeDriver(Driver):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fabric = FakeFabric(seed=1)
+
+    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
+        return self.fabric.transport(
+            node.me, node.pool.layout, sink, config, node.area, node.state_layout, node
+        )
+
+    def until(self, condition: Callable[[], object]) -> None:
+        while not condition():
+            assert self.fabric.step(), "nothing more can happen"
+
+
+class NixlDriver(Driver):
+    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
+        from prefixkv.transport.nixl.transport import NixlTransport
+
+        return NixlTransport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, timeout=PATIENCE_S), [
+                node.events for node in self.nodes
+            ]
+
+
+class ShmDriver(NixlDriver):
+    """Pools in memory that is shared, and the transport that maps it."""
+
+    zeros = staticmethod(shared_zeros)
+
+    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
+        from prefixkv.transport.shm.transport import ShmTransport
+
+        return ShmTransport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
+
+
+class Reports:
+    """A `met` of `ShmTransport`: what it reports of peers, passed on at once or kept."""
+
+    def __init__(self, met: Met) -> None:
+        self.pass_on = met
+        self.keep = False
+        self.all: list[tuple[PeerId, Exception | None]] = []
+
+    def __call__(self, peer: PeerId, error: Exception | None) -> bool:
+        self.all.append((peer, error))
+        return False if self.keep else self.pass_on(peer, error)
+
+
+@dataclass
+class Halves:
+    """The two transports of an `AutoTransport`, as it made them."""
+
+    nixl: Any = None
+    shm: Any = None
+    reports: Any = None
+
+
+class AutoDriver(NixlDriver):
+    """Both transports, of which each peer is written by one: by shm, or (`shared` False) by
+    NIXL."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self._halves: dict[PeerId, Halves] = {}
+        if shared:
+            self.zeros = shared_zeros
+
+    def halves(self, node: Node) -> Halves:
+        return self._halves[node.me]
+
+    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
+        from prefixkv.transport import auto
+
+        halves = self._halves[node.me] = Halves()
+        make_nixl, make_shm = auto.NixlTransport, auto.ShmTransport
+
+        def nixl(*args: Any) -> Any:
+            halves.nixl = make_nixl(*args)
+            return halves.nixl
+
+        def shm(*args: Any, met: Met) -> Any:
+            halves.reports = Reports(met)
+            halves.shm = make_shm(*args, met=halves.reports)
+            return halves.shm
+
+        with patch.multiple(auto, NixlTransport=nixl, ShmTransport=shm):
+            return auto.AutoTransport(
+                node.me, node.pool.layout, sink, config, node.area, node.state_layout
+            )
+
+
+class Gate:
+    """A `ready=`: what `query` answers is up to the test."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.answer: bool | BaseException = False
+        self.queries = 0
+
+    def query(self) -> bool:
+        self.queries += 1
+        self.driver.touch()
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer

@@ -1,0 +1,252 @@
+"""The storm's own parts: what is to find a fault has to find it."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.chaos_clients import Call, Conversation, Ledger, Sizes, system_prompts
+from benchmarks.chaos_pages import TARGET_CANARY, WatchedAllocator
+from benchmarks.chaos_proxy import Proxy
+from benchmarks.chaos_worker import cut_sockets
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.pages.manager import PageManager
+from tests.support.patience import PATIENCE_S, until
+
+# --- pages ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["layer_major", "page_major"])
+def watched(request: pytest.FixtureRequest) -> WatchedAllocator:
+    pool = KVPool.create(8, 4, 2, 1, 16, order=request.param)
+    return WatchedAllocator(pool, TARGET_CANARY)
+
+
+def write(allocator: WatchedAllocator, page: int, value: int = 7) -> None:
+    data = allocator._pool.read_pages([page])
+    data[0, 1, 2] = value  # a part of it
+    allocator._pool.write_pages([page], data)
+
+
+def test_pages_in_use_may_be_written(watched: WatchedAllocator) -> None:
+    pages = watched.alloc(3)
+    for page in pages.tolist():
+        write(watched, page)
+    watched.scan()
+    watched.free(pages[:1])
+    watched.cache(pages[1:])
+    watched.uncache(pages[1:])
+    watched.hold(pages[1:], "room")
+    for page in pages[1:].tolist():
+        write(watched, page)
+    watched.release("room")
+    watched.scan()
+    assert not watched.num_findings
+    assert watched.free_pages == 8
+
+
+@pytest.mark.parametrize("how", ["free", "release", "never used"])
+@pytest.mark.parametrize("found", ["taken", "scanned"])
+def test_a_write_to_a_free_page_is_found_once(
+    watched: WatchedAllocator, how: str, found: str
+) -> None:
+    pages = watched.alloc(8)
+    if how == "release":
+        watched.hold(pages, "room")
+        watched.release("room")
+    elif how == "free":
+        watched.free(pages)
+    else:
+        watched = WatchedAllocator(watched._pool, TARGET_CANARY)
+    write(watched, 5)
+    if found == "taken":
+        watched.alloc(8)
+    else:
+        watched.scan()
+        watched.scan()
+        watched.alloc(8)
+    assert watched.num_findings == 1
+    (text,) = watched.findings
+    assert text.startswith("page 5 ")
+    assert found in text
+
+
+def test_under_the_scheduler_s_books_what_a_request_leaves_is_filled(
+    watched: WatchedAllocator,
+) -> None:
+    """The books name pages in their own ways; what ends, is replaced or is evicted is seen."""
+    page_manager = PageManager(8, 4, 4)
+    page_manager.allocator = watched
+    key = RadixKey(range(10))
+    pages = page_manager.open(key, page_manager.match(key), 3, 0.0)
+    ids = page_manager.pages(pages).copy()
+    watched._pool.write_pages(ids, watched._pool.read_pages(ids).fill_(9))
+    page_manager.cache_finished(pages, key, 0.0)
+    assert [watched.holds_canary(page) for page in ids.tolist()] == [False, False, True]
+    other = RadixKey(range(100, 128))
+    pages = page_manager.open(other, page_manager.match(other), 7, 1.0)
+    assert watched.num_findings == 0
+    assert watched.holds_canary(int(ids[1]))  # evicted
+    page_manager.hold(pages, "room")
+    page_manager.release("room")
+    watched.scan()
+    assert watched.num_findings == 0
+
+
+# --- wires ----------------------------------------------------------------------------------------
+
+
+class Echo:
+    """A server that sends back what it gets."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.got = b""
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            conn, _ = self.listener.accept()
+            with conn:
+                while data := conn.recv(100):
+                    if data == b"end":
+                        return
+                    self.got += data
+                    conn.sendall(data)
+
+    def close(self) -> None:
+        with socket.create_connection(self.listener.getsockname()) as conn:
+            conn.sendall(b"end")
+        self._thread.join()
+        self.listener.close()
+
+
+@pytest.fixture
+def wire() -> Iterator[tuple[Proxy, Echo]]:
+    proxy, echo = Proxy(), Echo()
+    proxy.point_to(echo.endpoint)
+    yield proxy, echo
+    proxy.close()
+    echo.close()
+
+
+def receive(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count and (more := sock.recv(count - len(data))):
+        data += more
+    return data
+
+
+def connect(proxy: Proxy) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE_S)
+
+
+def test_a_proxy_passes_on_and_its_connections_can_be_cut(wire: tuple[Proxy, Echo]) -> None:
+    proxy, _ = wire
+    for _ in range(2):
+        with connect(proxy) as client:
+            client.sendall(b"hello")
+            assert receive(client, 5) == b"hello"
+            proxy.cut()
+            assert client.recv(1) == b""
+
+
+def test_a_stalled_proxy_keeps_what_it_has_and_passes_it_on_later(wire: tuple[Proxy, Echo]) -> None:
+    proxy, echo = wire
+    with connect(proxy) as client:
+        client.sendall(b"a")
+        assert client.recv(1) == b"a"
+        proxy.stall(forth=False, back=True)
+        client.sendall(b"b")
+        until(lambda: echo.got == b"ab")
+        proxy.stall(forth=True, back=False)
+        client.sendall(b"c")
+        client.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+        assert echo.got == b"ab"
+        proxy.heal()
+        client.settimeout(PATIENCE_S)
+        assert receive(client, 2) == b"bc"
+
+
+def test_data_sockets_are_cut_and_control_sockets_are_not(wire: tuple[Proxy, Echo]) -> None:
+    proxy, echo = wire
+    with connect(proxy) as control, socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as data:
+            ports = {proxy.port, int(echo.endpoint.rpartition(":")[2])}
+            assert cut_sockets(ports, 0.0, random.Random(1)) == 0
+            assert cut_sockets(ports, 1.0, random.Random(1)) >= 1
+            assert data.recv(1) == b""
+        control.sendall(b"x")
+        assert control.recv(1) == b"x"
+
+
+# --- what was asked, and what became of it --------------------------------------------------------
+
+
+def worker(side: str) -> Any:
+    return SimpleNamespace(side=side, name=side)
+
+
+class Booked:
+    """A ledger with one call and its ask."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger(deadline_s=5.0)
+        self.decode, self.prefill = worker("decode"), worker("prefill")
+        conversation = Conversation(
+            random.Random(1), system_prompts(random.Random(1), Sizes()), Sizes()
+        )
+        self.call = Call("r1", self.ledger.new_room(None), self.decode, conversation, 0.0)
+        self.ledger.opened(self.call)
+        self.ledger.asked("r1.0", self.prefill, self.call)
+
+    def end(self, rid: str = "r1", took_s: float = 1.0, by: Any = None) -> None:
+        side = self.prefill if "." in rid else self.decode
+        self.ledger.ended(by or side, rid, "sent" if "." in rid else "finished", "", took_s)
+
+
+def test_a_call_that_ends_once_on_both_sides_is_in_order_and_frees_its_room() -> None:
+    booked = Booked()
+    booked.end()
+    assert not booked.ledger.free_rooms
+    booked.end("r1.0")
+    assert booked.ledger.idle
+    assert booked.ledger.free_rooms == [booked.call.room]
+    assert not booked.ledger.violations
+
+
+WRONG: dict[str, Callable[[Booked], Any]] = {
+    "two outcomes": lambda booked: (booked.end(), booked.end()),
+    "too late": lambda booked: booked.end(took_s=5.1),
+    "by another worker": lambda booked: booked.end(by=worker("decode")),
+    "an outcome from the grave": lambda booked: (booked.ledger.lost(booked.decode), booked.end()),
+    "asked for twice": lambda booked: booked.ledger.asked("r1.0", booked.prefill, booked.call),
+}
+
+
+@pytest.mark.parametrize("what", WRONG.values(), ids=WRONG)
+def test_anything_else_is_a_violation(what: Callable[[Booked], Any]) -> None:
+    booked = Booked()
+    what(booked)
+    assert len(booked.ledger.violations) == 1
+
+
+def test_what_a_dead_worker_had_is_lost_with_it() -> None:
+    booked = Booked()
+    assert booked.ledger.lost(booked.prefill) == []
+    assert not booked.ledger.idle
+    assert booked.ledger.lost(booked.decode) == [booked.call]
+    assert booked.ledger.idle
+    assert booked.ledger.free_rooms == [booked.call.room]
+    assert booked.ledger.outcomes["lost with its worker"] == 1

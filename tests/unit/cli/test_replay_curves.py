@@ -1,0 +1,274 @@
+"""What a replay makes of its results: the optimum, hints, mixes, the sentence, the plot, the
+options."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY
+from prefixkv.cli.main import run_command
+from prefixkv.cli.replay import OPTIMUM, ReplayResult, make_trace, replay_optimum, replay_policy
+from prefixkv.cli.replay.curves import NOISE, best, draw, middle, sentence
+from prefixkv.cli.replay.hints import client_hints
+from prefixkv.cli.replay.trace import footprint, mix
+from prefixkv.errors import ConfigError
+
+
+def trace_of(*paths, step_s=1.0, partial=0, name="t"):
+    """Requests a step apart; each path is whole blocks, ids being the tokens of a tree's edges."""
+    entries = []
+    ids: dict[tuple[int, ...], int] = {}
+    for at, path in enumerate(paths):
+        prefixes = [tuple(path[: depth + 1]) for depth in range(len(path))]
+        names = [ids.setdefault(prefix, len(ids)) for prefix in prefixes]
+        entries.append(
+            {
+                "timestamp": at * step_s * 1000,
+                "input_length": 512 * len(path) + partial,
+                "hash_ids": [*names, *[10**6 + at] * bool(partial)],
+            }
+        )
+    return make_trace(name, entries)
+
+
+# --- the optimum ----------------------------------------------------------------------------------
+
+
+def most_hits(paths, capacity, running):
+    """By trying everything: after each request, every set of prefixes, closed upwards, that fits of
+    those that were kept and those it brought; with all of what runs, if that counts."""
+    best_of = {frozenset(): 0}
+    runs = []
+    for path in paths:
+        asked = [tuple(path[: depth + 1]) for depth in range(len(path))]
+        if running and len(path) > capacity:
+            continue
+        runs = [*runs, asked][-running:] if running else []
+        while len({prefix for one in runs for prefix in one}) > capacity:
+            del runs[0]
+        held = {prefix for one in runs for prefix in one}
+        after = {}
+        for kept, hits in best_of.items():
+            known = 0
+            while known < len(asked) and asked[known] in kept:
+                known += 1
+            there = kept | set(asked)
+            for size in range(min(capacity, len(there)) + 1):
+                for chosen in map(frozenset, combinations(sorted(there), size)):
+                    if held <= chosen and all(
+                        len(prefix) == 1 or prefix[:-1] in chosen for prefix in chosen
+                    ):
+                        after[chosen] = max(after.get(chosen, -1), hits + known)
+        best_of = after
+    return max(best_of.values())
+
+
+@pytest.mark.parametrize("running", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(40))
+def test_the_optimum_is_what_trying_everything_finds(seed, running):
+    rng = random.Random(seed)
+    paths = [
+        [rng.randrange(2) for _ in range(rng.choice((1, 2, 2, 3)))]
+        for _ in range(rng.choice((4, 6, 8)))
+    ]
+    trace = trace_of(*paths)
+    blocks = sum(map(len, paths))
+    for capacity in (1, 2, 3):
+        found = replay_optimum(trace, capacity, running=running).block_hit_ratio * blocks
+        assert round(found) == most_hits(paths, capacity, running), (paths, capacity)
+
+
+def test_no_partial_block_is_found_by_any(tmp_path):
+    """The same prompt twice: its partial block has the same id, and is found by none."""
+    entry = {"timestamp": 0, "input_length": 600, "hash_ids": [1, 2]}
+    trace = make_trace("t", [entry, entry])
+    assert replay_optimum(trace, 9).block_hit_ratio == 1 / 4
+    for policy in ("lru", "slru", DEFAULT_POLICY):
+        result = replay_policy(trace, policy, 9)
+        assert (result.block_hit_ratio, result.hit_tokens) == (1 / 4, 512)
+
+
+# --- hints ----------------------------------------------------------------------------------------
+
+
+def test_a_client_knows_what_comes_back_in_time():
+    trace = trace_of([1, 2], [1, 3], [1, 2, 4], [1, 3], [1, 3], [], step_s=60.0)
+    assert client_hints(trace, 2.0) == [True, True, False, True, False, None]
+    assert client_hints(trace, 1.5) == [False, False, False, True, False, None]
+    assert client_hints(trace, 1.5, wrong=1.0) == [True, True, True, False, True, None]
+
+
+def test_a_share_of_the_hints_is_wrong_and_which_is_seeded():
+    trace = trace_of(*[[at] for at in range(1000)])
+    wrong = client_hints(trace, 5.0, 0.2)
+    assert 150 < sum(wrong) < 250
+    assert wrong == client_hints(trace, 5.0, 0.2) != client_hints(trace, 5.0, 0.2, seed=1)
+
+
+def chats(seed, num=700):
+    """Conversations of which a third go on after some minutes, each with a few blocks more."""
+    rng = random.Random(seed)
+    due, paths = [], []
+    for at in range(num):
+        ready = [one for one in due if one[0] <= at]
+        path = ready[0][1] if ready else [1000 + at] * 6
+        if ready:
+            due.remove(ready[0])
+        path = [*path, at, at]
+        paths.append(path)
+        if rng.random() < (0.7 if ready else 0.33):
+            due.append((at + rng.randrange(20, 60), path))
+    return trace_of(*paths, step_s=3.0)
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru", DEFAULT_POLICY])
+def test_true_hints_help_and_hints_that_are_wrong_in_one_of_five_do_no_harm(policy):
+    trace = chats(1)
+    for capacity in (240, 300, 400):
+        most = replay_optimum(trace, capacity, running=0).block_hit_ratio
+        silent, true, wrong = (
+            replay_policy(trace, policy, capacity, hints=hints, running=0).block_hit_ratio
+            for hints in (None, client_hints(trace, 10), client_hints(trace, 10, 0.2))
+        )
+        assert true >= 0.8 * most
+        assert true > silent
+        assert wrong >= silent
+
+
+# --- mixes ----------------------------------------------------------------------------------------
+
+
+def test_a_mix_is_by_time_and_shares_nothing():
+    one, other = trace_of([1, 2], [1, 2], step_s=2.0), trace_of([1, 2], [1], step_s=3.0, name="u")
+    both = mix([one, other])
+    assert both.name == "t+u"
+    assert [request.time_s for request in both.requests] == [0.0, 0.0, 2.0, 3.0]
+    assert footprint(both) == footprint(one) + footprint(other) == 4
+    assert replay_policy(both, "lru", 9).block_hit_ratio == 3 / 7
+    assert replay_optimum(both, 9).block_hit_ratio == 3 / 7
+    with pytest.raises(ConfigError, match="different sizes"):
+        mix([one, make_trace("v", [], block_tokens=64)])
+
+
+# --- the sentence ---------------------------------------------------------------------------------
+
+
+def result(policy, capacity, ratio, tokens=100_000):
+    hit = round(ratio * tokens)
+    return ReplayResult("t", policy, capacity, ratio, ratio, 10, 0, 1.0, hit, tokens)
+
+
+def test_the_default_is_taken_unless_another_is_better_by_more_than_noise():
+    def chosen(default, other):
+        runs = [result(DEFAULT_POLICY, 9, default), result("lru", 9, other), result(OPTIMUM, 9, 1)]
+        found = best(runs, 9)
+        assert found is not None
+        return found.policy
+
+    assert chosen(0.30, 0.30 * (1 + NOISE / 2)) == DEFAULT_POLICY
+    assert chosen(0.30, 0.30 * (1 + 2 * NOISE)) == "lru"
+    assert chosen(0.89, 0.90) == "lru"  # a tenth more is sent
+    assert chosen(0.31, 0.30) == DEFAULT_POLICY
+    tied = [result("fifo", 9, 0.5), result("lru", 9, 0.495), result(DEFAULT_POLICY, 9, 0.4)]
+    assert best(tied, 9) is tied[1]
+    assert best([result(OPTIMUM, 9, 1.0)], 9) is None
+
+
+def test_the_sentence_has_the_policy_the_bound_the_bytes_and_both_sizes():
+    runs = [result("lru", 5, 0.2), result("lru", 10, 0.4), result("lru", 20, 0.45),
+            result(DEFAULT_POLICY, 10, 0.3), result(OPTIMUM, 10, 0.5)]  # fmt: skip
+    assert sentence(runs, 10, 1 << 20) == (
+        "t, 10 blocks: take lru, which finds 40.0% of the blocks (the default, "
+        f"{DEFAULT_POLICY}: 30.0%), where no policy could find more than 50.0%; that saves 39.1 "
+        "GiB of KV; half the memory: 20.0%, 19.5 GiB of KV less; twice the memory: 45.0%, 4.9 GiB "
+        "of KV more."
+    )
+    assert sentence(runs, 10, 1 << 20, 512).startswith("t, 10 blocks (5.0 GiB): take lru")
+    assert "saves the KV of 40,000 tokens;" in sentence(runs, 10)
+    assert "20,000 tokens less" in sentence(runs, 10)
+    assert middle([30, 10, 20]) == 20
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def write(tmp_path, name="own"):
+    path = tmp_path / f"{name}.jsonl"
+    rng = random.Random(3)
+    with path.open("w") as out:
+        for at in range(120):
+            ids = [rng.randrange(4), 100 + rng.randrange(40), 1000 + at]
+            entry = {"timestamp": at * 900, "input_length": 1536, "output_length": 3,
+                     "hash_ids": ids, "block_size": 512, "bytes_per_token": 1 << 17}  # fmt: skip
+            out.write(json.dumps(entry) + "\n")
+    return path
+
+
+def test_without_capacities_they_come_from_the_trace_and_a_sentence_ends_it(tmp_path, capsys):
+    path = write(tmp_path)
+    out = tmp_path / "r.json"
+    words = f"replay {path} --policy {DEFAULT_POLICY},lru,optimum --json {out}"
+    assert run_command(words.split()) == 0
+    rows = json.loads(out.read_text())
+    blocks = footprint(make_trace("t", map(json.loads, path.read_text().splitlines())))
+    assert max(row["capacity_blocks"] for row in rows) == blocks
+    text = capsys.readouterr().out
+    assert f"own: 120 requests, {blocks} different blocks of 512 tokens" in text
+    assert f"{DEFAULT_POLICY}* " in text
+    (said,) = [line for line in text.splitlines() if "half the memory" in line]
+    assert "MiB of KV" in said  # the trace says how many bytes a token has
+    assert "no policy could find more" in said
+
+
+def test_a_pool_is_asked_about_with_its_half_and_its_double(tmp_path, capsys):
+    out = tmp_path / "r.json"
+    words = f"replay {write(tmp_path)} --policy lru --capacity 5 --pool 40 --json {out}"
+    assert run_command([*words.split(), "--bytes-per-token", "1"]) == 0
+    sizes = [row["capacity_blocks"] for row in json.loads(out.read_text())]
+    assert sizes == [5, 40, 20, 80]
+    assert "own, 40 blocks (20.0 KiB): take lru" in capsys.readouterr().out
+
+
+def test_hints_and_mixes_on_the_command_line(tmp_path, capsys):
+    out = tmp_path / "r.json"
+    one, other = write(tmp_path), write(tmp_path, "more")
+    words = f"replay {one} {other} --policy lru --capacity 30 --json {out}"
+    assert run_command(words.split()) == 0
+    apart = json.loads(out.read_text())
+    assert run_command([*words.split(), "--mix", "--hints", "1", "--hints-wrong", "0.1"]) == 0
+    mixed = json.loads(out.read_text())
+    assert {row["trace"] for row in mixed} == {"own+more"}
+    assert {(row["hints_minutes"], row["hints_wrong"]) for row in mixed} == {(1.0, 0.1)}
+    assert "hints_minutes" not in apart[0]
+    assert mixed[0]["requests"] == 240
+    for bad in ("--hints -1", "--hints-wrong 1.5", "--pool 0", "--bytes-per-token 0"):
+        assert run_command([*words.split(), *bad.split()]) == 2
+        assert bad.split()[0] in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_is_one_line_before_anything_is_read(tmp_path):
+    """In a process of its own, where matplotlib cannot be imported."""
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from prefixkv.cli.main import run_command\n"
+        f"sys.exit(run_command(['replay', '{tmp_path}/none.jsonl', '--plot', '{tmp_path}/p.png']))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == "prefixkv: --plot needs matplotlib: pip install 'prefixkv[plot]'\n"
+
+
+def test_a_plot_has_a_panel_a_trace(tmp_path):
+    pytest.importorskip("matplotlib")
+    draw([result("lru", 5, 0.2), result(OPTIMUM, 5, 0.2)], tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,675 @@
+"""Decode's links and rooms opposite a hand-played prefill worker."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+
+from prefixkv.control.decode.control import DecodeInput
+from prefixkv.control.effects import (
+    AgentDestroyed,
+    Connect,
+    ConnectFailed,
+    CopyDone,
+    Disconnect,
+    Expect,
+    FrameFailed,
+    FrameReceived,
+    RankDrained,
+    Reached,
+    SendFrame,
+    Settle,
+    Tick,
+    Unreached,
+)
+from prefixkv.errors import (
+    AbortedError,
+    HandshakeError,
+    InternalError,
+    PeerLostError,
+    PromptMismatchError,
+    RequestError,
+    TransferError,
+)
+from prefixkv.protocol import messages
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    AddRoom,
+    Fence,
+    MeetPrefill,
+    MoveWeights,
+    OpenRoom,
+    RefuseRoom,
+)
+from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.messages import (
+    Abort,
+    Drained,
+    FailureCode,
+    Heartbeat,
+    Hello,
+    HelloRefused,
+    HelloWanted,
+    Outcome,
+    OutcomeAck,
+    Promise,
+    PromiseAck,
+    Topology,
+)
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.transport.base import (
+    Arrived,
+    PeerUnreachable,
+    Settled,
+    WriteDone,
+    WriteDrained,
+    WriteFailed,
+)
+from tests.unit.control.wire import (
+    ADDRESS,
+    DIGEST,
+    HELLO,
+    KEY,
+    PREFILL,
+    TIMING,
+    Alike,
+    PrefillPeer,
+    kinds,
+    members,
+    newer,
+    of_another_version,
+    promise,
+)
+from tests.unit.protocol.rooms import PROMPT
+
+ACK = OutcomeAck(*KEY.numbers, 0)
+ENOUGH, WHY = AbortRoom(KEY, "enough"), Alike(AbortedError("enough"))
+
+
+def ends(actions: list[Any]) -> list[RoomEnded]:
+    return [action for action in actions if isinstance(action, RoomEnded)]
+
+
+def test_the_transport_looks_for_notifications_until_the_last_has_come() -> None:
+    peer = PrefillPeer().opened()
+    assert peer.expected == 1
+    said = msgspec.structs.replace(peer.outcome(), num_units=2)
+    assert peer.say(said) == [ACK]
+    assert peer.expected == 1, "it would not poll for them any more"
+    tag = ChunkTag(PREFILL.incarnation, *KEY.numbers, 0, 0, num_pages=2)
+    assert peer.on(Arrived(tag.pack())) == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"first")]
+    assert peer.expected == 0
+
+
+def test_the_path_of_one_room() -> None:
+    peer = PrefillPeer()
+    control = peer.control
+    assert peer.open() == [Connect(ADDRESS), HELLO]
+    assert control.poll(KEY) is KVPoll.BOOTSTRAPPING
+    assert peer.expected == 0, "no peer knows the pages yet"
+    assert peer.greet() == [promise()]
+    assert peer.expected == 1
+    assert peer.open(promise(8, pages=(1, 2))) == [promise(8, pages=(1, 2))], (
+        "known by now: promised at once"
+    )
+    assert peer.expected == 2
+    peer.say(PromiseAck(*KEY.numbers, 0))
+    assert peer.on(Arrived(ChunkTag(PREFILL.incarnation, *KEY.numbers, 0, 0).pack())) == []
+    assert control.poll(KEY) is KVPoll.TRANSFERRING
+    assert peer.say(peer.outcome()) == [ACK, RoomEnded(KEY, KVPoll.SUCCESS, aux=b"first")]
+    assert (control.poll(KEY), control.num_rooms, peer.expected) == (None, 1, 1)
+    assert peer.say(peer.outcome()) == [ACK], "our acknowledgement was lost: said again"
+    assert not control.counters
+
+
+def test_a_room_is_opened_once() -> None:
+    peer = PrefillPeer().opened()
+    open_already = Alike(RequestError("room 7 generation 0 is open already"))
+    assert peer.open() == [RoomEnded(KEY, KVPoll.FAILED, open_already), RoomDrained(KEY)]
+    assert (peer.control.poll(KEY), peer.expected) == (KVPoll.WAITING_FOR_INPUT, 1), "it goes on"
+    assert kinds(peer.open(promise(generation=1))) == ["Promise"]
+
+
+def test_hello_is_said_again_until_answered_also_for_longer_than_a_heartbeat() -> None:
+    peer = PrefillPeer()
+    peer.open()
+    start_s, times = peer.now_s, []
+    for _ in range(4):
+        peer.now_s = peer.control.wake_s
+        times += [peer.now_s - start_s for body in peer.on(Tick()) if isinstance(body, Hello)]
+    assert times == [0.5, 1.5, 3.5, 7.5], "and no wake-up is for nothing"
+    assert kinds(peer.greet()) == ["Promise"]
+    assert not any(isinstance(body, Hello) for body in peer.pass_time(3.0))
+
+
+def test_a_room_whose_worker_never_answers_fails_and_the_link_is_forgotten() -> None:
+    peer = PrefillPeer()
+    peer.open()
+    said = peer.pass_time(TIMING.bootstrap_timeout_s)
+    assert kinds([action for action in said if not isinstance(action, Hello)]) == [
+        "RoomEnded",
+        "RoomDrained",
+    ]
+    assert peer.control.num_rooms == 0
+    assert Disconnect(ADDRESS) in peer.pass_time(TIMING.forget_after_s)
+    assert peer.control.peers(peer.now_s) == {}
+    assert peer.control.wake_s == float("inf")
+
+
+REFUSALS = {
+    "another model": (
+        {"digest": msgspec.structs.replace(DIGEST, kv_scales="2")},
+        "kv_scales differs",
+    ),
+    "another page size": ({"topology": Topology(6)}, "page_size"),
+    "refused by prefill": ({"refused": "no room"}, "no room"),
+}
+
+
+@pytest.mark.parametrize(("changes", "text"), REFUSALS.values(), ids=REFUSALS)
+def test_two_that_do_not_fit_fail_the_rooms_and_name_the_field(
+    changes: dict[str, Any], text: str
+) -> None:
+    peer = PrefillPeer()
+    peer.open()
+    actions = peer.greet(**changes)
+    if "refused" not in changes:  # else prefill knows
+        told = actions.pop(0)
+        assert told == HelloRefused(PREFILL.incarnation, str(actions[0].error))
+    assert kinds(actions) == ["RoomEnded", "RoomDrained", "Disconnect"]
+    assert isinstance(actions[0].error, HandshakeError)
+    assert text in str(actions[0].error)
+    assert peer.control.counters["handshakes_refused"] == 1
+    assert peer.control.num_rooms == 0
+
+
+def test_an_address_that_does_not_exist_fails_its_rooms() -> None:
+    peer = PrefillPeer()
+    peer.open()
+    error = TransferError("no such address")
+    assert kinds(peer.on(ConnectFailed(ADDRESS, error))) == [
+        "RoomEnded",
+        "RoomDrained",
+        "Disconnect",
+    ]
+    assert peer.on(ConnectFailed(ADDRESS, error)) == []
+
+
+# --- what is dropped ------------------------------------------------------------------------------
+
+BEFORE = PeerId(PREFILL.name, PREFILL.incarnation - 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "by"),
+    [
+        (Outcome(*KEY.numbers, 0, True, 1, 2, b"", "", True), BEFORE),
+        (Outcome(*KEY.numbers, 0, True, 1, 2, b"", "", True), PeerId("prefill-9", 5)),
+        (HELLO, PREFILL),
+        (promise(), PREFILL),
+        (messages.Abort(7, 0, "no"), PREFILL),
+        (ACK, PREFILL),
+    ],
+)
+def test_what_is_old_foreign_or_not_for_decode_is_dropped(body: Any, by: PeerId) -> None:
+    peer = PrefillPeer().opened()
+    assert peer.say(body, by) == []
+    assert peer.control.counters["frames_dropped"] == 1
+    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert peer.control.peers(peer.now_s) == {ADDRESS: (PREFILL, "ready")}
+
+
+def test_a_frame_that_is_overtaken_or_repeated_is_dropped() -> None:
+    peer = PrefillPeer().opened()
+    early, late = peer.raw(peer.outcome()), peer.raw(Heartbeat())
+    peer.on(FrameReceived(ADDRESS, late))
+    for raw in (early, late):
+        assert peer.on(FrameReceived(ADDRESS, raw)) == []
+    assert peer.control.counters["frames_dropped"] == 2
+    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+
+
+def test_a_worker_of_another_version_fails_the_rooms_that_wait_for_it() -> None:
+    peer = PrefillPeer()
+    peer.open()
+    raw = of_another_version(peer.raw(HelloWanted()))
+    actions = peer.on(FrameReceived(ADDRESS, raw))
+    assert kinds(actions) == ["RoomEnded", "RoomDrained", "Disconnect"]
+    ours = messages.PROTOCOL_VERSION
+    assert actions[0].error == Alike(HandshakeError("protocol version", ours, ours + 1))
+    assert peer.control.counters["handshakes_refused"] == 1
+    assert peer.control.num_rooms == 0
+
+
+def test_a_frame_of_another_version_changes_nothing_for_a_worker_that_is_known() -> None:
+    peer = PrefillPeer().opened()
+    raw = of_another_version(peer.raw(peer.outcome()))
+    assert peer.on(FrameReceived(ADDRESS, raw)) == []
+    assert peer.control.counters == {"frames_dropped": 1, "dropped: VersionError": 1}
+    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+
+
+def test_a_restarted_worker_counts_its_frames_from_one() -> None:
+    peer = PrefillPeer().opened()
+    reply = messages.HelloReply(DIGEST, Topology(4), ("",), known=PREFILL.incarnation)
+    peer.on(FrameReceived(ADDRESS, peer.raw(reply, newer(PREFILL), seq=1)))
+    assert peer.control.peers(peer.now_s) == {ADDRESS: (newer(PREFILL), "ready")}
+
+
+def test_a_frame_on_a_link_that_is_closed_is_dropped() -> None:
+    peer = PrefillPeer()
+    assert peer.greet() == []
+    assert peer.control.counters["frames_dropped"] == 1
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        b"junk",
+        ChunkTag(PREFILL.incarnation - 1, *KEY.numbers, 0, 0).pack(),
+        ChunkTag(PREFILL.incarnation, 8, 0, 0, 0).pack(),
+        ChunkTag(PREFILL.incarnation, 7, 1, 0, 0).pack(),
+    ],
+)
+def test_a_notification_of_something_else_is_dropped(tag: bytes) -> None:
+    peer = PrefillPeer().opened()
+    assert peer.on(Arrived(tag)) == []
+    assert peer.control.counters["tags_dropped"] == 1
+    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+
+
+# --- aborts and drains ----------------------------------------------------------------------------
+
+
+def test_an_abort_before_the_promise_needs_no_proof() -> None:
+    peer = PrefillPeer()
+    peer.open()
+    assert peer.on(ENOUGH) == [RoomEnded(KEY, KVPoll.FAILED, WHY), RoomDrained(KEY)]
+    assert peer.on(ENOUGH) == []
+    assert kinds(peer.greet()) == ["Abort"], (
+        "the promise is not made any more, and prefill need not wait for it"
+    )
+
+
+def test_an_abort_after_the_promise_is_repeated_until_drained() -> None:
+    peer = PrefillPeer().opened()
+    assert peer.on(ENOUGH) == [
+        RoomEnded(KEY, KVPoll.FAILED, WHY),
+        Abort(*KEY.numbers, "enough"),
+    ]
+    assert peer.expected == 1
+    said = peer.pass_time(TIMING.drain_timeout_s)
+    assert said.count(Abort(*KEY.numbers, "enough")) == 3
+    assert said.count(RoomOverdue(KEY)) == 1, "after its deadline it is reported"
+    assert peer.expected == 1, "and still not drained"
+    assert peer.say(Drained(*KEY.numbers, 0)) == [RoomDrained(KEY)]
+    assert (peer.expected, peer.control.num_rooms) == (0, 0)
+    assert Abort(*KEY.numbers, "enough") not in peer.pass_time(20.0)
+
+
+def test_a_failed_outcome_says_whether_it_is_drained() -> None:
+    for drained in (True, False):
+        peer = PrefillPeer().opened()
+        actions = peer.say(peer.outcome(ok=False, drained=drained))
+        assert kinds(actions) == ["OutcomeAck", "RoomEnded", "RoomDrained" if drained else "Abort"]
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_an_outcome_that_crosses_our_abort_changes_no_end_but_drains(ok: bool) -> None:
+    peer = PrefillPeer().opened()
+    peer.on(ENOUGH)
+    assert peer.say(peer.outcome(ok)) == [ACK, RoomDrained(KEY)]
+
+
+def test_drained_of_an_older_incarnation_proves_nothing() -> None:
+    peer = PrefillPeer().opened()
+    peer.on(ENOUGH)
+    peer.greet(newer(PREFILL))
+    for by in (PREFILL, newer(PREFILL)):
+        assert peer.say(Drained(*KEY.numbers, 0), by) == []
+    assert peer.expected == 1
+    assert peer.on(Fence(PREFILL)) == [RoomDrained(KEY)]
+
+
+def test_a_restarted_worker_ends_the_rooms_of_the_one_before_and_waits_for_a_fence() -> None:
+    peer = PrefillPeer().opened()
+    [ended] = ends(peer.greet(newer(PREFILL)))
+    assert isinstance(ended.error, PeerLostError)
+    assert peer.take_said() == [], "none is left to be told"
+    assert peer.expected == 1
+    said = peer.pass_time(TIMING.drain_timeout_s)
+    assert RoomOverdue(KEY) in said
+    # The new life is told that no promise will come: its engine may still get the request.
+    assert any(isinstance(body, Abort) for body in said)
+    peer.say(Heartbeat(), newer(PREFILL))
+    assert kinds(peer.open(promise(8))) == ["Promise"], "the new one is worked with"
+    assert peer.on(Fence(PREFILL)) == [RoomDrained(KEY)]
+
+
+def test_what_waits_for_a_worker_is_promised_to_the_one_that_takes_its_place() -> None:
+    peer = PrefillPeer().opened()
+    peer.say(HelloWanted())
+    peer.open(promise(8))
+    ended, promised = peer.greet(newer(PREFILL))
+    assert (ended.key, promised) == (KEY, promise(8))
+
+
+def test_what_waits_for_a_worker_is_promised_in_the_order_in_which_it_was_opened() -> None:
+    """Requests that share a prefix wait for the first of them."""
+    peer = PrefillPeer()
+    rooms = [17 * at % 101 for at in range(1, 40)]
+    for room in rooms:
+        peer.open(promise(room))
+    peer.greet()
+    assert [body.room for body in peer.take_said() if isinstance(body, Promise)] == rooms
+
+
+def test_a_fence_drains_the_rooms_of_its_incarnation_only_and_bars_it() -> None:
+    peer = PrefillPeer().opened()
+    peer.on(Fence(BEFORE))
+    peer.on(Fence(PeerId("prefill-9", PREFILL.incarnation)))
+    assert peer.expected == 1
+    actions = peer.on(Fence(PREFILL))
+    assert kinds(actions) == ["RoomEnded", "Hello", "RoomDrained"]
+    told = HelloRefused(PREFILL.incarnation, "prefill-0 life 5 was fenced", True)
+    assert peer.greet() == [told], "a fenced incarnation is not met again, and hears so"
+    assert peer.greet(refused="that is known") == [], "once it has said so, it is not answered"
+    assert peer.control.counters["frames_dropped"] == 2
+    peer.open(promise(8))
+    assert kinds(peer.greet(newer(PREFILL))) == ["Promise"]
+
+
+def test_a_worker_that_says_farewell_has_fenced_itself() -> None:
+    peer = PrefillPeer().opened()
+    peer.on(ENOUGH)
+    peer.open(promise(8))
+    actions = peer.say(messages.Fenced())
+    assert [action for action in actions if isinstance(action, RoomDrained)] == [
+        RoomDrained(KEY), RoomDrained(RoomKey(8, 0)),
+    ]  # fmt: skip
+    assert peer.control.num_rooms == 0
+
+
+# --- workers that come and go ---------------------------------------------------------------------
+
+
+def test_a_worker_that_does_not_know_us_is_greeted_again() -> None:
+    peer = PrefillPeer().opened()
+    assert peer.say(HelloWanted()) == [HELLO]
+    assert peer.say(HelloWanted()) == [], "a hello is on its way already"
+    assert peer.control.peers(peer.now_s)[ADDRESS] == (PREFILL, "connecting")
+    assert peer.greet() == []
+    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT, (
+        "it is the same process: the room goes on"
+    )
+    assert peer.control.peers(peer.now_s)[ADDRESS] == (PREFILL, "ready")
+
+
+def test_a_hello_wanted_by_its_successor_ends_a_worker_for_good() -> None:
+    peer = PrefillPeer().opened()
+    assert peer.say(HelloWanted(), newer(PREFILL)) == [HELLO], "it may be late: it is asked"
+    peer.open(promise(8))
+    assert kinds(peer.greet(newer(PREFILL))) == ["RoomEnded", "Promise"]
+    peer.open(promise(9))
+    assert kinds(peer.greet(PREFILL)) == ["HelloRefused"], "of the old one; nothing is promised"
+    assert peer.control.counters["dropped: FormerLifeError"] == 1
+
+
+def test_a_worker_that_is_started_again_behind_the_clock_takes_its_place_at_once() -> None:
+    peer = PrefillPeer().opened()
+    assert kinds(peer.greet(BEFORE)) == ["RoomEnded"], "of what was promised to the one before"
+    assert peer.control.peers(peer.now_s) == {ADDRESS: (BEFORE, "ready")}
+    assert kinds(peer.greet(PREFILL)) == ["HelloRefused"]
+    assert peer.control.peers(peer.now_s) == {ADDRESS: (BEFORE, "ready")}
+
+
+def test_a_reply_that_answers_no_present_hello_takes_no_place() -> None:
+    """It is of a process that came between two that are known here, and is gone."""
+    peer = PrefillPeer().opened()
+    late = msgspec.structs.replace(peer.reply, known=0)
+    [hello] = peer.say(late, BEFORE)
+    assert (hello, peer.known) == (HELLO, PREFILL.incarnation)
+    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert peer.say(late, BEFORE) == [], "a hello is on its way already"
+    peer.greet()
+    assert peer.control.peers(peer.now_s) == {ADDRESS: (PREFILL, "ready")}
+
+
+def test_a_hello_says_the_nonce_that_was_wanted_last() -> None:
+    peer = PrefillPeer()
+    peer.open()
+    for nonce in (77, 78):
+        effects = peer.control.on(FrameReceived(ADDRESS, peer.raw(HelloWanted(nonce))), peer.now_s)
+        assert messages.decode(effects[0].raw).body.nonce == nonce
+
+
+def test_a_silent_worker_is_suspect_gets_no_new_rooms_and_is_not_dead() -> None:
+    peer = PrefillPeer().opened()
+    peer.say(PromiseAck(*KEY.numbers, 0))
+    assert peer.pass_time(TIMING.suspect_after_s + 0.5) == [Heartbeat()] * 3
+    assert peer.control.peers(peer.now_s) == {ADDRESS: (PREFILL, "suspect")}
+    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT, "its rooms have their own deadlines"
+    assert peer.open(promise(8)) == []
+    assert peer.say(Heartbeat()) == [promise(8)], "it speaks: the room is promised"
+    assert peer.say(peer.outcome())[-1] == RoomEnded(KEY, KVPoll.SUCCESS, aux=b"first")
+
+
+def test_an_idle_worker_is_forgotten_only_when_it_is_silent_and_has_no_room() -> None:
+    peer = PrefillPeer().opened()
+    peer.on(ENOUGH)
+    assert Disconnect(ADDRESS) not in peer.pass_time(2 * TIMING.forget_after_s), "it owes proof"
+    peer.say(Drained(*KEY.numbers, 0))
+    assert Disconnect(ADDRESS) not in peer.pass_time(TIMING.forget_after_s), "it has just spoken"
+    assert Disconnect(ADDRESS) in peer.pass_time(2.0)
+    assert kinds(peer.open(promise(8))) == ["Connect", "Hello"]
+
+
+def test_a_refusal_later_on_fails_what_waits_and_still_drains_what_was_promised() -> None:
+    peer = PrefillPeer().opened()
+    peer.say(HelloWanted())
+    peer.open(promise(8))
+    actions = peer.greet(refused="too many")
+    assert [ended.key for ended in ends(actions)] == [RoomKey(8, 0)]
+    peer.take_said()
+    peer.on(ENOUGH)
+    assert peer.take_said() == [Abort(*KEY.numbers, "enough")]
+    assert peer.say(Drained(*KEY.numbers, 0)) == [RoomDrained(KEY)]
+    peer.open(promise(9))
+    assert HELLO in peer.pass_time(5.0), "a later request tries again"
+    assert kinds(peer.greet(refused="too many")) == ["RoomEnded", "RoomDrained", "Disconnect"]
+
+
+def test_farewell_is_said_to_each_worker_that_is_known() -> None:
+    peer = PrefillPeer().opened()
+    peer.open(promise(8), "tcp://silent")
+    [frame] = peer.control.on(AgentDestroyed(), peer.now_s)
+    assert (frame.to, messages.decode(frame.raw).body) == (ADDRESS, messages.Fenced())
+
+
+def test_what_is_sent_is_numbered_upwards_under_our_name() -> None:
+    peer = PrefillPeer()
+    effects = peer.control.on(OpenRoom(promise(), ADDRESS, PROMPT), 0.0)
+    for seconds in (1.0, 2.0, 4.0, 8.0):
+        effects += peer.control.on(Tick(), seconds)
+    frames = [effect for effect in effects if isinstance(effect, SendFrame)]
+    numbers = [messages.decode(frame.raw).seq for frame in frames]
+    assert len(numbers) == 5
+    assert numbers == sorted(set(numbers))
+    assert {messages.decode(frame.raw).sender for frame in frames} == {peer.control.me}
+
+
+def test_promise_is_what_was_opened() -> None:
+    peer = PrefillPeer().opened()
+    [machine] = peer.control.rooms()
+    assert isinstance(machine.promise, Promise)
+    assert machine.promise == promise()
+
+
+def test_late_words_of_an_earlier_use_of_a_room_number_are_nothing_to_the_next() -> None:
+    """The room was used before (ticket 1), and is used again (ticket 2): only what bears ticket 2
+    counts."""
+    peer = PrefillPeer()
+    peer.open(msgspec.structs.replace(promise(), ticket=2))
+    peer.greet()
+    old = msgspec.structs.replace(peer.outcome(aux=b"old"), ticket=1)
+    assert peer.say(old) == [OutcomeAck(*KEY.numbers, 0, ticket=1)], (
+        "so that prefill stops repeating it"
+    )
+    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert ends(peer.on(ENOUGH))
+    peer.say(Drained(*KEY.numbers, 0, ticket=1))
+    assert peer.expected == 1, "nothing is proved of the new promise"
+    assert RoomDrained(KEY) in peer.say(Drained(*KEY.numbers, 0, ticket=2))
+
+
+SETTLING = dataclasses.replace(TIMING, fence_settle_s=0.5)
+
+
+def test_after_a_fence_pages_wait_until_what_the_kernel_holds_has_been_read() -> None:
+    peer = PrefillPeer(SETTLING).opened()
+    actions = peer.on(Fence(PREFILL))
+    assert ends(actions)
+    assert actions.count(Settle(PREFILL, 0.5)) == 1
+    assert Settle(PREFILL, 0.5) not in peer.on(Fence(PREFILL)), "it is at that already"
+    assert "RoomDrained" not in kinds(peer.after(100.0)), (
+        "time alone proves nothing: the transport may not have read"
+    )
+    assert peer.expected == 1, "the transport goes on polling"
+    assert peer.on(Settled(PREFILL)) == [RoomDrained(KEY)]
+    assert peer.on(Fence(PREFILL)) == [Settle(PREFILL, 0.5)], "fenced again, settled again"
+
+
+def test_a_drained_that_took_the_end_of_an_agent_waits_likewise() -> None:
+    peer = PrefillPeer(SETTLING).opened()
+    peer.say(peer.outcome(ok=False, drained=False))
+    token = RankDrained(KEY, 0, promise().ticket)
+    assert peer.say(Drained(*KEY.numbers, 0, settle=True)) == [Settle(token, 0.5)]
+    assert peer.say(Drained(*KEY.numbers, 0, settle=True)) == []
+    assert peer.expected == 1
+    assert peer.on(Settled(token)) == [RoomDrained(KEY)]
+    assert peer.on(Settled(token)) == []
+
+
+def test_what_has_settled_is_nothing_to_another_use_of_the_room_number() -> None:
+    peer = PrefillPeer(SETTLING).opened()
+    assert ends(peer.on(ENOUGH))
+    assert peer.say(Drained(*KEY.numbers, 0, settle=True)) == [Settle(RankDrained(KEY, 0, 0), 0.5)]
+    assert RoomDrained(KEY) in peer.say(Drained(*KEY.numbers, 0)), (
+        "another word of it may be proof at once"
+    )
+    peer.open(msgspec.structs.replace(promise(), ticket=1))
+    assert ends(peer.on(ENOUGH))
+    assert peer.on(Settled(RankDrained(KEY, 0, 0))) == []
+    assert peer.expected == 1
+
+
+# --- all that is taken ----------------------------------------------------------------------------
+
+
+def _frame(body: Any, by: PeerId = PREFILL) -> FrameReceived[str]:
+    return FrameReceived(ADDRESS, messages.encode(by, 99, body))
+
+
+INPUTS: dict[str, tuple[Any, list[str]]] = {
+    "a room to open": (OpenRoom(promise(8), ADDRESS, PROMPT), ["Promise"]),
+    "a worker to meet": (MeetPrefill(ADDRESS), ["PrefillReady"]),
+    "a room to refuse": (RefuseRoom(RoomKey(8, 0), 9, ADDRESS, "no room"), ["Abort"]),
+    "a room to end": (ENOUGH, ["RoomEnded", "Abort"]),
+    "other weights": (MoveWeights("v2"), ["RoomEnded", "Abort"]),
+    "a fence": (Fence(PREFILL), ["RoomEnded", "Hello", "RoomDrained"]),
+    "a frame": (FrameReceived(ADDRESS, b"junk"), []),
+    "a frame that raised": (
+        FrameFailed(_frame(PromiseAck(*KEY.numbers, 0)), OSError("on purpose")),
+        ["RoomEnded", "Abort"],
+    ),
+    "a frame that raised, of another life": (
+        FrameFailed(_frame(PromiseAck(*KEY.numbers, 0), BEFORE), OSError("on purpose")),
+        [],
+    ),
+    "a notification": (Arrived(b"junk"), []),
+    "a transport that has settled": (Settled(BEFORE), []),
+    "a peer that is unreachable": (PeerUnreachable(PREFILL, OSError("reset")), []),
+    "a copy of no staging": (CopyDone(1), []),
+    "an address that cannot be": (ConnectFailed("tcp://other", OSError("no such")), []),
+    "a connection": (Reached(ADDRESS), []),
+    "a connection that broke": (Unreached(ADDRESS, "gone"), []),
+    "time": (Tick(), []),
+    "the end of our agent": (AgentDestroyed(), ["Fenced"]),
+    "a write": (WriteDone(1, 64), ["InternalError"]),
+    "a write that failed": (WriteFailed(1, OSError("reset"), drained=False), ["InternalError"]),
+    "a write that is drained": (WriteDrained(1), ["InternalError"]),
+}
+
+
+@pytest.mark.parametrize(("what", "follows"), INPUTS.values(), ids=INPUTS)
+def test_what_follows_from_each_input(what: Any, follows: list[str]) -> None:
+    peer = PrefillPeer().opened()
+    peer.say(PromiseAck(*KEY.numbers, 0))
+    try:
+        assert kinds(peer.on(what)) == follows
+    except InternalError as error:
+        assert follows == ["InternalError"]
+        assert "decode writes nothing" in str(error)
+
+
+def test_these_are_all_inputs_there_are_and_any_other_raises() -> None:
+    assert {type(what) for what, _ in INPUTS.values()} == members(DecodeInput)
+    for other in (AddRoom(KEY, 10, PROMPT), RoomDrained(KEY), promise(), KEY, None):
+        with pytest.raises(AssertionError, match="Expected code to be unreachable"):
+            PrefillPeer().on(other)  # type: ignore[arg-type]
+
+
+def test_a_peer_that_is_unreachable_is_counted_and_keeps_its_rooms() -> None:
+    peer = PrefillPeer().opened()
+    assert peer.on(PeerUnreachable(PREFILL, OSError("reset"))) == []
+    assert peer.control.counters == {"peers_unreachable": 1}
+    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+
+
+def test_an_input_is_followed_by_one_expect_at_most_and_only_for_another_number() -> None:
+    control = PrefillPeer().control
+    for room in (7, 8):
+        assert Expect(0) not in control.on(OpenRoom(promise(room), ADDRESS, PROMPT), 0.0)
+    reply = messages.HelloReply(DIGEST, Topology(4), (ADDRESS,))
+    raw = messages.encode(PREFILL, 1, reply)
+    assert control.on(FrameReceived(ADDRESS, raw), 0.0)[-1] == Expect(2)
+    assert control.on(Tick(), 0.0) == []
+    assert control.on(Fence(PREFILL), 0.0)[-1] == Expect(0)
+
+
+# --- the same tokens ------------------------------------------------------------------------------
+
+
+def test_a_promise_and_an_abort_name_the_prompt_and_the_process_that_they_are_said_to() -> None:
+    peer = PrefillPeer()
+    peer.open(msgspec.structs.replace(promise(), digest=b"", life=77))
+    sent: list[Any] = []
+    on = peer.control.on
+
+    def heard(what: Any, now_s: float) -> list[Any]:
+        effects = on(what, now_s)
+        frames = [effect.raw for effect in effects if isinstance(effect, SendFrame)]
+        sent.extend(messages.decode(raw).body for raw in frames)
+        return effects
+
+    peer.control.on = heard  # type: ignore[method-assign]
+    peer.greet()
+    peer.after(TIMING.resend_s)
+    peer.on(AbortRoom(KEY, "test"))
+    words = [body for body in sent if isinstance(body, Promise | messages.Abort)]
+    assert [type(word) for word in words] == [Promise, Promise, messages.Abort]
+    assert {(word.digest, word.life) for word in words} == {(PROMPT, PREFILL.incarnation)}
+
+
+def test_prefills_other_prompt_is_known_for_what_it_is_and_the_pages_are_free_at_once() -> None:
+    peer = PrefillPeer().opened()
+    why = "decode waits for other tokens"
+    no = messages.Outcome(7, 0, 0, False, 0, 0, b"", why, True, 0, FailureCode.PROMPT_MISMATCH)
+    ended, drained = [effect for effect in peer.say(no) if not isinstance(effect, OutcomeAck)]
+    assert (type(ended.error), drained) == (PromptMismatchError, RoomDrained(KEY))
+    assert why in str(ended.error)
+    assert peer.expected == 0

@@ -1,0 +1,290 @@
+"""When a control object wants to know whether a peer's process has ended, and what it does then."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from prefixkv.config import ControlConfig
+from prefixkv.control.death_watch import EXAMINE_S
+from prefixkv.control.effects import Examine, FrameReceived, Reached, RemovePeer, Tick, Unreached
+from prefixkv.control.prefill.control import PrefillControl
+from prefixkv.errors import PeerLostError
+from prefixkv.protocol.commands import Fence
+from prefixkv.protocol.events import RoomDrained, RoomEnded, SourceFree
+from prefixkv.protocol.ids import KVPoll, PeerId
+from prefixkv.protocol.messages import Fenced, Heartbeat, ProcessLife
+from prefixkv.transport.base import PeerUnreachable
+from tests.unit.control.wire import (
+    ADDRESS,
+    DECODE,
+    DIGEST,
+    HELLO,
+    KEY,
+    PREFILL,
+    SENT,
+    TIMING,
+    TOPOLOGY,
+    DecodePeer,
+    PrefillPeer,
+    newer,
+    of,
+    promise,
+)
+
+LIFE = ProcessLife("boot", 1, 2, 4242, 17, "holder")
+OTHER_LIFE = msgspec.structs.replace(LIFE, pid=4243)
+GONE = Unreached(ADDRESS, "no answer")
+ON = replace(TIMING, fence_settle_s=0.0)
+
+
+class _Here:
+    """The peer's words come from this machine."""
+
+    is_local = True
+
+    def on(self, what: Any) -> list[Any]:
+        if isinstance(what, FrameReceived):
+            what = msgspec.structs.replace(what, is_local=self.is_local)
+        out: list[Any] = super().on(what)  # type: ignore[misc]
+        return out
+
+
+class LocalPrefill(_Here, PrefillPeer):
+    def __init__(self, timing: ControlConfig = ON, life: ProcessLife | None = LIFE) -> None:
+        super().__init__(timing)
+        self.reply = msgspec.structs.replace(self.reply, life=life)
+
+
+class LocalDecode(_Here, DecodePeer):
+    def __init__(self, timing: ControlConfig = ON, life: ProcessLife | None = LIFE) -> None:
+        super().__init__(timing, msgspec.structs.replace(HELLO, life=life))
+
+
+def examined(effects: list[Any]) -> list[Examine]:
+    return of(effects, Examine)
+
+
+def looks(peer: PrefillPeer | DecodePeer, seconds: float) -> int:
+    """How often something was to be looked at, the clock going on to each time that is wanted."""
+    found, end_s = 0, peer.now_s + seconds
+    while (wake_s := peer.control.wake_s) <= end_s:
+        found += len(examined(peer.after(max(0.0, wake_s - peer.now_s))))
+    peer.now_s = end_s
+    return found
+
+
+# --- decode's -------------------------------------------------------------------------------------
+
+
+def test_a_prefill_that_cannot_be_reached_is_looked_at_until_it_is_proved_dead() -> None:
+    peer = LocalPrefill().opened()
+    assert looks(peer, 1.0) == 0
+    peer.on(GONE)
+    assert peer.control.wake_s == peer.now_s, "at once"
+    assert examined(peer.on(Tick())) == [Examine(PREFILL, LIFE)]
+    assert peer.control.wake_s <= peer.now_s + EXAMINE_S, "and again"
+    assert examined(peer.on(Tick())) == [], "not more often"
+    assert looks(peer, 1.0) == 4
+    said = peer.on(Fence(PREFILL, proved=True))
+    [ended] = of(said, RoomEnded)
+    assert (ended.key, ended.poll) == (KEY, KVPoll.FAILED)
+    assert isinstance(ended.error, PeerLostError)
+    assert ended.error.peer == PREFILL
+    assert "proved dead" in str(ended.error)
+    assert of(said, RoomDrained) == [RoomDrained(KEY)]
+    assert peer.control.counters["peers_proved_dead"] == 1
+    assert [news.why for news in peer.control.news.take() if news.kind == "over"] == [
+        "was fenced, since it is proved dead"
+    ]
+    peer.on(Fence(PREFILL, proved=True))
+    assert peer.control.counters["peers_proved_dead"] == 1, "it was on its way"
+    assert looks(peer, 30.0) == 0
+
+
+def test_an_operators_fence_is_no_proof_and_ends_the_looking() -> None:
+    peer = LocalPrefill().opened()
+    peer.on(GONE)
+    peer.on(Fence(PREFILL))
+    peer.on(Fence(PREFILL, proved=True))
+    assert peer.control.counters["peers_proved_dead"] == 0
+    assert looks(peer, 30.0) == 0
+    assert "proved" not in str([news.why for news in peer.control.news.take()])
+
+
+def test_a_silent_prefill_is_looked_at_and_one_that_speaks_again_is_not() -> None:
+    peer = LocalPrefill().opened()
+    assert looks(peer, ON.suspect_after_s - 0.1) == 0
+    assert looks(peer, 2.0) > 4
+    peer.say(Heartbeat())
+    looks(peer, ON.suspect_after_s)  # for as long as it may be silent
+    for _ in range(20):
+        peer.say(Heartbeat())
+        assert looks(peer, 1.0) == 0
+    assert peer.control.lost_peers(peer.now_s) == {}
+
+
+def test_pages_held_for_a_former_life_are_why_it_is_looked_at() -> None:
+    """Its successor is met at once; the proof is about the former."""
+    peer = LocalPrefill().opened()
+    successor = newer(PREFILL)
+    peer.greet(successor, life=OTHER_LIFE)
+    assert examined(peer.on(Tick())) == [Examine(PREFILL, LIFE)]
+    for _ in range(30):  # well beyond the doubt
+        peer.say(Heartbeat(), successor)
+        assert looks(peer, 1.0) == 4
+    assert of(peer.on(Fence(PREFILL, proved=True)), RoomDrained) == [RoomDrained(KEY)]
+    for _ in range(10):
+        peer.say(Heartbeat(), successor)
+        assert looks(peer, 1.0) == 0
+    assert peer.control.peers(peer.now_s)[ADDRESS] == (successor, "ready")
+
+
+@pytest.mark.parametrize(
+    "why", ["not of this machine", "it says nothing", "switched off", "it has said two things",
+            "it has said nothing before"],
+)  # fmt: skip
+def test_what_is_no_evidence_is_not_looked_at(why: str) -> None:
+    timing = replace(ON, prove_death=False) if why == "switched off" else ON
+    first = None if why in ("it says nothing", "it has said nothing before") else LIFE
+    peer = LocalPrefill(timing, first)
+    peer.is_local = why != "not of this machine"
+    peer.opened()
+    if why.startswith("it has said"):
+        peer.greet(life=OTHER_LIFE)
+        peer.greet(life=OTHER_LIFE)
+    peer.on(GONE)
+    assert looks(peer, 30.0) == 0
+
+
+def test_one_at_another_address_cannot_have_a_prefill_fenced_by_lying() -> None:
+    """It says that it is that prefill, and names a process that is dead."""
+    peer = LocalPrefill().opened()
+    elsewhere = "tcp://elsewhere:1"
+    peer.open(msgspec.structs.replace(promise(), room=8), elsewhere)
+    lie = msgspec.structs.replace(peer.reply, life=OTHER_LIFE, known=0)
+    peer.on(FrameReceived(elsewhere, peer.raw(lie, PREFILL)))
+    assert peer.control.peers(peer.now_s)[elsewhere][0] == PREFILL
+    for address in (ADDRESS, elsewhere):
+        peer.on(Unreached(address, "no answer"))
+    assert looks(peer, 30.0) == 0
+
+
+def test_a_prefill_that_has_left_is_not_looked_at() -> None:
+    peer = LocalPrefill().opened()
+    peer.say(Fenced())
+    peer.on(GONE)
+    assert looks(peer, 30.0) == 0
+    peer.on(Fence(PREFILL, proved=True))
+    assert peer.control.counters["peers_proved_dead"] == 0
+
+
+def test_a_connection_that_comes_back_ends_it() -> None:
+    peer = LocalPrefill().opened()
+    peer.on(GONE)
+    assert looks(peer, 0.5) > 0
+    peer.on(Reached(ADDRESS))
+    peer.say(Heartbeat())
+    looks(peer, ON.suspect_after_s)
+    peer.say(Heartbeat())
+    assert looks(peer, 1.0) == 0
+
+
+def test_lives_that_are_of_no_use_are_forgotten() -> None:
+    peer = LocalPrefill()
+    peer.open()
+    life = PREFILL
+    for number in range(100):
+        peer.greet(life, life=msgspec.structs.replace(LIFE, pid=number))
+        peer.on(Fence(life))
+        looks(peer, 1.0)
+        life = newer(life)
+    assert len(peer.control._links.deaths._lives) <= 2
+
+
+# --- prefill's ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["a write has failed", "it is silent"])
+def test_a_decode_worker_that_may_be_dead_is_looked_at_until_that_is_proved(how: str) -> None:
+    peer = LocalDecode().bootstrapped()
+    assert looks(peer, 1.0) == 0
+    if how == "it is silent":
+        peer.now_s += ON.suspect_after_s
+    else:
+        peer.on(PeerUnreachable(DECODE, OSError("the connection is reset")))
+        assert peer.control.wake_s == peer.now_s, "at once"
+    assert examined(peer.on(Tick())) == [Examine(DECODE, LIFE)]
+    assert looks(peer, 1.0) == 4
+    said = peer.on(Fence(DECODE, proved=True))
+    [ended] = of(said, RoomEnded)
+    assert isinstance(ended.error, PeerLostError)
+    assert "proved dead" in str(ended.error)
+    assert of(said, SourceFree) == [SourceFree(SENT)]
+    assert of(said, RemovePeer) == [RemovePeer(DECODE)]
+    assert peer.control.counters["peers_proved_dead"] == 1
+    peer.on(Fence(DECODE, proved=True))
+    assert peer.control.counters["peers_proved_dead"] == 1
+    assert looks(peer, 30.0) == 0
+    assert peer.control.wake_s == math.inf
+
+
+@pytest.mark.parametrize("why", ["not of this machine", "it says nothing", "switched off"])
+def test_a_decode_worker_of_which_there_is_no_evidence(why: str) -> None:
+    timing = replace(ON, prove_death=False) if why == "switched off" else ON
+    peer = LocalDecode(timing, None if why == "it says nothing" else LIFE)
+    peer.is_local = why != "not of this machine"
+    peer.bootstrapped()
+    peer.on(PeerUnreachable(DECODE, OSError("the connection is reset")))
+    assert looks(peer, 10.0) == 0
+
+
+def test_a_decode_worker_that_was_replaced_holds_nothing_here() -> None:
+    peer = LocalDecode().bootstrapped()
+    peer.say(msgspec.structs.replace(HELLO, life=OTHER_LIFE), newer(DECODE))
+    peer.on(PeerUnreachable(DECODE, OSError("late")))
+    assert looks(peer, 1.0) == 0
+    peer.on(PeerUnreachable(newer(DECODE), OSError("now")))
+    assert examined(peer.on(Tick())) == [Examine(newer(DECODE), OTHER_LIFE)]
+
+
+def test_prefill_says_which_process_it_is() -> None:
+    peer = LocalDecode()
+    peer.control = PrefillControl(PREFILL, DIGEST, TOPOLOGY, ON, (ADDRESS,), life=OTHER_LIFE)
+    [reply] = [body for body in peer.say(peer.hello) if hasattr(body, "endpoints")]
+    assert reply.life == OTHER_LIFE
+
+
+def test_a_life_is_of_a_peer_that_was_let_in() -> None:
+    """A Hello that is refused says nothing of the process that has the name."""
+    peer = LocalDecode().bootstrapped()
+    stranger = PeerId("d9", 9)
+    refused = msgspec.structs.replace(HELLO, life=OTHER_LIFE, digest=msgspec.structs.replace(
+        HELLO.digest, model="another"))  # fmt: skip
+    peer.say(refused, stranger)
+    assert set(peer.control._peers.deaths._lives) == {DECODE}
+
+
+def test_a_decode_worker_that_has_left_is_not_proved_dead() -> None:
+    peer = LocalDecode().bootstrapped()
+    peer.on(PeerUnreachable(DECODE, OSError("the connection is reset")))
+    peer.say(Fenced())
+    assert looks(peer, 30.0) == 0
+    peer.on(Fence(DECODE, proved=True))
+    assert peer.control.counters["peers_proved_dead"] == 0
+
+
+def test_what_one_has_said_is_kept_while_others_come_and_go() -> None:
+    peer = LocalDecode().bootstrapped()
+    other = PeerId("d9", 9)
+    peer.say(msgspec.structs.replace(HELLO, life=OTHER_LIFE), other)
+    peer.on(PeerUnreachable(other, OSError("the connection is reset")))
+    assert examined(peer.on(Tick())) == [Examine(other, OTHER_LIFE)]
+    peer.on(Fence(other, proved=True))
+    assert looks(peer, 3.0) == 0
+    peer.on(PeerUnreachable(DECODE, OSError("the connection is reset")))
+    assert examined(peer.on(Tick())) == [Examine(DECODE, LIFE)]

@@ -1,0 +1,738 @@
+"""A prefill rank that several decode ranks read from: its machine, and the control object that
+checks which of them speaks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import count, permutations
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from prefixkv.config import CurveConfig
+from prefixkv.control.effects import AddPeer, Cancel, CopyDone, RemovePeer, Renew
+from prefixkv.errors import (
+    AbortedError,
+    PeerLostError,
+    PromptMismatchError,
+    RequestError,
+    TransferError,
+    TransferTimeoutError,
+)
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.paging import pages_for
+from prefixkv.protocol import sender_events as sm
+from prefixkv.protocol.commands import Fence, SendChunk
+from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.messages import (
+    Abort,
+    Drained,
+    Fenced,
+    HelloReply,
+    LeaseAsk,
+    LeaseGrant,
+    Outcome,
+    OutcomeAck,
+    PromiseAck,
+)
+from prefixkv.protocol.sender_events import CancelWrite, PostWrite, SendToReader
+from prefixkv.protocol.sender_machine import SenderMachine
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.staging.sender import Gather
+from prefixkv.transport.base import WriteDrained, WriteJob
+from tests.unit.control.mesh_wire import (
+    AREA,
+    DIGEST,
+    SENT,
+    SLOTS,
+    TIMING,
+    Readers,
+    add_room,
+    bodies,
+    hello,
+    promise,
+)
+from tests.unit.control.wire import Alike, of
+from tests.unit.protocol.rooms import PROMPT
+
+A, B = PeerId("d", 5), PeerId("d/1", 5)
+WHY = AbortedError("enough")
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+
+class Machine:
+    """Two readers of four unit pages each, in a room of 16 tokens and pages of 4."""
+
+    def __init__(
+        self,
+        page_size: int = 4,
+        unit_tokens: int = 0,
+        fold: int = 1,
+        fill_len: int = 16,
+        prefix: int = 0,
+    ):
+        self.machine = SenderMachine(SENT, 0, page_size, count(1).__next__, TIMING, 0.0)
+        self.now_s = 0.0
+        self.changes = {"unit_tokens": unit_tokens, "fold": fold}
+        self.fill_len, self.prefix = fill_len, prefix
+        unit = unit_tokens or page_size
+        self.num_units = pages_for(fill_len - prefix, unit)
+        first_page = 40 // fold
+        num_pages = pages_for(self.num_units, fold)
+        self.pages = np.arange(first_page, first_page + num_pages, dtype=np.int32)
+
+    def on(self, event: Any) -> list[Any]:
+        return self.machine.on(event, self.now_s)
+
+    def promised(
+        self, reader: int, ticket: int = 1, writes: bool = True, **changes: Any
+    ) -> sm.Promised:
+        fields = {
+            "fill_len": self.fill_len,
+            "prefix_len": self.prefix,
+            "pages": self.pages,
+            "num_units": self.num_units,
+            **self.changes,
+            **changes,
+        }
+        return sm.Promised(
+            peer=(A, B)[reader], ticket=ticket, reader=reader, readers=(0, 1), writes=writes,
+            digest=PROMPT, **fields
+        )  # fmt: skip
+
+    def begun(self, **changes: Any) -> Machine:
+        self.on(sm.Added(self.fill_len, PROMPT))
+        for reader in (0, 1):
+            self.on(self.promised(reader, **changes))
+        return self
+
+    def chunk(self, first_page: int, src_pages: Sequence[int], last: bool = True) -> list[Any]:
+        src = np.array(src_pages, np.int32)
+        aux = b"aux" if last else b""
+        return self.on(
+            SendChunk(
+                key=SENT, first_page=first_page, src_pages=src, last=last, aux=aux, ready=None
+            )
+        )
+
+    def abort(self, reader: int) -> list[Any]:
+        peer = (A, B)[reader]
+        said = sm.AbortSaid(peer=peer, reason="no", ticket=1, reader=reader, readers=(0, 1))
+        return self.on(said)
+
+
+def said(actions: list[Any], kind: type) -> list[tuple[PeerId, Any]]:
+    return [
+        (action.peer, action.body)
+        for action in actions
+        if isinstance(action, SendToReader) and isinstance(action.body, kind)
+    ]
+
+
+@pytest.mark.parametrize("order", list(permutations(["added", 0, 1])))
+def test_a_room_begins_when_the_engine_and_all_readers_have_named_it(
+    order: tuple[Any, ...],
+) -> None:
+    room = Machine()
+    for i, named in enumerate(order):
+        actions = room.on(sm.Added(16, PROMPT) if named == "added" else room.promised(named))
+        assert of(actions, Bootstrapped) == ([Bootstrapped(SENT, A, 0)] if i == 2 else [])
+        if named != "added":
+            assert said(actions, PromiseAck) == [((A, B)[named], PromiseAck(*SENT.numbers, 0, 1))]
+
+
+def test_each_reader_gets_every_chunk_and_the_outcome() -> None:
+    room = Machine().begun()
+    first, second = of(room.chunk(0, [5, 6], last=False), PostWrite)
+    assert [(post.peer, post.chunk, post.dst_pages.tolist()) for post in (first, second)] == [
+        (A, 0, [40, 41]), (B, 0, [40, 41])]  # fmt: skip
+    third, fourth = of(room.chunk(2, [7, 8]), PostWrite)
+    for post in (first, third, fourth):
+        assert room.on(sm.JobEnded(post.job_id)) == []
+    actions = room.on(sm.JobEnded(second.job_id))
+    assert of(actions, RoomEnded) == [RoomEnded(SENT, KVPoll.SUCCESS)]
+    assert [(to, body.ok, body.num_pages) for to, body in said(actions, Outcome)] == [
+        (A, True, 4),
+        (B, True, 4),
+    ]
+    room.on(sm.OutcomeAcked(1))
+    assert not room.machine.over
+    room.now_s += TIMING.resend_s
+    assert [to for to, _ in said(room.on(sm.RoomTick()), Outcome)] == [A], "the other has answered"
+    room.on(sm.OutcomeAcked(0))
+    assert room.machine.over
+
+
+def test_a_reader_that_is_written_nothing_hears_the_outcome_all_the_same() -> None:
+    room = Machine().begun(writes=False)
+    actions = room.chunk(0, [5, 6, 7, 8])
+    assert of(actions, PostWrite) == []
+    assert [(to, body.num_pages) for to, body in said(actions, Outcome)] == [(A, 4), (B, 4)]
+
+
+def test_an_abort_of_one_reader_fails_the_other_and_drains_for_both_with_the_last_write() -> None:
+    room = Machine().begun()
+    posts = of(room.chunk(0, [5, 6, 7, 8]), PostWrite)
+    actions = room.abort(0)
+    assert of(actions, CancelWrite) == [CancelWrite(post.job_id) for post in posts]
+    assert [(to, body.ok, body.drained) for to, body in said(actions, Outcome)] == [
+        (B, False, False)
+    ]
+    assert said(actions, Drained) == []
+    assert room.abort(1) == []
+    assert room.on(sm.JobEnded(posts[1].job_id, WHY)) == []
+    actions = room.on(sm.JobEnded(posts[0].job_id))
+    assert [to for to, _ in said(actions, Drained)] == [A, B]
+    assert of(actions, SourceFree) == [SourceFree(SENT)]
+    assert room.machine.over
+
+
+def test_a_write_to_one_reader_that_proves_nothing_keeps_the_pages_of_both() -> None:
+    room = Machine().begun()
+    first, second = of(room.chunk(0, [5, 6, 7, 8]), PostWrite)
+    room.on(sm.JobEnded(first.job_id, WHY, False))
+    for reader in (0, 1):
+        room.abort(reader)
+    assert said(room.on(sm.JobEnded(second.job_id)), Drained) == []
+    drained = said(room.on(sm.JobDrained(first.job_id)), Drained)
+    assert [(to, body.settle) for to, body in drained] == [(A, True), (B, True)]
+
+
+def test_a_reader_that_is_gone_waits_for_nothing() -> None:
+    room = Machine().begun()
+    actions = room.on(sm.Fail(WHY, gone=1))
+    assert [to for to, _ in said(actions, Outcome)] == [A]
+    room.on(sm.OutcomeAcked(0))
+    assert room.machine.over
+
+
+def test_a_promise_after_the_failure_is_told_at_once() -> None:
+    room = Machine()
+    room.on(sm.Added(16, PROMPT))
+    room.on(room.promised(0))
+    room.on(sm.Fail(WHY))
+    assert not room.machine.over
+    room.on(sm.OutcomeAcked(0))
+    assert not room.machine.over, "the other's promise is on its way"
+    actions = room.on(room.promised(1))
+    assert [(to, body.ok, body.drained) for to, body in said(actions, Outcome)] == [
+        (B, False, True)
+    ]
+    room.on(sm.OutcomeAcked(1))
+    assert room.machine.over
+
+
+def test_a_reader_that_never_promises_is_not_waited_for_for_ever() -> None:
+    room = Machine()
+    room.on(sm.Added(16, PROMPT))
+    room.on(room.promised(0))
+    room.now_s = TIMING.bootstrap_timeout_s
+    (ended,) = of(room.on(sm.RoomTick()), RoomEnded)
+    assert isinstance(ended.error, TransferTimeoutError)
+    room.now_s += TIMING.parked_timeout_s
+    room.on(sm.RoomTick())
+    assert room.machine.over
+
+
+@pytest.mark.parametrize(
+    "changes", [{"prefix_len": 4}, {"fill_len": 17}, {"ticket": 2}, {"num_units": 3}]
+)
+def test_promises_that_are_not_alike_are_known_for_that(changes: dict[str, Any]) -> None:
+    room = Machine()
+    room.on(room.promised(0))
+    assert room.machine.same_promise(room.promised(0))
+    assert room.machine.same_promise(room.promised(1))
+    assert not room.machine.same_promise(room.promised(1, **changes))
+
+
+def test_smaller_pages_of_decode_of_which_it_has_some_of_our_first_page() -> None:
+    """Ours hold 16 tokens, decode's 4; it has 20 tokens of 58: the rest of our page 1 and pages 2
+    and 3."""
+    room = Machine(page_size=16, unit_tokens=4, fill_len=58, prefix=20).begun()
+    posts = of(room.chunk(1, [5, 6], last=False), PostWrite)
+    assert posts[0].src_pages.tolist() == [21, 22, 23, 24, 25, 26, 27], (
+        "page 5 without its first unit, and page 6"
+    )
+    assert (posts[0].first_unit, posts[0].dst_pages.tolist()) == (0, [40, 41, 42, 43, 44, 45, 46])
+    posts = of(room.chunk(3, [9]), PostWrite)
+    assert posts[0].src_pages.tolist() == [36, 37, 38], "10 tokens of 16: three units"
+    assert (posts[0].first_unit, posts[0].dst_pages.tolist()) == (7, [47, 48, 49])
+
+
+def test_larger_pages_of_decode_are_counted_in_its_own() -> None:
+    """Ours hold 4 tokens, decode's 16; it has 16 of 58: 42 tokens are 11 units, three pages."""
+    room = Machine(page_size=4, unit_tokens=4, fold=4, fill_len=58, prefix=16).begun()
+    posts = of(room.chunk(4, range(11)), PostWrite)
+    for post in posts:
+        assert post.src_pages.tolist() == list(range(11))
+        assert post.dst_pages.tolist() == list(range(40, 51))
+        actions = room.on(sm.JobEnded(post.job_id))
+    assert [body.num_pages for _, body in said(actions, Outcome)] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("first_page", "src_pages"),
+    [(1, [5, 6, 7, 8]), (0, [5, 6]), (2, [5, 6]), (1, [5, 6]), (1, [5])],
+    ids=["a page too many", "a page that decode has", "a gap", "short", "shorter"],
+)
+def test_pages_that_are_not_the_promised_fail_the_room(
+    first_page: int, src_pages: list[int]
+) -> None:
+    room = Machine(page_size=16, unit_tokens=4, fill_len=58, prefix=20).begun()
+    (ended,) = of(room.chunk(first_page, src_pages), RoomEnded)
+    assert isinstance(ended.error, TransferError)
+    assert "units" in str(ended.error)
+
+
+# --- the control object ---------------------------------------------------------------------------
+
+
+def test_claims_of_one_worker_are_joined_and_those_of_another_are_of_its_own_room() -> None:
+    peer = Readers(tp=1)
+    a, b = peer.greet(2)
+    other = peer.greet(2, "x")
+    assert bodies(peer.say(a, promise()), PromiseAck)
+    for stranger in other:
+        assert bodies(peer.say(stranger, promise()), PromiseAck)
+    assert peer.on(add_room()) == []
+    assert of(peer.say(b, promise()), Bootstrapped) == [Bootstrapped(SENT, a, 0)]
+    for stranger in other:
+        assert bodies(peer.say(stranger, Abort(*SENT.numbers, "no", 1)), Drained), (
+            "nothing goes there"
+        )
+    assert peer.control.num_rooms == 1
+    posts = of(peer.chunk(0, [1, 2, 3], last=True), WriteJob)
+    assert [post.peer for post in posts] == [a, b]
+
+
+def test_every_reader_proves_its_own_promise() -> None:
+    for liar in (0, 1):
+        peer = Readers(tp=1)
+        readers = peer.greet(2)
+        assert peer.on(add_room()) == []
+        for reader in readers:
+            proof = promise().digest if reader != readers[liar] else bytes(32)
+            effects = peer.say(reader, msgspec.structs.replace(promise(), digest=proof))
+            if reader == readers[liar]:
+                break
+            assert not of(effects, Bootstrapped)
+        [ended] = of(effects, RoomEnded)
+        assert isinstance(ended.error, PromptMismatchError)
+        assert not bodies(peer.chunk(0, [1, 2, 3], last=True), Outcome)
+
+
+def test_a_promise_for_a_later_use_is_refused_while_this_one_may_write() -> None:
+    peer = Readers(tp=1)
+    a, b = peer.greet(2)
+    peer.on(add_room())
+    for reader in (a, b):
+        peer.say(reader, promise())
+    posts = of(peer.chunk(0, [1, 2, 3], last=True), WriteJob)
+    ((_, refusal),) = bodies(peer.say(a, promise(ticket=2)), Outcome)
+    assert (refusal.ok, refusal.ticket) == (False, 2)
+    for post in posts:
+        actions = peer.ended(post.job_id)
+    assert [body.ticket for _, body in bodies(actions, Outcome)] == [1, 1]
+    assert not bodies(peer.say(a, promise(ticket=2)), PromiseAck), "refused once is refused"
+    assert bodies(peer.say(a, promise(ticket=3)), PromiseAck), (
+        "the next use, though this one is not acknowledged"
+    )
+
+
+def test_an_abort_of_another_use_than_the_one_aborted_before_is_answered_as_its_own() -> None:
+    peer = Readers(tp=1)
+    [a, _] = peer.greet(2)
+    peer.on(add_room())
+    peer.say(a, Abort(*SENT.numbers, "one", 7))
+    said = peer.say(a, Abort(*SENT.numbers, "two", 3))
+    assert [body.ticket for _, body in bodies(said, Drained)] == [3]
+
+
+def refused(said: list[Any]) -> str:
+    ((_, reply),) = bodies(said, HelloReply)
+    return str(reply.refused)
+
+
+def test_a_rank_is_of_the_worker_that_its_name_says_and_of_no_other() -> None:
+    """Else it would read another's prompt: a room is shared out over a worker's ranks."""
+    peer = Readers(tp=1)
+    [a, _] = peer.greet(2)
+    for name in ("twin", "twin/1", "d/1/1", "d/01", "d/2"):
+        assert "name" in refused(peer.say(PeerId(name, 6), hello(2, 1, a)))
+    assert "name" in refused(peer.say(PeerId("twin", 6), hello(2, 0, a)))
+    assert "name" in refused(peer.say(PeerId("d", 6), hello(2, 0, PeerId("d", 7))))
+    assert set(peer.control.peers(peer.now_s)) == {A, B}
+
+
+def test_a_rank_of_a_worker_that_is_over_is_refused_by_name() -> None:
+    peer = Readers(tp=1)
+    peer.greet(2)
+    peer.greet(1, incarnation=6)
+    why = refused(peer.say(PeerId("d/1", 9), hello(2, 1, A)))
+    assert why.startswith("d life 5 was superseded by life 6: the name 'd' is taken by another")
+
+
+def test_ranks_of_one_worker_have_one_topology() -> None:
+    peer = Readers(tp=1)
+    peer.say(A, hello(2, 0, A))
+    assert "topology" in refused(peer.say(B, hello(4, 1, A)))
+    assert refused(peer.say(B, hello(2, 1, A))) == ""
+
+
+def test_workers_are_counted_and_not_their_ranks() -> None:
+    peer = Readers(tp=1)
+    assert TIMING.max_peers == 2
+    assert all(len(peer.greet(2, name)) == 2 for name in ("d", "e"))
+    assert len(peer.control.peers(peer.now_s)) == 4
+    third = PeerId("f", 5)
+    text = refused(peer.say(third, hello(1, 0, third)))
+    assert "max_peers" in text
+    assert "'d'" not in text
+    assert "'e'" not in text
+    peer.greet(2, "e", incarnation=6)
+    assert len(peer.control.peers(peer.now_s)) == 4, "a restart takes its own place"
+
+
+def parked(peer: Readers) -> list[int]:
+    """By reader, the promises that wait for their requests."""
+    return [known.num_parked for known in peer.control._peers.all()]
+
+
+def test_parked_promises_are_counted_by_reader_and_come_free_with_the_request() -> None:
+    peer = Readers(tp=1)
+    a, b = peer.greet(2)
+    for room in range(TIMING.max_parked_per_peer):
+        for reader in (a, b):
+            assert bodies(
+                peer.say(reader, msgspec.structs.replace(promise(), room=room)), PromiseAck
+            )
+    full = msgspec.structs.replace(promise(), room=50)
+    assert "limit" in bodies(peer.say(a, full), Outcome)[0][1].error
+    assert parked(peer) == [TIMING.max_parked_per_peer] * 2
+    peer.on(add_room(RoomKey(0, 0, SENT.decode), 10))
+    assert parked(peer) == [TIMING.max_parked_per_peer - 1] * 2
+    peer.say(b, Abort(1, 0, "no", 1))
+    assert parked(peer) == [TIMING.max_parked_per_peer - 2] * 2
+    peer.after(TIMING.parked_timeout_s)
+    assert parked(peer) == [0, 0]
+
+
+def test_a_reader_that_leaves_fails_its_rooms_for_the_others() -> None:
+    peer = Readers(tp=1)
+    a, b = peer.greet(2)
+    peer.on(add_room())
+    for reader in (a, b):
+        peer.say(reader, promise())
+    actions = peer.say(b, Fenced())
+    assert [to for to, _ in bodies(actions, Outcome)] == [b"d"]
+    (ended,) = of(actions, RoomEnded)
+    assert isinstance(ended.error, PeerLostError)
+    assert of(actions, RemovePeer) == [RemovePeer(b)]
+    peer.say(a, OutcomeAck(*SENT.numbers, 0, 1))
+    assert peer.control.num_rooms == 0
+
+
+def test_a_reader_that_leaves_takes_no_other_readers_proof_with_it() -> None:
+    peer = Readers(tp=1)
+    a, b = peer.greet(2)
+    peer.on(add_room())
+    for reader in (a, b):
+        peer.say(reader, promise())
+    to_a, to_b = of(peer.chunk(0, [1, 2, 3]), WriteJob)
+    peer.say(b, Fenced())
+    peer.ended(to_b.job_id, WHY)
+    peer.ended(to_a.job_id, TransferError("after its post"), drained=False)
+    assert bodies(peer.say(a, Abort(*SENT.numbers, "no", 1)), Drained) == [], (
+        "it may still land in the other's pages"
+    )
+    ((to, drained),) = bodies(peer.on(WriteDrained(to_a.job_id)), Drained)
+    assert (to, drained.settle) == (b"d", True)
+    assert peer.control.num_rooms == 0
+
+
+def test_a_lone_reader_of_replicas_is_written_by_one_and_told_by_all() -> None:
+    """MLA: rank 1 of two writes to none, and its engine waits for the room as well."""
+    digest = msgspec.structs.replace(DIGEST, attention="mla", num_kv_heads=1)
+    peer = Readers(tp=2, rank=1, digest=digest)
+    layout = msgspec.structs.replace(
+        hello(4, 0, A).layout, attention="mla", slabs=hello(4, 0, A).layout.slabs[::2]
+    )  # fmt: skip
+    said = peer.say(A, hello(1, 0, A, digest=digest, layout=layout))
+    assert [body.refused for _, body in bodies(said, HelloReply)] == [""]
+    assert of(said, AddPeer) == []
+    peer.say(A, promise())
+    assert of(peer.on(add_room()), Bootstrapped)
+    actions = peer.chunk(0, [1, 2, 3], last=True)
+    assert of(actions, WriteJob) == []
+    assert [body.num_pages for _, body in bodies(actions, Outcome)] == [3]
+
+
+def test_a_worker_of_several_ranks_has_one_key() -> None:
+    curve = CurveConfig(
+        "p" * 40, "s" * 40, allowed_clients={"key d": "d", "key e": "e", "key r": "e/1"}
+    )
+    peer = Readers(timing=dataclasses.replace(TIMING, curve=curve, max_peers=50))
+
+    def known(name: str, key: str, rank: int = 0) -> bool:
+        me = PeerId(name, 5)
+        worker = PeerId(name.partition("/")[0], 5) if rank else me
+        return bool(of(peer.say(me, hello(2, rank, worker), key), AddPeer))
+
+    assert known("e", "key e")
+    assert not known("d/1", "key e", 1)
+    assert not known("d/x", "key d", 1)
+    assert not known("d/", "key d", 1)
+    assert not known("/1", "key d", 1)
+    assert not known("/1", "", 1)
+    assert not known("e/1", "key e", 1), "another key's own name"
+    assert known("e/1", "key r", 1), "a rank with a key of its own"
+    assert known("d/1", "key d", 1)
+    assert known("d", "key d")
+    for rank in range(1, 20):
+        assert not known(f"e/{rank + 1}", "key e"), "no worker of its own: a key has one"
+
+
+def test_a_key_that_shares_a_name_is_no_rank_of_anothers_worker() -> None:
+    curve = CurveConfig("p" * 40, "s" * 40, allowed_clients={"key 1": "d", "key 2": "d"})
+    peer = Readers(timing=dataclasses.replace(TIMING, curve=curve))
+    peer.say(A, hello(2, 0, A), "key 1")
+    assert "key" in refused(peer.say(B, hello(2, 1, A), "key 2"))
+    assert refused(peer.say(B, hello(2, 1, A), "key 1")) == ""
+
+
+# --- what is said wrongly -------------------------------------------------------------------------
+
+LEASE = 4 * BLOCK_BYTES  # one unit page of our part of the model, and as large as a slot
+BAD_AREAS = {
+    "no memory": (StagingArea(0, 2 * LEASE, LEASE), "is no memory"),
+    "negative": (StagingArea(-BLOCK_BYTES, 2 * LEASE, LEASE), "is no memory"),
+    "beyond all memory": (StagingArea(2**63 - 1, 2 * LEASE, LEASE), "is no memory"),
+    "no bytes": (StagingArea(BLOCK_BYTES, 0, 0), "num_bytes is 0"),
+    "an area of no whole blocks": (StagingArea(BLOCK_BYTES, 2 * LEASE + 1, LEASE), "num_bytes"),
+    "leases of no whole blocks": (StagingArea(BLOCK_BYTES, 2 * LEASE, LEASE + 1), "lease_bytes"),
+    "a lease larger than the area": (StagingArea(BLOCK_BYTES, LEASE, 2 * LEASE), "the area has"),
+    "a unit that does not fit a lease": (
+        StagingArea(BLOCK_BYTES, 2 * LEASE, BLOCK_BYTES),
+        "cannot take one unit page",
+    ),
+    "a lease that does not fit a slot": (
+        StagingArea(BLOCK_BYTES, 2**40, 2**40),
+        "cannot take our section",
+    ),
+}
+
+
+@pytest.mark.parametrize(("area", "text"), BAD_AREAS.values(), ids=BAD_AREAS)
+def test_a_staging_area_that_cannot_be_is_refused_with_the_reason(
+    area: StagingArea, text: str
+) -> None:
+    fitting = StagingArea(BLOCK_BYTES, 2 * LEASE, LEASE)
+    good = Readers(page_size=16, staging=SLOTS).say(
+        A, hello(2, 0, A, page_size=16, staging=fitting)
+    )
+    assert [added.staged for added in of(good, AddPeer)] == [True]
+    peer = Readers(page_size=16, staging=SLOTS)
+    said = peer.say(A, hello(2, 0, A, page_size=16, staging=area))
+    assert of(said, AddPeer) == []
+    refused = bodies(said, HelloReply)[0][1].refused
+    assert "staging" in refused
+    assert text in refused
+    assert peer.control.counters["handshakes_refused"] == 1
+
+
+def test_slices_are_staged_where_both_can() -> None:
+    for slots, area, staged in ((SLOTS, AREA, True), (None, AREA, False), (SLOTS, None, False)):
+        said = Readers(staging=slots).say(A, hello(2, 0, A, staging=area))
+        (added,) = of(said, AddPeer)
+        assert (added.staged, added.staging) == (staged, area if staged else None)
+        assert bodies(said, HelloReply)[0][1].staged == staged
+    whole = Readers(tp=2, staging=SLOTS)
+    said = whole.say(A, hello(2, 0, A, staging=AREA))
+    (added,) = of(said, AddPeer)
+    assert (added.staged, bodies(said, HelloReply)[0][1].staged) == (False, False), (
+        "a whole rank needs no staging"
+    )
+
+
+@pytest.mark.parametrize("rank", [2, 5000])
+def test_a_rank_that_its_mesh_has_not_is_refused(rank: int) -> None:
+    peer = Readers(tp=1)
+    reader = PeerId("d/9", 5)
+    said = peer.say(reader, msgspec.structs.replace(hello(2, 0, reader), rank=rank))
+    assert "rank" in bodies(said, HelloReply)[0][1].refused
+
+
+def test_layouts_that_do_not_divide_or_hold_another_share_are_refused() -> None:
+    good = hello(2, 0, A)
+    changes: dict[str, dict[str, Any]] = {
+        "tp_size": {"tensor_parallel": 3},
+        "num_kv_heads": {"tensor_parallel": 4},
+        "num_layers": {"pipeline_parallel": 2},
+        "stage_layers": {"stage_layers": (1, 5)},
+        "page_size": {"page_size": 6},
+        "layout": {"page_size": 8},
+        "tp_size * pp_size": {"tensor_parallel": 2**30, "pipeline_parallel": 2**20},
+    }
+    for text, fields in changes.items():
+        greeting = msgspec.structs.replace(
+            good, topology=msgspec.structs.replace(good.topology, **fields)
+        )
+        said = Readers(tp=1).say(A, greeting)
+        assert of(said, AddPeer) == []
+        assert text in bodies(said, HelloReply)[0][1].refused
+
+
+# --- what is staged -------------------------------------------------------------------------------
+
+
+def staged() -> tuple[Readers, PeerId, PeerId]:
+    """A room that two readers have promised and the engine has added; what goes to either is a
+    slice."""
+    peer = Readers(staging=SLOTS)
+    a, b = peer.greet(2, staging=AREA)
+    peer.on(add_room())
+    for reader in (a, b):
+        peer.say(reader, promise())
+    return peer, a, b
+
+
+def grant(piece: int = 0, lease_id: int = 1, offset: int = 0, ticket: int = 1) -> LeaseGrant:
+    return LeaseGrant(*SENT.numbers, piece, lease_id, offset, ticket)
+
+
+def gathered(peer: Readers, reader: PeerId, said: LeaseGrant) -> WriteJob:
+    """This reader grants a lease, and the slot that is gathered for it is written."""
+    (gather,) = peer.say(reader, said)
+    (write,) = peer.on(CopyDone(gather.gather_id))
+    assert isinstance(write, WriteJob)
+    return write
+
+
+def test_a_slice_is_asked_for_gathered_and_written_into_its_lease() -> None:
+    peer, a, b = staged()
+    ask = LeaseAsk(*SENT.numbers, 0, piece=0, first_unit=0, num_units=3, ticket=1)
+    assert peer.chunk(0, [1, 2, 3]) == [(b"d", ask), (b"d/1", ask)]
+    (gather,) = peer.say(b, grant(lease_id=5, offset=4 * BLOCK_BYTES))
+    assert isinstance(gather, Gather)
+    assert (gather.peer, gather.src_units.tolist()) == (b, [1, 2, 3])
+    assert gather.num_bytes == 3 * 4096
+    (write,) = peer.on(CopyDone(gather.gather_id))
+    assert (write.peer, write.route, write.ready) == (b, "staging", None)
+    assert write.src_pages.tolist() == [4 * gather.slot + block for block in range(3)]
+    assert write.dst_pages.tolist() == [4, 5, 6]
+    assert write.tag == ChunkTag(5, *SENT.numbers, rank=0, chunk=0, lease_id=5, ticket=1)
+    assert peer.ended(write.job_id) == []
+    peer.chunk(3, [], last=True)
+    (ended, to_a, to_b, free) = peer.ended(gathered(peer, a, grant()).job_id)
+    assert (ended, free) == (RoomEnded(SENT, KVPoll.SUCCESS), SourceFree(SENT))
+    assert [(to, body.ok, body.num_pages) for to, body in (to_a, to_b)] == [
+        (b"d", True, 3),
+        (b"d/1", True, 3),
+    ]
+
+
+def test_an_ask_that_is_not_answered_is_repeated_and_wakes_us_for_it() -> None:
+    peer, a, _ = staged()
+    peer.chunk(0, [1, 2, 3])
+    gathered(peer, a, grant())
+    assert peer.control.wake_s <= peer.now_s + TIMING.resend_s
+    assert [to for to, _ in bodies(peer.after(TIMING.resend_s), LeaseAsk)] == [b"d/1"]
+
+
+def test_a_grant_is_the_readers_that_says_it() -> None:
+    peer, a, b = staged()
+    peer.chunk(0, [1, 2, 3])
+    (gather,) = peer.say(b, grant())
+    assert gather.peer == b
+    assert peer.say(b, grant()) == [], "of the same piece, not of the other reader's"
+    counters = peer.control.staging.counters
+    assert counters["grants_not_awaited"] == 1
+    assert peer.say(a, grant(ticket=2)) == []
+    assert peer.say(a, grant(offset=8 * BLOCK_BYTES)) == [], "behind its area"
+    assert (counters["grants_not_awaited"], counters["grants_outside"]) == (2, 1)
+
+
+def test_a_grant_where_nothing_is_staged_is_nothing() -> None:
+    peer = Readers()
+    _, b = peer.greet(2)
+    assert peer.say(b, grant()) == []
+
+
+def test_a_gather_that_fails_fails_the_room_and_nothing_else_of_it_is_posted() -> None:
+    peer, a, b = staged()
+    peer.chunk(0, [1, 2, 3])
+    (first,), (second,) = peer.say(a, grant()), peer.say(b, grant())
+    said = peer.on(CopyDone(first.gather_id, OSError("no such page")))
+    (failed,) = of(said, RoomEnded)
+    assert "no such page" in str(failed.error)
+    assert of(said, SourceFree) == [], "the other gather reads the source"
+    said = peer.on(CopyDone(second.gather_id))
+    assert of(said, WriteJob) == []
+    assert of(said, SourceFree) == [SourceFree(SENT)]
+
+
+def test_a_staged_write_that_failed_undrained_keeps_its_slot_and_drains_no_reader() -> None:
+    peer, a, b = staged()
+    peer.chunk(0, [1, 2, 3])
+    write = gathered(peer, a, grant())
+    said = peer.ended(write.job_id, OSError("reset"), drained=False)
+    assert (len(of(said, RoomEnded)), said[-1]) == (1, Renew())
+    assert of(said, SourceFree) == [SourceFree(SENT)], "it reads the slot, and not the pages"
+    assert [body.drained for _, body in bodies(said, Outcome)] == [False, False]
+    for reader in (a, b):
+        assert bodies(peer.say(reader, Abort(*SENT.numbers, "no", 1)), Drained) == []
+    assert peer.control.staging.free_slots == 1
+    drained = bodies(peer.on(WriteDrained(write.job_id)), Drained)
+    assert [(to, body.settle) for to, body in drained] == [(b"d", True), (b"d/1", True)]
+    assert peer.control.staging.free_slots == 2
+
+
+def test_a_room_that_is_over_is_forgotten_so_that_its_number_may_be_staged_again() -> None:
+    peer, a, b = staged()
+    for ticket in (1, 2):
+        if ticket == 2:
+            for reader in (a, b):
+                peer.say(reader, promise(ticket=2))
+            peer.on(add_room())
+        assert len(bodies(peer.chunk(0, [1, 2, 3], last=True), LeaseAsk)) == 2
+        for reader in (a, b):
+            said = peer.ended(gathered(peer, reader, grant(ticket=ticket)).job_id)
+        assert of(said, SourceFree) == [SourceFree(SENT)]
+        assert peer.control.staging.num_rooms == 0
+
+
+@pytest.mark.parametrize("how", ["fence", "farewell", "restart"])
+def test_a_staged_reader_that_goes_takes_its_jobs_with_it(how: str) -> None:
+    peer, a, b = staged()
+    peer.chunk(0, [1, 2, 3])
+    write = gathered(peer, a, grant())
+    newer = PeerId(b.name, b.incarnation + 1)
+    said = {
+        "fence": lambda: peer.on(Fence(b)),
+        "farewell": lambda: peer.say(b, Fenced()),
+        "restart": lambda: peer.say(newer, hello(2, 1, a, staging=AREA)),
+    }[how]()
+    assert Cancel(write.job_id) in said
+    assert RemovePeer(b) in said
+    assert set(peer.control.staging.peers) == ({a, newer} if how == "restart" else {a})
+    assert of(peer.ended(write.job_id, WHY), SourceFree) == [SourceFree(SENT)]
+    assert peer.control.staging.num_jobs == 0
+
+
+def test_a_room_that_is_added_again_goes_on_with_what_is_staged_of_it() -> None:
+    peer, a, b = staged()
+    added_already = Alike(RequestError("room 7 generation 0 was added already"))
+    refused = [RoomEnded(SENT, KVPoll.FAILED, added_already), SourceFree(SENT)]
+    peer.chunk(0, [1, 2])
+    assert peer.on(add_room()) == refused, "while leases are asked for"
+    for reader in (a, b):
+        peer.ended(gathered(peer, reader, grant()).job_id)
+    assert peer.on(add_room()) == refused, "while nothing is under way"
+    asks = [ask for _, ask in bodies(peer.chunk(2, [3], last=True), LeaseAsk)]
+    assert [(ask.piece, ask.first_unit) for ask in asks] == [(1, 2)] * 2

@@ -1,0 +1,428 @@
+"""A decode rank that several prefill ranks write to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from prefixkv.control.effects import Connect, ConnectFailed, CopyDone
+from prefixkv.errors import AbortedError, HandshakeError, PeerLostError, TransferTimeoutError
+from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.protocol.commands import AbortRoom, Fence
+from prefixkv.protocol.events import RoomDrained, RoomEnded
+from prefixkv.protocol.ids import KVPoll, PeerId
+from prefixkv.protocol.messages import (
+    Abort,
+    Drained,
+    Hello,
+    HelloWanted,
+    LeaseAsk,
+    LeaseGrant,
+    Outcome,
+    Promise,
+    Topology,
+)
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.staging.receiver import Scatter
+from prefixkv.transport.base import Arrived
+from tests.unit.control.mesh_wire import (
+    ADDRESSES,
+    AREA,
+    KEY,
+    PAGE_SIZE,
+    TIMING,
+    Writers,
+    bodies,
+    promise,
+)
+from tests.unit.control.wire import of
+
+ENOUGH, WHY = AbortRoom(KEY, "enough"), AbortedError("enough")
+
+
+def ended(actions: list[Any]) -> RoomEnded:
+    (one,) = of(actions, RoomEnded)
+    return one
+
+
+def test_the_leader_says_where_the_others_are_and_all_are_promised_at_once() -> None:
+    pair = Writers(prefill_tp=4, tp=2, rank=1)  # ranks 2 and 3 write to it
+    assert of(pair.open(), Connect) == [Connect(ADDRESSES[0])]
+    assert of(pair.reply(0), Connect) == [Connect(ADDRESSES[2]), Connect(ADDRESSES[3])]
+    assert bodies(pair.reply(3), Promise) == []
+    first = msgspec.structs.replace(promise(), life=pair.peers[2].incarnation)
+    assert bodies(pair.reply(2), Promise) == [(ADDRESSES[2], first), (ADDRESSES[3], first)]
+    assert pair.expected == 1
+    again = msgspec.structs.replace(first, room=8, ticket=2)
+    assert bodies(pair.open(again), Promise) == [(ADDRESSES[2], again), (ADDRESSES[3], again)], (
+        "known by now"
+    )
+
+
+def test_success_takes_every_writer_and_the_aux_of_the_lowest() -> None:
+    pair = Writers().opened()
+    assert of(pair.outcome(1), RoomEnded) == []
+    assert pair.outcome(0)[1:] == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")]
+    assert pair.expected == 0
+
+
+def test_one_that_failed_fails_the_room_and_each_proves_for_itself() -> None:
+    pair = Writers().opened()
+    said = pair.outcome(1, ok=False)
+    assert "prefill rank 1: broke" in str(ended(said).error)
+    assert [to for to, _ in bodies(said, Abort)] == [ADDRESSES[0]]
+    assert pair.say(1, Drained(*KEY.numbers, 1, 1)) == [], "proves nothing of rank 0"
+    assert of(pair.say(1, Drained(*KEY.numbers, 0, 1)), RoomDrained) == [], (
+        "nor does it when it says so"
+    )
+    assert of(pair.say(0, Drained(*KEY.numbers, 0, 1)), RoomDrained) == [RoomDrained(KEY)]
+
+
+def test_a_rank_speaks_for_itself_only() -> None:
+    pair = Writers().opened()
+    for body in (
+        Outcome(*KEY.numbers, 0, True, 1, 3, b"", "", True, 1),
+        Outcome(*KEY.numbers, 9, True, 1, 3, b"", "", True, 1),
+    ):
+        assert pair.say(1, body) == []
+    assert pair.control.counters["frames_dropped"] == 2
+    assert pair.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+
+
+# --- leaders that lie ---------------------------------------------------------------------------
+
+
+def test_an_address_of_another_rank_than_0_is_no_leader() -> None:
+    pair = Writers()
+    pair.open()
+    error = ended(pair.reply(1, address=ADDRESSES[0], by=pair.peers[1])).error
+    assert isinstance(error, HandshakeError)
+    assert "rank" in str(error)
+    assert pair.control.num_rooms == 0
+
+
+def test_a_leader_with_too_few_endpoints_is_refused() -> None:
+    pair = Writers()
+    pair.open()
+    assert "endpoints" in str(ended(pair.reply(0, endpoints=("",))).error)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rank": 0}, {"topology": Topology(PAGE_SIZE, 4)}], ids=["rank", "topology"]
+)
+def test_a_rank_that_is_another_than_the_leader_said_is_refused(changes: dict[str, Any]) -> None:
+    pair = Writers()
+    pair.open()
+    pair.reply(0)
+    error = ended(pair.reply(1, **changes)).error
+    assert isinstance(error, HandshakeError)
+    assert next(iter(changes)) in str(error)
+    assert pair.control.num_rooms == 0
+
+
+def test_a_leader_that_names_itself_as_another_rank_is_refused() -> None:
+    pair = Writers()
+    pair.open()
+    assert "rank" in str(ended(pair.reply(0, endpoints=("", ADDRESSES[0]))).error)
+
+
+def test_an_endpoint_that_is_no_address_fails_the_leaders_rooms() -> None:
+    pair = Writers()
+    pair.open()
+    assert of(pair.reply(0, endpoints=("", "nonsense")), Connect) == [Connect("nonsense")]
+    assert ended(pair.on(ConnectFailed("nonsense", WHY))).error is WHY
+    assert pair.control.num_rooms == 0
+
+
+def test_a_rank_that_never_answers_fails_the_room_by_its_deadline_with_no_rank_told() -> None:
+    pair = Writers()
+    pair.open()
+    pair.reply(0)
+    said = []
+    for _ in range(round(TIMING.bootstrap_timeout_s / 0.25)):
+        said += pair.after(0.25)
+    assert isinstance(ended(said).error, TransferTimeoutError)
+    assert of(said, RoomDrained) == [RoomDrained(KEY)]
+    assert bodies(said, Promise) == []
+
+
+def test_a_writer_that_falls_silent_after_the_promise_holds_the_pages_alone() -> None:
+    pair = Writers().opened()
+    pair.outcome(0)
+    said = []
+    for _ in range(round(TIMING.waiting_timeout_s / 0.25) + 4):
+        said += pair.after(0.25)
+    assert isinstance(ended(said).error, TransferTimeoutError)
+    assert {to for to, _ in bodies(said, Abort)} == {ADDRESSES[1]}, "rank 0 has proved it"
+    assert of(said, RoomDrained) == []
+    assert of(pair.say(1, Drained(*KEY.numbers, 1, 1)), RoomDrained) == [RoomDrained(KEY)]
+
+
+# --- one of them is another now -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["reply", "wanted"])
+def test_a_writer_that_was_restarted_fails_the_room_and_only_a_fence_drains_it(word: str) -> None:
+    pair = Writers().opened()
+    newer = PeerId("p/1", 6)
+    if word == "wanted":
+        assert bodies(pair.say(1, HelloWanted(), by=newer), Hello)
+    said = pair.reply(1, by=newer)
+    assert isinstance(ended(said).error, PeerLostError)
+    assert [to for to, _ in bodies(said, Abort)] == [ADDRESSES[0]], (
+        "the new one knows nothing of it"
+    )
+    assert pair.say(1, Drained(*KEY.numbers, 1, 1), by=newer) == []
+    pair.say(0, Drained(*KEY.numbers, 0, 1))
+    assert of(pair.on(Fence(pair.peers[1])), RoomDrained) == [RoomDrained(KEY)]
+
+
+def test_a_fence_of_one_writer_leaves_the_others_to_prove_it() -> None:
+    pair = Writers().opened()
+    said = pair.on(Fence(pair.peers[0]))
+    assert isinstance(ended(said).error, PeerLostError)
+    assert of(said, RoomDrained) == []
+    assert of(pair.say(1, Drained(*KEY.numbers, 1, 1)), RoomDrained) == [RoomDrained(KEY)]
+
+
+def test_rooms_wait_for_a_writer_that_is_greeted_again() -> None:
+    pair = Writers().opened()
+    for rank in (0, 1):
+        pair.outcome(rank)
+    pair.say(1, HelloWanted())
+    later = Promise(8, 0, 10, 0, promise().pages, 2)
+    assert bodies(pair.open(later), Promise) == []
+    assert [to for to, _ in bodies(pair.reply(1), Promise)] == [ADDRESSES[0], ADDRESSES[1]]
+
+
+def test_an_abort_before_the_promise_is_said_to_all_that_would_have_had_it() -> None:
+    pair = Writers()
+    pair.open()
+    assert of(pair.on(ENOUGH), RoomDrained) == [RoomDrained(KEY)]
+    pair.reply(0)
+    assert [to for to, _ in bodies(pair.reply(1), Abort)] == [ADDRESSES[0], ADDRESSES[1]]
+    assert pair.control.num_rooms == 1
+    for rank in (0, 1):
+        assert pair.say(rank, Drained(*KEY.numbers, rank, 1)) == [], (
+            "no news: the pages were never told"
+        )
+    assert pair.control.num_rooms == 0
+
+
+# --- staged ---------------------------------------------------------------------------------------
+
+
+def asked(
+    pair: Writers, rank: int, piece: int = 0, first: int = 0, count: int = 1, **changes: Any
+) -> list[Any]:
+    fields = {"ticket": 1, **changes}
+    return pair.say(rank, LeaseAsk(*KEY.numbers, rank, piece, first, count, **fields))
+
+
+def whole(pair: Writers, rank: int, piece: int, lease_id: int) -> Arrived:
+    """The notification of all that this writer writes of a lease."""
+    staging = pair.control.staging
+    lease = staging.leases.get(lease_id)
+    (num_bytes,) = [one.num_bytes for one in staging.sections_of(lease) if one.rank == rank]
+    blocks = -(-num_bytes // BLOCK_BYTES)
+    tag = ChunkTag(5, *KEY.numbers, rank, piece, lease_id=lease_id, num_pages=blocks, ticket=1)
+    return Arrived(tag.pack())
+
+
+def staged() -> Writers:
+    return Writers(staging=AREA).opened(staged=True)
+
+
+def test_a_grant_goes_to_all_writers_and_a_lease_is_scattered_by_their_sections() -> None:
+    pair = staged()
+    assert asked(pair, 1) == []
+    said = bodies(asked(pair, 0), LeaseGrant)
+    assert [to for to, _ in said] == [ADDRESSES[0], ADDRESSES[1]]
+    assert said[0][1] == said[1][1]
+    lease = said[0][1].lease_id
+    for rank in (1, 0):
+        actions = pair.on(whole(pair, rank, 0, lease))
+    (scatter,) = of(actions, Scatter)
+    assert scatter.units.tolist() == [3]
+    assert [(part.first_head, part.num_heads) for _, part in sorted(scatter.parts.items())] == [
+        (0, 2),
+        (2, 2),
+    ]
+    assert [section.rank for section in scatter.sections] == [0, 1]
+
+
+def test_restarted_writers_without_staging_write_directly() -> None:
+    pair = staged()
+    for rank in (0, 1):
+        pair.peers[rank] = PeerId(f"p/{rank}", 6)
+        pair.reply(rank, staged=False)
+    assert of(pair.on(Fence(PeerId("p/0", 5))), RoomDrained) == []
+    assert of(pair.on(Fence(PeerId("p/1", 5))), RoomDrained) == [RoomDrained(KEY)]
+    assert len(bodies(pair.open(promise(2)), Promise)) == 2
+    pair.outcome(0, ticket=2)
+    success = RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")
+    assert of(pair.outcome(1, ticket=2), RoomEnded) == [success]
+
+
+def test_some_that_stage_and_some_that_do_not_are_refused() -> None:
+    pair = Writers(staging=AREA)
+    pair.open()
+    pair.reply(0, staged=True)
+    assert "staging" in str(ended(pair.reply(1, staged=False)).error)
+
+
+def test_writers_that_stage_for_one_that_has_no_staging_are_refused() -> None:
+    pair = Writers()
+    pair.open()
+    pair.reply(0, staged=True)
+    assert "staging" in str(ended(pair.reply(1, staged=True)).error)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"count": 4}, {"first": 1}, {"count": 3}],
+    ids=["many", "gap", "large"],
+)
+def test_an_ask_that_cannot_be_fails_its_room_alone(bad: dict[str, int]) -> None:
+    pair = staged()
+    other = Promise(8, 0, 10, 0, promise().pages, 2)
+    pair.open(other)
+    said = asked(pair, 1, **bad)
+    assert "piece" in str(ended(said).error)
+    assert pair.control.counters["frames_dropped"] == 1
+    assert len(list(pair.control.rooms())) == 2
+    assert [machine.poll.ended for machine in pair.control.rooms()] == [True, False]
+
+
+def test_asks_of_another_use_or_where_nothing_is_staged_are_dropped() -> None:
+    pair = staged()
+    assert asked(pair, 0, ticket=2) == []
+    assert pair.say(1, LeaseAsk(*KEY.numbers, 0, 0, 0, 1, 1)) == [], "in another rank's name"
+    assert pair.control.counters["frames_dropped"] == 2
+    plain = Writers().opened()
+    assert asked(plain, 0) == []
+    assert plain.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+
+
+def test_arrivals_for_a_lease_of_a_room_that_is_over_change_nothing() -> None:
+    pair = staged()
+    asked(pair, 1)
+    lease = bodies(asked(pair, 0), LeaseGrant)[0][1].lease_id
+    pair.on(ENOUGH)
+    for rank in (0, 1):
+        pair.say(rank, Drained(*KEY.numbers, rank, 1))
+    assert pair.control.num_rooms == 0
+    tag = ChunkTag(5, *KEY.numbers, 0, 0, lease_id=lease, num_pages=1, ticket=1)
+    assert pair.on(Arrived(tag.pack())) == []
+    pair.open(promise(ticket=2))
+    assert pair.on(Arrived(tag.pack())) == [], "an earlier use's"
+    assert pair.control.counters["tags_dropped"] == 2
+    assert pair.on(Arrived(tag._replace(ticket=2).pack())) == []
+    assert pair.control.staging.counters["arrivals_of_no_lease"] == 1
+
+
+def test_tags_in_any_order_double_foreign_or_cut_are_counted_and_scatter_once() -> None:
+    pair = staged()
+    leases = []
+    for piece in (0, 1):
+        asked(pair, 1, piece, piece)
+        leases.append(bodies(asked(pair, 0, piece, piece), LeaseGrant)[0][1].lease_id)
+
+    def arrive(
+        rank: int, piece: int, part: int = 0, incarnation: int = 5, cut: int = 0, **changes: int
+    ) -> list[Any]:
+        fields = {
+            "room": KEY.room,
+            "generation": KEY.generation,
+            "lease_id": leases[piece],
+            "num_parts": 2,
+            "num_pages": 1,
+            "ticket": 1,
+            **changes,
+        }
+        raw = ChunkTag(incarnation, rank=rank, chunk=piece, part=part, **fields).pack()
+        return of(pair.on(Arrived(raw[: len(raw) - cut])), Scatter)
+
+    for bad in ({"cut": 1}, {"incarnation": 4}, {"room": 9}, {"generation": 1}, {"ticket": 2}):
+        assert arrive(0, 0, **bad) == []
+    assert arrive(7, 0) == []
+    assert pair.control.counters["tags_dropped"] == 6
+    counters = pair.control.staging.counters
+    for bad in ({"lease_id": leases[1]}, {"lease_id": 99}):
+        assert arrive(0, 0, **bad) == []
+    assert counters["arrivals_of_no_lease"] == 2
+    assert arrive(0, 0, lease_id=-1) == [], "a direct one: progress only"
+    order = [(1, 1, 1), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 0, 1), (1, 0, 0), (0, 1, 1), (1, 0, 1)]
+    scattered = [
+        scatter.lease_id for rank, piece, part in order for scatter in arrive(rank, piece, part)
+    ]
+    assert scattered == [leases[1]]
+    assert [scatter.lease_id for scatter in arrive(0, 0, 0)] == [leases[0]]
+    assert arrive(0, 0, 0) == [], "late"
+    assert arrive(0, 0, 1, num_parts=5) == []
+    assert counters["arrivals_not_awaited"] == 3
+
+
+def landed() -> tuple[Writers, Scatter]:
+    """The first two pages of the room are scattered, the third is in its lease, to be scattered."""
+    pair = staged()
+    for piece, first, count in ((0, 0, 2), (1, 2, 1)):
+        asked(pair, 1, piece, first, count)
+        lease = bodies(asked(pair, 0, piece, first, count), LeaseGrant)[0][1].lease_id
+        for rank in (0, 1):
+            effects = pair.on(whole(pair, rank, piece, lease))
+        (scatter,) = of(effects, Scatter)
+        if piece == 0:
+            assert pair.on(CopyDone(lease)) == []
+    return pair, scatter
+
+
+def test_success_waits_for_the_last_scatter() -> None:
+    pair, scatter = landed()
+    for rank in (0, 1):
+        assert of(pair.outcome(rank, units=3), RoomEnded) == []
+    assert pair.on(CopyDone(scatter.lease_id)) == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")]
+    assert pair.on(CopyDone(scatter.lease_id)) == [], "it is over"
+
+
+def test_a_scatter_that_fails_fails_the_room_even_where_success_was_held_back() -> None:
+    for held in (False, True):
+        pair, scatter = landed()
+        for rank in (0, 1) if held else ():
+            pair.outcome(rank, units=3)
+        said = pair.on(CopyDone(scatter.lease_id, OSError("no such page")))
+        assert "no such page" in str(ended(said).error)
+        assert of(said, RoomDrained) == ([RoomDrained(KEY)] if held else [])
+        assert pair.expected == (0 if held else 1)
+
+
+def test_a_failed_room_is_not_drained_while_our_own_copy_writes_its_pages() -> None:
+    pair, scatter = landed()
+    assert ended(pair.on(ENOUGH)).key == KEY
+    for rank in (0, 1):
+        assert of(pair.say(rank, Drained(*KEY.numbers, rank, 1)), RoomDrained) == []
+    assert pair.control.num_rooms == 0, "its writers have proved it"
+    assert pair.on(CopyDone(scatter.lease_id)) == [RoomDrained(KEY)]
+
+
+def test_an_ok_outcome_does_not_stand_for_notifications_that_lack() -> None:
+    pair = staged()
+    for rank in (0, 1):
+        asked(pair, rank, count=2)
+        asked(pair, rank, 1, 2, 1)
+    for rank in (0, 1):
+        assert of(pair.outcome(rank, units=3), Scatter) == []
+    said = pair.after(TIMING.transfer_timeout_s)
+    assert "the notifications that came are of 0" in str(ended(said).error)
+
+
+def test_writers_that_say_that_they_owe_nothing_fail_a_staged_room() -> None:
+    pair = staged()
+    for rank in (0, 1):
+        asked(pair, rank, count=2)
+    pair.outcome(0)
+    said = pair.outcome(1)
+    assert "0 of 3 unit pages were staged" in str(ended(said).error)
+    assert of(said, RoomDrained) == [RoomDrained(KEY)]

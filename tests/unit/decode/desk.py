@@ -1,0 +1,183 @@
+"""A decode scheduler with the other side played by hand, one call a step; all books are checked
+after each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from prefixkv.cache.eviction.policy import DEFAULT_POLICY
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.room_numbers import RoomNumbers
+from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.errors import TransferError
+from prefixkv.pages.allocator import PageState
+from prefixkv.pages.manager import PageManager
+from prefixkv.pages.windows import WindowSpec
+from prefixkv.protocol.commands import (
+    AbortRoom,
+    DecodeCommand,
+    OpenRoom,
+    RefuseRoom,
+)
+from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.request import Request
+from tests.laws.auditor import assert_at_rest
+
+PAGE_SIZE = 4
+BROKEN = TransferError("broken")
+
+
+class Desk:
+    def __init__(
+        self,
+        num_pages: int = 16,
+        *,
+        rows: int = 8,
+        caching: bool = True,
+        num_slots: int = 0,
+        policy: str = DEFAULT_POLICY,
+        spare_rows: int = 0,
+        windows: Sequence[WindowSpec] = (),
+        num_checkpoints: int = 0,
+        **settings: Any,
+    ) -> None:
+        self.pages = PageManager(
+            num_pages, PAGE_SIZE, rows, caching=caching, num_slots=num_slots, policy=policy,
+            spare_rows=spare_rows, windows=windows, num_checkpoints=num_checkpoints,
+        )  # fmt: skip
+        self.pages.hash_every_pages = 1
+        settings = {"reserve_tokens": 0, **settings}
+        self.scheduler = DecodeScheduler(self.pages, **settings)
+        self.now_s = 0.0
+        self.failed: list[DecodeRequest] = []
+        self.num_rooms = 0
+
+    # --- one call each ----------------------------------------------------------------------------
+
+    def request(
+        self, rid: str, tokens: int | list[int] = 8, max_new: int = 4, **fields: Any
+    ) -> Request:
+        """`tokens` as a number: so many that no other request shares, unless its rid begins
+        alike."""
+        self.num_rooms += 1
+        if isinstance(tokens, int):
+            tokens = [ord(rid[0]) * 1000 + place for place in range(tokens)]
+        return Request(
+            rid,
+            tokens,
+            max_new_tokens=max_new,
+            **{"room": self.num_rooms, "prefill": "p", **fields},
+        )
+
+    def add(
+        self, rid: str, tokens: int | list[int] = 8, max_new: int = 4, **fields: Any
+    ) -> DecodeRequest:
+        req = self.scheduler.add(self.request(rid, tokens, max_new, **fields), self.now_s)
+        return self._checked(req)
+
+    def admit(self) -> list[str]:
+        admitted = [req.rid for req in self.scheduler.pop_preallocated(self.now_s)]
+        assert self.scheduler.wake_s > self.now_s, "else a sleep ends at once, again and again"
+        return self._checked(admitted)
+
+    def commands(self) -> list[DecodeCommand]:
+        return self.scheduler.take_commands()
+
+    def succeed(self, key: RoomKey, aux: bytes = b"") -> None:
+        self._checked(self.scheduler.room_ended(key, KVPoll.SUCCESS, None, aux, self.now_s))
+
+    def fail(self, key: RoomKey, *, drained: bool = False) -> None:
+        self._checked(self.scheduler.room_ended(key, KVPoll.FAILED, BROKEN, b"", self.now_s))
+        if drained:
+            self.drain(key)
+
+    def drain(self, key: RoomKey) -> None:
+        self._checked(self.scheduler.room_drained(key))
+
+    def transferred(self) -> list[str]:
+        return self._checked([req.rid for req in self.scheduler.pop_transferred(self.now_s)])
+
+    def token(self, *reqs: DecodeRequest, token: int = 1) -> None:
+        self._checked(self.scheduler.append_many(reqs, [token] * len(reqs), self.now_s))
+
+    def finish(self, req: DecodeRequest, **how: Any) -> None:
+        self._checked(self.scheduler.finish(req, self.now_s, **how))
+
+    def retract(self, req: DecodeRequest, **how: Any) -> None:
+        self._checked(self.scheduler.retract(req.rid, self.now_s, **how))
+
+    def abort(self, req: DecodeRequest, **how: Any) -> bool:
+        return self._checked(self.scheduler.abort(req.rid, self.now_s, **how))
+
+    def pop_failed(self) -> list[DecodeRequest]:
+        return self._checked(self.scheduler.pop_failed())
+
+    # --- several at once --------------------------------------------------------------------------
+
+    def start(self, rid: str, tokens: int | list[int] = 8, max_new: int = 4, *, outputs: int = 0,
+              **fields: Any) -> DecodeRequest:  # fmt: skip
+        """Add, admit, transfer, and append `outputs` tokens."""
+        req = self.add(rid, tokens, max_new, **fields)
+        assert self.admit() == [rid]
+        self.succeed(req.room_key)
+        assert self.transferred() == [rid]
+        for _ in range(outputs):
+            self.token(req)
+        return req
+
+    def prefix_of(self, req: DecodeRequest) -> int:
+        """Tokens of a request that the tree has now."""
+        return self.pages.cache.match_prefix(req.key).prefix_len
+
+    def carry_out_aborts(self) -> None:
+        """What the control plane does with an abort: the room fails, and is drained some time
+        later."""
+        for command in self.commands():
+            if isinstance(command, AbortRoom):
+                self.fail(command.key, drained=True)
+            elif isinstance(command, RefuseRoom):
+                self.drain(command.key)
+
+    def count_looks(self, monkeypatch: pytest.MonkeyPatch) -> list[DecodeRequest]:
+        """The requests that are looked at from now on, whether they fit, in order; it grows as that
+        goes on."""
+        looks: list[DecodeRequest] = []
+        waiting = self.scheduler.waiting
+        look = waiting._look
+        monkeypatch.setattr(
+            waiting, "_look", lambda waiter: looks.append(waiter.req) or look(waiter)
+        )
+        return looks
+
+    def snapshot(self) -> Any:
+        """All that a call which changes nothing leaves as it was."""
+        scheduler = self.scheduler
+        requests = [
+            (req.rid, req.state, req.kv_len, tuple(req.output), req.pages.tolist())
+            for req in scheduler.requests.values()
+        ]
+        return (
+            requests, self.states(), self.pages.version, self.pages.evicted_pages,
+            dict(scheduler.counters), repr(scheduler.rooms), len(scheduler.waiting),
+            scheduler.budget.active, scheduler.budget.private_pages,
+        )  # fmt: skip
+
+    def states(self) -> dict[str, int]:
+        counts = {state.name: len(self.pages.allocator.pages_in(state)) for state in PageState}
+        return {name: count for name, count in counts.items() if count}
+
+    def at_rest(self) -> None:
+        assert_at_rest(self.scheduler)
+        assert not self.scheduler.num_deferred
+        assert repr(self.scheduler.rooms) == repr(RoomNumbers())
+        assert (self.scheduler.budget.active, self.scheduler.budget.private_pages) == (0, 0)
+
+    def _checked(self, result: Any) -> Any:
+        self.scheduler.check_invariants()
+        return result
+
+
+__all__ = ["BROKEN", "PAGE_SIZE", "AbortRoom", "Desk", "OpenRoom", "RefuseRoom"]

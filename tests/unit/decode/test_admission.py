@@ -1,0 +1,634 @@
+"""Who is admitted first: policies by name, the bound on being overtaken, and what a pass looks
+at."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixkv import admission
+from prefixkv.admission import AdmissionPolicy, admission_names, register_admission
+from prefixkv.config import ComputeConfig
+from prefixkv.decode.prealloc_queue import MAX_LOOKS
+from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.decode.sources import Sources
+from prefixkv.errors import (
+    AdmissionTimeoutError,
+    CallerError,
+    ConfigError,
+    RequestError,
+    TransferTimeoutError,
+)
+from prefixkv.pages.manager import PageManager
+from prefixkv.paging import pages_for
+from prefixkv.protocol.commands import AbortRoom, OpenRoom, RefuseRoom
+from prefixkv.protocol.ids import RoomKey
+from tests.unit.decode.desk import PAGE_SIZE, Desk
+
+POLICIES = ["fifo", "hit_aware", "priority"]
+
+
+def blocked_desk(num_pages: int = 16, free: int = 2, **settings: Any) -> tuple[Desk, DecodeRequest]:
+    """A desk whose pool one request has, but for `free` pages."""
+    desk = Desk(num_pages, rows=32, **settings)
+    return desk, desk.start("H", (num_pages - free) * PAGE_SIZE - 1, max_new=1, cacheable=False)
+
+
+# --- the order ------------------------------------------------------------------------------------
+
+
+def test_policies_are_named_and_an_unknown_one_is_refused_where_it_is_named() -> None:
+    assert set(POLICIES) <= set(admission_names())
+    with pytest.raises(ConfigError, match="admission 'luck' is not one of fifo, hit_aware"):
+        Desk(admission="luck")
+    assert isinstance(Desk(admission=AdmissionPolicy()).scheduler.waiting._policy, AdmissionPolicy)
+
+
+def test_fewest_new_pages_go_first_and_those_that_do_not_fit_are_overtaken() -> None:
+    desk, hog = blocked_desk(24, 0)
+    for rid, tokens in (("a", 16), ("b", 4), ("c", 12), ("d", 4)):
+        desk.add(rid, tokens, max_new=1)
+    assert desk.admit() == []
+    desk.finish(hog)
+    assert desk.admit() == ["b", "d", "c", "a"]
+
+
+def test_what_is_cached_counts_not_what_is_asked_for() -> None:
+    desk = Desk(24)
+    desk.finish(desk.start("x", list(range(32)), max_new=1))
+    desk.add("long", [*range(32), 7], max_new=1)
+    desk.add("short", 8, max_new=1)
+    assert desk.admit() == ["long", "short"], "one new page against two"
+
+
+def test_priority_goes_before_arrival_and_is_waited_for() -> None:
+    desk, hog = blocked_desk(16, 2, admission="priority")
+    for rid, tokens, priority in (("a", 4, 0), ("b", 12, 5), ("c", 4, 5), ("d", 4, -1)):
+        desk.add(rid, tokens, max_new=1, priority=priority)
+    assert desk.admit() == [], "the first one needs three pages"
+    desk.finish(hog)
+    assert desk.admit() == ["b", "c", "a", "d"]
+
+
+def test_one_of_your_own_is_registered_by_a_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_POLICIES", copy.deepcopy(admission._POLICIES))
+
+    @register_admission
+    class ShortestPrompt(AdmissionPolicy):
+        name = "shortest_prompt"
+        overtakes = True
+
+        def rank(self, req: DecodeRequest, new_pages: int) -> int:
+            return req.prompt_len
+
+    desk, hog = blocked_desk(24, 0, admission="shortest_prompt")
+    for rid, tokens in (("a", 16), ("b", 5), ("c", 12), ("d", 4)):
+        desk.add(rid, tokens, max_new=1)
+    desk.finish(hog)
+    assert desk.admit() == ["d", "b", "c", "a"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_admitted_before_comes_first_of_all(policy: str) -> None:
+    desk = Desk(16, admission=policy)
+    old = desk.start("o", 4, max_new=20, outputs=1)
+    back = desk.start("r", 9, max_new=20, outputs=3)
+    desk.add("a", 4, max_new=1, priority=9)
+    desk.retract(back)
+    assert desk.admit()[0] == "r"
+    assert old.state is DecodeState.RUNNING
+
+
+def test_a_policy_that_raises_leaves_nothing_of_the_request() -> None:
+    class Broken(AdmissionPolicy):
+        def rank(self, req: DecodeRequest, new_pages: int) -> Any:
+            if req.rid == "c":
+                raise ZeroDivisionError
+            return "text" if req.rid == "b" else 1
+
+    desk, _ = blocked_desk(16, 2, admission=Broken())
+    desk.add("a", 40)
+    before = desk.snapshot()
+    for rid, error in (("b", CallerError), ("c", ZeroDivisionError)):
+        with pytest.raises(error):
+            desk.scheduler.add(desk.request(rid, room=50), 0.0)
+        assert desk.snapshot() == before
+        desk.scheduler.check_invariants()
+
+
+class RaisesOf(AdmissionPolicy):
+    """The fewest new pages first; of the requests named it raises once the tree is not empty."""
+
+    overtakes = True
+    rids = ""
+    cache: Any = None
+
+    def rank(self, req: DecodeRequest, new_pages: int) -> Any:
+        if req.rid in self.rids and self.cache.num_pages:
+            raise ZeroDivisionError
+        return new_pages
+
+
+def desk_halfway() -> tuple[Desk, DecodeRequest, DecodeRequest]:
+    """A pass has admitted "a", and "b" though a policy raised when it looked at it, and has raised
+    that in the end."""
+    policy = RaisesOf()
+    desk = Desk(24, rows=32, admission=policy)
+    hog = desk.start("H", 20, max_new=1)
+    first, second = desk.add("a", 4, max_new=1), desk.add("b", 8, max_new=1)
+    desk.finish(hog)
+    policy.rids, policy.cache = "b", desk.pages.cache
+    desk.commands()
+    with pytest.raises(ZeroDivisionError):
+        desk.admit()
+    desk.scheduler.check_invariants()
+    policy.rids = ""
+    return desk, first, second
+
+
+def test_a_request_admitted_before_a_policy_raised_is_in_flight() -> None:
+    desk, first, second = desk_halfway()
+    assert first.state is DecodeState.PREALLOCATED
+    assert [
+        command.promise.room for command in desk.commands() if isinstance(command, OpenRoom)
+    ] == [first.room, second.room]
+    assert desk.admit() == ["a", "b"], "the caller hears of it with the next call"
+    assert desk.admit() == []
+    for req in (first, second):
+        desk.succeed(req.room_key)
+    assert desk.transferred() == ["a", "b"]
+    for req in (first, second):
+        desk.finish(req)
+    desk.at_rest()
+
+
+@pytest.mark.parametrize("end", ["abort", "fail", "succeed"])
+def test_a_request_admitted_before_a_policy_raised_may_end_before_the_caller_sees_it(
+    end: str,
+) -> None:
+    desk, first, second = desk_halfway()
+    if end == "abort":
+        desk.abort(first)
+        desk.carry_out_aborts()
+    elif end == "fail":
+        desk.fail(first.room_key, drained=True)
+    else:
+        desk.succeed(first.room_key)
+        assert desk.transferred() == ["a"]
+        desk.finish(first)
+    assert desk.admit() == ["b"]
+    desk.succeed(second.room_key)
+    desk.transferred()
+    desk.finish(second)
+    desk.pop_failed()
+    desk.at_rest()
+
+
+def test_a_policy_that_raises_at_every_pass_stops_no_deadline() -> None:
+    policy = RaisesOf()
+    desk = Desk(24, rows=32, admission=policy)
+    policy.cache = desk.pages.cache
+    desk.finish(desk.start("H", 20, max_new=1))
+    desk.start("hog", 60, max_new=1)
+    late = desk.add("L", 80, max_new=1, deadline_s=1.0)
+    policy.rids = "L"
+    for now_s in (0.5, 0.6, 0.7, 2.0):
+        desk.now_s = now_s
+        desk.pages.version += 1  # so that it is looked at
+        with suppress(ZeroDivisionError):
+            desk.admit()
+    assert desk.pages.errors.num > 0
+    assert [req.rid for req in desk.pop_failed()] == ["L"]
+    assert isinstance(late.error, AdmissionTimeoutError)
+
+
+def test_a_policy_that_raises_at_every_look_keeps_no_request_waiting() -> None:
+    """Every second call returns what was admitted, and requests of which it raises are among
+    them."""
+    policy = RaisesOf()
+    desk = Desk(24, rows=32, admission=policy)
+    policy.cache = desk.pages.cache
+    hog = desk.start("H", 20, max_new=1)
+    for rid in "abcd":
+        desk.add(rid, 4, max_new=1)
+    policy.rids = "abcd"
+    desk.finish(hog)
+    admitted: list[str] = []
+    for _ in range(6):
+        with suppress(ZeroDivisionError):
+            admitted += desk.admit()
+        desk.scheduler.check_invariants()
+    assert sorted(admitted) == ["a", "b", "c", "d"]
+
+
+def test_a_rank_that_is_no_number_is_refused_with_its_request() -> None:
+    class Broken(AdmissionPolicy):
+        def rank(self, req: DecodeRequest, new_pages: int) -> Any:
+            return float("nan")
+
+    desk = Desk(24, admission=Broken())
+    with pytest.raises(ValueError, match="ranks a request nan"):
+        desk.scheduler.add(desk.request("a", room=50), 0.0)
+    desk.scheduler.check_invariants()
+    assert not desk.scheduler.requests
+
+
+# --- nobody starves -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["hit_aware", "priority"])
+def test_a_stream_of_small_ones_passes_a_large_one_only_until_its_patience_ends(
+    policy: str,
+) -> None:
+    desk = Desk(16, rows=32, admission=policy, patience_s=10.0)
+    small = [desk.start("s", 16, max_new=1, cacheable=False)]
+    large = desk.add("L", 56, max_new=1, priority=-1)
+    overtook = 0
+    for step in range(200):
+        desk.now_s = step * 1.0
+        desk.add(f"t{step}", 16, max_new=1, cacheable=False)
+        overtook += len([rid for rid in desk.admit() if rid != "L"])
+        if large.state is not DecodeState.QUEUED:
+            break
+        for req in [
+            req for req in desk.scheduler.requests.values() if req.state is DecodeState.PREALLOCATED
+        ]:
+            desk.succeed(req.room_key)
+        small += [desk.scheduler.requests[rid] for rid in desk.transferred()]
+        if small:
+            desk.finish(small.pop(0))
+    assert large.state is DecodeState.PREALLOCATED
+    assert 10 <= desk.now_s <= 16, "nothing has overtaken it since it had waited for 10 s"
+    assert overtook >= 5
+
+
+def test_the_oldest_is_looked_at_when_its_patience_ends_though_nothing_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk, _ = blocked_desk(16, 4, patience_s=5.0)
+    late = desk.add("L", 40, max_new=1)
+    looks = desk.count_looks(monkeypatch)
+    assert desk.admit() == []
+    assert len(looks) == 1
+    desk.now_s = 6.0
+    desk.add("s", 4, max_new=1)
+    assert desk.admit() == [], "it would fit, but is overtaking"
+    assert late.state is DecodeState.QUEUED
+    desk.abort(late)
+    assert desk.admit() == ["s"]
+
+
+def test_an_engine_that_only_sleeps_wakes_when_the_patience_of_the_oldest_ends() -> None:
+    """It lacks one page, but its estimate is of a time when nothing of it was cached, and the looks
+    go to others: it fits by nothing but its age."""
+    desk = Desk(13, rows=8, admission="hit_aware", patience_s=5.0)
+    hogs = [
+        desk.start(rid, tokens, max_new=1, cacheable=False) for rid, tokens in (("h", 16), ("g", 4))
+    ]
+    late = desk.add("L", [*range(32), 99], max_new=1)
+    for number in range(60):
+        desk.add(f"b{number}", [1000 * number + place for place in range(48)], max_new=1)
+    assert desk.admit() == []
+    start = desk.add("z", list(range(32)), max_new=1)
+    assert desk.admit() == ["z"]
+    desk.succeed(start.room_key)
+    assert desk.transferred() == ["z"]
+    assert desk.admit() == []
+    desk.finish(hogs[1])
+    assert desk.admit() == []
+    assert not desk.scheduler.has_results, "it may sleep"
+    assert desk.scheduler.wake_s == 5.0
+    desk.now_s = 5.0
+    assert desk.admit() == ["L"]
+    assert late.prefix_len == 32
+
+
+def test_without_patience_it_is_first_come_first_served() -> None:
+    desk, hog = blocked_desk(24, 0, patience_s=0.0)
+    for rid, tokens in (("a", 16), ("b", 4), ("c", 12)):
+        desk.add(rid, tokens, max_new=1)
+    desk.finish(hog)
+    assert desk.admit() == ["a", "b", "c"]
+
+
+# --- estimates ------------------------------------------------------------------------------------
+
+
+def test_an_estimate_that_was_too_high_is_found_out() -> None:
+    """What a request needs gets cached, and locked, while it waits: so its estimate is too high."""
+    desk = Desk(16)
+    desk.start("H", 27, max_new=1, cacheable=False)
+    grows = desk.start("r", [0, 1], max_new=24)
+    for token in range(2, 26):
+        desk.token(grows, token=token)
+    desk.add("y", [*range(24), 90, 91, 92, 93, 94], max_new=1)
+    desk.add("x", 40, max_new=1)
+    assert desk.admit() == [], "eight pages, and ten"
+    desk.finish(grows)
+    desk.add("z", [*range(24), 80], max_new=1)
+    assert desk.admit() == ["z"], "which holds six of those pages now"
+    assert desk.pages.available_pages == 2
+    assert desk.admit() == ["y"], "two new pages"
+
+
+def test_an_estimate_that_was_too_low_puts_it_behind_those_that_need_less() -> None:
+    desk = Desk(24)
+    desk.finish(desk.start("x", list(range(32)), max_new=1))
+    hog = desk.start("H", 60, max_new=1, cacheable=False)
+    desk.add("was cached", [*range(32), 7], max_new=1)
+    desk.add("b", 8, max_new=1)
+    page_manager = desk.pages
+    pages = page_manager.cache.evict(8)
+    page_manager.allocator.uncache(pages)
+    page_manager.allocator.free(pages)
+    desk.finish(hog)
+    assert desk.admit() == ["b", "was cached"], "nine pages now, not one"
+
+
+def test_matches_in_vain_are_bounded_and_none_is_repeated_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk, _ = blocked_desk(64, 2)
+    for number in range(100):
+        desk.add(f"{chr(300 + number)}", 20 + 4 * (number % 8), max_new=1)
+    looks = desk.count_looks(monkeypatch)
+    seen = set()
+    for _ in range(7):
+        looks.clear()
+        assert desk.admit() == []
+        assert len(looks) == MAX_LOOKS
+        seen |= set(looks)
+        looks.clear()
+        assert desk.admit() == []
+        assert not looks, "neither the tree nor the free pages have changed"
+        desk.pages.version += 1
+    assert len(seen) == 100, "the oldest estimates are renewed first"
+
+
+def test_those_that_may_grow_too_large_do_not_hide_one_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They need few pages now, and come first; what keeps them out is all they may come to need."""
+    desk = Desk(64, rows=8)
+    in_transfer = desk.add("T", 200, max_new=1)  # of whose pages retraction could free none
+    assert desk.admit() == ["T"]
+    for number in range(100):
+        desk.add(chr(300 + number), 4, max_new=100)
+    desk.add("fits", 8, max_new=1)
+    looks = desk.count_looks(monkeypatch)
+    assert desk.admit() == ["fits"]
+    assert len(looks) == 1, "what cannot be is not looked at"
+    assert in_transfer.state is DecodeState.PREALLOCATED
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_that_may_outgrow_the_pool_is_not_admitted(policy: str) -> None:
+    desk = Desk(64, rows=8, admission=policy)
+    in_transfer = desk.add("T", 200, max_new=1)
+    assert desk.admit() == ["T"]
+    desk.add("g", 4, max_new=100)
+    assert desk.admit() == [], "no retraction would free any of its pages"
+    desk.succeed(in_transfer.room_key)
+    desk.transferred()
+    desk.finish(in_transfer)
+    assert desk.admit() == ["g"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 40), st.integers(1, 6), st.integers(-1, 1), st.sampled_from("abc")
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(6, 14),
+)
+def test_everybody_is_admitted_in_the_end(
+    policy: str, arrivals: list[tuple[int, int, int, str]], num_pages: int
+) -> None:
+    """Whatever comes, whatever it shares: with somebody finishing at each step, the queue runs
+    dry."""
+    desk = Desk(num_pages, rows=4, admission=policy, patience_s=3.0)
+    for number, (length, max_new, priority, kind) in enumerate(arrivals):
+        if pages_for(length + max_new, PAGE_SIZE) <= num_pages:
+            tokens = [ord(kind) * 1000 + place for place in range(length)]
+            desk.add(f"{kind}{number}", tokens, max_new, priority=priority)
+    running: list[DecodeRequest] = []
+    for _ in range(10 * len(arrivals)):
+        desk.now_s += 1.0
+        desk.admit()
+        for req in list(desk.scheduler.requests.values()):
+            if (
+                req.state is DecodeState.PREALLOCATED
+                and desk.scheduler.arriving.get(req.room_key) is not None
+            ):
+                desk.succeed(req.room_key)
+        running += [desk.scheduler.requests[rid] for rid in desk.transferred()]
+        if running:
+            desk.finish(running.pop(0))
+    assert not desk.scheduler.requests
+    desk.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("lanes", "kind"),
+    [(lanes, "rows") for lanes in ("pq", "qp", "p-", "-p", "pqr", "p-qp", "ppqqrr")]
+    + [(lanes, "slots") for lanes in ("pq", "pqr", "ppqqrr")],
+)
+def test_the_last_row_or_slot_goes_to_one_of_all_lanes(lanes: str, kind: str) -> None:
+    """Whose estimates are all too high: what they lack is a page each, since what they begin with
+    was on its way when they came. `-` names no prefill worker, its prompt is computed here."""
+    sources = Sources(ComputeConfig(ask="late"), fails_over=True) if "-" in lanes else None
+    number = {"rows": 2} if kind == "rows" else {"num_slots": 2}
+    desk = Desk(10 if kind == "rows" else 11, admission="hit_aware", sources=sources, **number)
+    start = list(range(32))
+    small = desk.start("y", 4, max_new=1, may_compute=False)
+    first = desk.add("z", start, max_new=1, may_compute=False)
+    waiting = {
+        f"{number}": desk.add(
+            f"{number}",
+            [*start, number],
+            max_new=1,
+            prefill=prefill.strip("-"),
+            may_compute=prefill == "-",
+        )
+        for number, prefill in enumerate(lanes)
+    }
+    assert desk.admit() == ["z"]
+    desk.succeed(first.room_key)
+    assert desk.transferred() == ["z"]
+    assert desk.admit() == []
+    desk.finish(small)
+    for _ in lanes:
+        (rid,) = desk.admit()
+        req = waiting.pop(rid)
+        if not req.prefill:
+            assert desk.scheduler.pop_local(0.0) == [req]
+            desk.scheduler.computed(req, req.fill_len, 0.0)
+        desk.succeed(req.room_key)
+        assert desk.transferred() == [rid]
+        assert desk.admit() == []
+        desk.finish(req)
+    desk.finish(first)
+    desk.at_rest()
+
+
+# --- deadlines ------------------------------------------------------------------------------------
+
+
+def test_a_request_that_waits_too_long_fails_and_prefill_is_told() -> None:
+    desk, hog = blocked_desk(16, 2, waiting_timeout_s=20.0)
+    late = desk.add("L", 40, max_new=1)
+    own = desk.add("o", 40, max_new=1, deadline_s=5.0)
+    desk.now_s = 4.9
+    assert (desk.admit(), desk.pop_failed()) == ([], [])
+    assert desk.scheduler.wake_s == 5.0
+    desk.commands()
+    desk.now_s = 5.0
+    assert desk.admit() == []
+    assert desk.pop_failed() == [own]
+    assert isinstance(own.error, AdmissionTimeoutError)
+    assert str(own.error) == (
+        "request 'o' was not admitted by its deadline_s, 5.0: waited 5.000 s for pages"
+    )
+    assert desk.commands() == [RefuseRoom(own.room_key, 2, "p", str(own.error), own.request.digest)]
+    desk.now_s = 20.0
+    desk.admit()
+    assert desk.pop_failed() == [late]
+    with pytest.raises(RequestError, match=f"room {late.room} is in use"):
+        desk.add("again", 4, room=late.room)
+    for req in (own, late):
+        desk.drain(req.room_key)
+    desk.finish(hog)
+    desk.at_rest()
+    assert desk.scheduler.wake_s == float("inf")
+
+
+def test_an_admitted_request_whose_kv_is_not_here_by_its_own_deadline_fails() -> None:
+    desk = Desk(16)
+    late = desk.add("L", 8, deadline_s=5.0)
+    here = desk.add("H", 8, deadline_s=5.0)
+    assert sorted(desk.admit()) == ["H", "L"]
+    desk.succeed(here.room_key)
+    desk.now_s = 4.9
+    assert (desk.admit(), desk.pop_failed(), desk.scheduler.wake_s) == ([], [], 5.0)
+    desk.now_s = 5.0
+    assert (desk.admit(), desk.pop_failed()) == ([], [late])
+    assert isinstance(late.error, TransferTimeoutError)
+    assert str(late.error) == "request 'L': its KV was not here by its deadline_s, 5.0"
+    assert desk.commands()[-1] == AbortRoom(late.room_key, str(late.error))
+    assert desk.transferred() == ["H"], "which only waited to be popped"
+    desk.now_s = 1000.0
+    assert (desk.admit(), desk.pop_failed()) == ([], [])
+    desk.finish(here)
+    desk.fail(late.room_key, drained=True)
+    desk.at_rest()
+
+
+def test_a_request_that_joined_a_flight_waits_for_that_no_longer_than_its_deadline() -> None:
+    desk = Desk(16)
+    first = desk.add("a", 8)
+    desk.admit()
+    second = desk.add("a2", 8, deadline_s=5.0)
+    assert desk.admit() == ["a2"]
+    desk.succeed(second.room_key)  # its own part is here, what it joined is not
+    desk.now_s = 5.0
+    assert (desk.admit(), desk.pop_failed()) == ([], [second])
+    desk.succeed(first.room_key)
+    assert desk.transferred() == ["a"]
+
+
+def test_a_request_with_a_deadline_of_its_own_may_wait_longer_than_others() -> None:
+    desk = Desk(16, waiting_timeout_s=20.0)
+    desk.start("H", 40, max_new=20)
+    own = desk.add("o", 40, max_new=1, deadline_s=60.0)
+    for now_s in (20.0, 59.9):
+        desk.now_s = now_s
+        assert (desk.admit(), desk.pop_failed()) == ([], [])
+    desk.now_s = 60.0
+    assert (desk.admit(), desk.pop_failed()) == ([], [own])
+
+
+def test_a_deadline_ends_no_request_that_ran_before() -> None:
+    desk = Desk(16)
+    desk.token(desk.start("o", 4))
+    req = desk.start("a", 8, outputs=1, deadline_s=5.0)
+    desk.retract(req)
+    desk.now_s = 10.0
+    assert (desk.admit(), desk.pop_failed()) == (["a"], [])
+
+
+def test_what_fits_when_its_time_is_over_is_admitted_and_has_no_deadline_any_more() -> None:
+    desk = Desk(16, waiting_timeout_s=20.0)
+    hog = desk.start("H", 40, max_new=20)
+    late = desk.add("L", 40, max_new=8)
+    assert desk.admit() == []
+    desk.now_s = 25.0
+    desk.finish(hog)
+    assert (desk.admit(), desk.pop_failed()) == (["L"], [])
+    desk.succeed(late.room_key)
+    desk.transferred()
+    desk.token(late)
+    second = desk.start("s", 4, max_new=12)
+    desk.token(second)
+    desk.retract(second)
+    desk.now_s = 1000.0
+    assert desk.admit() == ["s"]
+    assert desk.pop_failed() == []
+
+
+def test_a_room_of_its_own_is_refused_by_an_explicit_call_only_while_it_is_free() -> None:
+    desk = Desk()
+    req = desk.add("a")
+    before = desk.snapshot()
+    with pytest.raises(RequestError, match="room 1 is in use"):
+        desk.scheduler.refuse(req.request, AdmissionTimeoutError("no"))
+    assert desk.snapshot() == before
+    other = desk.request("b")
+    error = AdmissionTimeoutError("no")
+    desk.scheduler.refuse(other, error)
+    assert desk.commands() == [RefuseRoom(RoomKey(2, 0), 1, "p", str(error), other.digest)]
+    with pytest.raises(RequestError, match="room 2 is in use"):
+        desk.scheduler.add(other, 0.0)
+    desk.drain(RoomKey(2, 0))
+    assert desk.scheduler.add(other, 0.0).state is DecodeState.QUEUED
+    assert not desk.scheduler.idle
+
+
+def test_what_is_idle_has_nothing_to_pop_and_no_room_that_a_peer_may_write_for() -> None:
+    desk = Desk()
+    assert desk.scheduler.idle
+    req = desk.add("a")
+    desk.admit()
+    assert not desk.scheduler.idle
+    desk.abort(req)
+    assert not desk.scheduler.idle
+    desk.pop_failed()
+    assert not desk.scheduler.idle, "its room is not drained"
+    desk.fail(req.room_key)
+    desk.drain(req.room_key)
+    assert desk.scheduler.idle
+    desk.fail(desk.start("b").room_key)
+    [running] = desk.scheduler.requests.values()
+    desk.abort(running)
+    assert not desk.scheduler.idle, "nobody has popped it"
+    desk.pop_failed()
+    assert desk.scheduler.idle
+
+
+def test_many_deadlines_cost_nothing_while_none_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = DecodeScheduler(PageManager(8, PAGE_SIZE, 4), waiting_timeout_s=9.0)
+    due: list[Callable[[float], Any]] = []
+    monkeypatch.setattr(scheduler.waiting._deadlines, "due", lambda now_s: due.append(now_s) or [])
+    scheduler.pop_preallocated(0.0)
+    assert not due

@@ -1,0 +1,403 @@
+"""What the device has still to write of a prompt that is computed here: nothing copies it, and
+nothing else gets its pages, before `after` of `computed` is done."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from prefixkv.config import ComputeConfig
+from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.sources import Sources
+from prefixkv.errors import CallerError
+from prefixkv.pages.allocator import PageState
+from tests.unit.decode.test_host_tier import HostDesk, prompt
+
+
+class Event:
+    """Work of the device: it is done when the test says so."""
+
+    def __init__(self, *, is_done: bool = False, error: Exception | None = None) -> None:
+        self.is_done, self.error = is_done, error
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.is_done
+
+
+def owned(desk: HostDesk) -> set[int]:
+    return set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
+
+
+class ComputingDesk(HostDesk):
+    """A desk with host memory whose engine computes every prompt."""
+
+    def __init__(self, **settings: Any) -> None:
+        compute = ComputeConfig(below=1000, ask="late")
+        super().__init__(sources=Sources(compute, True), **settings)
+
+    def begin(self, rid: str, tokens: int | list[int] = 16, **fields: Any) -> DecodeRequest:
+        req = self.add(rid, tokens, **fields)
+        assert self.admit() == [rid]
+        assert self.scheduler.pop_local(self.now_s) == [req]
+        return req
+
+    def computed(self, req: DecodeRequest, end: int, after: Any = None) -> None:
+        self.now_s += 0.01
+        self._checked(self.scheduler.computed(req, end, self.now_s, after=after))
+
+    def run(
+        self, rid: str, tokens: int | list[int] = 16, after: Any = None, **fields: Any
+    ) -> DecodeRequest:
+        req = self.begin(rid, tokens, **fields)
+        self.computed(req, req.fill_len, after)
+        assert self.transferred() == [rid]
+        return req
+
+    def leave_due(self, rid: str = "a", num_tokens: int = 16) -> None:
+        """A path is due to be written: a part of it is, and the pool has forgotten the rest."""
+        self.finish(self.run(rid, prompt(rid, 8)))
+        assert len(self.orders()) == 1
+        self.finish(self.run(rid + "2", prompt(rid, num_tokens)))
+        assert self.orders() == []
+        assert self.host.has_due
+        self.evict(self.pages.num_pages)
+
+
+# --- not read -------------------------------------------------------------------------------------
+
+
+def test_host_memory_copies_nothing_that_the_device_has_still_to_write() -> None:
+    desk, event = ComputingDesk(), Event()
+    desk.leave_due()
+    again = desk.run("a3", prompt("a", 19), after=event)  # it runs: the device goes on behind it
+    desk.end_copy()
+    for _ in range(3):
+        desk.admit()
+        assert desk.orders() == [], "a write of what is not written yet"
+    event.is_done = True
+    desk.admit()
+    (write,) = desk.orders()
+    assert write.device_pages.tolist() == again.pages[2:4].tolist()
+    desk.end_copy()
+    assert desk.host.cache.match_prefix(prompt("a", 16)).prefix_len == 16
+    desk.finish(again)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_each_chunk_has_its_own_event() -> None:
+    desk, first, last = ComputingDesk(), Event(), Event()
+    desk.leave_due()
+    desk.end_copy()
+    desk.evict(desk.pages.num_pages)
+    desk.leave_due("b", 16)
+    req = desk.begin("b3", prompt("b", 19))
+    desk.computed(req, 10, first)
+    desk.computed(req, 19, last)
+    assert desk.transferred() == ["b3"]
+    desk.end_all_copies()
+    last.is_done = True
+    desk.admit()
+    assert desk.orders() == [], "its third page is not written yet"
+    first.is_done = True
+    desk.admit()
+    assert len(desk.orders()) == 1
+    desk.end_copy()
+
+
+@pytest.mark.parametrize("how", ["finish", "retract", "abort"])
+def test_the_end_of_its_request_does_not_say_that_the_device_is_done(how: str) -> None:
+    """Another request of the same prompt finishes: its path is due, and has those pages."""
+    desk, event = ComputingDesk(num_pages=32), Event()
+    older = desk.run("z", 4)
+    req = desk.run("a", 17, after=event)
+    other = desk.run("a2", prompt("a", 18))
+    end = Event()
+    getattr(desk, how)(req, after=end)
+    desk.finish(other)
+    desk.admit()
+    assert desk.orders() == []
+    event.is_done = end.is_done = True
+    desk.admit()
+    (write,) = desk.orders()
+    assert len(write.device_pages) == 4
+    desk.end_all_copies()
+    desk.finish(older)
+
+
+def test_other_paths_are_written_meanwhile() -> None:
+    desk, event = ComputingDesk(num_pages=32), Event()
+    desk.finish(desk.run("a", 16, after=event))
+    desk.finish(desk.run("b", 16))
+    (write,) = desk.orders()
+    assert desk.host.has_due, "a's"
+    there = desk.pages.cache.match_prefix(prompt("b", 16))
+    assert write.device_pages.tolist() == there.pages.tolist()
+    event.is_done = True
+    desk.end_all_copies()
+    desk.admit()
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_an_event_that_raises_proves_nothing() -> None:
+    desk = ComputingDesk(num_pages=32)
+    event = Event()
+    req = desk.run("a", 16, after=event)
+    event.error = RuntimeError("the device is lost")
+    desk.finish(req)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        desk.admit()
+    desk.admit()  # told once
+    assert desk.orders() == []
+
+
+# --- not given to others --------------------------------------------------------------------------
+
+
+def test_copies_of_what_the_tree_has_are_not_free_before_the_device_is_done() -> None:
+    """`a` runs into what `b` computes, and is finished first: `b`'s own pages of that would be
+    free, and prefill could be told to write there."""
+    desk, event = ComputingDesk(num_pages=32), Event()
+    a = desk.run("a", prompt("b", 6), max_new=8)
+    b = desk.begin("b", prompt("b", 20))
+    for token in prompt("b", 13)[6:]:
+        desk.token(a, token=token)
+    desk.finish(a)
+    assert desk.prefix_of(b) == 12
+    own = set(b.pages[b.prefix_len // 4 :].tolist())
+    desk.computed(b, b.fill_len, event)
+    taken: set[int] = set()
+    for rid in "wxy":
+        taken |= set(desk.begin(rid, 8).pages.tolist())
+    assert desk.transferred() == []
+    assert not taken & own
+    assert b.state is DecodeState.PREALLOCATED
+    event.is_done = True
+    assert desk.transferred() == ["b"]
+    assert desk.prefix_of(b) == 20
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_abort_before_it_is_popped_waits_for_the_device(joined: bool) -> None:
+    desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
+    req = desk.begin("a", 18)
+    if joined:
+        other = desk.add("a2", prompt("a", 20))
+        assert desk.admit() == ["a2"]
+    desk.computed(req, 18, event)
+    own = set(req.pages.tolist())
+    assert desk.abort(req, after=end)
+    assert desk.pop_failed() == [req]
+    free = set(range(32)) - set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
+    assert not own & free
+    event.is_done = end.is_done = True
+    desk.scheduler.release_deferred(desk.now_s)
+    free = set(range(32)) - set(desk.pages.allocator.pages_in(PageState.OWNED).tolist())
+    assert own <= free
+    if joined:  # what it had waited for is asked for again
+        assert desk.admit() == ["a2"]
+        assert desk.scheduler.pop_local(desk.now_s) == [other]
+        desk.abort(other)
+        desk.pop_failed()
+    desk.at_rest()
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_deadline_before_it_is_committed_ends_it(is_broken: bool) -> None:
+    """`b` waits for the device, since it would free pages. Its pages wait on."""
+    desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
+    a = desk.run("a", prompt("b", 6), max_new=8)
+    b = desk.begin("b", prompt("b", 20), deadline_s=5.0)
+    for token in prompt("b", 13)[6:]:
+        desk.token(a, token=token)
+    desk.finish(a)
+    own = set(b.pages[b.prefix_len // 4 :].tolist())
+    desk.computed(b, 20, event)
+    assert desk.transferred() == []
+    if is_broken:
+        event.error = RuntimeError("the device is lost")
+        assert desk.transferred() == []
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            desk.admit()
+    desk.now_s = 6.0
+    desk.admit()
+    assert b.state is DecodeState.FAILED
+    assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
+    assert own <= owned(desk)
+    end.is_done = True
+    desk.admit()
+    if not is_broken:
+        assert own <= owned(desk), "the chunk's own event is not done"
+        event.is_done = True
+        desk.admit()
+    assert not own & owned(desk)
+
+
+def test_a_prompt_that_waits_for_an_event_that_raises_fails_by_that() -> None:
+    """It has no deadline: nothing else would end its wait."""
+    desk, event, end = ComputingDesk(num_pages=32), Event(), Event()
+    a = desk.run("a", prompt("b", 6), max_new=8)
+    b = desk.begin("b", prompt("b", 20))
+    for token in prompt("b", 13)[6:]:
+        desk.token(a, token=token)
+    desk.finish(a)
+    own = set(b.pages[b.prefix_len // 4 :].tolist())
+    desk.computed(b, 20, event)
+    assert desk.transferred() == []
+    event.error = RuntimeError("the device is lost")
+    assert desk.transferred() == []
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        desk.admit()
+    assert (b.state, b.error) == (DecodeState.FAILED, event.error)
+    assert desk._checked(desk.scheduler.pop_failed(end)) == [b]
+    assert own <= owned(desk)
+    end.is_done = True
+    desk.admit()
+    assert not own & owned(desk)
+
+
+def test_what_frees_nothing_runs_whatever_its_event_raises() -> None:
+    desk, event = ComputingDesk(num_pages=32), Event()
+    req = desk.begin("a", 16)
+    desk.computed(req, 16, event)
+    event.error = RuntimeError("the device is lost")
+    assert desk.transferred() == ["a"]
+
+
+def test_the_deadline_of_a_prompt_that_was_whole_and_is_in_the_tree_by_another_ends_it() -> None:
+    """When its deadline is over it only waits to be popped; then `a` brings the tree what it has
+    copies of."""
+    desk, event = ComputingDesk(num_pages=32), Event()
+    a = desk.run("a", prompt("b", 6), max_new=8)
+    b = desk.begin("b", prompt("b", 20), deadline_s=5.0)
+    for token in prompt("b", 13)[6:]:
+        desk.token(a, token=token)
+    desk.computed(b, 20, event)
+    desk.now_s = 6.0
+    desk.admit()
+    assert b.state is DecodeState.PREALLOCATED
+    desk.finish(a)
+    assert desk.transferred() == []
+    desk.admit()
+    assert b.state is DecodeState.FAILED
+    event.is_done = True
+    assert desk.pop_failed() == [b]
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("how", "is_whole"),
+    [
+        *product(["abort", "fail", "end_all", "move_weights"], [False, True]),
+        ("deadline", False),  # a whole one only waits to be popped
+    ],
+)
+def test_its_pages_wait_for_its_own_event_without_another(how: str, is_whole: bool) -> None:
+    """The engine names no event at the request's end: that of the chunk is not done yet."""
+    desk, event = ComputingDesk(num_pages=32), Event()
+    req = desk.begin("a", 18, deadline_s=5.0)
+    desk.computed(req, 18 if is_whole else 10, event)
+    own = set(req.pages.tolist())
+    if how == "deadline":
+        desk.now_s = 6.0
+        desk.admit()
+    elif how == "abort":
+        desk.abort(req)
+    elif how == "fail":
+        desk._checked(desk.scheduler.fail("a", RuntimeError("NaN"), desk.now_s))
+    elif how == "end_all":
+        desk._checked(desk.scheduler.end_all(RuntimeError("over"), desk.now_s))
+    else:
+        desk._checked(desk.scheduler.move_weights("2", desk.now_s))
+    assert req in desk.pop_failed()
+    desk.admit()
+    assert own <= owned(desk)
+    event.is_done = True
+    desk.admit()
+    assert not own & owned(desk)
+
+
+def test_an_abort_of_a_request_that_runs_waits_for_the_event_of_its_chunk() -> None:
+    desk, event = ComputingDesk(num_pages=32), Event()
+    req = desk.run("a", 18, after=event)
+    held = set(req.pages.tolist())
+    desk.abort(req)
+    desk.evict(32)
+    assert not held & set(desk.pages.allocator.pages_in(PageState.FREE).tolist())
+    event.is_done = True
+    desk.admit()
+    desk.evict(32)
+    assert held <= set(desk.pages.allocator.pages_in(PageState.FREE).tolist())
+
+
+def test_its_own_event_is_that_of_each_chunk() -> None:
+    desk, first, last = ComputingDesk(num_pages=32), Event(), Event(is_done=False)
+    req = desk.begin("a", 18)
+    desk.computed(req, 10, first)
+    desk.computed(req, 18, last)
+    own = set(req.pages.tolist())
+    desk.abort(req)
+    last.is_done = True
+    desk.admit()
+    assert own <= owned(desk)
+    first.is_done = True
+    desk.admit()
+    assert not own & owned(desk)
+
+
+def test_a_request_that_comes_back_has_no_deadline_any_more() -> None:
+    """It was retracted, and waits for the device again, since `a` has brought what it computes."""
+    desk, event = ComputingDesk(num_pages=32), Event()
+    desk.run("z", 4, max_new=30)
+    req = desk.run("b", prompt("b", 12), deadline_s=5.0, max_new=30)
+    for token in prompt("b", 20)[12:]:
+        desk.token(req, token=token)
+    desk.now_s = 6.0
+    desk.retract(req)
+    desk.end_all_copies()
+    desk.scheduler.flush()
+    assert desk.admit() == ["b"]
+    assert desk.scheduler.pop_local(desk.now_s) == [req]
+    assert req.prefix_len == 0
+    a = desk.run("a", prompt("b", 3), max_new=30)
+    for token in prompt("b", 13)[3:]:
+        desk.token(a, token=token)
+    desk.finish(a)
+    assert desk.prefix_of(req) == 12
+    desk.computed(req, req.fill_len, event)
+    for _ in range(2):
+        assert desk.transferred() == []
+        desk.admit()
+    assert req.state is DecodeState.PREALLOCATED
+    event.is_done = True
+    assert desk.transferred() == ["b"]
+
+
+def test_without_copies_a_request_runs_before_the_device_is_done() -> None:
+    desk, event = ComputingDesk(), Event()
+    desk.finish(desk.run("a", 8))
+    req = desk.run("a2", prompt("a", 18), after=event)
+    desk.token(req)
+    assert req.state is DecodeState.RUNNING
+
+
+# --- what is no event -----------------------------------------------------------------------------
+
+
+def test_what_is_no_event_or_raises_changes_nothing() -> None:
+    desk = ComputingDesk()
+    req = desk.begin("a", 16)
+    before = desk.snapshot()
+    with pytest.raises(CallerError, match="after"):
+        desk.scheduler.computed(req, 16, 0.0, after=True)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="lost"):
+        desk.scheduler.computed(req, 16, 0.0, after=Event(error=RuntimeError("lost")))
+    assert desk.snapshot() == before
+    desk.computed(req, 16, Event(is_done=True))
+    assert desk.transferred() == ["a"]

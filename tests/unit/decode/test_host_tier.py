@@ -1,0 +1,964 @@
+"""What the pool cannot keep stays in host memory: written behind a request's end, loaded for the
+next one, whatever else happens in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from prefixkv.cache.eviction.plain import LeastFrequentlyUsed
+from prefixkv.cache.eviction.policy import Policy, Use
+from prefixkv.cache.node import Mark
+from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.config import ComputeConfig
+from prefixkv.decode import host_tier
+from prefixkv.decode.host_tier import HOST
+from prefixkv.decode.lanes import Lanes
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.services import FRESH_S
+from prefixkv.decode.sources import Sources
+from prefixkv.errors import OutOfPagesError
+from prefixkv.pages.windows import WindowSpec
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.messages import Promise
+from prefixkv.ranks.copies import RankCopies
+from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom
+
+
+class HostDesk(Desk):
+    """A desk with host memory, whose copies are made by hand."""
+
+    def __init__(
+        self,
+        num_pages: int = 16,
+        host_pages: int = 32,
+        spare_rows: int = 4,
+        are_ready: bool = True,
+        host_policy: str | Policy = "lru",
+        **settings: Any,
+    ) -> None:
+        settings = {"policy": "lru", "admission": "fifo", **settings}
+        host = host_pages, host_policy, are_ready
+        super().__init__(num_pages, spare_rows=spare_rows, host=host, **settings)
+        assert self.scheduler.host is not None
+        self.host = self.scheduler.host
+        self.under_way: list[HostCopy] = []
+
+    def orders(self) -> list[HostCopy]:
+        """The copies that were ordered since the last call."""
+        new = self.scheduler.take_copies()
+        self.under_way += new
+        return self._checked(new)
+
+    def end_copy(self, order: HostCopy | None = None, error: Exception | None = None) -> HostCopy:
+        """The copy ends, the oldest if none is named."""
+        self.orders()
+        order = order or self.under_way[0]
+        self.under_way.remove(order)
+        done = HostCopyDone(order.number, error, 1, 1e-6)
+        self._checked(self.scheduler.copy_ended(done, self.now_s))
+        return order
+
+    def end_all_copies(self) -> None:
+        while self.orders() or self.under_way:
+            self.end_copy()
+
+    def promises(self) -> dict[RoomKey, Promise]:
+        opened = [command.promise for command in self.commands() if isinstance(command, OpenRoom)]
+        return {RoomKey(promise.room, promise.generation): promise for promise in opened}
+
+    def evict(self, num_pages: int) -> None:
+        """Other requests have needed these pages meanwhile."""
+        freed = self.pages.cache.evict(num_pages, self.now_s)
+        self.pages.allocator.uncache(freed)
+        self.pages.allocator.free(freed)
+        self.pages.version += 1
+
+    def leave_in_host_memory(self, rid: str = "a", tokens: int = 16, **how: Any) -> DecodeRequest:
+        """A request has been here, was written, and the pool has forgotten it."""
+        req = self.start(rid, tokens)
+        self.finish(req, **how)
+        self.end_all_copies()
+        self.evict(self.pages.num_pages)
+        assert self.prefix_of(req) == 0
+        self.commands()
+        return req
+
+    def at_rest(self) -> None:
+        super().at_rest()
+        self.pop_failed()
+        self.scheduler.pop_needs_prefill()
+        assert not self.under_way
+        assert not len(self.host)
+        assert self.host.cache.protected_pages == self.host.allocator.owned_pages == 0
+        assert not self.host.has_due
+        assert self.scheduler.idle
+
+
+def prompt(rid: str, num_tokens: int) -> list[int]:
+    """The tokens that `Desk.request` gives a request of this name."""
+    return [ord(rid[0]) * 1000 + place for place in range(num_tokens)]
+
+
+def next_turn(desk: HostDesk, rid: str = "b", num_tokens: int = 22) -> DecodeRequest:
+    """The conversation of "a" goes on: 16 tokens that were here, then new ones."""
+    req = desk.add(rid, prompt("a", num_tokens))
+    assert desk.admit() == [rid]
+    return req
+
+
+# --- written, and loaded --------------------------------------------------------------------------
+
+
+def test_what_the_pool_forgets_is_loaded_again() -> None:
+    desk = HostDesk()
+    desk.leave_in_host_memory()
+    assert desk.host.cache.num_pages == 4
+    req = next_turn(desk)
+    (promise,) = desk.promises().values()
+    assert promise.prefix_len == req.prefix_len == 16
+    assert len(promise.page_ids()) == 2
+    (load,) = desk.orders()
+    assert load.is_load
+    assert load.device_pages.tolist() == req.pages[:4].tolist()
+    # Prefill's part alone is not enough, and neither is the load alone.
+    desk.succeed(req.room_key)
+    assert desk.transferred() == []
+    desk.end_copy()
+    assert desk.transferred() == ["b"]
+    assert (req.hit_tokens, req.host_tokens, req.shared_tokens) == (16, 16, 0)
+    assert desk.prefix_of(req) == 20
+    counters = desk.scheduler.counters
+    assert (counters["host_hit_tokens"], counters["host_loaded_pages"]) == (16, 4)
+    desk.finish(req)
+    desk.end_all_copies()
+    assert desk.host.cache.num_pages == 5
+    assert counters["host_written_pages"] == 5, "what is there already is not written again"
+    desk.at_rest()
+
+
+def test_the_load_may_end_first() -> None:
+    desk = HostDesk()
+    desk.leave_in_host_memory()
+    req = next_turn(desk)
+    desk.end_copy()
+    assert desk.transferred() == []
+    assert desk.prefix_of(req) == 16, "others find it before prefill's part is there"
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["b"]
+    desk.finish(req)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_only_what_the_pool_lacks_is_loaded() -> None:
+    desk = HostDesk()
+    a = desk.start("a", 16)
+    desk.finish(a)
+    desk.end_all_copies()
+    desk.evict(3)
+    assert desk.prefix_of(a) == 4
+    req = next_turn(desk)
+    (load,) = desk.orders()
+    assert len(load.device_pages) == 3
+    assert load.device_pages.tolist() == req.pages[1:4].tolist()
+    assert (req.hit_tokens, req.host_tokens) == (16, 12)
+
+
+def test_a_load_takes_pages_as_what_is_sent_does() -> None:
+    desk = HostDesk(num_pages=6)
+    desk.leave_in_host_memory()
+    other = desk.start("x", 8, 1)
+    req = desk.add("b", prompt("a", 22), 1)
+    assert desk.admit() == [], "it needs six, four are free"
+    assert not desk.orders()
+    desk.finish(other, continues=False)
+    assert desk.admit() == ["b"]
+    assert len(req.pages) == 6
+
+
+def test_a_page_that_nothing_waits_for_is_not_written() -> None:
+    desk = HostDesk()
+    desk.finish(desk.start("a", 16), continues=False)
+    desk.finish(desk.start("b", 16, cacheable=False))
+    desk.finish(desk.start("c", 3))
+    desk.abort(desk.start("d", 16))
+    assert desk.orders() == []
+    kept = desk.start("e", 16, max_new=8, outputs=7)
+    desk.finish(kept, keep_tokens=16)
+    (write,) = desk.orders()
+    assert len(write.host_pages) == 4, "and not the two of the answer"
+    desk.end_copy()
+    assert desk.scheduler.counters["host_missed_pages"] == 0
+
+
+def test_a_write_waits_for_the_device() -> None:
+    class Late:
+        done = False
+
+        def query(self) -> bool:
+            return self.done
+
+    event, desk = Late(), HostDesk()
+    desk.finish(desk.start("a", 16), after=event)
+    assert desk.orders() == [], "the device may still write what would be read"
+    event.done = True
+    desk.scheduler.release_deferred(desk.now_s)
+    assert len(desk.orders()) == 1
+
+
+def test_a_write_leaves_a_page_to_each_that_runs() -> None:
+    desk = HostDesk(num_pages=8)
+    a = desk.start("a", 16)
+    others = [desk.start(rid, 4) for rid in "xyz"]
+    desk.finish(a)
+    (write,) = desk.orders()
+    assert len(write.device_pages) == 2, "five could be had, three may be needed"
+    desk.end_copy()
+    # The others are done, so the rest has its turn.
+    for req in others:
+        desk.finish(req, continues=False)
+    desk.admit()
+    (write,) = desk.orders()
+    assert len(write.device_pages) == 2
+    desk.end_copy()
+    assert desk.host.cache.match_prefix(prompt("a", 16)).prefix_len == 16
+    desk.at_rest()
+
+
+def test_what_goes_on_behind_a_write_is_written_when_that_has_ended() -> None:
+    desk = HostDesk(num_pages=32)
+    desk.finish(desk.start("a", 16))
+    (write,) = desk.orders()
+    desk.finish(desk.start("b", prompt("a", 24)))
+    assert desk.orders() == [], "a part of it is being written"
+    desk.end_copy(write)
+    (rest,) = desk.orders()
+    assert len(rest.host_pages) == 2
+    desk.end_copy()
+    assert desk.host.cache.match_prefix(prompt("a", 24)).depth == 6
+    desk.at_rest()
+
+
+def test_what_is_due_is_not_matched_again_before_a_write_could_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = HostDesk(num_pages=8)
+    a = desk.start("a", 16, 1)
+    others = [desk.start(rid, 4, 1) for rid in "wxyz"]
+    desk.finish(a)
+    assert desk.orders() == []
+    assert desk.host.has_due
+    find, found = desk.pages.find, []
+    monkeypatch.setattr(desk.pages, "find", lambda key: found.append(key) or find(key))
+    for _ in range(3):
+        desk.admit()
+    assert not found
+    desk.abort(others.pop())
+    found.clear()
+    desk.admit()
+    assert len(desk.orders()) == 1
+    for _ in range(3):
+        desk.admit()
+    assert len(found) <= 2
+    for req in others:
+        desk.finish(req, continues=False)
+    for _ in range(3):
+        desk.admit()
+        desk.end_all_copies()
+    assert desk.host.cache.match_prefix(prompt("a", 16)).prefix_len == 16
+    desk.at_rest()
+
+
+def test_what_is_due_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "_MOST_DUE_BYTES", 4 * 40)
+    desk = HostDesk(num_pages=32)
+    held = desk.start("z", 4)
+    monkeypatch.setattr(host_tier, "_MOST_WRITES", 0)
+    for rid in "abcd":
+        desk.finish(desk.start(rid, 16))
+    assert desk.scheduler.counters["host_missed_pages"] == 8, "of a and b"
+    desk.finish(desk.start("c2", prompt("c", 17)))  # the same path, once more
+    monkeypatch.setattr(host_tier, "_MOST_WRITES", 32)
+    desk.finish(held, continues=False)
+    desk.end_all_copies()
+    there = [desk.host.cache.match_prefix(prompt(rid, 16)).prefix_len for rid in "abcd"]
+    assert there == [0, 0, 16, 16]
+    desk.at_rest()
+
+
+def test_what_is_evicted_before_its_turn_is_missed() -> None:
+    desk = HostDesk(num_pages=8)
+    a = desk.start("a", 16, 1)
+    others = [desk.start(rid, 4, 1) for rid in "wxyz"]
+    desk.finish(a)
+    assert desk.orders() == []
+    desk.evict(2)
+    for req in others:
+        desk.finish(req, continues=False)
+    desk.admit()
+    (write,) = desk.orders()
+    assert len(write.device_pages) == 2
+    assert desk.scheduler.counters["host_missed_pages"] == 2
+
+
+def test_no_eviction_takes_what_a_copy_reads() -> None:
+    desk = HostDesk(num_pages=6)
+    desk.finish(desk.start("a", 16))
+    (write,) = desk.orders()
+    other = desk.add("x", 12)
+    assert desk.admit() == []
+    desk.end_copy(write)
+    assert desk.admit() == ["x"]
+    assert len(other.pages) == 3
+
+
+def test_nothing_is_retracted_for_pages_that_a_write_gives_back() -> None:
+    desk = HostDesk(num_pages=12)
+    first, second = desk.start("x", 4, 16), desk.start("y", 4, 16)
+    desk.finish(desk.start("a", 16, 1))
+    assert len(desk.orders()) == 1
+    for _ in range(12):
+        desk.token(first, second)
+    assert desk.pages.available_pages == 0
+    with pytest.raises(OutOfPagesError) as caught:
+        desk.token(first, second)
+    assert caught.value.retract == (), "the copy's pages come back by themselves"
+    desk.end_copy()
+    desk.token(first, second)
+
+
+def test_host_memory_forgets_what_was_used_longest_ago() -> None:
+    desk = HostDesk(host_pages=8)
+    for rid in "abc":
+        desk.leave_in_host_memory(rid)
+    assert desk.host.cache.num_pages == 8
+    assert desk.host.cache.match_prefix(prompt("a", 16)).prefix_len == 0
+    assert desk.host.cache.match_prefix(prompt("b", 16)).prefix_len == 16
+
+
+def test_where_all_host_pages_are_busy_less_is_written() -> None:
+    desk = HostDesk(num_pages=24, host_pages=6)
+    desk.finish(desk.start("a", 16))
+    desk.finish(desk.start("b", 16))
+    one, two = desk.orders()
+    assert (len(one.host_pages), len(two.host_pages)) == (4, 2)
+    assert desk.pages.cache.protected_pages == 6, "what is not written may be evicted"
+    desk.finish(desk.start("c", 16))
+    assert desk.orders() == []
+    desk.end_all_copies()
+    assert desk.host.cache.match_prefix(prompt("b", 16)).prefix_len == 8
+    desk.at_rest()
+
+
+def test_host_pages_are_used_once_they_are_ready() -> None:
+    desk = HostDesk(host_pages=8, are_ready=False)
+    desk.finish(desk.start("a", 16))
+    assert desk.orders() == []
+    desk.scheduler.host_ready(3)
+    desk.finish(desk.start("b", 16))
+    (write,) = desk.orders()
+    assert write.host_pages.tolist() == [0, 1, 2]
+    desk.scheduler.host_ready(8)
+    desk.finish(desk.start("c", 16))
+    assert sorted(desk.orders()[0].host_pages.tolist()) == [3, 4, 5, 6]
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+# --- several at once ------------------------------------------------------------------------------
+
+
+def test_what_two_need_is_loaded_once() -> None:
+    desk = HostDesk(num_pages=32)
+    desk.leave_in_host_memory()
+    b = desk.add("b", prompt("a", 22))
+    c = desk.add("c", [*prompt("a", 16), 7, 7, 7])
+    assert desk.admit() == ["b", "c"]
+    assert len(desk.orders()) == 1
+    assert c.pages[:4].tolist() == b.pages[:4].tolist()
+    assert (c.hit_tokens, c.host_tokens, c.shared_tokens) == (0, 0, 16)
+    desk.succeed(b.room_key)
+    desk.succeed(c.room_key)
+    assert desk.transferred() == []
+    desk.end_copy()
+    assert sorted(desk.transferred()) == ["b", "c"]
+    for req in (b, c):
+        desk.finish(req)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_a_load_goes_on_behind_what_is_on_its_way() -> None:
+    """The first page comes from prefill for another; host memory has what follows."""
+    desk = HostDesk(num_pages=32)
+    desk.leave_in_host_memory()
+    desk.host.allocator.check_invariants()
+    first = desk.add("b", prompt("a", 5), max_new=1)
+    # Nothing of it is loaded: so it has to be sent.
+    first.may_load = False
+    assert desk.admit() == ["b"]
+    second = desk.add("c", prompt("a", 22))
+    assert desk.admit() == ["c"]
+    (load,) = desk.orders()
+    assert len(load.device_pages) == 3
+    assert (second.shared_tokens, second.host_tokens) == (4, 12)
+    desk.end_copy()
+    desk.succeed(second.room_key)
+    assert desk.transferred() == []
+    desk.succeed(first.room_key)
+    assert desk.transferred() == ["b", "c"]
+
+
+def test_no_more_loads_than_there_are_rows_for() -> None:
+    desk = HostDesk(num_pages=32, spare_rows=1)
+    for rid in "ab":
+        desk.leave_in_host_memory(rid)
+    one, two = desk.add("c", prompt("a", 20)), desk.add("d", prompt("b", 20))
+    assert desk.admit() == ["c", "d"]
+    assert (one.prefix_len, two.prefix_len) == (16, 0)
+    assert len(desk.orders()) == 1
+
+
+# --- ends before the copy's -----------------------------------------------------------------------
+
+
+def test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended() -> None:
+    desk = HostDesk()
+    desk.leave_in_host_memory()
+    req = next_turn(desk)
+    pages = req.pages[:4].tolist()
+    (load,) = desk.orders()
+    desk.abort(req)
+    desk.carry_out_aborts()
+    held_by = RoomKey(load.number, 0, HOST)
+    assert desk.pages.allocator.held_by(held_by).tolist() == sorted(pages)
+    assert desk.host.cache.protected_pages == 4, "the copy reads them"
+    assert desk.scheduler.prospects.unproved().held == 0, "they come back by themselves"
+    assert desk.pop_failed() == [req]
+    assert not desk.scheduler.idle, "a copy goes on"
+    desk.end_copy()
+    assert desk.scheduler.idle
+    assert desk.pages.allocator.held_pages == 0
+    assert desk.prefix_of(req) == 0, "nothing vouches for what no request waits for"
+    desk.at_rest()
+
+
+def test_a_load_goes_on_for_the_one_that_joined_it() -> None:
+    desk = HostDesk(num_pages=32)
+    desk.leave_in_host_memory()
+    b = desk.add("b", prompt("a", 22))
+    c = desk.add("c", [*prompt("a", 16), 7, 7, 7])
+    desk.admit()
+    desk.abort(b)
+    desk.carry_out_aborts()
+    desk.succeed(c.room_key)
+    desk.end_copy()
+    assert desk.transferred() == ["c"]
+    desk.finish(c)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_a_load_that_fails_leaves_nothing_in_the_tree(has_arrived: bool) -> None:
+    desk = HostDesk(num_pages=32)
+    desk.leave_in_host_memory()
+    b = desk.add("b", prompt("a", 22))
+    c = desk.add("c", [*prompt("a", 16), 7, 7, 7])
+    desk.admit()
+    if has_arrived:
+        desk.succeed(b.room_key)
+    generations = b.generation, c.generation
+    desk.commands()
+    desk.end_copy(error=OSError("a bad page"))
+    desk.carry_out_aborts()
+    assert desk.prefix_of(b) == 0
+    assert (b.generation, c.generation) == (generations[0] + 1, generations[1] + 1)
+    assert sorted(desk.admit()) == ["b", "c"]
+    assert desk.orders() == [], "the copy's error may be of these pages"
+    for req in (b, c):
+        desk.succeed(req.room_key)
+    assert sorted(desk.transferred()) == ["b", "c"]
+    assert desk.scheduler.counters["host_copies_failed"] == 1
+
+
+def test_a_write_that_fails_leaves_nothing_in_host_memory() -> None:
+    desk = HostDesk()
+    desk.finish(desk.start("a", 16))
+    desk.end_copy(error=OSError("a bad page"))
+    assert desk.host.cache.num_pages == desk.host.allocator.cached_pages == 0
+    desk.at_rest()
+
+
+def test_a_flush_between_order_and_end_of_a_write() -> None:
+    desk = HostDesk()
+    desk.finish(desk.start("a", 16))
+    desk.orders()
+    desk.scheduler.flush()
+    desk.scheduler.check_invariants()
+    desk.end_copy()
+    assert desk.host.cache.num_pages == 0
+    assert desk.pages.allocator.free_pages == 16
+    desk.at_rest()
+
+
+def test_a_flush_between_order_and_end_of_a_load() -> None:
+    desk = HostDesk()
+    desk.leave_in_host_memory()
+    req = next_turn(desk)
+    desk.orders()
+    desk.scheduler.flush()
+    desk.scheduler.check_invariants()
+    assert desk.host.cache.num_pages == 0
+    assert desk.admit() == ["b"], "it asks for all of it, in other pages"
+    desk.end_copy()
+    assert desk.prefix_of(req) == 0
+    assert desk.host.allocator.free_pages == 32
+    desk.carry_out_aborts()
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["b"]
+    desk.finish(req)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_new_weights_end_what_is_loaded() -> None:
+    desk = HostDesk()
+    desk.leave_in_host_memory()
+    req = next_turn(desk)
+    desk.scheduler.move_weights("2", desk.now_s)
+    desk.scheduler.flush()
+    desk.scheduler.check_invariants()
+    assert [one.rid for one in desk.pop_failed()] == ["b"]
+    desk.carry_out_aborts()
+    desk.end_copy()
+    assert (desk.prefix_of(req), desk.host.cache.num_pages) == (0, 0)
+    desk.at_rest()
+
+
+def test_a_retracted_request_comes_back_from_host_memory() -> None:
+    desk = HostDesk(num_pages=12)
+    first = desk.start("x", 4, 20)
+    req = desk.start("a", 16, 8, outputs=2)
+    desk.retract(req)
+    desk.end_all_copies()
+    desk.evict(12)
+    desk.commands()
+    assert desk.admit() == ["a"]
+    (promise,) = desk.promises().values()
+    assert (promise.prefix_len, promise.fill_len) == (16, 17)
+    desk.end_copy()
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["a"]
+    desk.finish(req)
+    desk.finish(first)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_all_of_a_retracted_request_may_be_in_host_memory() -> None:
+    """Then nothing is asked of prefill."""
+    desk = HostDesk(num_pages=12)
+    desk.start("x", 4, 20)
+    req = desk.start("a", 15, 8, outputs=2)
+    assert req.kv_len == 16
+    desk.retract(req)
+    desk.end_all_copies()
+    desk.evict(12)
+    desk.commands()
+    assert desk.admit() == ["a"]
+    assert desk.commands() == []
+    assert desk.transferred() == []
+    desk.end_copy()
+    assert desk.transferred() == ["a"]
+
+
+# --- who used what --------------------------------------------------------------------------------
+
+
+def visits(cache: RadixCache, num_pages: int) -> list[int]:
+    """How many requests have used each of the first pages of a tree that has one beginning, as a
+    policy hears it that counts them."""
+    marks: list[tuple[int, int]] = []
+    for node in cache.nodes():
+        steps = [*(node.steps or ()), (node.end, node.mark)]
+        marks += [(end, mark[0]) for end, mark in steps if mark is not None]
+    return [sum(num for end, num in marks if end >= page) for page in range(1, num_pages + 1)]
+
+
+def test_each_request_is_one_use_of_what_host_memory_has() -> None:
+    """Of what it found there, and of what was written for it."""
+    heard: list[bool] = []
+
+    class Hearing(LeastFrequentlyUsed):
+        name = "hearing"
+
+        def mark(self, use: Use) -> Mark:
+            heard.append(use.visit)
+            return super().mark(use)
+
+        def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
+            heard.append(use.visit)
+            return super().insertion_marks(use)
+
+    desk = HostDesk(num_pages=32, policy="lfu", host_policy=Hearing())
+    desk.leave_in_host_memory("a", 8)
+    assert visits(desk.host.cache, 2) == [1, 1]
+    assert sum(heard) == 1
+    req = desk.add("b", prompt("a", 16))
+    desk.admit()
+    desk.succeed(req.room_key)
+    desk.end_copy()
+    desk.transferred()
+    desk.finish(req)
+    desk.end_all_copies()
+    assert visits(desk.host.cache, 4) == [2, 2, 1, 1]
+    assert sum(heard) == 2
+
+
+def test_a_load_is_one_use_of_the_pool() -> None:
+    """By the request that it was begun for; one that joins it is another."""
+    desk = HostDesk(num_pages=32, policy="lfu")
+    desk.leave_in_host_memory("a", 16)
+    b, c = desk.add("b", prompt("a", 22)), desk.add("c", [*prompt("a", 16), 7, 7, 7])
+    assert desk.admit() == ["b", "c"]
+    desk.succeed(b.room_key)
+    desk.succeed(c.room_key)
+    desk.end_copy()
+    assert sorted(desk.transferred()) == ["b", "c"]
+    assert visits(desk.pages.cache, 4) == [2] * 4
+    for req in (b, c):
+        desk.finish(req)
+    assert visits(desk.pages.cache, 4) == [2] * 4
+
+
+def test_what_the_pool_has_and_what_is_loaded_behind_it_is_used_once() -> None:
+    desk = HostDesk(num_pages=32, policy="lfu")
+    desk.finish(desk.start("a", 16))
+    desk.end_all_copies()
+    desk.evict(3)
+    desk.commands()
+    before = visits(desk.pages.cache, 1)
+    req = next_turn(desk)
+    assert req.host_tokens == 12
+    desk.end_copy()
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["b"]
+    assert visits(desk.pages.cache, 4) == [before[0] + 1, 1, 1, 1]
+
+
+# --- what others got wrong ------------------------------------------------------------------------
+
+
+def test_nothing_is_retracted_for_pages_that_an_aborted_load_gives_back() -> None:
+    desk = HostDesk(num_pages=12)
+    desk.leave_in_host_memory("a", 16)
+    first, second = desk.start("x", 4, 16), desk.start("y", 4, 16)
+    loading = desk.add("b", prompt("a", 17), 1)
+    assert desk.admit() == ["b"]
+    desk.abort(loading)
+    desk.carry_out_aborts()
+    assert len(desk.orders()) == 1
+    assert desk.host.held_pages == 4
+    assert not desk.host.pins
+    while desk.pages.available_pages or not desk.pages.allocator.held_pages:
+        desk.token(first, second)
+    for _ in range(PAGE_SIZE):
+        try:
+            desk.token(first, second)
+        except OutOfPagesError as error:
+            assert error.retract == (), "the copy's pages come back by themselves"
+            break
+    else:
+        raise AssertionError("there was a page all the same")
+    desk.end_copy()
+    desk.token(first, second)
+
+
+def test_host_memory_gives_nothing_up_that_a_load_reads() -> None:
+    """A load goes on while other paths are written, and there is no other page for them."""
+    desk = HostDesk(num_pages=32, host_pages=6)
+    desk.leave_in_host_memory("a", 16)
+    req = next_turn(desk)
+    (load,) = desk.orders()
+    for rid in "xyz":
+        desk.finish(desk.start(rid, 16, prefill="q"))
+    written = [page for order in desk.orders() for page in order.host_pages.tolist()]
+    assert len(written) == 2
+    assert not set(written) & set(load.host_pages.tolist())
+    desk.end_all_copies()
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["b"]
+
+
+def test_nothing_is_promised_before_its_bytes_are_there() -> None:
+    """What is being written is not in host memory yet: a request asks prefill for it."""
+    desk = HostDesk(num_pages=12)
+    desk.finish(desk.start("a", 16))
+    (write,) = desk.orders()
+    desk.scheduler.flush()  # the pool forgets it; the copy goes on
+    desk.commands()
+    req = next_turn(desk)
+    (promise,) = desk.promises().values()
+    assert promise.prefix_len == req.prefix_len == 0
+    assert desk.orders() == []
+    desk.end_copy(write)
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["b"]
+    # Nor is what was evicted from the pool while it waited for its turn.
+    desk = HostDesk(num_pages=16, host_pages=4, are_ready=False)
+    desk.finish(desk.start("a", 16))
+    desk.evict(16)
+    desk.commands()
+    next_turn(desk)
+    (promise,) = desk.promises().values()
+    assert promise.prefix_len == 0
+
+
+def test_an_eviction_for_a_load_does_not_wait_for_the_write_of_what_it_evicts() -> None:
+    """A pool and host memory that are both full of what is used: one makes room for the other."""
+    desk = HostDesk(num_pages=8, host_pages=4)
+    desk.leave_in_host_memory("a", 16)
+    # The pool is full of another path, and host memory of "a": neither has a free page.
+    other = desk.start("x", 28, 1)
+    desk.finish(other)
+    assert desk.orders(), "it takes the pages of a path that nothing reads"
+    desk.end_all_copies()
+    desk.leave_in_host_memory("a", 16)
+    desk.finish(desk.start("x", 28, 1), continues=False)
+    assert desk.pages.allocator.free_pages <= 1
+    req = next_turn(desk, num_tokens=20)
+    assert req.host_tokens == 16
+    desk.end_all_copies()
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["b"]
+    desk.finish(req)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_a_load_that_has_ended_is_heard_of_whatever_is_before_it() -> None:
+    """The end of each copy counts for its request alone, not in the order of their begin."""
+    desk = HostDesk(num_pages=32)
+    for rid in "ab":
+        desk.leave_in_host_memory(rid)
+    first, second = desk.add("c", prompt("a", 20)), desk.add("d", prompt("b", 20))
+    assert desk.admit() == ["c", "d"]
+    _, late = desk.orders()
+    desk.succeed(second.room_key)
+    desk.end_copy(late)
+    assert desk.scheduler.has_results
+    assert desk.transferred() == ["d"]
+    desk.succeed(first.room_key)
+    desk.end_copy()
+    assert desk.transferred() == ["c"]
+
+
+def test_what_is_due_is_forgotten_with_the_weights() -> None:
+    desk = HostDesk(num_pages=8)
+    a = desk.start("a", 16, 1)
+    for rid in "wxyz":
+        desk.start(rid, 4, 1)
+    desk.finish(a)
+    assert desk.orders() == []
+    assert desk.host.has_due, "those that run may need its pages"
+    desk.scheduler.flush()
+    assert not desk.host.has_due
+
+
+def test_a_second_rank_that_failed_ends_the_load() -> None:
+    """Joined from all ranks, the end of a copy is as good as the worst of them."""
+    desk, copies = HostDesk(num_pages=32), RankCopies(2)
+    desk.leave_in_host_memory("a")
+    req = next_turn(desk)
+    (load,) = desk.orders()
+    desk.succeed(req.room_key)
+    desk.commands()
+    assert copies.on(0, HostCopyDone(load.number, None, 1, 1e-6)) is None
+    assert desk.transferred() == [], "one rank has its bytes, the other has not"
+    done = copies.on(1, HostCopyDone(load.number, OSError("a bad page"), 0, 1e-6))
+    assert done is not None
+    desk.under_way.remove(load)
+    desk.scheduler.copy_ended(done, desk.now_s)
+    assert desk.transferred() == []
+    assert desk.prefix_of(req) == 0
+
+
+# --- or not loaded --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("load_s", "is_loaded"), [(1e-3, True), (10.0, False)])
+def test_what_comes_sooner_from_prefill_is_not_loaded(load_s: float, is_loaded: bool) -> None:
+    desk = HostDesk(num_pages=32, sources=Sources(loads=True))
+    desk.leave_in_host_memory("a")
+    # What is not measured is loaded; then the loads, and prefill, are.
+    for number in range(2):
+        req = next_turn(desk, f"b{number}")
+        desk.now_s += 0.1
+        desk.succeed(req.room_key)
+        (order,) = desk.orders()
+        desk.under_way.remove(order)
+        desk.scheduler.copy_ended(HostCopyDone(order.number, None, 1, load_s), desk.now_s)
+        assert desk.transferred() == [req.rid]
+        desk.finish(req)
+        desk.end_all_copies()
+        desk.evict(32)
+        assert req.host_tokens >= 16
+    last = next_turn(desk, "c")
+    assert (last.host_tokens > 0) is is_loaded
+    assert bool(desk.orders()) is is_loaded
+    # What is not loaded is not measured, so after a minute it is tried again.
+    desk.abort(last)
+    desk.carry_out_aborts()
+    desk.end_all_copies()
+    desk.now_s += FRESH_S + 1
+    desk.finish(desk.start("x", 8))  # what prefill takes is known all the time
+    assert next_turn(desk, "d").host_tokens > 0
+
+
+# --- and what decode computes itself --------------------------------------------------------------
+
+
+def test_what_is_computed_waits_for_what_it_continues() -> None:
+    sources = Sources(ComputeConfig(below=16))
+    desk = HostDesk(sources=sources)
+    a = desk.add("a", 16)
+    desk.admit()
+    assert desk.scheduler.pop_local(desk.now_s) == [a]
+    desk.scheduler.computed(a, 16, desk.now_s)
+    desk.transferred()
+    desk.finish(a)
+    desk.end_all_copies()
+    desk.evict(16)
+    desk.commands()
+    req = desk.add("b", prompt("a", 16))
+    assert desk.admit() == ["b"]
+    assert req.prefix_len == 12, "its last page is computed, to sample its first token"
+    assert desk.scheduler.pop_local(desk.now_s) == []
+    desk.end_copy()
+    assert desk.transferred() == []
+    assert desk.scheduler.pop_local(desk.now_s) == [req]
+    desk.scheduler.computed(req, 16, desk.now_s)
+    assert desk.transferred() == ["b"]
+
+
+def test_host_memory_counts_where_decode_is_alone() -> None:
+    """What it lacks is small enough to compute, with what host memory has."""
+    desk = HostDesk(sources=Sources(ComputeConfig(below=0, down_below=8), fails_over=True))
+    desk.leave_in_host_memory()
+    req = desk.add("b", prompt("a", 22), prefill="")
+    assert desk.admit() == ["b"]
+    assert req.state.value == "preallocated"
+    desk.end_copy()
+    assert desk.transferred() == []
+    assert desk.scheduler.pop_local(desk.now_s) == [req]
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_host_memory_counts_where_the_prefill_worker_goes_while_it_waits(has_it: bool) -> None:
+    """Of 22 tokens it lacks 6, with what host memory has: so it need not wait for the worker."""
+    config = ComputeConfig(below=0, down_below=8)
+    lanes = Lanes(gated=True, patience_s=30.0)
+    desk = HostDesk(sources=Sources(config, fails_over=True), lanes=lanes)
+    warm = desk.add("a", prompt("a" if has_it else "x", 16))
+    desk.scheduler.prefill_ready("p", 0, desk.now_s)
+    assert desk.admit() == ["a"]
+    desk.succeed(warm.room_key)
+    assert desk.transferred() == ["a"]
+    desk.finish(warm)
+    desk.end_all_copies()
+    desk.evict(16)
+    req = desk.add("b", prompt("a", 22))
+    desk.scheduler.prefill_away("p", desk.now_s)
+    assert req.is_alone == has_it
+    assert desk.admit() == ["b"] * has_it
+
+
+assert PAGE_SIZE == 4
+
+
+# --- with windows and states ----------------------------------------------------------------------
+
+LAST = [WindowSpec("last", 6, 9, 1)]  # three pages of it for each request
+
+
+def test_a_load_has_no_pages_in_window_groups_and_no_slot() -> None:
+    desk = HostDesk(num_slots=3, windows=LAST)
+    desk.leave_in_host_memory()
+    req, (group,) = next_turn(desk), desk.pages.windows
+    (promise,) = desk.promises().values()
+    # All that host memory has is left out of what is sent; the window and the state are not.
+    assert (promise.prefix_len, len(promise.page_ids())) == (16, 2)
+    assert (len(promise.window_ids()[0]), promise.state_slot) == (2, req.state_slot)
+    assert desk.pages.slots is not None
+    assert (group.allocator.owned_pages, desk.pages.slots.owned_pages) == (3, 1)
+    # Its pages are held by the load, which has no others; those of the request by the room.
+    (load,) = desk.orders()
+    desk.abort(req)
+    assert desk.states()["HELD"] == 6
+    assert (group.allocator.held_pages, desk.pages.slots.held_pages) == (3, 1)
+    desk.end_copy(load)
+    assert desk.states()["HELD"] == 2
+    desk.carry_out_aborts()
+    assert group.allocator.free_pages == 9
+    desk.at_rest()
+
+
+def test_a_retracted_request_is_loaded_and_its_window_and_state_are_sent() -> None:
+    desk = HostDesk(num_slots=3, windows=LAST)
+    old = desk.start("old", 4)
+    req = desk.start("a", 15, 9, outputs=2)
+    desk.commands()
+    desk.retract(req)
+    desk.end_all_copies()
+    desk.evict(desk.pages.num_pages)
+    assert desk.admit() == ["a"]
+    (promise,) = desk.promises().values()
+    assert (promise.prefix_len, promise.fill_len, promise.pages) == (16, 16, b"")
+    assert (len(promise.window_ids()[0]), promise.state_slot) == (2, req.state_slot)
+    desk.end_all_copies()
+    assert desk.transferred() == [], "without its window and state it does not run"
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["a"]
+    for one in (old, req):
+        desk.finish(one)
+    desk.end_all_copies()
+    desk.at_rest()
+
+
+def test_what_is_computed_from_a_checkpoint_loads_nothing() -> None:
+    """Host memory has pages behind the checkpoint, and no state: they are computed again, or
+    loaded for what prefill sends."""
+    for below, is_here in ((8, False), (1000, True)):
+        sources = Sources(ComputeConfig(below=below))
+        desk = HostDesk(40, num_slots=3, num_checkpoints=4, sources=sources)
+        desk.finish(desk.start("a", 8, may_compute=False))
+        first = desk.start("a2", prompt("a", 8), 2, may_compute=False)
+        assert desk.scheduler.save_states([first], desk.now_s) == [(first.state_slot, 3)]
+        desk.token(first)
+        desk.finish(first)
+        desk.end_all_copies()
+        desk.finish(desk.start("a3", prompt("a", 16), may_compute=False))
+        desk.end_all_copies()
+        desk.evict(2)
+        desk.commands()
+        req = desk.add("b", prompt("a", 22))
+        assert desk.admit() == ["b"]
+        # 8 tokens are in the pool, with a state; 8 more in host memory.
+        assert (req.computes, req.prefix_len) == (is_here, 8 if is_here else 16)
+        assert [order.is_load for order in desk.orders()] == ([] if is_here else [True])
+        if is_here:
+            assert desk.scheduler.pop_local(desk.now_s) == [req]
+            desk.scheduler.computed(req, 22, desk.now_s)
+        else:
+            desk.succeed(req.room_key)
+        desk.end_all_copies()
+        assert desk.transferred() == ["b"]
+        desk.finish(req)
+        desk.end_all_copies()
+        desk.carry_out_aborts()
+        desk.at_rest()

@@ -1,0 +1,176 @@
+"""A prefill worker that takes promises and never gives its proof does not get the whole pool."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefixkv.decode.lanes import Lanes
+from prefixkv.decode.shares import PrefillShares
+from prefixkv.errors import AdmissionTimeoutError
+from prefixkv.protocol.ids import RoomKey
+from tests.unit.decode.desk import Desk
+
+READY = ["a", "b"]
+
+
+def desk(ready: list[str] = READY, most: int = 8, **settings: object) -> Desk:
+    return Desk(16, shares=PrefillShares(most, lambda: ready), **settings)
+
+
+@pytest.mark.parametrize("admission", ["hit_aware", "fifo"])
+def test_a_worker_that_never_drains_holds_its_share_and_the_others_are_served(
+    admission: str,
+) -> None:
+    d = desk(admission=admission, patience_s=5.0)
+    held = [d.add(rid, 12, 4, prefill="a") for rid in "uvw"]
+    d.add("x", 12, 4, prefill="b")
+    assert d.admit() == ["u", "v", "x"], "w would be above the share, and x overtakes it"
+    for req in held[:2]:
+        d.abort(req)
+    d.now_s = 100.0  # nor does it hold up what comes behind it when its patience has passed
+    y = d.add("y", 4, 1, prefill="b")
+    assert d.admit() == ["y"]
+    d.drain(held[0].room_key)
+    assert d.admit() == ["w"], "pages have come back"
+    d.succeed(y.room_key)
+    assert d.transferred() == ["y"]
+
+
+def test_what_came_back_by_success_counts_no_more() -> None:
+    d = desk()
+    first = d.start("u", 12, 4, prefill="a")
+    second = d.start("v", 12, 4, prefill="a")
+    d.add("w", 12, 4, prefill="b")
+    d.admit()
+    d.finish(first)
+    d.finish(second)
+    d.add("x", 12, 4, prefill="a")
+    assert d.admit() == ["x"]
+    assert d.scheduler.shares.pages("a") == 3
+
+
+def test_what_waits_for_its_share_is_looked_at_as_soon_as_some_of_it_is_back() -> None:
+    d = desk()
+    first, _, _ = (d.add(rid, 12, 4, prefill="a") for rid in "uvw")
+    d.add("x", 4, 4, prefill="b")
+    assert sorted(d.admit()) == ["u", "v", "x"]
+    assert d.admit() == []
+    version = d.pages.version
+    d.succeed(first.room_key)
+    assert d.pages.version == version, "no page has become free"
+    assert d.admit() == ["w"]
+
+
+def test_alone_a_worker_may_have_all() -> None:
+    ready = ["a", "a's second rank"]
+    d = desk(ready)
+    for rid in "uvw":
+        d.add(rid, 12, 4, prefill="a")
+    assert d.admit() == ["u", "v", "w"]
+    d.add("x", 8, 4, prefill="b")
+    d.add("y", 4, 4, prefill="a")
+    ready.append("b")
+    assert d.admit() == ["x"], "it is above its share from now on"
+
+
+def test_a_request_larger_than_the_share_is_admitted_where_nothing_else_is_held() -> None:
+    d = desk(most=2)
+    d.add("x", 4, 4, prefill="b")
+    d.add("u", 12, 4, prefill="a")
+    assert d.admit() == ["x", "u"]
+    d.add("v", 4, 4, prefill="a")
+    assert d.admit() == []
+
+
+def test_what_waits_for_its_share_fails_in_time() -> None:
+    d = desk(waiting_timeout_s=10.0)
+    for rid in "uvw":
+        d.add(rid, 12, 4, prefill="a")
+    d.add("x", 4, 4, prefill="b")
+    assert sorted(d.admit()) == ["u", "v", "x"]
+    d.now_s = 11.0
+    assert d.admit() == []
+    (failed,) = d.pop_failed()
+    assert failed.rid == "w"
+    assert isinstance(failed.error, AdmissionTimeoutError)
+
+
+def test_a_retracted_request_waits_for_its_share_and_holds_up_none() -> None:
+    """With all its KV flushed it needs prefill again."""
+    d = desk(most=4)
+    oldest = d.start("o", 4, 4, prefill="b", outputs=1)
+    req = d.start("r", 8, 4, prefill="a", outputs=1)
+    d.add("u", 12, 4, prefill="a")
+    assert d.admit() == ["u"]
+    d.retract(req)
+    d.scheduler.flush()
+    d.add("v", 4, 1, prefill="b")
+    assert d.admit() == ["v"]
+    d.finish(oldest)
+
+
+def test_an_address_that_no_request_names_is_no_other_worker() -> None:
+    shares = PrefillShares(1, lambda: ["a", "a/1"])
+    shares.name("a")
+    shares.promise(RoomKey(1, 0), "a", 1)
+    assert not shares.refuses("a", 1)
+    shares.name("a/1")
+    assert shares.refuses("a", 1)
+    for i in range(2000):
+        shares.name(f"n{i}")
+    assert not shares.refuses("a", 1), "the names that were told longest ago are forgotten"
+
+
+def test_ready_workers_are_queried_once_per_pass() -> None:
+    asked: list[int] = []
+
+    def ready() -> list[str]:
+        asked.append(1)
+        return READY
+
+    d = Desk(16, shares=PrefillShares(4, ready))
+    for rid in "uvwxyz":
+        d.add(rid, 12, 4, prefill="a")
+    d.add("b", 4, 4, prefill="b")
+    asked.clear()
+    d.admit()
+    assert len(asked) == 1
+
+
+def test_a_request_that_waits_for_a_share_goes_at_once_where_another_worker_has_one() -> None:
+    d = desk()
+    for rid in "uvw":
+        d.add(rid, 12, 4, prefill="a")
+    d.add("x", 4, 1, prefill="b")
+    assert d.admit() == ["x", "u", "v"]
+    assert d.admit() == []
+    assert not d.scheduler.waiting.may_admit
+    d.scheduler.retarget("w", "b")
+    assert d.scheduler.waiting.may_admit
+    assert d.admit() == ["w"]
+
+
+def test_a_share_binds_no_more_when_the_other_worker_goes_away() -> None:
+    answering = ["a", "b"]
+    d = Desk(16, lanes=Lanes(gated=True), shares=PrefillShares(4, lambda: answering))
+    lost = d.add("u", 12, 4, prefill="a")
+    d.add("x", 4, 1, prefill="b")
+    for address in answering:
+        d.scheduler.prefill_ready(address, 0, 0.0)
+    assert sorted(d.admit()) == ["u", "x"]
+    d.fail(lost.room_key)
+    d.add("w", 8, 1, prefill="a")
+    assert d.admit() == []
+    assert d.scheduler.waiting.aside()["share"] == 1
+    answering.remove("b")
+    d.scheduler.prefill_away("b", 0.0)
+    assert d.admit() == ["w"]
+
+
+def test_a_worker_that_a_request_is_sent_to_later_counts_among_the_others() -> None:
+    d = desk()
+    for rid in "uvw":
+        d.add(rid, 12, 4, prefill="a")
+    d.scheduler.retarget("u", "b")
+    d.add("x", 12, 4, prefill="a")
+    assert d.admit() == ["u", "v", "w"], "x is above the share of a, since b is named now"

@@ -1,0 +1,541 @@
+"""Requests that need the same pages at the same time: sent once, whoever ends first and however."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.errors import RequestError
+from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.protocol.messages import Promise
+from tests.unit.decode.desk import PAGE_SIZE, AbortRoom, Desk, OpenRoom
+
+SYSTEM = list(range(8))  # two pages
+
+
+def in_order(num_pages: int = 16, **settings: Any) -> Desk:
+    """A desk that admits in the order of arrival."""
+    return Desk(num_pages, **{"admission": "fifo", **settings})
+
+
+def tokens(*suffix: int) -> list[int]:
+    """The system prompt, then a page of each of these."""
+    return SYSTEM + [token for one in suffix for token in [100 + one] * PAGE_SIZE]
+
+
+def promises(desk: Desk) -> dict[RoomKey, Promise]:
+    opened = [command.promise for command in desk.commands() if isinstance(command, OpenRoom)]
+    return {RoomKey(promise.room, promise.generation): promise for promise in opened}
+
+
+def aborted(desk: Desk) -> list[RoomKey]:
+    return [command.key for command in desk.commands() if isinstance(command, AbortRoom)]
+
+
+def burst(desk: Desk, *prompts: list[int], **fields: Any) -> list[DecodeRequest]:
+    """These requests, all admitted in one pass, in their order."""
+    reqs = [desk.add("abcdefgh"[at], prompt, **fields) for at, prompt in enumerate(prompts)]
+    assert desk.admit() == [req.rid for req in reqs]
+    return reqs
+
+
+def trio(desk: Desk) -> list[DecodeRequest]:
+    """An owner and two that wait for it: b for a, c for b."""
+    reqs = burst(desk, tokens(1, 2), tokens(1, 3), tokens(1, 3, 4))
+    desk.commands()
+    return reqs
+
+
+def end_well(desk: Desk, reqs: list[DecodeRequest]) -> None:
+    """All of these arrive, run and finish; whoever was asked for again is admitted first."""
+    desk.admit()
+    for req in reqs:
+        flight = desk.scheduler.flights.of(req)
+        if flight is not None and flight.is_open:
+            desk.succeed(req.room_key)
+    desk.transferred()
+    for req in reqs:
+        desk.finish(req)
+    desk.carry_out_aborts()
+    desk.at_rest()
+
+
+# --- sent once ------------------------------------------------------------------------------------
+
+
+def test_what_is_on_its_way_is_promised_once() -> None:
+    desk = in_order(32)
+    a, b, c, other = burst(desk, tokens(1, 2), tokens(1, 3), tokens(1, 3, 4), tokens(9))
+    sent = promises(desk)
+    assert [sent[req.room_key].prefix_len for req in (a, b, c, other)] == [0, 12, 16, 8]
+    assert [len(sent[req.room_key].page_ids()) for req in (a, b, c, other)] == [4, 1, 1, 1]
+    assert desk.states() == {"FREE": 25, "OWNED": 7}
+    assert a.pages[:3].tolist() == b.pages[:3].tolist() == c.pages[:3].tolist()
+    assert b.pages[:4].tolist() == c.pages[:4].tolist()
+    counters = desk.scheduler.counters
+    assert (counters["shared_flights"], counters["shared_tokens"]) == (3, 12 + 16 + 8)
+    assert counters["skipped_tokens"] == counters["shared_tokens"]
+    assert a.hit_tokens + b.hit_tokens + c.hit_tokens == 0, "hits are of the cache alone"
+    for req in (a, b, c, other):
+        desk.succeed(req.room_key)
+    assert desk.transferred() == ["a", "b", "d", "c"]
+    assert desk.states() == {"FREE": 25, "CACHED": 7}
+    end_well(desk, [a, b, c, other])
+
+
+def test_samples_of_one_prompt_share_all_its_whole_pages() -> None:
+    desk = in_order(32)
+    prompt = [*tokens(1), 7, 7]
+    reqs = burst(desk, prompt, prompt, prompt)
+    sent = promises(desk)
+    assert [len(sent[req.room_key].page_ids()) for req in reqs] == [4, 1, 1], (
+        "and each has the partial page"
+    )
+    for at, req in enumerate(reqs):
+        desk.succeed(req.room_key, b"first token of %d" % at)
+    assert desk.transferred() == ["a", "b", "c"]
+    assert [req.aux for req in reqs] == [b"first token of %d" % at for at in range(3)]
+    assert desk.states() == {"FREE": 26, "CACHED": 3, "OWNED": 3}
+    assert desk.pages.cache.protected_pages == 3
+    end_well(desk, reqs)
+
+
+def test_a_request_that_lacks_only_the_aux_still_has_a_room() -> None:
+    desk = in_order()
+    a, b = burst(desk, tokens(), tokens())
+    sent = promises(desk)
+    assert (sent[b.room_key].fill_len, sent[b.room_key].prefix_len, sent[b.room_key].pages) == (
+        8,
+        8,
+        b"",
+    )
+    desk.succeed(a.room_key)
+    assert desk.transferred() == ["a"]
+    desk.succeed(b.room_key, b"aux")
+    assert (desk.transferred(), b.aux) == (["b"], b"aux")
+    end_well(desk, [a, b])
+
+
+def test_one_that_comes_while_the_pages_are_there_but_not_committed_joins_too() -> None:
+    desk = in_order()
+    a = desk.add("a", tokens(1))
+    desk.admit()
+    desk.succeed(a.room_key)
+    b = desk.add("b", tokens(1, 2))
+    desk.admit()
+    assert b.prefix_len == 12
+    flights = desk.scheduler.flights
+    flight = flights.of(b)
+    assert flight is not None
+    assert flight.joined is flights.of(a) is not None
+    assert desk.transferred() == ["a"]
+    assert (flight.joined, b.pages_held.num_locked, b.pages_held.num_joined) == (None, 3, 0)
+    end_well(desk, [a, b])
+
+
+def test_behind_what_is_cached_the_rest_is_shared() -> None:
+    desk = in_order()
+    desk.finish(desk.start("s", tokens()))
+    a, b = burst(desk, tokens(1, 2), tokens(1, 3))
+    assert (b.pages_held.num_locked, b.pages_held.num_joined, b.prefix_len) == (2, 1, 12)
+    desk.succeed(a.room_key)
+    desk.succeed(b.room_key)
+    assert desk.transferred() == ["a", "b"]
+    end_well(desk, [a, b])
+
+
+@pytest.mark.parametrize("order", ["abc", "acb", "bac", "bca", "cab", "cba"])
+def test_rooms_may_succeed_in_any_order_and_none_runs_before_all_its_pages_are_there(
+    order: str,
+) -> None:
+    desk = in_order(32)
+    reqs = {req.rid: req for req in trio(desk)}
+    there: set[str] = set()
+    ran: list[str] = []
+    for rid in order:
+        desk.succeed(reqs[rid].room_key, rid.encode())
+        there.add(rid)
+        assert desk.scheduler.has_results == any(
+            {"a": 0, "b": 1, "c": 2}[rid] == len(ran) for rid in there - set(ran)
+        )
+        ran += desk.transferred()
+        expected = [rid for at, rid in enumerate("abc") if {*"abc"[: at + 1]} <= there]
+        assert ran == expected
+    for rid, req in reqs.items():
+        assert req.aux == rid.encode()
+        assert desk.pages.cache.match_prefix(req.tokens).pages.tolist() == req.pages.tolist()
+    end_well(desk, list(reqs.values()))
+
+
+def test_a_long_chain_is_committed_in_one_call() -> None:
+    length = 600
+    desk = in_order(2 * length, rows=length)
+    prompts = [
+        [at // PAGE_SIZE for at in range(PAGE_SIZE * (number + 1))] for number in range(length)
+    ]
+    reqs = [
+        desk.scheduler.add(desk.request(f"r{at}", prompt), 0.0) for at, prompt in enumerate(prompts)
+    ]
+    assert len(desk.admit()) == length
+    for req in reversed(reqs):
+        desk.scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"", 0.0)
+    assert desk.transferred() == [req.rid for req in reqs]
+    assert desk.states() == {"FREE": length, "CACHED": length}
+
+
+def test_pages_that_the_tree_has_by_now_are_repointed_for_all_that_joined() -> None:
+    """Another request may finish with the same tokens before the owner's pages are committed."""
+    desk = in_order(32)
+    runs = desk.start("r", SYSTEM[:4], max_new=12, outputs=0)
+    a, b = burst(desk, SYSTEM[:4] + [1] * 8, SYSTEM[:4] + [1] * 8 + [2] * 4)
+    theirs = a.pages[1:3].tolist()
+    assert b.pages[:3].tolist() == a.pages[:3].tolist()
+    for _ in range(9):
+        desk.token(runs, token=1)
+    desk.finish(runs)
+    cached = desk.pages.cache.match_prefix(a.tokens).pages.tolist()
+    assert len(cached) == 3
+    assert set(cached).isdisjoint(theirs)
+    desk.succeed(b.room_key)
+    desk.succeed(a.room_key)
+    assert desk.transferred() == ["a", "b"]
+    assert a.pages[:3].tolist() == b.pages[:3].tolist() == cached
+    assert all(desk.pages.allocator.state(page) == 0 for page in theirs)
+    end_well(desk, [a, b])
+
+
+@pytest.mark.parametrize("how", ["not cacheable", "cache off", "namespaces"])
+def test_what_may_not_be_shared_is_not(how: str) -> None:
+    desk = in_order(caching=how != "cache off")
+    fields: dict[str, Any] = {"not cacheable": {"cacheable": False}, "cache off": {}}.get(
+        how, {"namespace": "lora"}
+    )
+    a = desk.add("a", tokens())
+    b = desk.add("b", tokens(), **fields)
+    again = desk.add("c", tokens(1), **fields)
+    desk.admit()
+    assert (a.prefix_len, b.prefix_len) == (0, 0)
+    assert again.prefix_len == (8 if how == "namespaces" else 0)
+    assert set(a.pages.tolist()).isdisjoint(b.pages.tolist())
+    end_well(desk, [a, b, again])
+
+
+# --- the owner goes -------------------------------------------------------------------------------
+
+
+def _open(desk: Desk, req: DecodeRequest) -> None:
+    pass
+
+
+def _arrived(desk: Desk, req: DecodeRequest) -> None:
+    desk.succeed(req.room_key)
+
+
+ROOMS: dict[str, Callable[[Desk, DecodeRequest], None]] = {"open": _open, "arrived": _arrived}
+
+
+@pytest.mark.parametrize("theirs", ROOMS)
+@pytest.mark.parametrize("own", ROOMS)
+def test_an_aborted_owner_ends_at_once_and_its_room_goes_on_for_the_others(
+    own: str, theirs: str
+) -> None:
+    desk = in_order(32)
+    a, b, c = trio(desk)
+    ROOMS[own](desk, a)
+    ROOMS[theirs](desk, b)
+    key = a.room_key
+    assert desk.abort(a)
+    assert desk.pop_failed() == [a]
+    assert (a.pages.tolist(), a.state, desk.commands()) == ([], DecodeState.ABORTED, [])
+    assert desk.scheduler.counters["flights_adopted"] == 1
+    if own == "open":
+        with pytest.raises(RequestError, match=f"room {key.room} is in use"):
+            desk.add("x", room=key.room)
+        desk.succeed(key)
+    again = desk.add("a", tokens(9), room=key.room)
+    ran = desk.transferred()
+    assert ran == (["b"] if theirs == "arrived" else []), "what nobody owns is for the tree"
+    assert desk.pages.cache.match_prefix(tokens(1, 2)).prefix_len == 16
+    assert (b.pages_held.num_locked, b.pages_held.num_joined) == (
+        (4, 0) if theirs == "arrived" else (3, 0)
+    )
+    desk.admit()
+    end_well(desk, [b, c, again])
+
+
+@pytest.mark.parametrize("theirs", ROOMS)
+def test_when_the_last_that_waits_has_gone_a_room_without_an_owner_is_aborted(theirs: str) -> None:
+    desk = in_order(32)
+    a, b, c = trio(desk)
+    for req in (b, c):
+        ROOMS[theirs](desk, req)
+    desk.abort(a)
+    desk.abort(b)
+    assert aborted(desk) == [], "c still waits for both"
+    assert desk.scheduler.counters["flights_adopted"] == 2
+    desk.abort(c)
+    gone = aborted(desk)
+    assert set(gone) == ({a.room_key, b.room_key, c.room_key} if theirs == "open" else {a.room_key})
+    assert desk.states()["HELD"] == (6 if theirs == "open" else 4)
+    for key in gone:
+        desk.fail(key, drained=True)
+    assert desk.states() == {"FREE": 32}
+    assert desk.transferred() == []
+    desk.at_rest()
+
+
+def test_an_arrived_flight_that_is_no_longer_needed_is_dropped() -> None:
+    desk = in_order()
+    a, b = burst(desk, tokens(1), tokens(2))
+    desk.succeed(a.room_key)
+    desk.abort(a)
+    desk.commands()
+    assert desk.scheduler.has_results
+    desk.abort(b)
+    assert aborted(desk) == [b.room_key]
+    assert desk.transferred() == []
+    desk.drain(b.room_key)
+    assert desk.states() == {"FREE": 16}
+    desk.at_rest()
+
+
+def test_an_abort_that_crosses_a_success_drops_nothing_that_others_need() -> None:
+    """The owner's end and its room's success come in either order with the same result; see above
+    for the other."""
+    desk = in_order()
+    a, b = burst(desk, tokens(1), tokens(2))
+    desk.commands()
+    desk.succeed(b.room_key)
+    desk.abort(a)
+    desk.succeed(a.room_key)
+    desk.drain(a.room_key)  # says nothing new
+    assert desk.transferred() == ["b"]
+    end_well(desk, [b])
+
+
+# --- the flight fails -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("theirs", ROOMS)
+@pytest.mark.parametrize("owned", [True, False])
+def test_those_that_wait_for_what_fails_ask_again_in_their_order_and_share_again(
+    theirs: str, owned: bool
+) -> None:
+    desk = in_order(32)
+    a, b, c = trio(desk)
+    d = desk.add("d", tokens(5))
+    desk.admit()
+    desk.commands()
+    for req in (b, c, d):
+        ROOMS[theirs](desk, req)
+    if not owned:
+        desk.abort(a)
+    desk.fail(a.room_key)
+    assert a.state is (DecodeState.FAILED if owned else DecodeState.ABORTED)
+    assert [req.state for req in (b, c, d)] == [DecodeState.RETRACTED] * 3
+    assert [req.rid for req in desk.scheduler.waiting] == ["b", "c", "d"]
+    assert desk.scheduler.counters["flight_fallbacks"] == 3
+    was = [RoomKey(req.room, 0) for req in (b, c, d)]
+    assert set(aborted(desk)) == (set(was) if theirs == "open" else set())
+    assert desk.states()["HELD"] == (7 if theirs == "open" else 4), (
+        "what had arrived is free, nobody writes it"
+    )
+    assert desk.admit() == ["b", "c", "d"]
+    asks = desk.scheduler.pop_needs_prefill()
+    assert [(ask.rid, ask.generation, len(ask.tokens)) for ask in asks] == [
+        ("b", 1, 16),
+        ("c", 1, 20),
+        ("d", 1, 12),
+    ]
+    sent = promises(desk)
+    assert [sent[req.room_key].prefix_len for req in (b, c, d)] == [0, 16, 8], (
+        "the first brings it, the others join"
+    )
+    assert [req.retries for req in (b, c, d)] == [0, 0, 0]
+    for key in (a.room_key, *(was if theirs == "open" else [])):
+        desk.fail(key, drained=True)
+    assert "HELD" not in desk.states()
+    end_well(desk, [b, c, d])
+
+
+def test_a_retry_of_the_owner_goes_first_and_the_others_join_it_again() -> None:
+    desk = in_order(32, max_retries=1)
+    a, b, c = trio(desk)
+    desk.fail(a.room_key)
+    assert [req.rid for req in desk.scheduler.waiting] == ["a", "b", "c"]
+    assert (a.retries, b.retries) == (1, 0)
+    assert desk.admit() == ["a", "b", "c"]
+    assert [req.prefix_len for req in (a, b, c)] == [0, 12, 16]
+    desk.fail(a.room_key)
+    assert (a.state, b.state) == (DecodeState.FAILED, DecodeState.RETRACTED), "once, not for ever"
+    assert b.generation == 2
+    desk.admit()
+    desk.fail(b.room_key)
+    assert (b.state, b.retries) == (DecodeState.RETRACTED, 1), "its own retry is still its own"
+    for room in (a.room, b.room, c.room):
+        for generation in range(3):
+            desk.drain(RoomKey(room, generation))
+    end_well(desk, [b, c])
+
+
+def test_what_fails_in_the_middle_leaves_those_before_it_alone() -> None:
+    desk = in_order(32)
+    a, b, c = trio(desk)
+    desk.fail(b.room_key, drained=True)
+    assert [req.state for req in (a, b, c)] == [
+        DecodeState.PREALLOCATED,
+        DecodeState.FAILED,
+        DecodeState.RETRACTED,
+    ]
+    desk.admit()
+    flights = desk.scheduler.flights
+    flight = flights.of(c)
+    assert flight is not None
+    assert flight.joined is flights.of(a) is not None
+    assert c.prefix_len == 12
+    end_well(desk, [a, c])
+
+
+def test_the_last_that_waits_fails_and_takes_a_room_without_an_owner_with_it() -> None:
+    desk = in_order()
+    a, b = burst(desk, tokens(1), tokens(2))
+    desk.commands()
+    desk.abort(a)
+    desk.fail(b.room_key, drained=True)
+    assert aborted(desk) == [a.room_key]
+    desk.fail(a.room_key, drained=True)
+    desk.at_rest()
+
+
+def test_the_pages_of_a_failed_attempt_are_not_written_twice() -> None:
+    desk = in_order(32)
+    a, b, c = trio(desk)
+    desk.fail(a.room_key)
+    desk.admit()
+    held = [desk.pages.allocator.held_by(RoomKey(req.room, 0)).tolist() for req in (a, b, c)]
+    writable = [page for pages in held for page in pages]
+    writable += [
+        page for promise in promises(desk).values() for page in promise.page_ids().tolist()
+    ]
+    assert len(writable) == len(set(writable)) == 6 + 5
+    for req in (a, b, c):
+        desk.drain(RoomKey(req.room, 0))
+    end_well(desk, [b, c])
+
+
+def test_one_that_comes_back_waits_for_a_flight_that_brings_all_it_has_lost_without_a_room() -> (
+    None
+):
+    desk = in_order(32)
+    desk.start("old", 4)
+    req = desk.start("r", SYSTEM[:4], max_new=12)
+    for token in (4, 5, 6, 7, 8):
+        desk.token(req, token=token)
+    assert req.kv_len == 8
+    other = desk.add("o", [*SYSTEM, 1])
+    desk.admit()
+    assert other.prefix_len == 4
+    desk.retract(req)
+    evicted = desk.pages.cache.evict(1)
+    desk.pages.allocator.uncache(evicted)
+    desk.pages.allocator.free(evicted)
+    desk.pages.version += 1
+    desk.commands()
+    assert desk.admit() == ["r"]
+    assert (req.prefix_len, req.fill_len, desk.commands()) == (8, 8, [])
+    assert desk.scheduler.pop_needs_prefill() == []
+    assert desk.transferred() == []
+    desk.fail(other.room_key, drained=True)
+    assert (req.state, req.generation) == (DecodeState.RETRACTED, 2)
+    assert aborted(desk) == [], "it had no room"
+    assert desk.admit() == ["r"]
+    [ask] = desk.scheduler.pop_needs_prefill()
+    assert (ask.tokens.tolist(), ask.known_token) == (SYSTEM, 8)
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["r"]
+    assert req.output == [4, 5, 6, 7, 8]
+    for rid in ("old", "r"):
+        desk.finish(desk.scheduler.requests[rid])
+    desk.at_rest()
+
+
+# --- a flush --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("theirs", ROOMS)
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_flush_sends_those_that_wait_to_ask_for_kv_of_the_new_weights(
+    theirs: str, owned: bool
+) -> None:
+    desk = in_order(32)
+    a, b, c = trio(desk)
+    for req in (b, c):
+        ROOMS[theirs](desk, req)
+    if not owned:
+        desk.abort(a)
+    desk.scheduler.flush()
+    desk.scheduler.check_invariants()
+    was = [a.room_key] if not owned else []
+    was += [RoomKey(req.room, 0) for req in (b, c)] if theirs == "open" else []
+    assert set(aborted(desk)) == set(was)
+    assert [req.state for req in (b, c)] == [DecodeState.RETRACTED] * 2
+    late = desk.add("l", tokens(1, 2))
+    assert desk.admit() == ["b", "c", "l"]
+    assert [req.prefix_len for req in (b, c, late)] == [0, 16, 12], (
+        "nobody joins what is on its way from before"
+    )
+    assert desk.scheduler.counters["flight_fallbacks"] == 2
+    for key in was:
+        desk.drain(key)
+    if owned:
+        desk.succeed(a.room_key)
+        assert desk.transferred() == ["a"]
+        assert desk.pages.cache.num_pages == 0
+        desk.finish(a)
+    end_well(desk, [b, c, late])
+
+
+# --- an abort wherever it may come ----------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["fail", "retry"])
+@pytest.mark.parametrize("seed", range(20))
+def test_aborts_and_failures_in_any_order_leave_nothing(seed: int, policy: str) -> None:
+    """A burst with branches, and everything that may happen to it, until nobody is left."""
+    chance = np.random.default_rng(seed)
+    desk = Desk(64, rows=16, max_retries=int(policy == "retry"))
+    for at in range(12):
+        prompt = tokens(*chance.integers(1, 3, chance.integers(0, 4)).tolist())
+        desk.add(f"r{at}", prompt[: len(prompt) - int(chance.integers(0, 3))])
+    open_rooms: dict[RoomKey, bool] = {}  # True: aborted
+    for _ in range(400):
+        desk.admit()
+        for command in desk.commands():
+            if isinstance(command, OpenRoom):
+                open_rooms[RoomKey(command.promise.room, command.promise.generation)] = False
+            elif command.key in open_rooms:
+                open_rooms[command.key] = True
+        act = chance.random()
+        if act < 0.35 and open_rooms:
+            key = sorted(open_rooms)[chance.integers(len(open_rooms))]
+            failed = open_rooms.pop(key) or chance.random() < 0.2
+            (desk.fail if failed else desk.succeed)(key)
+            if failed:
+                desk.drain(key)
+        elif act < 0.4 and desk.scheduler.requests:
+            rids = sorted(desk.scheduler.requests)
+            desk.abort(desk.scheduler.requests[rids[chance.integers(len(rids))]])
+        elif act < 0.41:
+            desk.scheduler.flush()
+        for rid in desk.transferred():
+            desk.finish(desk.scheduler.requests[rid])
+        if not desk.scheduler.requests and not open_rooms:
+            break
+    assert not desk.scheduler.requests
+    assert not open_rooms
+    desk.at_rest()

@@ -1,0 +1,216 @@
+"""Decode on one host and prefill on another: KV and control go over a wire that is slow, bad, or
+cut for a while; and a restart. Every byte is checked, as ever.
+
+Both sides' control planes have CURVE keys, since what prefill binds is reached by another host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import zmq
+
+from prefixkv.config import CurveConfig, DecodeConfig, PrefillConfig
+from tests.support.net_hosts import (
+    ADDRESSES,
+    Host,
+    HostedNode,
+    RefusedError,
+    Relay,
+    hosts,
+    join_veth,
+    missing_tools,
+)
+from tests.support.node_pair import make_pool, tokens_of
+from tests.support.patience import NEVER_S, until
+from tests.unit.runtime.conftest import QUICK
+
+POOL = {"num_pages": 200, "page_size": 16, "num_layers": 4, "head_dim": 64}
+PAGE_BYTES = make_pool(**POOL | {"num_pages": 1}).layout.page_bytes  # 32 KiB
+FAST, SLOW, SLOWEST = 400.0, 16.0, 4.0  # Mbit/s
+
+
+class TwoHosts:
+    """Prefill on the first, decode on the second. The test is the router between them."""
+
+    def __init__(self, start: Callable[..., Any], relayed: bool = False) -> None:
+        if tools := missing_tools():
+            raise RefusedError(f"{tools} is not installed (Debian: iproute2)")
+        self._start = start
+        self.a = start(Host)
+        self.b = start(Host)
+        self.relay = start(Relay, self.a, self.b) if relayed else None
+        if not relayed:
+            join_veth(self.a, self.b)
+        self.a.limit(FAST)
+        self.b.limit(FAST)
+        keys = [tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(2)]
+        (public, secret), (client, client_secret) = keys
+        ours = CurveConfig(public, secret, allowed_clients={client: "decode"})
+        theirs = CurveConfig(client, client_secret, server_key=public)
+        bind = f"tcp://{ADDRESSES[0]}:9100"
+        control = replace(QUICK, curve=ours)
+        self._prefill_config = PrefillConfig(name="prefill", bind=bind, control=control)
+        config = DecodeConfig(name="decode", control=replace(QUICK, curve=theirs))
+        self.start_prefill()
+        self.decode = start(HostedNode, self.b, "decode", config, POOL)
+        self.num_rooms = 0
+
+    def start_prefill(self) -> None:
+        """Also again, under the same name and address."""
+        self.prefill = self._start(HostedNode, self.a, "prefill", self._prefill_config, POOL)
+        self.prefill.call("set", chunk=64)
+
+    def submit(self, rid: str, seed: int, num_tokens: int) -> None:
+        self.num_rooms += 1
+        tokens, room = tokens_of(seed, num_tokens), self.num_rooms
+        self.decode.call("submit", rid, tokens, self.prefill.endpoint, 2, room=room, tell=False)
+        self.prefill.call("add", rid, tokens, room, 0, "decode")
+
+    def ended(self, *rids: str) -> bool:
+        return {*rids} <= {*self.decode.call("names", "ended")}
+
+    def run(self, *requests: tuple[str, int, int]) -> None:
+        """Requests (rid, seed, tokens) side by side, until all have come right."""
+        for request in requests:
+            self.submit(*request)
+        rids = [rid for rid, *_ in requests]
+        until(lambda: self.ended(*rids))
+        errors = self.decode.call("get", "ended")
+        assert {rid: errors[rid] for rid in rids} == dict.fromkeys(rids)
+
+    def stats(self, name: str) -> int:
+        """Of decode."""
+        return int(self.decode.call("stats").get(name, 0))
+
+    def check_at_rest(self) -> None:
+        names = ("requests", "rooms", "locks", "pages_owned", "pages_held", "pages_quarantined")
+        for node in (self.decode, self.prefill):
+            until(lambda node=node: not any(node.call("stats").get(name, 0) for name in names))
+            node.call("check_at_rest")
+        assert self.decode.call("get", "wrong_aux") == 0
+
+
+@pytest.fixture
+def two_hosts(
+    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> Iterator[TwoHosts]:
+    """Two hosts, at rest when the test ends. Skipped aloud."""
+    with hosts() as start:
+        try:
+            made = TwoHosts(start, getattr(request, "param", False))
+        except RefusedError as refused:
+            reason = f"{request.node.name} needs two hosts, which this machine refuses: {refused}"
+            with capsys.disabled():
+                print(f"\nSKIPPED: {reason}")
+            pytest.skip(reason)
+        yield made
+        made.check_at_rest()
+
+
+relayed = pytest.mark.parametrize("two_hosts", [True], indirect=True, ids=["relayed"])
+
+
+@pytest.mark.slow
+def test_a_slow_wire_carries_what_decode_lacks_and_every_byte_is_right(two_hosts: TwoHosts) -> None:
+    two_hosts.a.limit(SLOW)
+    begun_s = time.monotonic()
+    two_hosts.run(*((f"{seed}.0", seed, 320) for seed in range(4)))
+    sent = two_hosts.prefill.call("stats")["bytes_sent"]
+    assert sent == 4 * 20 * PAGE_BYTES
+    assert two_hosts.a.sent_bytes() > sent, "all of it went over the wire"
+    assert time.monotonic() - begun_s > 0.9 * sent / (SLOW * 1e6 / 8), "and the wire is slow"
+    assert two_hosts.a.held_up() > 0
+    two_hosts.a.limit(FAST)
+    two_hosts.run(*((f"{seed}.1", seed, 400) for seed in range(4)))
+    assert two_hosts.prefill.call("stats")["bytes_sent"] == sent + 4 * 5 * PAGE_BYTES
+    assert two_hosts.decode.call("get", "prefix_lens")["3.1"] == [320]
+
+
+@pytest.mark.slow
+@relayed
+def test_packets_that_are_late_or_lost_cost_time_alone(two_hosts: TwoHosts) -> None:
+    assert two_hosts.relay is not None
+    two_hosts.relay.call("set", delay_s=0.01, loss=0.01)
+    for turn in range(2):
+        two_hosts.run(*((f"{seed}.{turn}", seed, 160 + 80 * turn) for seed in range(4)))
+    passed, lost = two_hosts.relay.call("counts")
+    assert passed > 500
+    assert lost > 0
+
+
+BIG = 1600  # tokens: 100 pages, 3.2 MB, six seconds of the slowest wire
+BIG_PAGES = BIG // 16
+
+
+def begin_slowly(two_hosts: TwoHosts, rid: str, seed: int) -> None:
+    """A request whose KV is on its way: some of it has been sent, most of it not."""
+    two_hosts.a.limit(SLOWEST)
+    before = two_hosts.a.sent_bytes()
+    two_hosts.submit(rid, seed, BIG)
+    until(lambda: two_hosts.a.sent_bytes() - before > 8 * PAGE_BYTES)
+    assert not two_hosts.ended(rid)
+
+
+@pytest.mark.slow
+def test_a_cut_that_is_mended_costs_time_alone(two_hosts: TwoHosts) -> None:
+    begin_slowly(two_hosts, "in the middle", 1)
+    two_hosts.a.run("ip link set wire down")
+    two_hosts.submit("meanwhile", 2, 160)
+    time.sleep(1.0)  # for so long
+    assert not two_hosts.ended("in the middle")
+    assert not two_hosts.ended("meanwhile")
+    two_hosts.a.run("ip link set wire up")
+    two_hosts.a.limit(FAST)
+    until(lambda: two_hosts.ended("in the middle", "meanwhile"))
+    assert {*two_hosts.decode.call("get", "ended").values()} == {None}
+
+
+@pytest.mark.slow
+def test_pages_behind_a_cut_come_back_by_proof_alone(two_hosts: TwoHosts) -> None:
+    """Requests end at their deadline. What the cut has held up lands in pages that nobody has."""
+    two_hosts.run(("before", 3, 480))
+    begin_slowly(two_hosts, "in the middle", 1)
+    two_hosts.a.run("ip link set wire down")
+    two_hosts.submit("meanwhile", 2, 160)
+    until(lambda: two_hosts.stats("rooms") == 2)
+    two_hosts.decode.call("skip", NEVER_S)
+    until(lambda: two_hosts.ended("in the middle", "meanwhile"))
+    errors = two_hosts.decode.call("get", "ended")
+    for rid in ("in the middle", "meanwhile"):
+        assert errors[rid].startswith(("TransferTimeoutError", "PeerLostError")), errors[rid]
+    two_hosts.decode.call("skip", NEVER_S)
+    until(lambda: two_hosts.stats("pages_quarantined") == BIG_PAGES + 10)
+    two_hosts.decode.call("skip", NEVER_S)
+    assert two_hosts.stats("pages_quarantined") == BIG_PAGES + 10, "time frees no page"
+
+    two_hosts.a.run("ip link set wire up")
+    two_hosts.a.limit(FAST)
+    until(lambda: two_hosts.stats("pages_quarantined") == 0)
+    two_hosts.run(("before, again", 3, 640), ("after", 4, 480))
+    assert two_hosts.decode.call("get", "prefix_lens")["before, again"] == [480]
+
+
+@pytest.mark.slow
+def test_prefill_dies_and_another_takes_its_place(two_hosts: TwoHosts) -> None:
+    two_hosts.run(("before", 3, 480))
+    begin_slowly(two_hosts, "in the middle", 1)
+    lost = two_hosts.prefill
+    lost.kill()
+    two_hosts.a.limit(FAST)  # what its kernel still holds has gone before another is there
+    two_hosts.start_prefill()
+    until(lambda: two_hosts.ended("in the middle"))
+    assert two_hosts.decode.call("get", "ended")["in the middle"].startswith("PeerLostError")
+    time.sleep(1.0)  # looks enough at a process, were it one of decode's host
+    assert two_hosts.stats("pages_held") == BIG_PAGES
+    assert two_hosts.stats("peers_proved_dead") == 0, "of another host nothing proves that"
+    two_hosts.decode.call("fence", lost.peer_id.name, lost.peer_id.incarnation)
+    until(lambda: two_hosts.stats("pages_held") == 0)
+    here = (two_hosts.prefill.peer_id, "ready")
+    until(lambda: two_hosts.decode.call("meets", two_hosts.prefill.endpoint) == here)
+    two_hosts.run(("before, again", 3, 640), ("after", 4, 480))
+    assert two_hosts.decode.call("get", "prefix_lens")["before, again"] == [480]

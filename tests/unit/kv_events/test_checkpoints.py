@@ -1,0 +1,251 @@
+"""Events of checkpoints: a router knows of each prompt how far computing can go on, and what it is
+told of can be used, at every batch. By the sockets' batches, and by those of `take`."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from prefixkv.cache.checkpoints import NO_SLOT, Checkpoints
+from prefixkv.cache.events import (
+    Change,
+    CheckpointEvicted,
+    CheckpointSaved,
+    CheckpointStored,
+    Cleared,
+    EventBatch,
+    EventFeed,
+    Removed,
+    Stored,
+    page_keys,
+)
+from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.errors import CallerError
+from prefixkv.kv_events.blocks import BlockEvents
+from prefixkv.kv_events.stream import EventStream
+from prefixkv.serving.router import BoundedAffinityRouter, WorkerIndex
+from tests.unit.kv_events.follower import Follower
+from tests.unit.kv_events.test_stream import FIRST, World
+
+POOL, SLOTS = 90, 3
+
+
+class Told(World):
+    """A tree with checkpoints beside it, whose page ids are used again; a stream of sockets'
+    batches, and a router's index that applies those of `take`."""
+
+    idle = True
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.cache = RadixCache(page_size=self.page_size, policy="lru", pool_pages=POOL)
+        self.points = Checkpoints(self.cache, POOL, SLOTS)
+        self.free = list(range(POOL))
+        blocks = BlockEvents(self.page_size, "GPU", True)
+        self.stream = EventStream(self.page_size, blocks, 0, FIRST, 8, 1 << 20)
+        self.feed = EventFeed(self.cache, "prefill-0", 7, at_checkpoints=True)
+        self.feed.listen(self)
+        self.index = WorkerIndex(10_000)
+        assert self.index.apply(self.feed.take())
+
+    def hand_over(self, changes: list[Change]) -> bool:
+        self.published += self.stream.publish(changes, 1.0)
+        self.stream.check_invariants()
+        return True
+
+    def evict(self, num: int) -> None:
+        pages = self.cache.evict(num)
+        self.points.dropped(pages)
+        self.free += pages.tolist()
+
+    def step(self) -> None:
+        tokens = self.chance.choice(self.prompts)
+        namespace = self.chance.choice(self.namespaces)
+        match self.chance.randrange(40):
+            case 0:
+                self.free += self.cache.reset().tolist()
+                self.points.reset()
+            case number if number < 10:
+                self.evict(self.chance.randrange(1, 9))
+            case number if number < 24:
+                match = self.cache.match_prefix(tokens, namespace)
+                slot = self.points.take() if match.depth else NO_SLOT
+                if slot == NO_SLOT:
+                    return
+                if self.chance.random() < 0.1:
+                    self.points.give_back(slot)
+                    return
+                depth = self.chance.randrange(match.depth) + 1
+                self.points.save(int(match.pages[depth - 1]), depth, slot)
+            case _:
+                missing = len(tokens) // self.page_size
+                if len(self.free) < missing:
+                    self.evict(missing)
+                match = self.cache.match_prefix(tokens, namespace)
+                missing -= match.depth
+                new, self.free = self.free[:missing], self.free[missing:]
+                ids = np.array([*match.pages.tolist(), *new], np.int32)
+                self.cache.insert(tokens, ids, namespace)
+
+    def agrees(self, follower: Follower) -> None:
+        super().agrees(follower)
+        assert len(follower.checkpoints) == len(self.points)
+        for tokens in self.prompts:
+            keys = page_keys(RadixKey(tokens).data, self.page_size)
+            for namespace in self.namespaces:
+                match = self.cache.match_prefix(tokens, namespace)
+                found = self.points.find(match)
+                depth = 0 if found is None else found.depth
+                assert follower.resumed(tokens, namespace) == depth * self.page_size
+                assert self.index.depth(namespace, keys) == depth
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_routers_know_where_computing_can_go_on(seed: int) -> None:
+    told = Told(seed)
+    follower = Follower(told.page_size, groups=True)
+    follower.next_seq = FIRST
+    seen = 0
+    for number in range(160):
+        told.step()
+        told.points.check_invariants()
+        if told.chance.random() < 0.5:
+            told.feed.pass_on()
+        if told.chance.random() < 0.3 or number == 159:
+            assert told.index.apply(told.feed.take(told.chance.random() < 0.1))
+            for seq, payload in told.published:
+                assert follower.take(seq, payload)
+            told.published.clear()
+            told.agrees(follower)
+            seen += len(follower.checkpoints)
+            # A snapshot adds up to the same.
+            late = Follower(told.page_size, groups=True)
+            late.restart(*told.stream.snapshot(1.0))
+            assert late.checkpoints == follower.checkpoints
+    assert seen > 20
+    assert told.points.evicted
+
+
+def test_another_tier_that_is_emptied_keeps_what_the_first_has() -> None:
+    """Its blocks and checkpoints end one by one, since AllBlocksCleared would end all."""
+    told = Told(0)
+    words = BlockEvents(2, "GPU", True), BlockEvents(2, "CPU", True)
+    stream = EventStream(2, words[0], 0, FIRST, 8, 1 << 20, host=words[1])
+    follower = Follower(2, media=("GPU", "CPU"), groups=True)
+    follower.next_seq = FIRST
+    host = World(1)
+    host.namespaces = [None]
+
+    def follow() -> None:
+        for tier, cache in enumerate((told.cache, host.cache)):
+            for batch in stream.publish(cache.drain_changes(), 1.0, tier):
+                assert follower.take(*batch)
+
+    while len(told.points) < 3 or not host.cache.num_pages:
+        told.step()
+        host.step()
+    follow()
+    assert len(follower.checkpoints) == len(told.points)
+    told.cache.reset()
+    told.points.reset()
+    follow()
+    assert not follower.checkpoints
+    assert not follower.blocks
+    assert len(follower.held["CPU"]) == host.cache.num_pages
+
+
+def test_without_the_setting_nothing_is_said_of_them() -> None:
+    told = Told(0)
+    stream = EventStream(2, BlockEvents(2, "GPU"), 0, FIRST, 1000, 1 << 20)
+    changes: list[Change] = []
+    told.hand_over = lambda more: bool(changes.extend(more)) or True  # type: ignore[method-assign]
+    for _ in range(120):
+        told.step()
+        told.feed.pass_on()
+    kinds = {type(change) for change in changes}
+    assert {CheckpointSaved, CheckpointEvicted} <= kinds
+    follower = Follower(2)
+    follower.next_seq = FIRST
+    told.cache.drain_changes()
+    for batch in stream.publish([*changes], 1.0):
+        assert b"group" not in batch.payload
+        assert follower.take(*batch)
+
+
+# --- the embedded router --------------------------------------------------------------------------
+
+
+def _batch(told: Told) -> EventBatch:
+    return EventBatch.decode(told.feed.take(snapshot=True).encode())
+
+
+def test_batches_travel_with_checkpoints() -> None:
+    told = Told(2)
+    while not len(told.points):
+        told.step()
+    batch = _batch(told)
+    assert batch.at_checkpoints
+    assert sum(isinstance(event, CheckpointStored) for event in batch.events) == len(told.points)
+    plain = EventBatch("w", 1, 0, ())
+    assert b"at_checkpoints" not in plain.encode()
+    assert EventBatch.decode(plain.encode()) == plain
+
+
+def test_a_worker_that_is_expected_to_save_one_counts_in_full() -> None:
+    """A request on its way there ends in a checkpoint; when it does not come the pages count no
+    more. Of a worker that needs no checkpoints all pages count at any time."""
+    cache = RadixCache(page_size=2, policy="lru", pool_pages=POOL)
+    points = Checkpoints(cache, POOL, SLOTS)
+    cache.insert(range(12), range(6))
+    points.save(1, 2, points.take())
+    keys = page_keys(RadixKey(range(16)).data, 2)
+    for at_checkpoints, depth in ((True, 2), (False, 6)):
+        index = WorkerIndex(100)
+        feed = EventFeed(cache, "w", 1, at_checkpoints=at_checkpoints)
+        assert index.apply(feed.take())
+        assert index.depth(None, keys) == depth
+        index.expect(None, keys, 5.0)
+        assert index.depth(None, keys) == 8
+        index.expire(6.0)
+        assert index.depth(None, keys) == depth
+
+
+def test_a_worker_with_a_checkpoint_is_chosen_before_one_with_more_pages() -> None:
+    router = BoundedAffinityRouter()
+    keys = page_keys(RadixKey(range(40)).data, 2)
+    for name, pages, depth in (("a", 20, 2), ("b", 10, 10)):
+        cache = RadixCache(page_size=2, policy="lru", pool_pages=POOL)
+        points = Checkpoints(cache, POOL, SLOTS)
+        cache.insert(range(2 * pages), range(pages))
+        points.save(depth - 1, depth, points.take())
+        router.add_worker(name)
+        assert router.apply(EventFeed(cache, name, 1, at_checkpoints=True).take())
+    assert router.route(keys, 0.0).worker == "b"
+
+
+def test_a_worker_that_tells_of_a_page_without_those_before_it_does_no_harm() -> None:
+    """No worker of ours does; a batch may come from anywhere."""
+    index, keys = WorkerIndex(100), [b"a", b"b", b"c", b"d"]
+    events = Cleared(), Stored(None, b"", tuple(keys)), Removed(None, b"a", (b"b",))
+    assert index.apply(EventBatch("w", 1, 0, events, True))
+    for end in range(5):
+        assert index.depth(None, keys[:end]) <= end
+    events = Stored(None, b"a", (b"b",)), CheckpointStored(None, b"b")
+    index.apply(EventBatch("w", 1, 1, events, True))
+    assert index.depth(None, keys) == 2
+
+
+def test_what_is_no_event_of_a_checkpoint_is_refused() -> None:
+    router = BoundedAffinityRouter()
+    router.add_worker("w")
+    for event in (CheckpointStored(None, 7), CheckpointStored([], b"k")):  # type: ignore[arg-type]
+        with pytest.raises(CallerError):
+            router.apply(EventBatch("w", 1, 0, (event,)))
+    # One of a page that is not known is of no use, and does no harm.
+    assert not router.apply(EventBatch("w", 1, 0, (CheckpointStored(None, b"k"),), True))
+    raw = msgspec.msgpack.encode({"worker": "w", "incarnation": 1, "seq": 0, "events": [
+        {"type": "CheckpointStored", "namespace": ["a", 1], "page_key": b"k"}]})  # fmt: skip
+    [event] = EventBatch.decode(raw).events
+    assert event == CheckpointStored(("a", 1), b"k")

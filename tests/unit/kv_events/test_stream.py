@@ -1,0 +1,430 @@
+"""Events as numbered batches, against the tree that they tell of."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, PageRef
+from prefixkv.cache.namespace import Namespace, shortened
+from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.errors import RequestError
+from prefixkv.kv_events.blocks import BlockEvents
+from prefixkv.kv_events.stream import EventStream
+from tests.unit.kv_events.follower import Follower
+
+FIRST = 1_000_000
+NAMESPACES = [
+    None, Namespace(lora="legal"), Namespace(salt="tenant"), Namespace(lora="legal", salt="tenant"),
+    Namespace(images=[("cat", 0, 3)]), Namespace(images=[("dog", 0, 3)]),
+]  # fmt: skip
+
+
+class World:
+    """A tree with few different tokens, so that much is shared, and its stream."""
+
+    def __init__(self, seed: int, page_size: int = 2, keep: int = 8, **more: Any) -> None:
+        self.chance = random.Random(seed)
+        self.page_size = page_size
+        self.cache = RadixCache(page_size=page_size, policy="lru")
+        worded = BlockEvents(page_size, "GPU")
+        self.stream = EventStream(page_size, worded, 0, FIRST, keep, more.pop("bytes", 1 << 20))
+        self.namespaces = NAMESPACES
+        self.prompts = [
+            [self.chance.randrange(2) for _ in range(self.chance.randrange(1, 9) * page_size)]
+            for _ in range(25)
+        ]
+        self._next_page = 0
+        self.published: list[tuple[int, bytes]] = []
+
+    def step(self) -> None:
+        match self.chance.randrange(40):
+            case 0:
+                self.cache.reset()
+            case number if number < 14:
+                self.cache.evict(self.chance.randrange(1, 9))
+            case _:
+                tokens = self.chance.choice(self.prompts)
+                namespace = self.chance.choice(self.namespaces)
+                match = self.cache.match_prefix(tokens, namespace)
+                missing = (len(tokens) - match.prefix_len) // self.page_size
+                new = range(self._next_page, self._next_page + missing)
+                self._next_page += missing
+                ids = np.array([*match.pages.tolist(), *new], np.int32)
+                self.cache.insert(tokens, ids, namespace)
+
+    def publish(self, ts: float = 1.0) -> None:
+        self.published += self.stream.publish(self.cache.drain_changes(), ts)
+        self.stream.check_invariants()
+
+    def agrees(self, follower: Follower) -> None:
+        assert len(follower.blocks) == self.cache.num_pages == self.stream.num_pages
+        for tokens in self.prompts:
+            for namespace in self.namespaces:
+                held = self.cache.match_prefix(tokens, namespace).prefix_len
+                assert follower.matched(tokens, namespace) == held
+
+
+class TwoTiers:
+    """The pool's tree and host memory's, each with a life of its own, and the stream of both."""
+
+    def __init__(self, seed: int, keep: int = 8) -> None:
+        self.media = ("GPU", BlockEvents.host_medium)
+        self.pool, self.host = World(seed), World(seed)
+        self.host.chance = random.Random(seed + 1000)
+        words = [BlockEvents(self.pool.page_size, medium) for medium in self.media]
+        self.stream = EventStream(
+            self.pool.page_size, words[0], 0, FIRST, keep, 1 << 20, host=words[1]
+        )
+        self.published: list[tuple[int, bytes]] = []
+
+    def step(self) -> None:
+        world = self.pool.chance.choice([self.pool, self.host])
+        world.step()
+        if self.pool.chance.randrange(40) == 0:  # as a flush does
+            self.pool.cache.reset()
+            self.host.cache.reset()
+
+    def publish(self) -> None:
+        for tier, world in enumerate((self.pool, self.host)):
+            changes = world.cache.drain_changes(snapshot=self.pool.chance.randrange(20) == 0)
+            self.published += self.stream.publish(changes, 1.0, tier)
+            self.stream.check_invariants()
+
+    def follower(self) -> Follower:
+        return Follower(self.pool.page_size, self.media)
+
+    def agrees(self, follower: Follower) -> None:
+        for medium, world in zip(self.media, (self.pool, self.host), strict=True):
+            assert len(follower.held[medium]) == world.cache.num_pages
+            for tokens in world.prompts:
+                for namespace in world.namespaces:
+                    held = world.cache.match_prefix(tokens, namespace).prefix_len
+                    assert follower.matched(tokens, namespace, medium) == held
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_follower_knows_both_tiers(seed: int) -> None:
+    """What ends in one goes on in the other, also where one of the two starts over."""
+    tiers = TwoTiers(seed)
+    follower = tiers.follower()
+    follower.next_seq = FIRST
+    for number in range(120):
+        tiers.step()
+        if tiers.pool.chance.random() < 0.6:
+            tiers.publish()
+            for seq, payload in tiers.published:
+                assert follower.take(seq, payload)
+            tiers.published.clear()
+            if number % 5 == 0:
+                tiers.agrees(follower)
+    tiers.publish()
+    late = tiers.follower()
+    late.restart(*tiers.stream.snapshot(1.0))
+    tiers.agrees(late)
+    late.restart(*tiers.stream.clear(1.0))
+    assert not any(late.held.values())
+    assert not tiers.stream.num_pages
+
+
+@pytest.mark.parametrize("tier", [0, 1])
+def test_the_end_of_one_tier_is_not_that_of_the_other(tier: int) -> None:
+    tiers = TwoTiers(3)
+    worlds = tiers.pool, tiers.host
+    for world in worlds:
+        world.cache.insert([1, 1, 0, 0], [0, 1])
+        world.cache.insert([1, 1, 0, 1], [0, 2])
+    tiers.publish()
+    follower = tiers.follower()
+    follower.restart(*tiers.stream.snapshot(1.0))
+    worlds[tier].cache.reset()
+    for batch in tiers.stream.publish(worlds[tier].cache.drain_changes(), 1.0, tier):
+        assert follower.take(*batch)
+        assert "AllBlocksCleared" not in str(batch.payload)
+    tiers.agrees(follower)
+    assert len(follower.held[tiers.media[1 - tier]]) == 3
+
+
+def test_a_long_tier_that_ends_is_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixkv.kv_events.stream.BATCH_PAGES", 2)
+    tiers = TwoTiers(3)
+    tiers.host.cache.insert([9, 9], [0])
+    for number in range(5):
+        tiers.pool.cache.insert([number, number, 0, 0], [2 * number, 2 * number + 1])
+    tiers.publish()
+    tiers.pool.cache.reset()
+    follower = tiers.follower()
+    follower.restart(*tiers.stream.snapshot(1.0))
+    batches = list(tiers.stream.publish(tiers.pool.cache.drain_changes(), 1.0))
+    assert len(batches) == 5
+    assert all(follower.take(*batch) for batch in batches)
+    tiers.agrees(follower)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_follower_knows_the_tree(seed: int) -> None:
+    world = World(seed)
+    follower = Follower(world.page_size)
+    follower.next_seq = FIRST
+    for number in range(120):
+        world.step()
+        if world.chance.random() < 0.6:
+            world.publish()
+            for seq, payload in world.published:
+                assert follower.take(seq, payload)
+            world.published.clear()
+            if number % 3 == 0:
+                world.agrees(follower)
+    assert follower.num_events > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_follower_with_a_gap_is_given_a_snapshot(seed: int) -> None:
+    """From any number: those batches, or a snapshot where they are not kept."""
+    world = World(seed, keep=5)
+    world.cache.drain_changes()
+    for _ in range(60):
+        world.step()
+        world.publish()
+        first_kept = max(FIRST, world.stream.next_seq - 5)
+        for seq in {0, FIRST, first_kept - 1, first_kept, world.stream.next_seq + 7}:
+            follower, at = Follower(world.page_size), seq
+            follower.next_seq = seq if seq else None
+            for past, payload in world.published:
+                if past < seq and first_kept <= seq <= world.stream.next_seq:
+                    follower.next_seq = past
+                    follower.take(past, payload)
+            follower.next_seq = seq if seq else None
+            while (batch := world.stream.since(at, 1.0)) is not None:
+                if not (batch.seq == at and follower.take(*batch)):
+                    follower.restart(*batch)
+                at = batch.seq + 1
+            assert at == world.stream.next_seq
+            world.agrees(follower)
+
+
+def test_a_snapshot_is_made_once_for_all_that_ask() -> None:
+    world = World(1)
+    for _ in range(10):
+        world.step()
+    world.publish()
+    snapshot = world.stream.snapshot(1.0)
+    assert world.stream.snapshot(2.0) is snapshot
+    world.stream.heartbeat(3.0)
+    later = world.stream.snapshot(3.0)
+    assert later.seq == snapshot.seq + 1
+    assert msgspec.msgpack.decode(later.payload)[1] == msgspec.msgpack.decode(snapshot.payload)[1]
+
+
+@pytest.mark.parametrize("num_pages", [5, 4])
+def test_what_follows_goes_first(num_pages: int) -> None:
+    """Also where all goes at once, in no order."""
+    world = World(1, page_size=1)
+    world.cache.drain_changes()
+    world.cache.insert([1, 2, 3], [0, 1, 2])
+    world.cache.insert([1, 2, 4, 5], [0, 1, 3, 4])
+    world.cache.evict(num_pages)
+    world.publish()
+    follower = Follower(1)
+    follower.next_seq = FIRST
+    assert all(follower.take(*batch) for batch in world.published)
+    assert len(follower.blocks) == 5 - num_pages
+
+
+def test_a_snapshot_keeps_namespaces_apart() -> None:
+    """Equal tokens have equal page keys in all of them."""
+    world = World(1, page_size=1)
+    world.cache.drain_changes()  # from now on in the order in which it happens
+    for namespace in (None, Namespace(lora="a")):
+        world.cache.insert([1], [world.cache.num_pages], namespace)
+    world.cache.insert([1, 2], [0, 2], None)  # it follows a page of the other, in order
+    world.publish()
+    follower = Follower(1)
+    follower.restart(*world.stream.snapshot(1.0))
+    assert len(follower.blocks) == 3
+    assert follower.matched([1, 2]) == 2
+    assert follower.matched([1, 2], Namespace(lora="a")) == 1
+
+
+def test_what_is_kept_is_bounded_by_batches_and_bytes() -> None:
+    world = World(2, keep=1000, bytes=2_000)
+    for _ in range(100):
+        world.step()
+        world.publish()
+    assert 500 < world.stream.kept_bytes <= 2_000
+    nothing = World(3, keep=0)
+    nothing.step()
+    nothing.publish()
+    batch = nothing.stream.since(FIRST, 1.0)
+    assert batch is not None
+    assert batch == nothing.stream.snapshot(1.0)
+
+
+def test_a_long_list_of_changes_is_several_batches() -> None:
+    cache = RadixCache(page_size=1)
+    cache.drain_changes()
+    for start in range(0, 9_000, 1_000):
+        cache.insert([start, *range(999)], range(start, start + 1_000))
+    worded = BlockEvents(1, "GPU")
+    stream = EventStream(1, worded, 0, 0, 10, 1 << 20)
+    batches = list(stream.publish(cache.drain_changes(), 1.0))
+    assert [seq for seq, _ in batches] == [0, 1]
+    follower = Follower(1)
+    follower.next_seq = 0
+    assert all(follower.take(*batch) for batch in batches)
+    assert len(follower.blocks) == 9_000
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def events_of(namespace: Any, page_size: int = 4) -> list[dict[str, Any]]:
+    """What is published of three pages, two of which go; their last page goes first."""
+    cache = RadixCache(page_size=page_size)
+    cache.drain_changes()
+    cache.insert([7, 8, 9, 10] * 3, [5, 6, 7], namespace)
+    cache.insert([7, 8, 9, 10] * 3 + [1] * page_size, [5, 6, 7, 8], namespace)
+    cache.evict(3)
+    worded = BlockEvents(page_size, "GPU")
+    stream = EventStream(page_size, worded, 3, 0, 1, 1 << 20)
+    [batch] = stream.publish(cache.drain_changes(), 12.5)
+    ts, events, rank = msgspec.msgpack.decode(batch.payload)
+    assert (ts, rank) == (12.5, 3)
+    return list(events)
+
+
+def test_vllm_s_words() -> None:
+    first, second, removed, *more = events_of(None)
+    hashes = first["block_hashes"]
+    assert first == {
+        "type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None,
+        "token_ids": [7, 8, 9, 10] * 3, "block_size": 4, "lora_id": None, "medium": "GPU",
+        "lora_name": None,
+    }  # fmt: skip
+    assert second["parent_block_hash"] == hashes[2]
+    assert removed["type"] == "BlockRemoved"
+    gone = [one for event in (removed, *more) for one in event["block_hashes"]]
+    assert gone == [second["block_hashes"][0], hashes[2], hashes[1]]
+
+
+def test_a_namespace_in_vllm_s_words() -> None:
+    named = Namespace("legal", "tenant", [("cat", 2, 3), ("dog", 9, 1)])
+    first, second, *_ = events_of(named)
+    assert first["lora_name"] == "legal"
+    assert first["cache_salt"] == second["cache_salt"] == "tenant"
+    assert first["extra_keys"] == [
+        ["legal", ["cat", 2], "tenant"], ["legal", ["cat", -2]], ["legal", ["dog", 1]],
+    ]  # fmt: skip
+    assert second["extra_keys"] == [["legal"]]
+    assert events_of(Namespace(salt="t"))[1]["extra_keys"] == [None]
+
+
+def test_equal_tokens_in_two_namespaces_are_two_blocks() -> None:
+    hashes = {
+        namespace: tuple(events_of(namespace)[0]["block_hashes"]) for namespace in NAMESPACES[:4]
+    }
+    assert len({one for run in hashes.values() for one in run}) == 3 * len(hashes)
+    again = events_of(Namespace(lora="legal"))[0]["block_hashes"]
+    assert tuple(again) == hashes[Namespace(lora="legal")]
+
+
+def test_no_hash_is_0_which_llm_d_takes_for_no_parent() -> None:
+    key, worded = b"\x01" * 8 + bytes(8), BlockEvents(1, "GPU")
+    assert worded.hash(key, None) == 1
+    [stored] = [worded.stored([PageRef(None, key, b"\x02" * 16, 1, bytes(4))])]
+    assert stored.parent_block_hash == 1
+    assert worded.stored([PageRef(None, NO_PARENT, key, 0, bytes(4))]).parent_block_hash is None
+
+
+def test_hashes_are_the_last_bytes_unsigned() -> None:
+    key = b"\xff" * 8 + bytes(7) + b"\x05"
+    assert BlockEvents(1, "GPU").hash(key, None) == 5
+
+
+@pytest.mark.parametrize("namespace", ["lora", 7, b"salt", ("lora", None, ()), True])
+def test_a_namespace_that_does_not_say_what_it_is_has_no_words(namespace: Any) -> None:
+    worded = BlockEvents(1, "GPU")
+    with pytest.raises(RequestError, match="no words"):
+        worded.check(namespace)
+    worded.check(None)
+    worded.check(Namespace(lora="lora"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {}, {"lora": ""}, {"lora": 7}, {"salt": b"x"}, {"images": [("", 0, 1)]},
+        {"images": [("cat", -1, 1)]}, {"images": [("cat", 0, 0)]}, {"images": [(7, 0, 1)]},
+        {"images": [("cat", 2**31, 1)]}, {"images": [("cat", 0, 2**64)]},
+        {"lora": "\ud800"}, {"salt": "\ud800"}, {"images": [("\ud800", 0, 1)]},
+    ],
+)  # fmt: skip
+def test_a_namespace_of_nothing_or_that_no_event_carries_is_refused(wrong: dict[str, Any]) -> None:
+    """One that was stored would be in a batch that the publisher cannot encode."""
+    with pytest.raises(RequestError):
+        Namespace(**wrong)
+    assert Namespace(salt=shortened("\ud800")) != Namespace(salt=shortened("\ud801"))
+
+
+# --- one feed -------------------------------------------------------------------------------------
+
+
+class Deaf:
+    """A listener that loses what it is handed while `losing`, and is busy while `busy`."""
+
+    def __init__(self) -> None:
+        self.lists: list[list[Any]] = []
+        self.losing = self.idle = False
+
+    def hand_over(self, changes: list[Any]) -> bool:
+        if not self.losing:
+            self.lists.append(changes)
+        return not self.losing
+
+
+def test_a_listener_with_a_loss_gets_a_snapshot_once_it_is_idle() -> None:
+    cache, listener = RadixCache(page_size=1), Deaf()
+    feed = EventFeed(cache, "w", 1)
+    cache.insert([1, 2], [0, 1])
+    feed.listen(listener)
+    assert [type(one).__name__ for one in listener.lists.pop()] == ["Cleared", "Inserted"]
+    listener.losing = True
+    cache.insert([1, 2, 3], [0, 1, 2])
+    feed.pass_on()
+    listener.losing = False
+    cache.insert([1, 2, 3, 4], [0, 1, 2, 3])
+    feed.pass_on()
+    assert not listener.lists, "a list that does not begin with Cleared follows one that was lost"
+    listener.idle = True
+    feed.pass_on()
+    [[first, *rest]] = listener.lists
+    assert first == Cleared()
+    assert sum(len(one.pages) for one in rest) == 4 * 4
+    feed.pass_on()
+    assert len(listener.lists) == 1
+
+
+def test_one_feed_serves_a_listener_and_a_taker_of_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, listener = RadixCache(page_size=1), Deaf()
+    feed = EventFeed(cache, "w", 1)
+    feed.listen(listener)
+    cache.insert([1, 2], [0, 1])
+    feed.pass_on()
+    assert len(feed.take().events) == 2  # Cleared, and all there is
+    listener.lists.clear()
+    cache.insert([1, 2, 3], [0, 1, 2])
+    feed.pass_on()
+    cache.insert([1, 2, 3, 4], [0, 1, 2, 3])
+    assert [len(event.page_keys) for event in feed.take().events] == [1, 1]
+    assert sum(map(len, listener.lists)) == 2
+    monkeypatch.setattr("prefixkv.cache.events.UNTAKEN_LIMIT_PAGES", 1)
+    cache.insert([5, 6], [4, 5])
+    feed.pass_on()
+    assert isinstance(feed.take().events[0], Cleared)  # too much has waited

@@ -1,0 +1,481 @@
+"""Host memory for pages: rows apart, in chunks, refused before anything is taken."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from subprocess import PIPE, Popen
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkv.errors import CapacityError, ConfigError, PageStateError
+from prefixkv.memory import host_pool, host_shares
+from prefixkv.memory.host_pool import HostPool, free_host_bytes
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.paging import MAX_INDEX
+from tests.support.gpu import GPU
+from tests.support.patience import until
+
+WAIT_S = 60.0
+
+
+def layout(attention: str = "mha") -> KVLayout:
+    return KVPool.create(3, 4, 2, 1, 8, dtype="float16", attention=attention).layout
+
+
+@pytest.mark.parametrize("num_pages", [1, 4, 10])
+def test_rows_are_apart_and_none_spans_two_chunks(num_pages: int) -> None:
+    whole = 2 * 2 * 4 * 8 * 2
+    pool = HostPool(layout(), num_pages, chunk_bytes=4 * whole + whole // 2)
+    assert pool.page_bytes == whole
+    assert pool.num_pages == pool.ready_pages == num_pages
+    pages = np.arange(num_pages, dtype=np.int32)
+    rows = dict(zip(pages.tolist(), pool.addresses(pages).tolist(), strict=True))
+    starts = sorted(rows.values())
+    assert all(b - a >= whole for a, b in pairwise(starts))
+    stretches = list(pool.stretches(pages))
+    assert [len(range(num_pages)[some]) for some, _ in stretches] == [
+        min(4, num_pages - first) for first in range(0, num_pages, 4)
+    ]
+    for some, memory in stretches:
+        assert memory.data_ptr() == rows[some.start]
+        assert memory.dtype == torch.uint8
+        assert memory.numel() == len(range(num_pages)[some]) * whole
+        memory.fill_(some.start)  # all of it can be written
+    pool.close()
+    assert pool.ready_pages == 0
+    pool.close()
+
+
+def test_pages_side_by_side_are_one_stretch() -> None:
+    pool = HostPool(layout(), 10, chunk_bytes=4 * layout().page_bytes)
+    pages = np.array([8, 5, 6, 7, 8, 2, 1, 0, 1, 9], np.int32)
+    found = [pages[some].tolist() for some, _ in pool.stretches(pages)]
+    assert found == [[8], [5, 6, 7], [8], [2], [1], [0, 1], [9]]
+    pool.close()
+
+
+def test_a_chunk_holds_one_page_at_least() -> None:
+    pool = HostPool(layout("mla"), 3, chunk_bytes=1)
+    assert pool.page_bytes == 2 * 4 * 8 * 2
+    assert len(list(pool.stretches(np.arange(3, dtype=np.int32)))) == 3
+    pool.close()
+
+
+@pytest.mark.parametrize("page", [-1, 3])
+def test_a_page_that_is_not_there_is_refused(page: int) -> None:
+    pool = HostPool(layout(), 3)
+    assert pool.checked(np.array([2, 0], np.int64)).dtype == np.int32
+    with pytest.raises(PageStateError, match=f"host page {page} is not in"):
+        pool.checked(np.array([0, page], np.int32))
+    pool.close()
+    with pytest.raises(PageStateError, match="host page 0"):
+        pool.checked(np.array([0], np.int32))
+
+
+# --- how much -------------------------------------------------------------------------------------
+
+
+def test_more_than_the_host_has_is_refused_before_anything_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def taken(num_bytes: int, device: str) -> torch.Tensor:
+        raise AssertionError(f"{num_bytes} bytes were taken")
+
+    monkeypatch.setattr(host_pool, "_host_bytes", taken)
+    free = free_host_bytes()
+    assert free is not None
+    assert free < MAX_INDEX * layout().page_bytes
+    with pytest.raises(ConfigError, match=rf"take {MAX_INDEX * 256} bytes, the host has \d+ free"):
+        HostPool(layout(), MAX_INDEX)
+
+
+def test_as_much_as_the_host_has_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, num_pages in ((1023, 3), (1024, 4)):
+        monkeypatch.setattr(host_pool, "free_host_bytes", lambda free=free: free)
+        HostPool(layout(), num_pages).close()
+        with pytest.raises(ConfigError, match=f"1280 bytes, the host has {free} free"):
+            HostPool(layout(), 5)
+
+
+@pytest.mark.parametrize(
+    ("available", "limit", "free"),
+    [(1000, "max", 1000 << 10), (1000, str(5 << 20), 300), (1, str(6 << 20), 1 << 10),
+     (1000, "4096", 0), (None, "max", None), (None, str(5 << 20), 300)],
+)  # fmt: skip
+def test_the_container_may_have_less_than_the_system(
+    tmp_path: Path, available: int | None, limit: str, free: int | None
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    if available is not None:
+        meminfo.write_text(f"MemTotal: 9999 kB\nMemAvailable: {available} kB\nHugePages: 0\n")
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{(5 << 20) - 100}\n")
+    (tmp_path / "memory.stat").write_text("anon 77\ninactive_file 200\nactive_file 9000\n")
+    assert free_host_bytes(str(meminfo), str(tmp_path)) == free
+
+
+def test_a_system_without_a_container_says_what_is_available(tmp_path: Path) -> None:
+    assert (free_host_bytes(group=str(tmp_path)) or 0) > 1 << 20
+    assert free_host_bytes(str(tmp_path / "none"), str(tmp_path)) is None
+
+
+GB = 1 << 30
+V1 = "memory/"
+V1_FILES = {"memory.max": "memory.limit_in_bytes", "memory.current": "memory.usage_in_bytes"}
+
+
+def make_group(root: Path, path: str, limit: int | str, taken: int) -> None:
+    """A control group with a limit, of version 1 where the path is below `memory/`."""
+    folder = root / path
+    folder.mkdir(parents=True, exist_ok=True)
+    is_v1 = path.startswith(V1)
+    for name, value in (("memory.max", limit), ("memory.current", taken)):
+        (folder / (V1_FILES[name] if is_v1 else name)).write_text(f"{value}\n")
+    (folder / "memory.stat").write_text("total_inactive_file 0\n" if is_v1 else "inactive_file 0\n")
+
+
+@pytest.mark.parametrize(
+    ("groups", "own", "free"),
+    [
+        ({"": (8, 1)}, "0::/", 7),
+        ({"memory/": (8, 1)}, "4:memory:/", 7),
+        ({"system.slice/serve.service": (8, 1)}, "0::/system.slice/serve.service", 7),
+        # Each group around the own one has a limit for all in it. Others' are of no concern.
+        ({"a.slice": (8, 5), "a.slice/b": (6, 1), "c.slice": (1, 1)}, "0::/a.slice/b", 3),
+        ({"a.slice": ("max", 5), "a.slice/b": (6, 1), "a.slice/c": (1, 1)}, "0::/a.slice/b", 5),
+        ({"memory/": ((1 << 33) - 1, 50), "memory/docker/x": (4, 2)}, "4:cpu,memory:/docker/x", 2),
+        # Both versions at once: memory is counted by one of them.
+        ({"memory/x": (4, 1)}, "1:name=systemd:/y\n4:memory:/x\n0::/z", 3),
+        # A container whose own group is mounted as the root, and one that cannot see its own.
+        ({"": (8, 1)}, "0::/system.slice/docker-1.scope", 7),
+        ({"memory/": (8, 1)}, "4:memory:/docker/1", 7),
+        ({"": (8, 1)}, "0::/../other", 7),
+        # A root that was given: the only groups below it count.
+        ({"system.slice/serve.service": (8, 1)}, "0::/", 7),
+        ({"a": (3, 1), "b": (3, 1)}, "0::/", 100),
+    ],
+)
+def test_each_group_around_the_process_has_its_limit(
+    tmp_path: Path, groups: dict[str, tuple[int | str, int]], own: str, free: int
+) -> None:
+    meminfo, names = tmp_path / "meminfo", tmp_path / "self"
+    meminfo.write_text(f"MemAvailable: {100 << 20} kB\n")
+    names.write_text(own + "\n")
+    for path, (limit, taken) in groups.items():
+        most = limit if limit == "max" else int(limit) * GB
+        make_group(tmp_path / "groups", path, most, taken * GB)
+    assert free_host_bytes(str(meminfo), str(tmp_path / "groups"), str(names)) == free * GB
+
+
+def test_pools_share_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "free_host_bytes", lambda: 10 * 256)
+    first, second = HostPool(layout(), 6), HostPool(layout(), 3)
+    message = "host_memory: 2 host pages of 256 bytes take 512 bytes, the host has 2560 free, of"
+    for _ in range(2):  # what is refused has taken nothing
+        with pytest.raises(ConfigError, match=f"{message} which others have reserved 2304"):
+            HostPool(layout(), 2)
+    HostPool(layout(), 1).close()
+    first.close()
+    HostPool(layout(), 7).close()
+    second.close()
+    second.close()
+    HostPool(layout(), 10).close()
+
+
+def test_what_is_touched_is_counted_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 10 * 256
+    monkeypatch.setattr(host_pool, "free_host_bytes", lambda: free)
+    pool = HostPool(layout(), 10)
+    for used in (1, 5, 5, 9, 10):
+        pool.checked(np.arange(used, dtype=np.int32))
+        # As the system would say it, once these pages are written.
+        free = (10 - used) * 256
+        with pytest.raises(ConfigError, match="reserved" if used < 10 else "has 0 free"):
+            HostPool(layout(), 1)
+        free += 256
+        HostPool(layout(), 1).close()
+    pool.close()
+
+
+def test_a_pool_that_is_forgotten_or_cannot_be_made_reserves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_pool, "free_host_bytes", lambda: 10 * 256)
+    HostPool(layout(), 10)
+    with monkeypatch.context() as refusing:
+
+        def refused(num_bytes: int, device: str) -> torch.Tensor:
+            raise CapacityError("the system has none")
+
+        refusing.setattr(host_pool, "_host_bytes", refused)
+        with pytest.raises(CapacityError, match="the system has none") as error:
+            HostPool(layout(), 10)
+    HostPool(layout(), 10).close()
+    assert error
+
+
+HOLDER = """
+import sys
+from prefixkv.memory.host_pool import HostPool
+from prefixkv.memory.kv_pool import KVPool
+
+pool = HostPool(KVPool.create(1, 256, 8, 8, 128).layout, 40)
+print(pool.num_pages * pool.page_bytes, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("ends", ["killed", "at its end"])
+def test_processes_share_what_the_host_has(ends: str) -> None:
+    command = [sys.executable, "-c", HOLDER]
+    with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        held = int(holder.stdout.readline())
+        with host_shares.locked() as shares:
+            theirs = shares.num_bytes
+        assert theirs >= held >= 300 << 20
+        holder.kill() if ends == "killed" else holder.stdin.close()
+        holder.wait(WAIT_S)
+    with host_shares.locked() as shares:
+        assert shares.num_bytes <= theirs - held
+
+
+FORKER = """
+import os, sys
+from prefixkv.memory import host_shares
+
+host_shares._PLACES = (sys.argv[1],)
+with host_shares.locked() as shares:
+    share = shares.enter(77 << 20)
+if os.fork() == 0:
+    print("forked", flush=True)
+    sys.stdin.read()
+os._exit(0)
+"""
+
+
+@contextmanager
+def forked(in_child: Callable[[], None]) -> Iterator[int]:
+    """A child that does this and lives on until the end."""
+    told, tell = os.pipe()
+    until_end, end = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
+        pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(end)
+            in_child()
+            os.write(tell, b"x")
+            os.read(until_end, 1)
+        finally:
+            os._exit(0)
+    try:
+        os.close(tell)
+        assert os.read(told, 1) == b"x", "the child has failed"
+        yield pid
+    finally:
+        os.close(end)
+        os.close(told)
+        os.close(until_end)
+        os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the shares, which no other test sees."""
+    monkeypatch.setattr(host_shares, "_PLACES", (str(tmp_path),))
+    return tmp_path / f"prefixkv-host-{os.getuid()}"
+
+
+def test_a_fork_under_the_lock_does_not_keep_it(folder: Path) -> None:
+    with ExitStack() as stack:
+        with host_shares.locked():
+            stack.enter_context(forked(lambda: None))
+        fd = os.open(folder / "lock", os.O_RDWR)
+        stack.callback(os.close, fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_fork_that_outlives_its_parent_keeps_no_share(folder: Path) -> None:
+    command = [sys.executable, "-c", FORKER, str(folder.parent)]
+    with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "forked\n"
+        parent.wait(WAIT_S)
+        assert [*folder.glob("share-*")]
+        with host_shares.locked() as shares:
+            assert shares.num_bytes == 0
+        assert not [*folder.glob("share-*")]
+
+
+def test_a_fork_changes_nothing_of_its_parents_shares(folder: Path) -> None:
+    share, others = entered(77), folder / "theirs"
+
+    def in_child() -> None:
+        # It may get the number of what it has inherited.
+        files = [others.open("w+b") for _ in range(8)]
+        share.keep(5)
+        share.close()
+        share.close()
+        assert all(not os.fstat(one.fileno()).st_size for one in files)
+        mine = entered(3)
+        mine.close()
+
+    with forked(in_child), host_shares.locked() as shares:
+        assert shares.num_bytes == 77
+    share.close()
+    assert not [*folder.glob("share-*")]
+
+
+def test_a_share_that_is_closed_as_its_pages_are_touched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread closes the pool: what it says meanwhile goes to no other file."""
+    share = entered(77)
+    closing = threading.Thread(target=share.close)
+    pwrite = os.pwrite
+
+    def slow(fd: int, data: bytes, offset: int) -> int:
+        closing.start()
+        closing.join(0.2)
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    share.keep(5)
+    closing.join(WAIT_S)
+    assert not [*folder.glob("share-*")]
+    share.keep(6)
+
+
+def entered(num_bytes: int) -> host_shares.HostShare:
+    with host_shares.locked() as shares:
+        return shares.enter(num_bytes)
+
+
+def test_a_folder_of_another_user_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / f"prefixkv-host-{os.getuid()}").write_text("a file in its place")
+    monkeypatch.setattr(host_shares, "_PLACES", (str(tmp_path / "a"), str(tmp_path / "b")))
+    with host_shares.locked() as shares:
+        assert shares.num_bytes == 0
+        share = shares.enter(77)
+    with host_shares.locked() as shares:
+        assert shares.num_bytes == 77
+    share.close()
+    monkeypatch.setattr(host_shares, "_PLACES", (str(tmp_path / "a"),))
+    with pytest.raises(ConfigError, match=f"no folder of this user can be made in {tmp_path}"):
+        HostPool(layout(), 1)
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "device", "chunk_bytes", "message"),
+    [
+        (0, "cpu", 1, "num_pages is 0"),
+        (1, "cpu", 0, "chunk_bytes is 0"),
+        (1, "meta", 1, "device is 'meta'"),
+    ],
+)
+def test_other_settings_are_refused(
+    num_pages: int, device: str, chunk_bytes: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HostPool(layout(), num_pages, device, chunk_bytes)
+
+
+def test_memory_that_the_system_refuses_is_a_lack_of_room() -> None:
+    with pytest.raises(CapacityError, match="bytes of host memory"):
+        host_pool._host_bytes(1 << 60, "cpu")
+
+
+# --- chunk by chunk -------------------------------------------------------------------------------
+
+
+class Pinning:
+    """Stands in for pinned memory, of which there is none without a GPU: each chunk waits until it
+    is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fail_at: int = -1) -> None:
+        self.asked: list[int] = []
+        self.fail_at = fail_at
+        self.go_on = threading.Semaphore(0)
+        monkeypatch.setattr(host_pool, "check_device", lambda device: None)
+        monkeypatch.setattr(host_pool, "_host_bytes", self)
+
+    def __call__(self, num_bytes: int, device: str) -> torch.Tensor:
+        assert device == "cuda:0"
+        self.asked.append(num_bytes)
+        assert self.go_on.acquire(timeout=WAIT_S)
+        if len(self.asked) - 1 == self.fail_at:
+            raise CapacityError("no more can be pinned")
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def test_pinned_pages_become_ready_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinning = Pinning(monkeypatch)
+    pool = HostPool(layout(), 10, "cuda:0", chunk_bytes=1024)
+    assert pool.ready_pages == 0, "the start does not wait"
+    for ready in (4, 8, 10):
+        pinning.go_on.release()
+        until(lambda ready=ready: pool.ready_pages == ready)  # type: ignore[misc]
+        assert len(set(pool.addresses(np.arange(ready, dtype=np.int32)).tolist())) == ready
+        with pytest.raises(PageStateError, match=f"host page {ready} is not in"):
+            pool.checked(np.array([ready], np.int32))
+        with host_shares.locked() as shares:
+            assert shares.num_bytes == (10 - ready) * pool.page_bytes
+    assert pinning.asked == [1024, 1024, 512]
+    pool.close()
+    assert pool.error is None
+
+
+def test_what_is_pinned_stays_where_more_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinning = Pinning(monkeypatch, fail_at=1)
+    pool = HostPool(layout(), 10, "cuda:0", chunk_bytes=1024)
+    pinning.go_on.release(3)
+    until(lambda: pool.error is not None)
+    assert isinstance(pool.error, CapacityError)
+    assert pool.ready_pages == 4
+    pool.close()
+
+
+def test_close_waits_for_the_chunk_that_is_pinned_and_takes_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinning = Pinning(monkeypatch)
+    pool = HostPool(layout(), 10, "cuda:0", chunk_bytes=1024)
+    until(lambda: bool(pinning.asked))
+    (thread,) = (one for one in threading.enumerate() if one.name == "prefixkv-host-pool")
+    closer = threading.Thread(target=pool.close)
+    closer.start()
+    until(lambda: pool._closing)
+    assert closer.is_alive()
+    pinning.go_on.release(3)
+    closer.join(WAIT_S)
+    assert not closer.is_alive()
+    assert not thread.is_alive()
+    assert pinning.asked == [1024]
+    assert pool.ready_pages == 0
+
+
+@GPU
+def test_memory_for_a_gpu_is_pinned() -> None:
+    pool = HostPool(layout(), 10, "cuda:0", chunk_bytes=1024)
+    until(lambda: pool.ready_pages == 10)
+    pages = np.arange(10, dtype=np.int32)
+    assert all(memory.is_pinned() for _, memory in pool.stretches(pages))
+    pool.close()

@@ -1,0 +1,462 @@
+"""One contract, one suite: staging's gather and scatter on the CPU and by Triton, byte by byte,
+canaries around.
+
+Triton's kernels run on CUDA where there is one, else on the CPU under its interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkv.errors import ConfigError, PageStateError
+from prefixkv.memory import stage_copy
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.kv_pool import KVPool, PoolGroup
+from prefixkv.memory.mesh import Mesh, Shard, sent_share
+from prefixkv.memory.stage_copy import CpuCopy, StagingCopy, staging_copy
+from prefixkv.memory.stage_plan import StagePlan
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.paging import unit_pages
+from prefixkv.staging.cut import LeaseCut
+from tests.support.engine_tensors import DTYPES, ENGINES, distinct
+from tests.support.mesh_pools import ORDERS, mesh_layout, shards
+from tests.support.rank_memory import Memory
+
+Make = Callable[[KVLayout, Shard, int], StagingCopy]
+
+
+@pytest.fixture(params=["cpu", "triton"])
+def engine(request: pytest.FixtureRequest) -> str:
+    """Where pools and stages are, for `make`."""
+    if request.param == "triton" and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    return str(request.param)
+
+
+@pytest.fixture
+def device(engine: str) -> str:
+    return "cuda" if engine == "triton" and torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def make(engine: str, device: str, monkeypatch: pytest.MonkeyPatch) -> Make:
+    if engine == "cpu":
+        return staging_copy
+    if device == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from prefixkv.memory.copy_triton import TritonCopy
+
+    return lambda layout, part, unit: TritonCopy(StagePlan.of(layout, part, unit), device)
+
+
+PARTS = [Shard(0, 3, 0, 4), Shard(1, 2, 1, 2), Shard(2, 1, 3, 1)]
+LATENT = [Shard(0, 3, 0, 1), Shard(1, 1, 0, 1)]
+PAGES = (5, 2, 3, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("unit_tokens", "head_bytes"), [(4, 16), (2, 3), (1, 6)])
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_gather_reads_and_scatter_writes_just_the_bytes_of_the_part(
+    make: Make,
+    engine: str,
+    device: str,
+    order: str,
+    attention: str,
+    unit_tokens: int,
+    head_bytes: int,
+) -> None:
+    heads = 4 if attention == "mha" else 1
+    memory = Memory(mesh_layout(order, 7, 4, 3, heads, attention, head_bytes), device)
+    fold = 4 // unit_tokens
+    start, stop = (0, len(PAGES)) if fold == 1 else (1, len(PAGES) * fold - 1)
+    units = unit_pages(np.array(PAGES, np.int32), fold, start, stop)
+    parts = PARTS if attention == "mha" else LATENT
+    for part in (
+        parts if engine == "cpu" else [parts[unit_tokens % len(parts)]]
+    ):  # the interpreter is slow
+        copy = make(memory.layout, part, unit_tokens)
+        places = memory.places(PAGES, part, unit_tokens, start, stop)
+        before = memory.bytes()
+        stage = torch.zeros(copy.num_bytes(len(units)) + 64, dtype=torch.uint8, device=device)
+        copy.gather(units, stage[32:-32])
+        assert np.array_equal(stage[32:-32].cpu().numpy(), before[places])
+        assert not stage[:32].any()
+        assert not stage[-32:].any()
+        assert np.array_equal(memory.bytes(), before)
+
+        new = np.random.default_rng(1).integers(0, 256, len(places), np.uint8)
+        copy.scatter(units, torch.from_numpy(new).to(device))
+        before[places] = new
+        assert np.array_equal(memory.bytes(), before)
+
+
+@pytest.mark.slow
+def test_more_rows_and_longer_ones_than_a_tile(make: Make, device: str) -> None:
+    head_bytes = 8 * 257
+    memory = Memory(mesh_layout("heads before tokens", 7, 4, 2, 4, "mha", head_bytes), device)
+    part = Shard(0, 2, 0, 4)
+    copy = make(memory.layout, part, 4)
+    places = memory.places(PAGES, part, 4, 0, len(PAGES))
+    before = memory.bytes()
+    stage = torch.zeros(copy.num_bytes(len(PAGES)), dtype=torch.uint8, device=device)
+    copy.gather(np.array(PAGES, np.int32), stage)
+    assert np.array_equal(stage.cpu().numpy(), before[places])
+    copy.scatter(np.array(PAGES, np.int32), stage.flip(0))
+    before[places] = before[places][::-1]
+    assert np.array_equal(memory.bytes(), before)
+
+
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kv_of_any_dtype_moves_between_our_layouts(
+    make: Make, device: str, dtype: str, attention: str
+) -> None:
+    heads = 2 if attention == "mha" else 1
+    pools = [
+        KVPool.create(
+            6, 4, 2, heads, 8, dtype=dtype, attention=attention, order=order, device=device
+        )
+        for order in ("layer_major", "page_major")
+    ]
+    source, target = pools
+    shape = (6, len(source.layout.slabs), 4, heads, source.layout.head_bytes)
+    data = torch.from_numpy(np.random.default_rng(2).integers(0, 256, shape, np.uint8))
+    source.write_pages(range(6), data)
+    from_, to = (make(pool.layout, Shard.whole(pool.layout), 4) for pool in pools)
+    stage = torch.empty(from_.num_bytes(3), dtype=torch.uint8, device=device)
+    from_.gather(np.array([4, 0, 5], np.int32), stage)
+    to.scatter(np.array([1, 2, 0], np.int32), stage)
+    assert torch.equal(target.read_pages([1, 2, 0]), data[[4, 0, 5]])
+    assert not target.read_pages([3, 4, 5]).any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engines_own_tensors(make: Make, device: str, name: str, dtype: str) -> None:
+    with torch.device(device):
+        k, v = ENGINES[name](dtype)
+    pool = KVPool.from_tensors(k, v)
+    whole = Shard.whole(pool.layout)
+    copy = make(pool.layout, whole, 4)
+    expected = pool.read_pages([3, 1])
+    stage = torch.empty(copy.num_bytes(2), dtype=torch.uint8, device=device)
+    copy.gather(np.array([3, 1], np.int32), stage)
+    by_slab = stage.view(len(pool.layout.slabs), 2, 4, whole.num_heads, -1)
+    assert torch.equal(by_slab.transpose(0, 1).cpu(), expected)
+    copy.scatter(np.array([0, 4], np.int32), stage)
+    assert torch.equal(pool.read_pages([0, 4]), expected)
+    assert torch.equal(pool.read_pages([3, 1]), expected)
+
+
+def test_layers_that_lie_differently(make: Make, device: str) -> None:
+    shapes = (2, 5, 4, 2, 8), (2, 5, 4, 3, 8), (2, 5, 2, 4, 8)
+    with torch.device(device):
+        dense, padded, heads_first = (distinct(shape, "bfloat16") for shape in shapes)
+    layers = [dense, padded[..., :2, :], heads_first.transpose(2, 3)]
+    pool = KVPool.from_tensors([layer[0] for layer in layers], [layer[1] for layer in layers])
+    copy = make(pool.layout, Shard.whole(pool.layout), 4)
+    expected = pool.read_pages([3, 1])
+    stage = torch.empty(copy.num_bytes(2), dtype=torch.uint8, device=device)
+    copy.gather(np.array([3, 1], np.int32), stage)
+    assert torch.equal(stage.view(6, 2, 4, 2, -1).transpose(0, 1).cpu(), expected)
+    copy.scatter(np.array([0, 4], np.int32), stage)
+    assert torch.equal(pool.read_pages([0, 4, 3, 1]), torch.cat([expected, expected]))
+
+
+MESHES = [
+    (Mesh(2, 8, 4), Mesh(2, 8)),
+    (Mesh(2, 8), Mesh(2, 8, 4)),
+    (Mesh(2, 2, 4, 2), Mesh(2, 2, 2)),
+    (Mesh(3, 4, 2, 2), Mesh(3, 4, 4)),
+    (Mesh(2, 1, 4, 2), Mesh(2, 1, 2)),
+]
+
+
+@pytest.mark.parametrize(("src_size", "dst_size"), [(2, 8), (4, 2)])
+@pytest.mark.parametrize(("writers", "readers"), MESHES)
+def test_a_lease_carries_the_sections_of_all_writers(
+    make: Make, device: str, writers: Mesh, readers: Mesh, src_size: int, dst_size: int
+) -> None:
+    attention = "mla" if writers.num_kv_heads == 1 else "mha"
+    kinds, unit, num_units = 1 if attention == "mla" else 2, min(src_size, dst_size), 4
+    stop = num_units * unit
+    src_pages, dst_pages = (
+        (4, 1, 3, 2, 0, 6, 5)[: -(-stop // size)] for size in (src_size, dst_size)
+    )
+    kv = np.random.default_rng(3).integers(
+        0, 256, (writers.num_layers, kinds, stop, writers.num_kv_heads, 8), np.uint8
+    )
+
+    def sides(mesh: Mesh, order: str, size: int) -> list[Memory]:
+        return [
+            Memory(
+                mesh_layout(order, 8, size, shard.num_layers, shard.num_heads, attention, 8),
+                device,
+                seed,
+            )
+            for seed, shard in enumerate(shards(mesh))
+        ]
+
+    def part_of(shard: Shard) -> np.ndarray:
+        layers = slice(shard.first_layer, shard.first_layer + shard.num_layers)
+        return kv[layers, :, :, shard.first_head : shard.first_head + shard.num_heads].ravel()
+
+    sources, targets = (
+        sides(writers, "layer_major", src_size),
+        sides(readers, "page_major", dst_size),
+    )
+    for memory, shard in zip(sources, shards(writers), strict=True):
+        whole = Shard.whole(memory.layout)
+        at = torch.from_numpy(memory.places(src_pages, whole, unit, 0, num_units)).to(device)
+        memory.tensor[at] = torch.from_numpy(part_of(shard)).to(device)
+    src_units, dst_units = (
+        unit_pages(np.array(pages, np.int32), size // unit, 0, num_units)
+        for pages, size in ((src_pages, src_size), (dst_pages, dst_size))
+    )
+    for reader, memory in enumerate(targets):
+        shard = shards(readers)[reader]
+        expected = memory.bytes()
+        expected[memory.places(dst_pages, Shard.whole(memory.layout), unit, 0, num_units)] = (
+            part_of(shard)
+        )
+        area = StagingArea(BLOCK_BYTES, 1 << 24, 1 << 24)
+        sections = LeaseCut.of(writers, readers, reader, kinds * stop * 8, area).sections(1)
+        ends = [offset + num_bytes for _, offset, num_bytes in sections.values()]
+        assert all(a <= b for a, (_, b, _) in zip(ends, list(sections.values())[1:], strict=False))
+        lease = torch.zeros(max(ends), dtype=torch.uint8, device=device)
+        for writer, offset, num_bytes in sections.values():
+            share = sent_share(writers, writer, readers, reader)
+            assert share is not None
+            section = lease[offset : offset + num_bytes]
+            make(sources[writer].layout, share.inside(shards(writers)[writer]), unit).gather(
+                src_units, section
+            )
+            make(memory.layout, share.inside(shard), unit).scatter(dst_units, section)
+        assert np.array_equal(memory.bytes(), expected)
+
+
+@pytest.mark.parametrize("num_units", [1, 3])
+def test_aligned_groups_are_staged_behind_the_pages(num_units: int) -> None:
+    """Of odd sizes, so that a group begins at a word of its own."""
+
+    def pool(heads: int, dim: int, seed: int) -> KVPool:
+        made = KVPool.create(8, 4, 1, heads, dim, dtype="uint8")
+        data = np.random.default_rng(seed).integers(0, 256, (8, 2, 4, heads, dim), np.uint8)
+        made.write_pages(range(8), torch.from_numpy(data))
+        return made
+
+    def grouped(heads: int, seed: int) -> tuple[KVPool, KVPool]:
+        draft, last = pool(heads * 2, 5, seed + 1), pool(heads, 3, seed + 2)
+        first = pool(heads, 3, seed)
+        return first.with_groups(PoolGroup("last", last, 9), PoolGroup("draft", draft)), draft
+
+    (source, its_draft), (target, draft) = grouped(1, 1), grouped(2, 5)
+    before = [one.read_pages(range(8)) for one in (target, draft, target.group("last"))]
+    src, dst = np.array([4, 0, 5][:num_units], np.int32), [1, 2, 0][:num_units]
+    gather = staging_copy(source.layout, Shard(0, 1, 0, 1), 4)
+    scatter = staging_copy(target.layout, Shard(0, 1, 1, 1), 4)
+    num_bytes = gather.num_bytes(num_units)
+    # 2 slabs of 4 tokens of 3 bytes, and of 2 heads of 5, in whole words of 16.
+    assert num_bytes == scatter.num_bytes(num_units) == num_units * (32 + 80)
+    for stage in (torch.empty(num_bytes + 1, dtype=torch.uint8), torch.empty(0)):
+        with pytest.raises(ConfigError, match="stage is"):
+            gather.gather(src, stage)
+    stage = torch.empty(num_bytes, dtype=torch.uint8)
+    gather.gather(src, stage)
+    scatter.scatter(np.array(dst, np.int32), stage)
+    before[0][dst, :, :, 1:] = source.read_pages(src)
+    before[1][dst, :, :, 2:] = its_draft.read_pages(src)
+    for one, want in zip((target, draft, target.group("last")), before, strict=True):
+        assert torch.equal(one.read_pages(range(8)), want)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("units", "error"),
+    [
+        ([0, 7], PageStateError),
+        ([-1], PageStateError),
+        ([], PageStateError),
+        ([[0]], PageStateError),
+    ],
+)
+def test_units_outside_the_pool_are_not_copied(
+    make: Make, device: str, units: list[int], error: type
+) -> None:
+    memory = Memory(mesh_layout("layer_major", 7, 4, 3, 4), device)
+    copy = make(memory.layout, PARTS[0], 4)
+    before = memory.bytes()
+    stage = torch.zeros(copy.num_bytes(len(units)), dtype=torch.uint8, device=device)
+    for act in (copy.gather, copy.scatter):
+        with pytest.raises(error):
+            act(np.array(units, np.int32), stage)
+    assert np.array_equal(memory.bytes(), before)
+    assert not stage.any()
+
+
+def test_units_that_cannot_be_written_are_copied_without_a_warning(make: Make, device: str) -> None:
+    """As pages of orders are. Torch says so once a process, and here every time."""
+    memory = Memory(mesh_layout("layer_major", 7, 4, 3, 4), device)
+    copy = make(memory.layout, PARTS[0], 4)
+    units = np.array([2, 5], np.int32)
+    units.flags.writeable = False
+    stage = torch.zeros(copy.num_bytes(2), dtype=torch.uint8, device=device)
+    torch.set_warn_always(True)
+    try:
+        copy.gather(units, stage)
+        copy.scatter(units, stage)
+    finally:
+        torch.set_warn_always(False)
+
+
+def test_another_stage_is_refused(make: Make, device: str) -> None:
+    memory = Memory(mesh_layout("layer_major", 7, 4, 3, 4), device)
+    copy = make(memory.layout, PARTS[0], 4)
+    size = copy.num_bytes(1)
+    before = memory.bytes()
+    stages = [
+        torch.zeros(size - 1, dtype=torch.uint8, device=device),
+        torch.zeros(size + 1, dtype=torch.uint8, device=device),
+        torch.zeros(size, dtype=torch.int8, device=device),
+        torch.zeros(2 * size, dtype=torch.uint8, device=device)[::2],
+        torch.zeros((1, size), dtype=torch.uint8, device=device),
+        torch.zeros(size, dtype=torch.uint8, device="meta"),
+    ]
+    for stage in stages:
+        for act in (copy.gather, copy.scatter):
+            with pytest.raises(ConfigError, match="stage is"):
+                act(np.zeros(1, np.int32), stage)
+    assert np.array_equal(memory.bytes(), before)
+
+
+@pytest.mark.parametrize(
+    ("part", "unit_tokens", "message"),
+    [
+        (Shard(0, 4, 0, 4), 4, "not inside"),
+        (Shard(0, 3, 1, 4), 4, "not inside"),
+        (Shard(-1, 2, 0, 4), 4, "not inside"),
+        (Shard(0, 3, 0, 4), 3, "must divide"),
+        (Shard(0, 3, 0, 4), 8, "must divide"),
+        (Shard(0, 3, 0, 4), 0, "must divide"),
+    ],
+)
+def test_a_part_has_to_lie_in_the_pool(part: Shard, unit_tokens: int, message: str) -> None:
+    layout, _ = mesh_layout("layer_major", 7, 4, 3, 4)
+    with pytest.raises(ConfigError, match=message):
+        StagePlan.of(layout, part, unit_tokens)
+
+
+def test_only_devices_that_copy() -> None:
+    layout = KVPool.create(2, 4, 1, 1, 8).layout
+    assert isinstance(staging_copy(layout, Shard.whole(layout), 4, "cpu"), CpuCopy)
+    with pytest.raises(ConfigError, match="device is 'meta'"):
+        staging_copy(layout, Shard.whole(layout), 4, "meta")
+
+
+def test_rows_are_as_long_as_they_are_contiguous() -> None:
+    def row_bytes(order: str, part: Shard) -> int:
+        return StagePlan.of(mesh_layout(order, 7, 4, 3, 4, "mha", 16)[0], part, 4).row_bytes
+
+    assert row_bytes("layer_major", PARTS[0]) == 4 * 4 * 16
+    assert row_bytes("page_major", PARTS[1]) == 2 * 16
+    assert row_bytes("heads before tokens", PARTS[0]) == 16
+    assert row_bytes("heads before tokens", PARTS[2]) == 4 * 16
+    assert row_bytes("padded tokens", PARTS[0]) == 4 * 16
+
+
+_COMPILE = """
+import sys, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from prefixkv.memory import copy_triton as staging_triton
+
+kernel = triton.jit(staging_triton._copy_rows)
+constants = dict(fold=4, rows_a_unit=16, alignment=16, word=tl.int64, tile_rows=16, tile_width=64)
+types = dict(slabs="*i64", offsets="*i64", units="*i32", stage="*i64", num_rows="i32")
+types |= dict(row_words="i32")
+for to_stage in (True, False):
+    values = dict(constants, to_stage=to_stage)
+    signature = dict(types, **dict.fromkeys(values, "constexpr"))
+    names = list(signature)
+    source = triton.compiler.ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in values.items()},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in ("slabs", "stage", "row_words")
+        },
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert "ld.global.v2.b64" in ptx and "st.global.v2.b64" in ptx, ptx
+"""
+
+
+def test_the_kernel_compiles_for_a_gpu_and_moves_16_bytes_at_a_time(tmp_path: Path) -> None:
+    """The interpreter takes what the compiler refuses. Compiling needs no GPU, and says nothing of
+    running on one."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", _COMPILE], env=environment, check=True, timeout=600)
+
+
+def test_parts_that_are_scattered_together(
+    make: Make, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of one unit page and in a single one, parts of one size and of several."""
+    units = np.array([5, 0, 3, 6], np.int32)
+    parts = [Shard(0, 3, 0, 1), Shard(0, 3, 1, 1), Shard(0, 2, 2, 2)]
+    for step_bytes in (1, 1 << 30):
+        monkeypatch.setattr(stage_copy, "_STEP_BYTES", step_bytes)
+        memory = Memory(mesh_layout("layer_major", 7, 4, 3, 4, "mha", 8), device)
+        expected = memory.bytes()
+        stages = []
+        for seed, part in enumerate(parts):
+            copy = make(memory.layout, part, 4)
+            num_bytes = copy.num_bytes(len(units))
+            new = np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
+            expected[memory.places(tuple(units.tolist()), part, 4, 0, len(units))] = new
+            stages.append((copy, torch.from_numpy(new).to(device)))
+        stage_copy.scatter_together(stages, units)
+        assert np.array_equal(memory.bytes(), expected)
+
+
+def test_steps_take_turns_between_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_copy, "_STEP_BYTES", 1)
+    memory = Memory(mesh_layout("layer_major", 7, 4, 1, 2, "mha", 8), "cpu")
+    units = np.array([5, 0], np.int32)
+    stages = [
+        torch.full((2 * 2 * 4 * 8,), value, dtype=torch.uint8) for value in (1, 2)
+    ]  # K and V of two unit pages
+    steps = [
+        staging_copy(memory.layout, Shard(0, 1, head, 1), 4).scatter_steps(units, stage)
+        for head, stage in enumerate(stages)
+    ]
+    before = memory.bytes()
+    next(steps[0])
+    (changed,) = np.nonzero(memory.bytes() != before)
+    assert 0 < len(changed) <= 4 * 8  # of K, of one unit page
+    assert [len(list(each)) for each in steps] == [3, 4]
+
+
+def test_nothing_is_copied_where_one_of_several_stages_does_not_fit() -> None:
+    memory = Memory(mesh_layout("layer_major", 7, 4, 1, 2, "mha", 8), "cpu")
+    before = memory.bytes()
+    copy = staging_copy(memory.layout, Shard(0, 1, 0, 1), 4)
+    stages = [(copy, torch.zeros(num_bytes, dtype=torch.uint8)) for num_bytes in (64, 65)]
+    with pytest.raises(ConfigError, match="65"):
+        stage_copy.scatter_together(stages, np.array([5], np.int32))
+    assert np.array_equal(memory.bytes(), before)

@@ -1,0 +1,108 @@
+"""Numpy arrays as an engine's tensors: their memory is the pool's, or they are refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from prefixkv.errors import CallerError, ConfigError
+from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.state_layout import StateTensor
+from prefixkv.memory.state_pool import StatePool
+from tests.support.junk import JUNK, OwnError
+
+SHAPE = (8, 4, 2, 16)  # pages, tokens, heads, elements
+
+
+def zeros(dtype: Any = np.float32) -> Any:
+    return np.zeros(SHAPE, dtype)
+
+
+def test_a_pool_shares_the_memory_of_numpy_arrays(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "kv", np.float32, "w+", shape=SHAPE)
+    for k, v in (
+        ([zeros()], [zeros()]),
+        ([mapped], [zeros()]),
+        (zeros()[None], torch.zeros(1, *SHAPE)),
+    ):
+        pool = KVPool.from_tensors(k, v, page_size=4)
+        assert pool.layout.slabs[0].base == (k[0] if isinstance(k, list) else k).ctypes.data
+        pool.k(0)[3] = 7.0
+        assert (np.asarray(k[0])[3] == 7.0).all()
+        k[0][5] = 2.0
+        pool.write_pages([1], pool.read_pages([5]).numpy())
+        assert (np.asarray(k[0])[1] == 2.0).all()
+
+
+def test_a_state_pool_shares_the_memory_of_numpy_arrays() -> None:
+    view = np.zeros((3, 2, 4), np.float32)
+    pool = StatePool([StateTensor("conv", 0, 2, (4,))], [view])
+    pool.view("conv", 0)[1] = 5.0
+    assert (view[1] == 5.0).all()
+    assert pool.num_slots == 3
+
+
+def test_pages_to_write_may_be_read_only() -> None:
+    pool = KVPool.from_tensors([zeros()], [zeros()])
+    data = pool.read_pages([0]).numpy()
+    data.flags.writeable = False
+    pool.write_pages([2], data)
+
+
+READ_ONLY = zeros()
+READ_ONLY.flags.writeable = False
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (READ_ONLY, "must not be written"),
+        (zeros(">f4"), "numpy array of >f4"),
+        (zeros()[::-1], "numpy array of float32"),
+        (np.ma.masked_array(zeros()), "MaskedArray, a torch tensor"),
+        (zeros(np.float64), "dtype"),
+        (zeros(object), "numpy array of object"),
+        (torch.zeros(SHAPE).to_sparse(), "sparse"),
+        (zeros().tolist(), "list, a torch tensor"),
+        (7, "int, a torch tensor"),
+    ],
+)
+def test_what_has_no_memory_for_a_pool_is_refused(tensor: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        KVPool.from_tensors([tensor], [tensor])
+
+
+@given(junk=JUNK)
+def test_junk_is_a_callers_error(junk: Any) -> None:
+    good = [torch.zeros(SHAPE)]
+    state = StateTensor("conv", 0, 2, (4,))
+    for call in (
+        lambda: KVPool.from_tensors(junk, good),
+        lambda: KVPool.from_tensors([junk], good),
+        lambda: KVPool.from_tensors(good, [junk]),
+        lambda: KVPool.from_tensors(good, good, axes=junk, opaque=junk),
+        lambda: KVPool.from_tensors(good, good, page_size=junk, num_kv_heads=junk, head_dim=junk),
+        lambda: KVPool.from_tensors(good, good, regions=junk),
+        lambda: KVPool.from_tensors(good, good, regions=[junk]),
+        lambda: KVPool.create(2, 2, 1, 1, 1, dtype=junk, attention=junk, order=junk, device=junk),
+        lambda: KVPool.create(2, 2, 1, 1, 1, shared=junk),
+        lambda: StatePool(junk, good),
+        lambda: StatePool([junk], good),
+        lambda: StatePool([state], junk),
+        lambda: StatePool([state], [junk], junk, junk),
+        lambda: StatePool([state], [torch.zeros(3, 2, 4)], regions=[junk]),
+        lambda: StatePool.create([state], 2, junk, junk, junk, junk),
+        lambda: StatePool.create([StateTensor("s", junk, junk, junk, junk)], 2),
+        lambda: KVPool.from_tensors(good, good).read_pages(junk),
+        lambda: KVPool.from_tensors(good, good).write_pages([1], junk),
+        lambda: KVPool.from_tensors(good, good).k(junk),
+        lambda: KVPool.from_tensors(good, good).latent(junk),
+    ):
+        with contextlib.suppress(CallerError, OwnError):
+            call()

@@ -1,0 +1,77 @@
+"""How a table's step is taken, and the diagram that is drawn of the table."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from prefixkv.errors import InternalError
+from prefixkv.protocol.ids import KVPoll
+from prefixkv.protocol.machine import IGNORED, Step, Table, diagrams, mermaid, run
+from prefixkv.protocol.receiver_machine import ReceiverMachine
+from prefixkv.protocol.sender_machine import SenderMachine
+from tests.support.patience import PATIENCE_S
+from tests.unit.protocol.rooms import KEY, assert_diagrams, read_diagram
+
+
+class Switch:
+    """A machine of one event, an int: it goes to the state of that number."""
+
+    key = KEY
+
+    def __init__(self) -> None:
+        self.poll = KVPoll.BOOTSTRAPPING
+
+    def go(self, event: int, now_s: float) -> list[str]:
+        self.poll = KVPoll(event)
+        return [f"at {now_s}"]
+
+    TABLE: Table = {
+        KVPoll.BOOTSTRAPPING: {int: Step(go, {KVPoll.FAILED}), str: IGNORED},
+        KVPoll.FAILED: {},
+    }
+
+
+def test_a_step_is_taken_by_its_method_or_ignored() -> None:
+    switch = Switch()
+    assert run(switch, Switch.TABLE, "nothing", 2.0) == []
+    assert run(switch, Switch.TABLE, 4, 2.0) == ["at 2.0"]
+    assert switch.poll is KVPoll.FAILED
+
+
+def test_an_event_that_the_row_does_not_name_is_our_fault_and_changes_nothing() -> None:
+    switch = Switch()
+    with pytest.raises(InternalError, match=r"Switch of .* float must not come in BOOTSTRAPPING"):
+        run(switch, Switch.TABLE, 4.0, 0.0)
+    assert switch.poll is KVPoll.BOOTSTRAPPING
+    run(switch, Switch.TABLE, 4, 0.0)
+    with pytest.raises(InternalError, match="int must not come in FAILED"):
+        run(switch, Switch.TABLE, 4, 0.0)
+
+
+def test_a_step_into_a_state_that_is_not_listed_is_our_fault() -> None:
+    with pytest.raises(InternalError, match="int led from BOOTSTRAPPING to SUCCESS"):
+        run(Switch(), Switch.TABLE, 3, 0.0)
+
+
+@pytest.mark.parametrize("machine", [ReceiverMachine, SenderMachine])
+def test_a_diagram_says_all_of_its_table_but_the_methods(
+    machine: type[ReceiverMachine] | type[SenderMachine],
+) -> None:
+    assert read_diagram(mermaid(machine.TABLE)) == {
+        state: {event.__name__: set(step.next_states) for event, step in row.items()}
+        for state, row in machine.TABLE.items()
+    }
+
+
+def test_the_command_prints_both_diagrams_as_they_stand_in_a_document() -> None:
+    printed = subprocess.run(
+        [sys.executable, "-m", "prefixkv.protocol.machine"], check=True, capture_output=True,
+        text=True, timeout=PATIENCE_S,
+    ).stdout  # fmt: skip
+    assert_diagrams(printed)
+    assert list(diagrams()) == ["ReceiverMachine", "SenderMachine"]
+    with pytest.raises(AssertionError, match="the diagram of SenderMachine"):
+        assert_diagrams(printed.replace("Added, ", "", 1))

@@ -1,0 +1,828 @@
+"""The sockets: frames both ways, what is dropped and counted, and who gets in."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from prefixkv.addresses import is_loopback
+from prefixkv.config import ControlConfig, CurveConfig, short_key
+from prefixkv.control.effects import ConnectFailed, FrameReceived, Reached, Unreached
+from prefixkv.errors import ConfigError, HandshakeError
+from prefixkv.protocol.messages import MAX_FRAME_BYTES
+from prefixkv.runtime.channel import DealerChannel, RouterChannel
+from tests.support.patience import PATIENCE_S, lasting_address, returned, until
+
+GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"CURVE".ljust(52, b"\0")
+LOCAL = "tcp://127.0.0.1:*"
+
+
+class Ends:
+    """Opens channels that share a wake-up descriptor, and closes them."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        stack.callback(os.close, self.wake_fd)
+
+    def router(self, config: ControlConfig | None = None, bind: str = LOCAL) -> RouterChannel:
+        return self.stack.enter_context(
+            RouterChannel(bind, config or ControlConfig(), self.wake_fd)
+        )
+
+    def dealer(self, address: str, config: ControlConfig | None = None) -> DealerChannel:
+        dealer = self.stack.enter_context(DealerChannel(config or ControlConfig(), self.wake_fd))
+        dealer.connect(address)
+        return dealer
+
+    def raw(self, kind: int, address: str, **options: Any) -> zmq.Socket[bytes]:
+        """A socket of no channel's: somebody else's program."""
+        sock = self.stack.enter_context(zmq.Context()).socket(kind)
+        self.stack.callback(sock.close, linger=0)
+        for name, value in options.items():
+            setattr(sock, name, value)
+        sock.connect(address)
+        return sock
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with ExitStack() as stack:
+        yield Ends(stack)
+
+
+def polled(channel: Any, want: int = 1, patience_s: float = PATIENCE_S) -> list[Any]:
+    """At least `want` frames, or what came before patience ended: (address, frame) of a dealer's,
+    (route, credential, frame) of a router's."""
+    frames: list[Any] = []
+    deadline_s = time.monotonic() + patience_s
+    while len(frames) < want and time.monotonic() < deadline_s:
+        for got in channel.poll(0.02):
+            if not isinstance(got, FrameReceived):
+                continue
+            assert isinstance(channel, RouterChannel) or not got.credential
+            who = (got.credential,) if isinstance(channel, RouterChannel) else ()
+            frames.append((got.source, *who, got.raw))
+    return frames
+
+
+def test_frames_go_both_ways_and_each_keeps_its_sender(ends: Ends) -> None:
+    router = ends.router()
+    one, two = ends.dealer(router.endpoint), ends.dealer(router.endpoint)
+    one.send(router.endpoint, b"I am one")
+    two.send(router.endpoint, b"I am two")
+    routes = {raw: route for route, credential, raw in polled(router, 2) if credential == ""}
+    assert routes.keys() == {b"I am one", b"I am two"}
+    router.send(routes[b"I am two"], b"hello two")
+    router.send(routes[b"I am one"], b"hello one")
+    assert polled(one) == [(router.endpoint, b"hello one")]
+    assert polled(two) == [(router.endpoint, b"hello two")]
+    assert not router.counters
+    assert not one.counters
+
+
+def test_one_dealer_tells_its_routers_apart(ends: Ends) -> None:
+    routers = [ends.router(), ends.router()]
+    dealer = ends.dealer(routers[0].endpoint)
+    dealer.connect(routers[1].endpoint)
+    for i, router in enumerate(routers):
+        dealer.send(router.endpoint, b"to %d" % i)
+        ((route, _, raw),) = polled(router)
+        assert raw == b"to %d" % i
+        router.send(route, b"from %d" % i)
+        assert polled(dealer) == [(router.endpoint, b"from %d" % i)]
+
+
+@pytest.mark.parametrize("side", ["router", "dealer"])
+def test_poll_ends_when_the_descriptor_is_written(ends: Ends, side: str) -> None:
+    router = ends.router()
+    channel = router if side == "router" else ends.dealer(router.endpoint)
+    if isinstance(channel, DealerChannel):
+        assert news(channel) == Reached(router.endpoint)
+    timer = threading.Timer(0.05, os.eventfd_write, (ends.wake_fd, 1))
+    timer.start()
+    assert returned(lambda: channel.poll(float("inf"))) == []
+    timer.join()
+
+
+def test_poll_waits_as_long_as_it_says(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded up to whole milliseconds: rounded down, a short wait would be a busy one."""
+    router = ends.router()
+    before_s = time.monotonic()
+    assert router.poll(0.03) == []
+    assert time.monotonic() - before_s >= 0.03
+    waits_ms: list[int | None] = []
+    monkeypatch.setattr(
+        router._poller, "poll", lambda timeout_ms: waits_ms.append(timeout_ms) or []
+    )
+    for timeout_s in (0.0004, 0.0304, 0.0, -1.0, float("inf")):
+        assert router.poll(timeout_s) == []
+    assert waits_ms == [1, 31, 0, 0, None]
+
+
+def test_a_poll_takes_a_bounded_share_of_a_flood(ends: Ends) -> None:
+    router = ends.router()
+    dealer = ends.dealer(router.endpoint)
+    for i in range(1000):
+        dealer.send(router.endpoint, b"%d" % i)
+    time.sleep(0.1)  # so that more has come than a poll may take; if not, the test shows less
+    frames: list[Any] = []
+    while len(frames) < 1000:
+        some = router.poll(PATIENCE_S)
+        assert 1 <= len(some) <= 256
+        frames += some
+    assert [int(frame.raw) for frame in frames] == list(range(1000))
+
+
+def test_large_frames_come_whole_however_fast_they_come(ends: Ends) -> None:
+    router = ends.router()
+    greedy = ends.raw(zmq.DEALER, router.endpoint, sndhwm=0)
+    for _ in range(4):
+        greedy.send(bytes(MAX_FRAME_BYTES))
+    assert [len(raw) for _, _, raw in polled(router, 4)] == [MAX_FRAME_BYTES] * 4
+    assert not router.counters
+
+
+def test_a_socket_that_is_not_read_holds_few_frames_and_loses_none(ends: Ends) -> None:
+    """However many its owner lets wait; the sender notices."""
+    router = ends.router()
+    greedy = ends.raw(zmq.DEALER, router.endpoint, sndhwm=1, sndbuf=1 << 16)
+    num_sent, frame = 0, bytes(1 << 16)
+    while num_sent < 200 and greedy.poll(2000, zmq.POLLOUT):
+        greedy.send(frame)
+        num_sent += 1
+    assert num_sent < 40, "16 wait here, and what the kernel's buffers take"
+    read: list[Any] = []
+    until(
+        lambda: len(read) >= num_sent,
+        step=lambda: read.extend(router.poll(0.05)),
+    )
+
+
+@pytest.mark.parametrize("side", ["router", "dealer"])
+def test_a_socket_is_asked_whether_it_is_empty_and_no_exception_says_so(
+    ends: Ends, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the first message of a poll: an exception costs three times as much."""
+    router = ends.router()
+    dealer = ends.dealer(router.endpoint)
+    dealer.send(router.endpoint, b"first")
+    ((route, _, _),) = polled(router)
+    channel = router if side == "router" else dealer
+    sock = router._sock if side == "router" else dealer._socks[router.endpoint]
+    receive, raised = type(sock).recv_multipart, [0]
+
+    def received(*args: Any, **options: Any) -> Any:
+        try:
+            return receive(*args, **options)
+        except zmq.Again:
+            raised[0] += args[0] is sock  # not a monitor
+            raise
+
+    monkeypatch.setattr(type(sock), "recv_multipart", received)
+    for _ in range(9):
+        router.send(route, b"back") if side == "dealer" else dealer.send(router.endpoint, b"on")
+    frames, deadline_s = 0, time.monotonic() + PATIENCE_S
+    while frames < 9 and time.monotonic() < deadline_s:
+        before = raised[0]
+        if found := [got for got in channel.poll(0.02) if isinstance(got, FrameReceived)]:
+            frames += len(found)
+            assert raised[0] == before
+    assert frames == 9
+
+
+def news(dealer: DealerChannel, patience_s: float = PATIENCE_S) -> Any:
+    """The next thing that it tells of a connection."""
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s:
+        for got in dealer.poll(0.02):
+            if not isinstance(got, FrameReceived):
+                return got
+    return None
+
+
+@pytest.mark.parametrize("curve", [False, True])
+def test_a_dealer_tells_which_address_is_reached_and_which_is_not(ends: Ends, curve: bool) -> None:
+    address = lasting_address()
+    theirs = ours = None
+    if curve:
+        mine = keys()
+        theirs = ControlConfig(curve=keys(client=mine.public_key))
+        server_key = theirs.curve.public_key  # type: ignore[union-attr]
+        ours = ControlConfig(curve=CurveConfig(mine.public_key, mine.secret_key, server_key))
+    gone = Unreached(address, "no answer", "a wrong address, or no prefill worker runs there")
+    dealer = ends.dealer(address, ours)
+    assert news(dealer) == gone
+    router = ends.router(theirs, address)
+    told: list[Any] = [gone]
+
+    def look() -> None:
+        router.poll(0.0)  # it answers libzmq, which asks about keys
+        told.extend(dealer.poll(0.01))
+
+    until(lambda: told[-1] != gone, step=look)
+    assert told[-1] == Reached(address)
+    router.close()
+    assert news(dealer) == gone
+    dealer.disconnect(address)
+    assert news(dealer, 0.1) is None
+
+
+# --- dropped and counted --------------------------------------------------------------------------
+
+
+def test_a_frame_without_a_receiver_is_counted(ends: Ends) -> None:
+    router = ends.router()
+    router.send(b"no such route", b"x")
+    dealer = ends.dealer(router.endpoint)
+    dealer.send("tcp://127.0.0.1:1", b"x")
+    assert [name for name in router.counters if name.startswith("frames_not_sent")] == list(
+        router.counters
+    )
+    assert sum(router.counters.values()) == 1
+    assert dealer.counters == {"frames_not_sent: not connected": 1}
+
+
+def test_a_full_queue_drops_and_counts_and_never_blocks(ends: Ends) -> None:
+    config = ControlConfig(max_queued_frames=10)
+    dealer = ends.dealer("tcp://127.0.0.1:1", config)  # nobody listens
+    for _ in range(50):
+        dealer.send("tcp://127.0.0.1:1", b"x")
+    assert dealer.counters == {"frames_not_sent: queue full": 40}
+
+
+def test_a_peer_that_does_not_read_costs_counted_drops_only(ends: Ends) -> None:
+    router = ends.router(ControlConfig(max_queued_frames=5))
+    deaf = ends.raw(zmq.DEALER, router.endpoint, rcvhwm=1)
+    deaf.send(b"hi")
+    ((route, _, _),) = polled(router)
+    frame = bytes(1 << 20)
+
+    def full() -> bool:
+        router.send(route, frame)
+        return router.counters["frames_not_sent: queue full"] >= 1
+
+    until(full)  # once the kernels hold all they can, however much that is
+    dealer = ends.dealer(router.endpoint)  # others are served
+    dealer.send(router.endpoint, b"hi")
+    ((other, _, _),) = polled(router)
+    router.send(other, b"hello")
+    assert polled(dealer) == [(router.endpoint, b"hello")]
+
+
+def test_a_peer_that_has_gone_is_unroutable(ends: Ends) -> None:
+    router = ends.router()
+    dealer = ends.dealer(router.endpoint)
+    dealer.send(router.endpoint, b"hi")
+    ((route, _, _),) = polled(router)
+    dealer.disconnect(router.endpoint)
+    dealer.disconnect(router.endpoint)  # again: no-op
+    dealer.send(router.endpoint, b"x")
+    assert dealer.counters == {"frames_not_sent: not connected": 1}
+
+    def refused() -> bool:
+        router.poll(0.01)
+        router.send(route, b"x")
+        return bool(router.counters)
+
+    until(refused)
+
+
+def test_multipart_messages_are_counted_and_dropped(ends: Ends) -> None:
+    router = ends.router()
+    stranger = ends.raw(zmq.DEALER, router.endpoint)
+    stranger.send_multipart([b"a", b"b", b"c"])
+    stranger.send_multipart([b"", b"with a REQ's delimiter"])
+    stranger.send(b"good")
+    ((_, _, raw),) = polled(router)
+    assert raw == b"good"
+    assert router.counters == {"frames_malformed": 2}
+
+
+def test_decode_drops_multipart_messages_too(ends: Ends) -> None:
+    sock = zmq.Context.instance().socket(zmq.ROUTER)
+    try:
+        port = sock.bind_to_random_port("tcp://127.0.0.1")
+        dealer = ends.dealer(f"tcp://127.0.0.1:{port}")
+        dealer.send(f"tcp://127.0.0.1:{port}", b"hi")
+        assert sock.poll(PATIENCE_S * 1000)
+        route, _ = sock.recv_multipart()
+        sock.send_multipart([route, b"a", b"b"])
+        sock.send_multipart([route, b"good"])
+        assert polled(dealer) == [(f"tcp://127.0.0.1:{port}", b"good")]
+        assert dealer.counters == {"frames_malformed": 1}
+    finally:
+        sock.close(linger=0)
+
+
+def test_an_oversize_frame_does_not_get_in_and_its_sender_may_go_on(ends: Ends) -> None:
+    router = ends.router()
+    stranger = ends.raw(zmq.DEALER, router.endpoint)
+    stranger.send(
+        bytes(MAX_FRAME_BYTES + 65)
+    )  # the socket cuts the connection, zmq makes a new one
+    frames: list[Any] = []
+
+    def send_and_read() -> None:
+        stranger.send(b"small")
+        frames.extend(polled(router, patience_s=0.05))
+
+    until(lambda: frames, step=send_and_read)
+    assert {raw for _, _, raw in frames} == {b"small"}
+
+
+# --- addresses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("tcp://127.0.0.1:1", True),
+        ("tcp://127.9.9.9:1", True),
+        ("tcp://localhost:1", True),
+        ("tcp://[::1]:1", True),
+        ("ipc:///run/kv", True),
+        ("inproc://kv", True),
+        ("tcp://*:1", False),
+        ("tcp://0.0.0.0:1", False),
+        ("tcp://[::]:1", False),
+        ("tcp://10.0.0.1:1", False),
+        ("tcp://eth0:1", False),
+        ("tcp://localhost.example.com:1", False),
+        ("tcp://[::1", False),
+        ("", False),
+        ("127.0.0.1", False),
+    ],
+)
+def test_what_is_loopback(address: str, local: bool) -> None:
+    assert is_loopback(address) is local
+
+
+@pytest.mark.parametrize("bind", ["tcp://*:*", "tcp://0.0.0.0:*"])
+def test_other_machines_need_keys_or_the_flag(ends: Ends, bind: str) -> None:
+    with pytest.raises(ConfigError, match="CURVE"):
+        ends.router(bind=bind)
+    assert ends.router(ControlConfig(network_is_isolated=True), bind).endpoint
+    assert ends.router(ControlConfig(curve=keys()), bind).endpoint
+
+
+@pytest.mark.parametrize(
+    "bind",
+    ["tcp://127.0.0.1:99999", "tcp://127.0.0.1", "nonsense", "tcp://[::1", "", "tcp://localhost:x"],
+)
+@pytest.mark.parametrize("curve", [False, True])
+def test_an_address_that_cannot_be_bound_is_a_config_error(
+    ends: Ends, bind: str, curve: bool
+) -> None:
+    config = ControlConfig(network_is_isolated=True, curve=keys() if curve else None)
+    threads = threading.active_count()
+    with pytest.raises(ConfigError, match="bind is"):
+        ends.router(config, bind)
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("curve", [False, True])
+@pytest.mark.parametrize(
+    "bind", ["127.0.0.1:5000", "127.0.0.1", "localhost:*", "udp://127.0.0.1:1"]
+)
+def test_a_bind_without_its_scheme_is_told_so_and_not_of_keys(
+    ends: Ends, bind: str, curve: bool
+) -> None:
+    with pytest.raises(ConfigError, match="an address begins with tcp://") as caught:
+        ends.router(ControlConfig(curve=keys() if curve else None), bind)
+    assert "CURVE" not in str(caught.value)
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "+5", "5_0", "", "\u0665", "0x50"])
+def test_a_port_that_is_none_is_not_bound(ends: Ends, port: str) -> None:
+    """zmq bound 65535 for -1."""
+    with pytest.raises(ConfigError, match="the port is"):
+        ends.router(bind=f"tcp://127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match="the port is"):
+        ends.dealer(f"tcp://127.0.0.1:{port}")
+
+
+def test_a_path_may_end_like_a_port(ends: Ends, tmp_path: Path) -> None:
+    assert ends.router(bind=f"ipc://{tmp_path}/s:70000").endpoint
+
+
+def test_a_port_in_use_is_a_config_error(ends: Ends) -> None:
+    taken = ends.router().endpoint
+    with pytest.raises(ConfigError, match="in use"):
+        ends.router(bind=taken)
+
+
+@pytest.mark.parametrize(
+    "address", ["nonsense", "", "tcp://", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:x"]
+)
+def test_an_address_that_is_none_is_a_config_error(ends: Ends, address: str) -> None:
+    dealer = ends.dealer(ends.router().endpoint)
+    with pytest.raises(ConfigError, match="prefill is"):
+        dealer.connect(address)
+    dealer.send(address, b"x")
+    assert dealer.counters == {"frames_not_sent: not connected": 1}
+
+
+def test_keys_that_are_none_are_a_config_error(ends: Ends) -> None:
+    bad = ControlConfig(curve=CurveConfig("x" * 39 + " ", "y" * 39 + "\\"))
+    with pytest.raises(ConfigError):
+        ends.router(bad)
+    with pytest.raises(ConfigError):
+        ends.dealer("tcp://127.0.0.1:1", bad)
+    no_server_key = ControlConfig(curve=keys())
+    with pytest.raises(ConfigError):
+        ends.dealer("tcp://127.0.0.1:1", no_server_key)
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+def keys(server_key: str = "", **allowed: str) -> CurveConfig:
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    return CurveConfig(public, secret, server_key, {key: name for name, key in allowed.items()})
+
+
+class Guarded:
+    """A prefill whose list names one client, and that client."""
+
+    def __init__(self, ends: Ends, address: str = "") -> None:
+        server = keys()
+        self.known = keys(server.public_key)
+        self.unknown = keys(server.public_key)
+        self.server_key = server.public_key
+        self.server = replace(server, allowed_clients={self.known.public_key: "decode-0"})
+        self.router = ends.router(ControlConfig(curve=self.server), address or lasting_address())
+
+
+def test_a_key_on_the_list_gets_in_and_is_seen(ends: Ends) -> None:
+    guarded = Guarded(ends)
+    router = guarded.router
+    dealer = ends.dealer(router.endpoint, ControlConfig(curve=guarded.known))
+    dealer.send(router.endpoint, b"hi")
+    ((route, credential, raw),) = polled(router)
+    assert (raw, credential) == (b"hi", guarded.known.public_key)
+    router.send(route, b"welcome")
+    assert polled(dealer) == [(router.endpoint, b"welcome")]
+
+
+@pytest.mark.parametrize(
+    "who", ["unknown key", "no key", "stolen public key", "wrong server key", "null with zap"]
+)
+def test_no_other_key_gets_in(ends: Ends, who: str) -> None:
+    guarded = Guarded(ends)
+    router = guarded.router
+    if who == "unknown key":
+        ends.dealer(router.endpoint, ControlConfig(curve=guarded.unknown)).send(
+            router.endpoint, b"x"
+        )
+    elif who == "no key":
+        ends.dealer(router.endpoint).send(router.endpoint, b"x")
+    elif who == "stolen public key":
+        raw = {
+            "curve_publickey": guarded.known.public_key.encode(),
+            "curve_secretkey": guarded.unknown.secret_key.encode(),
+            "curve_serverkey": guarded.server_key.encode(),
+        }
+        ends.raw(zmq.DEALER, router.endpoint, **raw).send(b"x")
+    elif who == "wrong server key":
+        mine = CurveConfig(
+            guarded.known.public_key, guarded.known.secret_key, guarded.unknown.public_key
+        )
+        ends.dealer(router.endpoint, ControlConfig(curve=mine)).send(router.endpoint, b"x")
+    else:
+        ends.raw(zmq.DEALER, router.endpoint, zap_domain=b"global").send(b"x")
+    assert polled(router, patience_s=0.3) == []
+    friend = ends.dealer(router.endpoint, ControlConfig(curve=guarded.known))
+    friend.send(router.endpoint, b"hi")
+    assert [raw for _, _, raw in polled(router)] == [b"hi"]
+
+
+def failures(router: RouterChannel, dealer: DealerChannel) -> tuple[ConnectFailed, ConnectFailed]:
+    """The first that each end tells of a connection that keys are in the way of.
+
+    The end that sees it first closes the connection, maybe before the other end has: so the dealer
+    goes on to say Hello.
+    """
+    told: dict[Any, ConnectFailed] = {}
+
+    def look() -> None:
+        dealer.send(router.endpoint, b"hello")
+        for end in (router, dealer):
+            for got in end.poll(0.01):
+                if isinstance(got, ConnectFailed):
+                    told.setdefault(end, got)
+
+    until(lambda: len(told) == 2, step=look)
+    return told[router], told[dealer]
+
+
+def test_both_ends_name_an_unknown_key_and_let_it_in_once_it_is_listed(ends: Ends) -> None:
+    guarded = Guarded(ends)
+    address, key = guarded.router.endpoint, short_key(guarded.unknown.public_key)
+    dealer = ends.dealer(address, ControlConfig(curve=guarded.unknown))
+    theirs, ours = failures(guarded.router, dealer)
+    assert theirs.address == "127.0.0.1"
+    assert f"its key {key!r} is not in our allowed_clients" in str(theirs.error)
+    assert ours.address == address
+    assert f"our key {key!r} is not in the allowed_clients of {address}" in str(ours.error)
+    assert isinstance(ours.error, HandshakeError)
+    for secret in (guarded.unknown.secret_key, guarded.unknown.public_key):
+        assert secret not in f"{theirs} {ours}"
+    # The worker is started again with the key in its list, and the same socket says Hello again.
+    guarded.router.close()
+    listed = replace(guarded.server, allowed_clients={guarded.unknown.public_key: "decode-1"})
+    router = ends.router(ControlConfig(curve=listed), address)
+    frames: list[Any] = []
+
+    def hello() -> None:
+        dealer.send(address, b"hello")
+        dealer.poll(0.01)
+        frames.extend(router.poll(0.01))
+
+    until(lambda: bool(frames), step=hello)
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_both_ends_name_keys_that_one_of_them_lacks(ends: Ends, server: bool) -> None:
+    guarded = Guarded(ends)
+    router = guarded.router if server else ends.router()
+    dealer = ends.dealer(router.endpoint, ControlConfig(curve=None if server else guarded.known))
+    theirs, ours = failures(router, dealer)
+    with_keys, without = (theirs, ours) if server else (ours, theirs)
+    both = "(set keys on both sides, or on neither)"
+    assert str(with_keys.error) == f"curve differs {both}: ours 'keys', theirs 'no keys'"
+    assert str(without.error) == f"curve differs {both}: ours 'no keys', theirs 'keys'"
+    assert ours.address == router.endpoint
+    assert theirs.address == f"a client of {router.endpoint}"
+
+
+def test_both_ends_name_a_wrong_server_key(ends: Ends) -> None:
+    guarded = Guarded(ends)
+    address, wrong = guarded.router.endpoint, keys().public_key
+    mine = replace(guarded.known, server_key=wrong)
+    theirs, ours = failures(guarded.router, ends.dealer(address, ControlConfig(curve=mine)))
+    assert str(theirs.error) == (
+        "server_key of the client is not our public_key: "
+        f"ours {short_key(guarded.server_key)!r}, theirs 'another'"
+    )
+    assert str(ours.error).startswith(f"server_key is not the public key of {address}")
+    assert short_key(wrong) in str(ours.error)
+
+
+def test_what_ends_a_connection_without_a_greeting_is_not_called_a_wrong_key(ends: Ends) -> None:
+    """A relay, say, with no worker behind it yet."""
+    guarded = Guarded(ends)
+    with socket.create_server(("127.0.0.1", 0)) as relay:
+        address = "tcp://{}:{}".format(*relay.getsockname())
+        relay.settimeout(PATIENCE_S)
+        dealer = ends.dealer(address, ControlConfig(curve=guarded.known))
+        told: list[Any] = []
+        for _ in range(6):
+            relay.accept()[0].close()
+            told += dealer.poll(0.02)
+        until(lambda: bool(told), step=lambda: told.extend(dealer.poll(0.02)))
+        gone = Unreached(address, "no answer", "a wrong address, or no prefill worker runs there")
+        assert set(told) == {gone}
+
+
+class Relay:
+    """What listens at an address, and ends each connection of a dealer's after a moment; what a
+    probe gets is up to `answer`."""
+
+    def __init__(self, answer: Callable[[socket.socket, bytes], None]) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.server.settimeout(0.02)
+        self.address = "tcp://{}:{}".format(*self.server.getsockname())
+        self.answer = answer
+        self.probes: list[socket.socket] = []
+        self.is_over = False
+        self.thread = threading.Thread(target=self._serve)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        while not self.is_over:
+            with suppress(TimeoutError):
+                link = self.server.accept()[0]
+                link.settimeout(PATIENCE_S)
+                # A dealer says its signature at once, with a length of 1; a probe says 0.
+                if (said := link.recv(10, socket.MSG_WAITALL))[8:9] == b"\0":
+                    self.probes.append(link)
+                    self.answer(link, said)
+                else:
+                    link.close()
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over = True
+        self.thread.join()
+        for link in (self.server, *self.probes):
+            link.close()
+
+
+def refusals(dealer: DealerChannel, patience_s: float) -> list[ConnectFailed]:
+    """What it tells of keys, until the first of that, or until patience ends."""
+    told: list[ConnectFailed] = []
+    deadline_s = time.monotonic() + patience_s
+    while not told and time.monotonic() < deadline_s:
+        told = [got for got in dealer.poll(0.01) if isinstance(got, ConnectFailed)]
+    return told
+
+
+def test_a_greeting_that_comes_in_pieces_is_one(ends: Ends) -> None:
+    def answer(link: socket.socket, _: bytes) -> None:
+        for piece in (GREETING[:11], GREETING[11:14], GREETING[14:]):
+            link.sendall(piece)
+            time.sleep(0.05)
+
+    with Relay(answer) as relay:
+        dealer = ends.dealer(relay.address, ControlConfig(curve=Guarded(ends).known))
+        (told,) = refusals(dealer, PATIENCE_S)
+        assert told.address == relay.address
+        assert "is not the public key of" in str(told.error)
+
+
+def test_pieces_of_two_connections_are_no_greeting(ends: Ends) -> None:
+    """Each ends after its first bytes, and each is greeted once."""
+    said: list[bytes] = []
+
+    def answer(link: socket.socket, start: bytes) -> None:
+        link.settimeout(0.1)
+        with suppress(TimeoutError):
+            while more := link.recv(1000):
+                start += more
+        said.append(start)
+        link.sendall(GREETING[:11] if len(said) % 2 else GREETING[11:])
+        link.close()
+
+    with Relay(answer) as relay:
+        dealer = ends.dealer(relay.address, ControlConfig(curve=Guarded(ends).known))
+        told: list[ConnectFailed] = []
+        until(lambda: len(said) >= 3, step=lambda: told.extend(refusals(dealer, 0.02)))
+        assert not told
+        assert {len(one) for one in said} == {len(GREETING)}
+
+
+def test_the_greeting_of_one_that_has_gone_says_nothing_of_the_next(ends: Ends) -> None:
+    """A worker has been there for a moment; behind its relay there is none any more."""
+    with Relay(lambda link, _: link.sendall(GREETING) or link.close()) as relay:
+        dealer = ends.dealer(relay.address, ControlConfig(curve=Guarded(ends).known))
+        told = refusals(dealer, 1.0)
+        until(lambda: bool(relay.probes), step=lambda: told.extend(refusals(dealer, 0.02)))
+        relay.answer = lambda link, _: link.close()
+        until(lambda: len(relay.probes) > 2, step=lambda: told.extend(refusals(dealer, 0.02)))
+        assert not told
+
+
+def test_a_dealer_that_is_reached_as_its_probe_is_answered(ends: Ends) -> None:
+    guarded = Guarded(ends)
+    address = guarded.router.endpoint
+    guarded.router.close()
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as relay:
+        relay.settimeout(PATIENCE_S)
+        dealer = ends.dealer(address, ControlConfig(curve=guarded.known))
+        until(
+            lambda: bool(dealer._probes),
+            step=lambda: relay.accept()[0].close() or dealer.poll(0.02),
+        )
+    dealer.send(address, b"hi")
+    router = ends.router(ControlConfig(curve=guarded.server), address)
+    assert polled(router)
+    # Both are ready at once: the connection, which ends the probe, and what the probe has got.
+    assert dealer._probes[address].sock.poll(1000 * PATIENCE_S)
+    assert Reached(address) in dealer.poll(0.0)
+    assert not dealer._probes
+    assert dealer.poll(0.0) == []
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_without_descriptors_for_a_probe_nothing_ends(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, opens: bool
+) -> None:
+    guarded = Guarded(ends)
+    with Relay(lambda link, _: link.sendall(GREETING)) as relay:
+        dealer = ends.dealer(relay.address, ControlConfig(curve=guarded.known))
+        made: list[int] = []
+
+        def none_left(*args: Any) -> Any:
+            made.append(len(args))
+            raise zmq.ZMQError(errno.EMFILE)
+
+        with monkeypatch.context() as patch:
+            if opens:
+                patch.setattr(zmq.Socket, "connect", none_left)
+            else:
+                patch.setattr(dealer._context, "socket", none_left)
+            until(lambda: len(made) > 1, step=lambda: dealer.poll(0.02))
+        assert refusals(dealer, PATIENCE_S), "asked again, and named"
+
+
+def test_a_secret_key_of_another_public_key_is_a_config_error(ends: Ends) -> None:
+    one, other = keys(), keys()
+    mixed = replace(one, secret_key=other.secret_key, server_key=other.public_key)
+    for made in (
+        lambda: ends.router(ControlConfig(curve=mixed)),
+        lambda: ends.dealer("tcp://127.0.0.1:1", ControlConfig(curve=mixed)),
+    ):
+        with pytest.raises(ConfigError, match="secret_key") as caught:
+            made()
+        assert other.secret_key not in str(caught.value)
+
+
+# --- closing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("curve", [False, True])
+def test_close_gives_everything_back(ends: Ends, curve: bool) -> None:
+    """Descriptors, threads and the port, also with frames that were never sent."""
+    address = lasting_address()  # it takes a descriptor
+
+    def once() -> str:
+        if curve:
+            guarded = Guarded(ends, address)
+            router, config = guarded.router, ControlConfig(curve=guarded.known)
+        else:
+            router, config = ends.router(bind=address), ControlConfig()
+        dealer = ends.dealer(router.endpoint, config)
+        dealer.connect("tcp://127.0.0.1:1")
+        dealer.send("tcp://127.0.0.1:1", b"nobody will read this")
+        dealer.send(router.endpoint, b"hi")
+        assert polled(router)
+        dealer.close()
+        router.close()
+        return router.endpoint
+
+    once()  # what the first use creates for good is no leak
+    gc.collect()  # nor is what earlier tests left behind
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        endpoint = once()
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert ends.router(bind=endpoint).endpoint == endpoint
+
+
+def test_a_closing_linger_lets_the_last_frame_leave(ends: Ends) -> None:
+    router = ends.router()
+    dealer = ends.dealer(router.endpoint)
+    for _ in range(12):  # no more than a socket takes that is not read meanwhile
+        dealer.send(router.endpoint, bytes(64 << 10))
+    dealer.close(linger_s=PATIENCE_S)
+    assert len(polled(router, 12)) == 12
+
+
+@pytest.mark.parametrize(
+    ("bind", "host", "local"),
+    [
+        (LOCAL, "127.0.0.1", True),
+        ("tcp://*:*", "127.0.0.1", True),
+        ("tcp://*:*", "this machine's other address", False),
+        ("ipc://{folder}/socket", "", True),
+    ],
+)
+def test_a_frame_tells_whether_its_connection_leaves_this_machine(
+    ends: Ends, tmp_path: Path, bind: str, host: str, local: bool
+) -> None:
+    """One over an address that others may have too is not known to stay."""
+    if "other" in host:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            try:
+                sock.connect(("192.0.2.77", 9))  # sends nothing: which address would it have?
+            except OSError:
+                pytest.skip("there is no other address")
+            host = sock.getsockname()[0]
+    config = ControlConfig(network_is_isolated=True)
+    router = ends.router(config, bind.format(folder=tmp_path))
+    address = router.endpoint
+    if host:
+        address = f"tcp://{host}:{address.rpartition(':')[2]}"
+    dealer = ends.dealer(address)
+    dealer.send(address, b"to prefill")
+    [got] = frames_of(router)
+    assert (got.raw, got.is_local) == (b"to prefill", local)
+    router.send(got.source, b"to decode")
+    [back] = frames_of(dealer)
+    assert (back.raw, back.is_local) == (b"to decode", local)
+
+
+def frames_of(channel: Any) -> list[Any]:
+    frames: list[Any] = []
+
+    def read() -> None:
+        frames.extend(got for got in channel.poll(0.02) if isinstance(got, FrameReceived))
+
+    until(lambda: frames, step=read)
+    return frames

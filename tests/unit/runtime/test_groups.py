@@ -1,0 +1,243 @@
+"""What a group of ranks does beyond its first rank."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefixkv.cache.eviction.adaptive import Adaptive
+from prefixkv.cache.eviction.plain import LeastRecentlyUsed
+from prefixkv.config import CurveConfig, DecodeConfig, PrefillConfig
+from prefixkv.errors import AdmissionTimeoutError, ConfigError, InternalError
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_layout import StateTensor
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.receiver_machine import RoomDrained
+from prefixkv.request import Request
+from prefixkv.runtime.control_thread import ControlFailed
+from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
+from prefixkv.testing.pattern import make_pools
+from tests.support.junk import JUNK
+from tests.support.mesh_workers import MeshPair
+from tests.support.node_pair import tokens_of
+from tests.support.patience import lasting_address, returned, until
+from tests.unit.runtime.conftest import QUICK
+
+MESH = Mesh(2, 2, 2)
+
+
+def group(**changes: float) -> DecodeGroup:
+    pools = make_pools(MESH, 16, 4, 16, order="layer_major")
+    return DecodeGroup(pools, DecodeConfig(control=QUICK, reserve_tokens=0, **changes), MESH)  # type: ignore[arg-type]
+
+
+def test_wait_ends_when_a_request_has_waited_too_long_and_not_before_there_is_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PREFIXKV_DEBUG")  # it waits in a thread of its own
+    with group(waiting_timeout_s=0.3) as decode:
+        assert not decode.wait(0.0)
+        prompt = tokens_of(1, 60)
+        decode.add(Request("waits", prompt, max_new_tokens=2, room=1, prefill=lasting_address()))
+        assert decode.pop_preallocated() == []
+
+        def wait() -> bool:
+            while not decode.pop_preallocated() and not decode.scheduler.has_results:
+                decode.wait()
+            return True
+
+        assert returned(wait)
+        (late,) = decode.pop_failed()
+        assert (late.rid, type(late.error)) == ("waits", AdmissionTimeoutError)
+        until(lambda: decode.stats()["pages_free"] == 16)
+
+
+def test_an_error_on_a_rank_is_raised_and_costs_no_news() -> None:
+    with group() as decode:
+        (other,) = decode.others
+        key = RoomKey(7, 0)
+        other.transfers.thread.events.put(RoomDrained(key))
+        other.transfers.thread.events.put(ControlFailed(ValueError("broke")))
+        with pytest.raises(InternalError, match="broke"):
+            decode.pop_failed()
+        decode.pop_failed()
+        assert decode._leader.rooms is not None
+        assert len(decode._leader.rooms) == 1, "what it said before has come all the same"
+        decode.transfers.thread.events.put(RoomDrained(key))
+        decode.pop_failed()
+        assert len(decode._leader.rooms) == 0
+
+
+def test_the_ranks_of_a_worker_share_its_key() -> None:
+    server, client = (CurveConfig(*(key.decode() for key in zmq.curve_keypair())) for _ in range(2))
+    ours = replace(QUICK, curve=replace(server, allowed_clients={client.public_key: "decode-0"}))
+    theirs = replace(QUICK, curve=replace(client, server_key=server.public_key))
+    configs = {
+        "prefill_config": PrefillConfig(control=ours),
+        "decode_config": DecodeConfig(control=theirs),
+    }
+    with MeshPair(Mesh(2, 2), MESH, **configs) as pair:  # type: ignore[arg-type]
+        pair.submit("r", tokens_of(1, 20), room=1)
+        pair.until(lambda: "r" in pair.arrived)
+        assert pair.mismatches == 0
+        pair.finish("r")
+        pair.until(pair.at_rest)
+
+
+class Untyped(LeastRecentlyUsed):
+    """A policy of a user's own, with a setting, that is no dataclass."""
+
+    name = "untyped"
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [Adaptive(half_life_s=7.0), Untyped(3.0), "adaptive"])
+def test_an_object_of_a_policy_serves_a_group(policy: Any) -> None:
+    """Rank 0 of each side decides alone."""
+    configs = PrefillConfig(policy=copy(policy)), DecodeConfig(policy=copy(policy))
+    pair = MeshPair(MESH, MESH, prefill_config=configs[0], decode_config=configs[1])
+    with pair.prefill, pair.decode:
+        for turn in range(2):
+            pair.submit(f"r{turn}", tokens_of(1, 30), room=turn)
+            until(lambda turn=turn: bool(pair.step() or f"r{turn}" in pair.arrived))  # type: ignore[misc]
+            pair.decode.finish(pair.arrived[f"r{turn}"])
+    assert pair.mismatches == 0
+
+
+def test_an_object_that_serves_a_cache_and_is_no_dataclass_is_refused() -> None:
+    policy = Untyped(3.0)
+    policy.serve(4, 16)
+    with pytest.raises(ConfigError, match="serves a cache already"):
+        group(policy=policy)  # type: ignore[arg-type]
+
+
+def slots(*numbers: int) -> list[StatePool | None]:
+    tensors = [StateTensor("conv", 0, 2, (8,))]
+    return [StatePool.create(tensors, number) if number else None for number in numbers]
+
+
+@pytest.mark.parametrize("kind", [DecodeGroup, PrefillGroup])
+@pytest.mark.parametrize(
+    ("pages", "states", "wrong"),
+    [
+        ((16,), (), "1 pools are given for 2 ranks"),
+        ((16, 16, 16), (), "3 pools are given for 2 ranks"),
+        ((16, 12), (), "pools differ in .*: .*12, 4.*16, 4"),
+        ((16, 16), (2,), "1 states are given for 2 ranks"),
+        ((16, 16), (2, 0), r"states differ in slots: \[0, 2\]"),
+        ((16, 16), (2, 3), r"states differ in slots: \[2, 3\]"),
+    ],
+)
+def test_ranks_that_differ_are_no_group(
+    kind: Any, pages: tuple[int, ...], states: tuple[int, ...], wrong: str
+) -> None:
+    pools = [make_pools(MESH, number, 4, 16, order="layer_major")[0] for number in pages]
+    config = DecodeConfig() if kind is DecodeGroup else PrefillConfig()
+    with pytest.raises(ConfigError, match=wrong):
+        kind(pools, config, MESH, states=slots(*states))
+
+
+class JunkWorld:
+    """Two groups with a request that waits, one that is computed in part and one that runs."""
+
+    def __init__(self) -> None:
+        self.pair = MeshPair(MESH, MESH)
+        pair = self.pair
+        pair.submit("runs", tokens_of(1, 20), room=1)
+        pair.until(lambda: "runs" in pair.arrived)
+        pair.hold = True
+        for room, rid in ((2, "waits"), (3, "computes")):
+            pair.submit(rid, tokens_of(room, 20), room=room)
+        pair.until(lambda: len(pair.computing) == 2)
+        pair.compute(pair.on_prefill("computes"))
+        runs, computes = pair.arrived["runs"], pair.on_prefill("computes")
+        again = Request("runs", tokens_of(1, 20), 4, room=4, prefill=pair.prefill.endpoint)
+        self.odd = [runs, computes, again, "computes", "runs", [runs, runs], 20]
+        decode, prefill = pair.decode, pair.prefill
+        self.calls: dict[str, tuple[Any, list[Any]]] = {
+            "decode.add": (decode.add, [again]),
+            "decode.refuse": (decode.refuse, [again, "no"]),
+            "decode.append_many": (decode.append_many, [[runs], [7]]),
+            "decode.finish": (decode.finish, [runs, None]),
+            "decode.retract": (decode.retract, ["runs", None]),
+            "decode.retarget": (decode.retarget, ["runs", "tcp://q:1"]),
+            "decode.flush": (decode.flush, ["2"]),
+            "prefill.add": (prefill.add, [again]),
+            "prefill.refuse": (prefill.refuse, [again, "no"]),
+            "prefill.pop_bootstrapped": (prefill.pop_bootstrapped, [1]),
+            "prefill.send_chunk": (prefill.send_chunk, [computes, 20, True, b"", None, -1]),
+            "prefill.pop_failed": (prefill.pop_failed, [None]),
+            "prefill.abort": (prefill.abort, ["computes"]),
+            "prefill.flush": (prefill.flush, ["2"]),
+        }
+
+    def seen(self) -> Any:
+        pair = self.pair
+        nodes = [pair.decode, pair.prefill]
+        return [
+            [(rid, req.state) for rid, req in node.scheduler.requests.items()] for node in nodes
+        ] + [
+            [node.stats()[name] for name in ("locks", "pages_free", "pages_owned", "pages_held")]
+            for node in nodes
+        ]
+
+
+@pytest.mark.slow
+def test_a_call_of_a_group_that_raises_has_changed_no_rank() -> None:
+    """Junk in the place of an argument, again and again in one world: it is as if the call had not
+    been made. A world in which one was taken goes."""
+    with ExitStack() as worlds:
+
+        def begun() -> JunkWorld:
+            world = JunkWorld()
+            worlds.enter_context(world.pair)
+            return world
+
+        def end(world: JunkWorld) -> None:
+            """The story runs to its end, on every rank."""
+            pair = world.pair
+            pair.hold = False
+            pair.until(lambda: {"waits", "computes"} <= pair.arrived.keys())
+            assert pair.failed == {}
+            assert pair.mismatches == 0
+            for rid in ("runs", "waits", "computes"):
+                pair.finish(rid)
+            pair.until(pair.at_rest)
+
+        world, raised = begun(), 0
+
+        @settings(max_examples=150, deadline=None)
+        @given(name=st.sampled_from(sorted(world.calls)), place=st.integers(0, 5), data=st.data())
+        def junk(name: str, place: int, data: st.DataObject) -> None:
+            nonlocal world, raised
+            call, args = world.calls[name]
+            place %= len(args)
+            odd = st.integers(0, len(world.odd) - 1).map(world.odd.__getitem__)
+            args = [*args[:place], data.draw(st.one_of(JUNK, odd)), *args[place + 1 :]]
+            before = world.seen()
+            try:
+                call(*args)
+            except Exception:
+                raised += 1
+                assert world.seen() == before, (name, args)
+                world.pair.decode.audit()
+                world.pair.prefill.audit()
+            else:
+                worlds.close()
+                world = begun()
+
+        junk()
+        assert raised > 50
+        end(world)

@@ -1,0 +1,206 @@
+"""Whole workers of unequal meshes over real NIXL: every byte on every rank, whatever the meshes,
+layouts, page sizes, and whether slices are staged or written one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.errors import AbortedError
+from prefixkv.memory.mesh import Mesh
+from prefixkv.protocol.commands import AbortRoom
+from tests.support.mesh_workers import MeshPair
+from tests.support.node_pair import tokens_of
+
+LAYERS, HEADS, HEAD_DIM = 4, 4, 16
+# A unit page of 4 tokens has 4 * 2 kinds * 32 B a head and layer; a lease takes a few of them.
+LEASE = 16 << 10
+
+
+def mesh(tp: int, pp: int = 1, attention: str = "mha", stages: tuple[int, ...] = ()) -> Mesh:
+    return Mesh(LAYERS, 1 if attention == "mla" else HEADS, tp, pp, stages)
+
+
+def staging(num_bytes: int) -> dict[str, object]:
+    transport = TransportConfig(staging_bytes=num_bytes, lease_bytes=LEASE)
+    return {
+        "prefill_config": PrefillConfig(transport=transport),
+        "decode_config": DecodeConfig(transport=transport),
+    }
+
+
+def backend(name: Backend, num_bytes: int = 0) -> dict[str, object]:
+    transport = TransportConfig(backend=name, staging_bytes=num_bytes, lease_bytes=LEASE)
+    return {
+        "prefill_config": PrefillConfig(transport=transport),
+        "decode_config": DecodeConfig(transport=transport),
+    }
+
+
+def serve(pair: MeshPair, turns: int = 2, rooms: int = 3) -> None:
+    """Conversations of `turns` turns side by side; each turn finds the one before in decode's
+    cache."""
+    lengths = [30, 61, 97][:turns]
+    room = 0
+    for turn, length in enumerate(lengths):
+        rids = [f"{seed}.{turn}" for seed in range(rooms)]
+        for seed, rid in enumerate(rids):
+            room += 1
+            pair.submit(rid, tokens_of(seed, length + seed), room)
+        pair.until(lambda rids=rids: set(rids) <= pair.arrived.keys() | pair.failed.keys())
+        assert not pair.failed
+        for rid in rids:
+            assert pair.arrived[rid].aux == b"aux " + rid.encode()
+            if turn:
+                assert pair.prefix_lens[rid] > 0, "the turn before is cached"
+            pair.finish(rid)
+        pair.until(lambda rids=rids: set(rids) <= set(pair.sent))
+    assert pair.mismatches == 0
+    pair.until(pair.at_rest)
+    pair.decode.audit()
+    pair.prefill.audit()
+
+
+SIZES = [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (4, 1), (1, 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sliced", "staged", "staged, 1.5 leases", "shm"])
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+@pytest.mark.parametrize("sizes", SIZES, ids=[f"{p}x{d}" for p, d in SIZES])
+def test_every_byte_arrives_on_every_rank(
+    sizes: tuple[int, int], attention: str, mode: str
+) -> None:
+    orders = ("layer_major", "page_major") if sum(sizes) % 2 else ("page_major", "layer_major")
+    options = {
+        "sliced": {},
+        "staged": staging(8 * LEASE),
+        "staged, 1.5 leases": staging(LEASE * 3 // 2),
+        "shm": backend("shm", 8 * LEASE),  # which has no use for the staging memory
+    }[mode]
+    prefill, decode = (mesh(size, attention=attention) for size in sizes)
+    with MeshPair(prefill, decode, attention=attention, orders=orders, **options) as pair:  # type: ignore[arg-type]
+        serve(pair)
+        staged = attention == "mha" and sizes[0] != sizes[1] and mode.startswith("staged")
+        assert (pair.prefill.stats()["staging_pieces_written"] > 0) == staged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_bytes", [0, 8 * LEASE], ids=["sliced", "staged"])
+def test_auto_takes_shm_on_every_rank_staged_or_not(num_bytes: int) -> None:
+    """The staging memory is shared too."""
+    with MeshPair(mesh(4), mesh(1), **backend("auto", num_bytes)) as pair:  # type: ignore[arg-type]
+        serve(pair)
+        assert (pair.prefill.stats()["staging_pieces_written"] > 0) == bool(num_bytes)
+        ways = {
+            peer.backend
+            for node in (pair.prefill, *pair.prefill.others)
+            for peer in node.transfers.thread.transport._peers.values()
+        }
+        assert ways == {"shm"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sliced", "staged", "shm"])
+@pytest.mark.parametrize("page_sizes", [(4, 16), (16, 4)])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (2, 4)], ids=str)
+def test_page_sizes_may_differ_by_a_whole_factor(
+    sizes: tuple[int, int], page_sizes: tuple[int, int], mode: str
+) -> None:
+    options = {"sliced": {}, "staged": staging(8 * LEASE), "shm": backend("shm")}[mode]
+    with MeshPair(
+        mesh(sizes[0]), mesh(sizes[1]), page_sizes=page_sizes, chunk=32, num_pages=128, **options
+    ) as pair:  # type: ignore[arg-type]
+        serve(pair, turns=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sliced", "staged"])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (mesh(1, 2), mesh(1)),
+        (mesh(2, 2, stages=(1, 3)), mesh(1, 2)),
+        (mesh(1), mesh(2, 2, stages=(3, 1))),
+    ],
+    ids=["stages to one", "uneven stages", "one to uneven stages"],
+)
+def test_pipeline_stages_may_differ(prefill: Mesh, decode: Mesh, mode: str) -> None:
+    options = staging(8 * LEASE) if mode == "staged" else {}
+    with MeshPair(prefill, decode, **options) as pair:  # type: ignore[arg-type]
+        serve(pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sliced", "staged, 1.5 leases"])
+def test_an_abort_from_either_side_ends_the_room_on_all_ranks(mode: str) -> None:
+    options = staging(LEASE * 3 // 2) if mode != "sliced" else {}
+    with MeshPair(mesh(4), mesh(2), **options) as pair:  # type: ignore[arg-type]
+        pair.hold = True
+        for number, rid in enumerate(("by decode", "by prefill", "stays")):
+            pair.submit(rid, tokens_of(number, 60), room=number + 1)
+        pair.until(lambda: len(pair.computing) == 3)
+        for rid in list(pair.computing):  # one chunk is under way
+            pair.compute(pair.on_prefill(rid))
+        pair.decode.abort("by decode")
+        pair.prefill.abort("by prefill")
+        pair.hold = False
+        pair.until(lambda: len(pair.failed) == 2 and "stays" in pair.arrived)
+        assert isinstance(pair.failed["by decode"], AbortedError)
+        assert "aborted" in str(pair.failed["by prefill"])
+        assert pair.mismatches == 0
+        pair.finish("stays")
+        pair.until(
+            lambda: len(pair.prefill_failed) == 2 and pair.sent == ["stays"] and pair.at_rest()
+        )
+        pair.decode.audit()
+
+
+def test_meshes_that_cannot_work_together_say_why() -> None:
+    with MeshPair(replace(mesh(1), num_kv_heads=6, tp_size=3), Mesh(LAYERS, 6, 2)) as pair:
+        pair.submit("r", tokens_of(0, 10), room=1)
+        pair.until(lambda: "r" in pair.failed)
+        assert "tp_size" in str(pair.failed["r"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(mesh(2), mesh(2)), (mesh(2, 2), mesh(2)), (mesh(1), mesh(1, 2, stages=(1, 3)))],
+    ids=["equal", "stages to one", "one to uneven stages"],
+)
+def test_opaque_pages_move_whole_between_ranks_of_equal_shares(prefill: Mesh, decode: Mesh) -> None:
+    with MeshPair(prefill, decode, opaque="amx", **staging(8 * LEASE)) as pair:  # type: ignore[arg-type]
+        serve(pair)
+        assert pair.prefill.stats()["staging_pieces_written"] == 0
+
+
+def test_opaque_pages_of_unequal_shares_say_why() -> None:
+    with MeshPair(mesh(2), mesh(1), opaque="amx", **staging(8 * LEASE)) as pair:  # type: ignore[arg-type]
+        pair.submit("r", tokens_of(0, 10), room=1)
+        pair.until(lambda: "r" in pair.failed)
+        assert "tp_size must be equal where pages are opaque" in str(pair.failed["r"])
+
+
+def test_a_request_that_failed_on_one_rank_is_computed_no_more_on_any() -> None:
+    """The engine hears of it once, as soon as one rank has said so."""
+    with MeshPair(mesh(2), mesh(2)) as pair:
+        pair.hold = True
+        pair.submit("r", tokens_of(1, 60), room=1)
+        pair.until(lambda: "r" in pair.computing)
+        req = pair.on_prefill("r")
+        pair.prefill.others[0].transfers.submit(AbortRoom(req.room_key, "on one rank"))
+        pair.until(lambda: "r" in pair.prefill_failed)
+        assert isinstance(req.error, AbortedError)
+        assert pair.prefill.send_chunk(req, 12) == 0
+        pair.until(lambda: "r" in pair.failed and pair.at_rest())
+        pair.prefill_failed.clear()
+        pair.failed.clear()
+        pair.submit("r", tokens_of(1, 60), room=2)  # the name is free again on all ranks
+        pair.hold = False
+        pair.until(lambda: "r" in pair.arrived)
+        assert pair.mismatches == 0
+        assert not pair.prefill_failed, "once is enough"

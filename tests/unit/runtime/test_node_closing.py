@@ -1,0 +1,194 @@
+"""Nodes that open and close: what they took comes back, and what the other side makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.errors import ClosedError, ConfigError, InternalError, TransferError
+from prefixkv.request import Request
+from prefixkv.runtime import control_thread
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
+from tests.support.node_pair import NodePair, drive_until, left, make_pool, tokens_of
+from tests.support.node_stages import Proceed, computing, promised, transferring
+from tests.support.patience import NEVER_S, PATIENCE_S, SkippableClock, lasting_address
+from tests.unit.runtime.conftest import QUICK, MakePair, node_threads, open_descriptors
+
+
+@pytest.mark.slow
+def test_every_cycle_gives_back_what_it_took() -> None:
+    """Threads and descriptors, also of nodes that close in the middle of things."""
+
+    def cycle(in_the_middle: bool) -> None:
+        with (
+            PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as prefill,
+            DecodeNode(make_pool(), DecodeConfig(control=QUICK)) as decode,
+        ):
+            pair = NodePair(decode, prefill)
+            pair.p.hold = in_the_middle
+            pair.submit("r", tokens_of(1, 10))
+            pair.until(lambda: bool(pair.p.computing if in_the_middle else pair.d.ended))
+            assert len(node_threads()) == 4
+        assert not node_threads()
+
+    cycle(False)
+    before = open_descriptors()
+    for in_the_middle in (False, True, True):
+        cycle(in_the_middle)
+    assert open_descriptors() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:99999", "tcp://*:*", "nonsense"])
+def test_a_node_that_cannot_bind_leaves_nothing_behind(bind: str) -> None:
+    def attempt() -> None:
+        with pytest.raises(ConfigError, match="bind is"):
+            PrefillNode(make_pool(), PrefillConfig(bind=bind))
+
+    attempt()
+    before = open_descriptors()
+    attempt()
+    assert open_descriptors() == before
+    assert not node_threads()
+
+
+@pytest.mark.slow
+def test_a_node_whose_transport_does_not_start_leaves_nothing_behind() -> None:
+    pool = make_pool(device="cpu")
+    pool.layout = msgspec.structs.replace(pool.layout, device="cuda:900")
+
+    def attempt() -> None:
+        with pytest.raises(Exception, match="NIXL"):
+            DecodeNode(pool)
+
+    attempt()
+    before = open_descriptors()
+    attempt()
+    assert open_descriptors() == before
+    assert not node_threads()
+
+
+def test_a_closed_node_says_so() -> None:
+    prefill = PrefillNode(make_pool(), PrefillConfig(control=QUICK))
+    decode = DecodeNode(make_pool(), DecodeConfig(control=QUICK))
+    pair = NodePair(decode, prefill)
+    pair.d.hold_running = True
+    pair.submit("r", tokens_of(1, 10))
+    pair.until(lambda: "r" in pair.d.running)
+    req = pair.d.running["r"]
+    for node in (decode, prefill):
+        node.close()
+        node.close()
+    request = Request("s", [1], room=9, prefill="tcp://127.0.0.1:1", decode="decode-0")
+    shared: list[Callable[[], Any]] = []
+    for node in (decode, prefill):
+        shared += [
+            node.wait,
+            node.fileno,
+            node.flush,
+            node.audit,
+            node.stats,
+            node.peers,
+            node.pop_failed,
+        ]
+        shared += [lambda node=node: node.add(request), lambda node=node: node.abort("r")]
+    for call in [
+        *shared, decode.pop_preallocated, decode.pop_transferred, decode.pop_needs_prefill,
+        lambda: decode.append_many([req], [1]), lambda: decode.finish(req),
+        lambda: decode.retract("r"), lambda: decode.fence("prefill-0", 1), prefill.pop_bootstrapped,
+        prefill.pop_sent, lambda: prefill.send_chunk(None, 1),
+    ]:  # fmt: skip
+        with pytest.raises(ClosedError):
+            call()
+
+
+@pytest.fixture
+def patient_farewells(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The last words of a node that closes arrive, however slow the machine, while somebody is
+    there to hear them."""
+    with monkeypatch.context() as patch:
+        patch.setattr(control_thread, "_FAREWELL_S", PATIENCE_S)
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_wire")
+@pytest.mark.parametrize("stage", [promised, computing, transferring])
+def test_prefill_closes_and_its_pages_are_free_at_once(
+    make_pair: MakePair, stage: Callable[[NodePair], Proceed], patient_farewells: None
+) -> None:
+    """Its farewell says that no write of it can land any more: nothing waits for a deadline."""
+    pair = make_pair(prefill={"bind": lasting_address()})
+    stage(pair)
+    pair.prefill.close()
+    pair.p.hold = False
+    drive_until(lambda: "r" in pair.d.ended and not left(pair.decode), [pair.d])
+    assert isinstance(pair.d.ended["r"], TransferError)
+    pair.prefill = PrefillNode(
+        make_pool(), PrefillConfig(bind=pair.prefill.endpoint, control=QUICK)
+    )
+    again = NodePair(pair.decode, pair.prefill)  # under the same name and address
+    again.submit("again", tokens_of(2, 20), room=77)
+    again.run("again")
+    pair.p = again.p
+
+
+def test_decode_closes_and_prefill_lets_go(
+    pair: NodePair, monkeypatch: pytest.MonkeyPatch, patient_farewells: None
+) -> None:
+    proceed = transferring(pair)
+    transport = pair.prefill.transfers.thread.transport
+    remove, removed = transport.remove_peer, []
+    monkeypatch.setattr(transport, "remove_peer", lambda peer: [removed.append(peer), remove(peer)])
+    pair.decode.close()
+    drive_until(lambda: "r" in pair.p.failed, [pair.p])
+    proceed()
+    drive_until(lambda: not left(pair.prefill), [pair.p])
+    assert pair.prefill.peers() == {}
+    assert removed == [pair.decode.peer_id]
+    pair.decode = DecodeNode(make_pool(), DecodeConfig(control=QUICK))
+    again = NodePair(pair.decode, pair.prefill)
+    again.submit("again", tokens_of(1, 30))
+    again.run("again")
+    assert again.p.sent == ["again"]
+    pair.d = again.d
+
+
+def test_a_node_whose_agent_lives_on_claims_no_fence(
+    clock: SkippableClock, pair: NodePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writes may still land: decode's pages stay held, until somebody who knows says
+    otherwise."""
+    transferring(pair)
+    transport = pair.prefill.transfers.thread.transport
+    real = transport.close
+
+    def close() -> None:
+        real()
+        raise InternalError("the agent outlived its transport")
+
+    monkeypatch.setattr(transport, "close", close)
+    with pytest.raises(InternalError, match="outlived"):
+        pair.prefill.close()
+    assert not [name for name in node_threads() if name.endswith("prefill-0")]
+    clock.skip(NEVER_S, [pair.decode])
+    drive_until(lambda: "r" in pair.d.ended, [pair.d])
+    clock.skip(NEVER_S, [pair.decode])
+    drive_until(lambda: pair.decode.stats()["pages_quarantined"] == 8, [pair.d])
+    pair.decode.fence(pair.prefill.peer_id.name, pair.prefill.peer_id.incarnation)
+    drive_until(lambda: not left(pair.decode), [pair.d])
+    assert pair.decode.stats()["quarantined_pages"] == 8
+    monkeypatch.undo()
+    pair.prefill = PrefillNode(make_pool(), PrefillConfig(control=QUICK))
+    pair.p = NodePair(pair.decode, pair.prefill).p
+
+
+def test_closing_twice_from_two_ends_of_a_with() -> None:
+    with PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as node:
+        node.close()
+    assert not node_threads()

@@ -1,0 +1,425 @@
+"""Peers that do not answer, do not fit, or say what they must not; real NIXL, one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from prefixkv.config import (
+    ControlConfig,
+    CurveConfig,
+    DecodeConfig,
+    ModelConfig,
+    PrefillConfig,
+    TransportConfig,
+    short_key,
+)
+from prefixkv.errors import (
+    AbortedError,
+    ConfigError,
+    HandshakeError,
+    PeerLostError,
+    TransferTimeoutError,
+)
+from prefixkv.protocol import messages
+from prefixkv.protocol.ids import PeerId
+from prefixkv.request import Request
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.peer_log import REPEAT_S
+from prefixkv.runtime.prefill_node import PrefillNode
+from prefixkv.transport.base import Arrived
+from tests.support.node_pair import NodePair, left, make_pool, tokens_of
+from tests.support.node_stages import end_of, lone_decode, queued
+from tests.support.patience import NEVER_S, PATIENCE_S, SkippableClock, lasting_address, until
+from tests.unit.runtime.conftest import QUICK, MakePair, node_threads
+
+# --- who does not answer, or does not fit ---------------------------------------------------------
+
+
+def test_a_prefill_that_is_not_there(clock: SkippableClock) -> None:
+    with lone_decode(replace(QUICK, connect_timeout_s=2 * NEVER_S)) as node:
+        node.add(Request("r", list(range(30)), max_new_tokens=4, room=1, prefill=lasting_address()))
+        node.pop_preallocated()
+        until(node.peers)  # it was greeted, and the deadline runs
+        clock.skip(NEVER_S / 2, [node])
+        assert not node.wait(0.05)
+        clock.skip(NEVER_S / 2, [node])
+        assert isinstance(end_of(node, "r"), TransferTimeoutError)
+        assert node.stats()["pages_free"] == 64
+        until(lambda: not left(node))
+        node.audit()
+
+
+def is_unreached(node: DecodeNode, address: str) -> bool:
+    link = node.transfers.control._links.get(address)
+    return link is not None and link.gone_s < math.inf
+
+
+def test_an_address_without_an_answer_is_known_soon_and_named() -> None:
+    config = replace(QUICK, connect_timeout_s=0.2)
+    address = lasting_address()
+    with lone_decode(config) as node:
+        for room in (1, 2):
+            tokens = list(range(30))
+            node.add(Request("r", tokens, max_new_tokens=4, room=room, prefill=address))
+            error = end_of(node, "r")
+            assert isinstance(error, PeerLostError)
+            assert address in str(error)
+            assert "no answer" in str(error)
+        until(lambda: not left(node))
+        node.audit()
+
+
+def test_a_prefill_that_begins_to_listen_in_time_serves() -> None:
+    config = replace(QUICK, connect_timeout_s=20.0)
+    address = lasting_address()
+    with lone_decode(config) as node:
+        req = Request("r", list(range(30)), max_new_tokens=4, room=1, prefill=address)
+        node.add(req)
+        node.pop_preallocated()
+        until(lambda: is_unreached(node, address))
+        with PrefillNode(make_pool(), PrefillConfig(bind=address, control=config)) as prefill:
+            until(lambda: node.peers()[address][1] == "ready")
+            assert not is_unreached(node, address)
+            assert prefill.peers()
+            node.abort("r")
+            until(lambda: not left(node))
+
+
+@pytest.mark.parametrize("address", ["nonsense", "tcp://127.0.0.1:99999", "tcp://*:1"])
+def test_a_prefill_address_that_is_none(address: str) -> None:
+    with lone_decode(QUICK) as node:
+        for room in (1, 2):
+            node.add(Request("r", [1, 2, 3], max_new_tokens=4, room=room, prefill=address))
+            error = end_of(node, "r")
+            assert isinstance(error, ConfigError)
+            assert address in str(error)
+        until(lambda: not left(node))
+        assert node.peers() == {}
+
+
+def test_a_prefill_that_comes_late() -> None:
+    """Decode knocks until somebody opens."""
+    address = lasting_address()
+    with lone_decode(QUICK) as decode:
+        decode.add(Request("r", tokens_of(1, 10), max_new_tokens=1, room=1000, prefill=address))
+        decode.pop_preallocated()
+        until(lambda: address in decode.peers())
+        with PrefillNode(make_pool(), PrefillConfig(bind=address, control=QUICK)) as prefill:
+            pair = NodePair(decode, prefill)
+            pair.d.prompts["r"], pair.d.prefix_lens["r"] = tokens_of(1, 10), []
+            pair.p.add("r", tokens_of(1, 10), 1000)
+            pair.run("r")
+            pair.check_at_rest()
+
+
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+def test_an_engine_that_never_comes(clock: SkippableClock, make_pair: MakePair, side: str) -> None:
+    """The one side's deadline ends it on the other too."""
+    soon = NEVER_S / 2
+    pair = make_pair(control=replace(QUICK, bootstrap_timeout_s=soon, waiting_timeout_s=soon))
+    if side == "prefill":
+        pair.submit("r", tokens_of(1, 10), tell=False)
+        pair.until(lambda: pair.prefill.stats()["rooms"] == 1)
+        clock.skip(soon, [pair.decode])
+        pair.until(lambda: "r" in pair.d.ended)
+        assert isinstance(pair.d.ended["r"], TransferTimeoutError)
+    else:
+        pair.p.add("r", tokens_of(1, 10), room=1)
+        until(
+            lambda: (
+                not pair.prefill.transfers.thread.inbox.pending
+                and pair.prefill.stats()["rooms"] == 1
+            )
+        )
+        clock.skip(soon, [pair.prefill])
+        pair.until(lambda: "r" in pair.p.failed)
+        assert isinstance(pair.p.failed["r"], TransferTimeoutError)
+    pair.settle()
+
+
+@pytest.mark.parametrize(
+    ("field", "decode"),
+    [
+        ("dtype", {"dtype": "float16"}),
+        ("attention", {"attention": "mla", "num_kv_heads": 1}),
+        ("num_layers", {"num_layers": 3}),
+        ("num_kv_heads", {"num_kv_heads": 4}),
+        ("head_dim", {"head_dim": 8}),
+        ("page_size", {"page_size": 6}),
+        ("model", ModelConfig(model="other")),
+        ("kv_scales", ModelConfig(kv_scales="per-head")),
+    ],
+)
+def test_nodes_that_do_not_fit_say_what_differs(field: str, decode: Any) -> None:
+    """At once, not after a deadline, and again for the next request."""
+    pool, model = (
+        (make_pool(), decode)
+        if isinstance(decode, ModelConfig)
+        else (make_pool(**decode), ModelConfig())
+    )
+    with (
+        PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as prefill,
+        DecodeNode(pool, DecodeConfig(control=QUICK, model=model)) as node,
+    ):
+        for room in (1, 2):
+            node.add(Request("r", [1, 2, 3], max_new_tokens=4, room=room, prefill=prefill.endpoint))
+            error = end_of(node, "r")
+            assert isinstance(error, HandshakeError)
+            assert error.field == field
+        until(lambda: not left(node))
+        assert (
+            prefill.stats()["handshakes_refused"] >= 2
+        )  # decode may have asked again before it was answered
+        assert prefill.peers() == {}
+
+
+# --- junk, and strangers --------------------------------------------------------------------------
+
+
+@contextmanager
+def raw_socket(kind: int) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context:
+        sock = context.socket(kind)
+        sock.linger = 0
+        try:
+            yield sock
+        finally:
+            sock.close()
+
+
+def junk_frames() -> list[bytes]:
+    good = messages.encode(PeerId("stranger", 1), 1, messages.Heartbeat())
+    promise = messages.encode(PeerId("stranger", 1), 2, messages.Promise(1, 0, 8, 0, bytes(8)))
+    rng = np.random.default_rng(1)
+    return [
+        b"",
+        b"\xc1",
+        good[:-1],
+        good + b"x",
+        promise[:20],
+        rng.bytes(10_000),
+        good,
+        promise,
+    ] + [rng.bytes(int(size)) for size in rng.integers(1, 200, 40)]
+
+
+def test_prefill_lives_through_junk(pair: NodePair) -> None:
+    with raw_socket(zmq.DEALER) as sock:
+        sock.connect(pair.prefill.endpoint)
+        frames = junk_frames()
+        for frame in frames:
+            sock.send(frame)
+        sock.send_multipart([b"a", b"b", b"c"])
+        until(lambda: pair.prefill.stats().get("frames_dropped", 0) == len(frames))
+        assert sock.poll(PATIENCE_S * 1000)  # who has not introduced himself is asked to
+        assert isinstance(messages.decode(sock.recv()).body, messages.HelloWanted)
+    pair.submit("r", tokens_of(1, 10))
+    pair.run("r")
+    assert pair.d.ended["r"] is None
+    assert pair.prefill.peers() == {pair.decode.peer_id: "ready"}
+
+
+def test_decode_lives_through_junk(clock: SkippableClock) -> None:
+    """A server that is no prefill worker answers with anything."""
+    with lone_decode(QUICK) as node, raw_socket(zmq.ROUTER) as sock:
+        port = sock.bind_to_random_port("tcp://127.0.0.1")
+        node.add(
+            Request("r", [1, 2, 3], max_new_tokens=4, room=1, prefill=f"tcp://127.0.0.1:{port}")
+        )
+        node.pop_preallocated()
+        assert sock.poll(PATIENCE_S * 1000)
+        route, hello = sock.recv_multipart()
+        assert isinstance(messages.decode(hello).body, messages.Hello)
+        frames = [*junk_frames(), hello]
+        for frame in frames:
+            sock.send_multipart([route, frame])
+        until(lambda: node.stats().get("frames_dropped", 0) == len(frames))
+        assert node.abort("r")
+        assert isinstance(end_of(node, "r"), AbortedError)
+        until(lambda: not node.transfers.thread.inbox.pending)
+        clock.skip(NEVER_S, [node])  # it tries to tell prefill, for as long as prefill may wait
+        until(lambda: not left(node))
+
+
+def test_a_notification_that_is_no_tag_is_counted(pair: NodePair) -> None:
+    for tag in (b"", b"junk", bytes(100)):
+        pair.decode.transfers.thread.inbox.put(Arrived(tag))
+    until(lambda: pair.decode.stats().get("tags_dropped") == 3)
+    pair.submit("r", tokens_of(1, 10))
+    pair.run("r")
+
+
+def test_keys_and_names(clock: SkippableClock, caplog: pytest.LogCaptureFixture) -> None:
+    """A key opens the door under its own name only; the requests of others end at once, and both
+    sides say which key."""
+    server, alice, bob = (
+        CurveConfig(*(key.decode() for key in zmq.curve_keypair())) for _ in range(3)
+    )
+    allowed = {alice.public_key: "alice", bob.public_key: "bob"}
+    guarded = replace(QUICK, curve=replace(server, allowed_clients=allowed))
+
+    def client(keys: CurveConfig | None) -> ControlConfig:
+        curve = keys and replace(keys, server_key=keys.server_key or server.public_key)
+        return replace(QUICK, connect_timeout_s=NEVER_S, curve=curve)
+
+    misled = replace(alice, server_key=bob.public_key)
+    unknown = CurveConfig(*(key.decode() for key in zmq.curve_keypair()))
+    as_alice = "allowed_clients has for its key " + repr(short_key(alice.public_key))
+    cases: list[tuple[str, CurveConfig | None, str, str]] = [
+        ("bob", alice, as_alice, as_alice),
+        ("carol", alice, as_alice, as_alice),
+        ("bob", None, "ours 'no keys', theirs 'keys'", "ours 'keys', theirs 'no keys'"),
+        ("alice", misled, short_key(bob.public_key), short_key(server.public_key)),
+        ("alice", unknown, *[f"key {short_key(unknown.public_key)!r} is not in"] * 2),
+    ]
+    with PrefillNode(make_pool(), PrefillConfig(control=guarded)) as prefill:
+        for attempt, (name, keys, ours, theirs) in enumerate(cases):
+            caplog.clear()
+            clock.skip(REPEAT_S, [prefill])  # a peer has a line a minute
+            with lone_decode(client(keys), name=name) as impostor:
+                impostor.add(Request("r", [1], max_new_tokens=1, room=1, prefill=prefill.endpoint))
+                error = end_of(impostor, "r")
+                assert isinstance(error, HandshakeError)
+                assert ours in str(error)
+                lines = f"{name}: refused: ", str(error), "prefill-0: shut out: "
+                numbers = iter(range(2, 10_000))
+
+                def ask_again(node=impostor, numbers=numbers) -> None:  # type: ignore[no-untyped-def]
+                    """The end that sees it first closes the connection, maybe before the other."""
+                    room = next(numbers)
+                    at = prefill.endpoint
+                    node.add(Request(f"r{room}", [1], max_new_tokens=1, room=room, prefill=at))
+                    end_of(node, f"r{room}")
+                    # The line may be of the client before, whose connection was still tried.
+                    clock.skip(REPEAT_S, [prefill])
+
+                def said(lines=lines, theirs=theirs) -> bool:  # type: ignore[no-untyped-def]
+                    shut_out = caplog.text.split("shut out: ")[1:]
+                    return all(line in caplog.text for line in lines) and any(
+                        theirs in line for line in shut_out
+                    )
+
+                until(said, step=ask_again)
+                assert prefill.stats()["handshakes_refused"] > attempt
+            for known in (server, alice, bob, unknown):
+                assert known.secret_key not in caplog.text + str(error)
+        assert prefill.peers() == {}
+        with lone_decode(client(alice), name="alice") as decode:
+            pair = NodePair(decode, prefill)
+            pair.submit("r", tokens_of(1, 10))
+            pair.run("r")
+            pair.check_at_rest()
+            assert [peer.name for peer in prefill.peers()] == ["alice"]
+
+
+# --- networks -------------------------------------------------------------------------------------
+
+
+def test_a_prefill_on_another_network_needs_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once and by name, on both sides, before anything is sent."""
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    open_to_all = replace(QUICK, network_is_isolated=True)
+    before = node_threads()
+    with pytest.raises(ConfigError, match="interface="):
+        PrefillNode(make_pool(), PrefillConfig(bind="tcp://0.0.0.0:*", control=open_to_all))
+    assert node_threads() == before
+    with lone_decode(QUICK) as node:
+        node.add(Request("r", [1, 2, 3], max_new_tokens=4, room=1, prefill="tcp://192.0.2.77:5000"))
+        error = end_of(node, "r")
+        assert isinstance(error, ConfigError)
+        assert "interface=" in str(error)
+        assert "192.0.2.77" in str(error)
+        until(lambda: not left(node))
+
+
+def test_with_an_interface_named_prefill_binds_beyond_this_machine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    open_to_all = replace(QUICK, network_is_isolated=True)
+    config = PrefillConfig(
+        bind="tcp://0.0.0.0:*", control=open_to_all, transport=TransportConfig(interface="lo,any")
+    )
+    with PrefillNode(make_pool(), config):
+        assert "isolated" in caplog.text
+
+
+def test_a_request_whose_prefill_is_not_there_is_served_by_another_one(make_pair: MakePair) -> None:
+    """By the hook where nothing answers, by a call before that is known; no page is taken."""
+    lost: list[Exception] = []
+    pair = make_pair()
+    tokens = tokens_of(1, 10)
+
+    def elsewhere(req: object, error: Exception) -> str:
+        lost.append(error)
+        return pair.prefill.endpoint
+
+    config = DecodeConfig(
+        name="other", max_running=1, reserve_tokens=0, max_retries=1, retarget=elsewhere,
+        control=replace(QUICK, connect_timeout_s=0.05),
+    )  # fmt: skip
+    with DecodeNode(make_pool(), config) as node:
+        for room, rid in enumerate(("hook", "call")):
+            node.add(Request(rid, tokens, 1, room=room, prefill=lasting_address()))
+        assert node.pop_preallocated() == []
+        node.retarget("call", pair.prefill.endpoint)
+        served: set[str] = set()
+        while len(served) < 2:
+            until(lambda: (node.pop_preallocated(), node.scheduler._asks)[1])
+            [ask] = node.pop_needs_prefill()
+            rid = ask.rid
+            served.add(rid)
+            assert (ask.prefill, ask.generation) == (pair.prefill.endpoint, 1)
+            pair.prefill.add(
+                Request(rid, ask.tokens, room=ask.room, generation=1, decode=ask.decode)
+            )
+            until(pair.prefill.pop_bootstrapped)
+            pair.prefill.send_chunk(pair.prefill.scheduler.requests[rid], len(tokens), last=True)
+            popped: list[Any] = []
+            until(lambda popped=popped: popped.extend(node.pop_transferred()) or popped)
+            node.finish(popped[0])
+            until(pair.prefill.pop_sent)
+    assert [type(error) for error in lost] == [PeerLostError]
+
+
+def test_a_loaded_service_serves_what_has_waited_longer_than_any_timeout(
+    clock: SkippableClock, make_pair: MakePair
+) -> None:
+    """Prefill waits for a promise, and for its own engine; decode for pages, and for a chunk."""
+    pair = make_pair(control=replace(QUICK, longest_wait_s=100 * NEVER_S))
+    proceed = queued(pair)
+    nodes: list[Any] = [pair.decode, pair.prefill]
+
+    def heard_s() -> float:
+        decode, prefill = (node.transfers.control for node in nodes)
+        ends = [*decode._links.all(), *prefill._peers.all()]
+        return min((end.live.heard_s for end in ends), default=-math.inf)
+
+    for _ in range(5):
+        clock.skip(0.6 * NEVER_S, nodes)
+        now_s = clock.monotonic()
+        until(lambda now_s=now_s: heard_s() >= now_s)
+        pair.step()
+    assert not pair.d.ended
+    assert not pair.p.failed
+    proceed()
+    pair.until(lambda: pair.d.ended == {"big": None, "r": None})
+
+
+def test_a_request_that_goes_elsewhere_is_refused_at_once_where_it_was(make_pair: MakePair) -> None:
+    """The call alone says so: decode's engine does nothing else."""
+    pair = make_pair(control=replace(QUICK, connect_timeout_s=0.2))
+    proceed = queued(pair)
+    pair.decode.retarget("r", lasting_address())
+    until(lambda: (pair.p.step(), "r" in pair.p.failed)[1])
+    assert isinstance(pair.p.failed["r"], AbortedError)
+    pair.decode.abort("r")
+    proceed()
+    pair.until(lambda: pair.d.ended.keys() == {"big", "r"})

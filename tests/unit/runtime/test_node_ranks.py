@@ -1,0 +1,129 @@
+"""A decode node as rank 0 of two: another rank's page table names the same pages, whatever the node
+goes through."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.errors import CallerError, DrainingError, PeerLostError, RequestError
+from prefixkv.memory.mesh import Mesh
+from prefixkv.ranks.row_log import RankLog
+from prefixkv.request import Request
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.decode_rank import DecodeRank
+from prefixkv.runtime.prefill_node import PrefillNode
+from tests.support.node_pair import NodePair, left, make_pool, tokens_of
+from tests.support.patience import until
+from tests.unit.runtime.conftest import QUICK
+
+MESH = Mesh(2, 2, tp_size=2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_after_each_pass_another_rank_has_the_rows_of_rank_0(seed: int) -> None:
+    """Prompts that begin alike, more than there are pages for, aborts, retractions, a flush."""
+    chance = random.Random(seed)
+    config = DecodeConfig(control=QUICK, reserve_tokens=0, max_running=6)
+    with (
+        PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as prefill,
+        DecodeNode(make_pool(30, num_kv_heads=1), config, RankLog(), MESH) as decode,
+        DecodeRank(make_pool(30, num_kv_heads=1), config, MESH, 1, decode.peer_id) as other,
+    ):
+        pair = NodePair(decode, prefill)
+        rows_compared = 0
+        rids = [f"r{i}" for i in range(14)]
+
+        def exchange() -> None:
+            nonlocal rows_compared
+            other.apply(decode.take_log())
+            held = {req.row: req for req in decode.scheduler.requests.values() if req.row >= 0}
+            for row, req in held.items():
+                assert other.pages(row).tolist() == req.pages.tolist()
+            rows_compared += len(held)
+            for row in {*range(6)} - held.keys():
+                with pytest.raises(CallerError, match="no request on this rank"):
+                    other.pages(row)
+            decode.apply_rank_events(other.take_rank_events())
+
+        def ended() -> bool:
+            exchange()
+            event = chance.randrange(60)
+            if event == 0:
+                decode.flush()
+            elif event == 1 and pair.d.running:
+                rid = chance.choice(sorted(pair.d.running))
+                with suppress(RequestError):  # the oldest goes on
+                    decode.retract(rid)
+                    del pair.d.running[rid]
+            elif event == 2:
+                decode.abort(chance.choice(rids))
+            return all(rid in pair.d.ended for rid in rids)
+
+        for i, rid in enumerate(rids):
+            branch = tokens_of(50 + chance.randrange(3), 3 + i)
+            pair.submit(rid, np.concatenate([tokens_of(1, 16), branch]), max_new_tokens=12)
+        pair.until(ended)
+        pair.until(
+            lambda: bool(exchange()) or not (left(decode) or left(prefill) or other.num_rooms)
+        )
+        assert rows_compared > 100
+        pair.decode.audit()
+
+
+def test_a_node_of_one_rank_has_no_log() -> None:
+    with DecodeNode(make_pool()) as node, pytest.raises(CallerError, match="RankLog"):
+        node.take_log()
+
+
+def test_a_decode_rank_whose_process_is_dead_is_waited_for_until_it_is_fenced() -> None:
+    mesh = Mesh(2, 2, tp_size=2)
+    config = DecodeConfig(control=QUICK, reserve_tokens=0, max_running=2)
+    with (
+        PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as prefill,
+        DecodeNode(make_pool(num_kv_heads=1), config, RankLog(), mesh) as decode,
+        DecodeRank(make_pool(num_kv_heads=1), config, mesh, 1, decode.peer_id) as other,
+    ):
+        pair = NodePair(decode, prefill)
+
+        def exchange() -> None:
+            other.apply(decode.take_log())
+            decode.apply_rank_events(other.take_rank_events())
+
+        def reached(found: Callable[[], object]) -> None:
+            pair.until(lambda: exchange() or found())
+
+        pair.d.hold_running = True
+        pair.submit("runs", tokens_of(1, 10))
+        reached(lambda: "runs" in pair.d.running)
+        pair.p.hold = True
+        pair.submit("comes", tokens_of(2, 12))
+        reached(lambda: "comes" in pair.p.computing)
+        pair.submit("waits", tokens_of(3, 9))
+        # From here on nothing comes of rank 1, and nothing goes there.
+        decode.abort("comes")
+        pair.until(lambda: decode.awaited_ranks() == {1: 1})
+        assert decode.stats()["pages_held"] == 3
+        for bad in (0, 2, "1"):
+            with pytest.raises(CallerError, match="rank"):
+                decode.fence_rank(bad)  # type: ignore[arg-type]
+        assert "runs" in pair.d.running
+        decode.fence_rank(1)
+        failed = {req.rid: req.error for req in decode.pop_failed()}
+        assert failed.keys() == {"runs", "waits"}
+        assert all(isinstance(error, PeerLostError) for error in failed.values())
+        until(lambda: decode.drain(0.05))
+        assert decode.awaited_ranks() == {}
+        decode.audit()
+        stats = decode.stats()
+        assert (stats["pages_held"], stats["pages_owned"]) == (0, 0)
+        with pytest.raises(DrainingError):
+            decode.add(Request("late", [1, 2], room=9, prefill=prefill.endpoint))
+        decode.apply_rank_events(late := other.take_rank_events())
+        assert late, "what it said before its end is left out"
+        assert decode.drain()

@@ -1,0 +1,522 @@
+"""Two nodes of one process over real NIXL: every request path that works, every byte verified."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.errors import (
+    AbortedError,
+    AuxTooLargeError,
+    ConfigError,
+    PromptMismatchError,
+    RequestError,
+)
+from prefixkv.memory.mesh import Mesh
+from prefixkv.protocol.ids import PeerId
+from prefixkv.request import Request
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.decode_rank import DecodeRank
+from prefixkv.runtime.decode_transfers import DecodeTransfers
+from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
+from prefixkv.runtime.prefill_node import PrefillNode
+from prefixkv.runtime.prefill_transfers import PrefillTransfers
+from prefixkv.testing.hashing import PrefixHasher
+from tests.support.node_pair import (
+    DecodeDriver,
+    NodePair,
+    first_token,
+    left,
+    make_pool,
+    tokens_of,
+)
+from tests.support.node_stages import Gate
+from tests.support.patience import NEVER_S, SkippableClock, until
+from tests.support.wires import wired
+from tests.unit.runtime.conftest import QUICK, MakePair
+
+PAGE_SIZE = 4
+
+
+def sent_bytes(pair: NodePair) -> int:
+    return pair.prefill.stats()["bytes_sent"]
+
+
+def page_bytes(pair: NodePair, pages: int) -> int:
+    return pages * pair.prefill.pool.layout.page_bytes
+
+
+@pytest.mark.usefixtures("_any_wire")
+def test_a_miss_a_partial_hit_and_a_full_hit(pair: NodePair) -> None:
+    """Bytes are sent for what decode lacks only; for a full hit of whole pages, none and no write
+    at all."""
+    prompt = tokens_of(1, 40)
+    pair.submit("miss", prompt, max_new_tokens=1)
+    pair.run("miss")
+    assert pair.d.prefix_lens["miss"] == [0]
+    assert sent_bytes(pair) == page_bytes(pair, 10)
+
+    longer = tokens_of(1, 54)
+    pair.submit("partial", longer, max_new_tokens=1)
+    pair.run("partial")
+    assert pair.d.prefix_lens["partial"] == [40]
+    assert sent_bytes(pair) == page_bytes(pair, 10 + 4)  # the last page is not full, and travels
+
+    before = pair.prefill.stats()
+    pair.submit("full", longer[:52], max_new_tokens=1)
+    pair.run("full")
+    after = pair.prefill.stats()
+    assert pair.d.prefix_lens["full"] == [52]
+    assert (after["writes_done"], after["bytes_sent"]) == (
+        before["writes_done"],
+        before["bytes_sent"],
+    )
+    assert after["decode_hit_tokens"] == 40 + 52
+    assert after["bytes_skipped"] == page_bytes(pair, 10 + 13)
+    assert pair.p.sent == ["miss", "partial", "full"]
+
+
+@pytest.mark.parametrize("order", ["layer_major", "page_major"])
+@pytest.mark.parametrize(
+    ("attention", "heads", "dim", "dtype"),
+    [
+        ("mha", 4, 16, "bfloat16"), ("mha", 1, 8, "float32"), ("mha", 3, 8, "float16"),
+        ("mha", 2, 24, "float8_e4m3fn"), ("mla", 1, 36, "uint8"), ("mla", 1, 576, "bfloat16"),
+    ],
+)  # fmt: skip
+def test_turns_of_a_conversation(
+    make_pair: MakePair, order: str, attention: str, heads: int, dim: int, dtype: str
+) -> None:
+    """Each turn's prompt is the whole conversation: decode has it all but the new user's text."""
+    pair = make_pair(
+        pool={
+            "order": order,
+            "attention": attention,
+            "num_kv_heads": heads,
+            "head_dim": dim,
+            "dtype": dtype,
+        }
+    )
+    history, kv_len = tokens_of(2, 21), 0
+    for turn in range(3):
+        rid = f"turn {turn}"
+        pair.submit(rid, history, max_new_tokens=5)
+        pair.run(rid)
+        expected = history
+        for token in pair.d.outputs[rid]:  # what the stand-in says follows from all before it
+            assert token == first_token(expected)
+            expected = np.append(expected, np.int32(token))
+        assert pair.d.prefix_lens[rid] == [kv_len // PAGE_SIZE * PAGE_SIZE]
+        kv_len = len(expected) - 1  # the token sampled last has none
+        history = np.append(expected, tokens_of(3 + turn, 7))
+    assert sent_bytes(pair) < page_bytes(
+        pair, 14
+    )  # 37 tokens of users' text, and the pages they share
+
+
+@pytest.mark.parametrize("orders", [("layer_major", "page_major"), ("page_major", "layer_major")])
+def test_pools_of_two_layouts_work_together(orders: tuple[str, str]) -> None:
+    with (
+        PrefillNode(make_pool(order=orders[0]), wired(PrefillConfig(control=QUICK))) as prefill,
+        DecodeNode(make_pool(order=orders[1]), wired(DecodeConfig(control=QUICK))) as decode,
+    ):
+        pair = NodePair(decode, prefill)
+        pair.submit("r", tokens_of(1, 33))
+        pair.run("r")
+        pair.check_at_rest()
+
+
+@pytest.mark.usefixtures("_any_wire")
+def test_many_at_once_in_a_small_pool(make_pair: MakePair) -> None:
+    """More requests than the pool holds: admission waits, cached pages are evicted, runners are
+    retracted."""
+    pair = make_pair(pool={"num_pages": 40}, decode={"reserve_tokens": 0, "max_running": 8})
+    pair.d.together = True
+    rng = np.random.default_rng(5)
+    system = tokens_of(7, 16)
+    rids = []
+    for i in range(14):
+        own = tokens_of(100 + i % 6, int(rng.integers(1, 30)))
+        rids.append(f"r{i}")
+        pair.submit(
+            rids[-1], np.concatenate([system, own]), max_new_tokens=int(rng.integers(1, 40))
+        )
+    pair.run(*rids)
+    assert set(pair.d.ended.values()) == {None}
+    stats = pair.decode.stats()
+    assert stats["evicted_pages"] > 0
+    assert stats["retracted"] > 0
+    assert stats["retracted"] == len(pair.d.retracted)
+    assert stats["finished"] == 14
+    assert stats["skipped_tokens"] > 14 * 8
+    for rid in rids:  # nothing was sampled twice, nor left out, by a retraction
+        tokens = pair.d.prompts[rid]
+        for token in pair.d.outputs[rid]:
+            assert token == first_token(tokens)
+            tokens = np.append(tokens, np.int32(token))
+
+
+def test_a_retracted_request_whose_pages_are_gone_is_sent_again(make_pair: MakePair) -> None:
+    pair = make_pair(pool={"num_pages": 24}, decode={"reserve_tokens": 0})
+    pair.d.hold_running = True
+    pair.submit("first", tokens_of(1, 30), max_new_tokens=3)
+    pair.until(lambda: "first" in pair.d.running)
+    victim = pair.submit("victim", tokens_of(2, 20), max_new_tokens=6)
+    pair.until(lambda: "victim" in pair.d.running)
+    pair.decode.retract("victim")
+    pair.d.running.pop("victim")
+    while pair.decode.scheduler.pages.cache.evictable_pages:  # somebody else needs the room
+        pair.decode.flush()
+    assert victim.output == [first_token(tokens_of(2, 20))]
+    pair.until(lambda: "victim" in pair.d.running)
+    assert victim.generation == 1
+    assert pair.p.sent == ["first", "victim", "victim.1"]
+    pair.d.hold_running = False
+    pair.run("first", "victim")
+    assert len(pair.d.outputs["victim"]) == 6
+
+
+def test_equal_tokens_in_two_namespaces_share_nothing(pair: NodePair) -> None:
+    prompt = tokens_of(1, 16)
+    for rid, namespace in (("a", "lora-1"), ("b", "lora-2"), ("c", "lora-1")):
+        room = ord(rid)
+        request: dict[str, Any] = {"room": room, "namespace": namespace}
+        pair.decode.add(
+            Request(rid, prompt, max_new_tokens=1, prefill=pair.prefill.endpoint, **request)
+        )
+        pair.prefill.add(Request(rid, prompt, decode="decode-0", **request))
+        pair.d.prompts[rid], pair.d.prefix_lens[rid] = prompt, []
+        pair.run(rid)
+    assert [pair.d.prefix_lens[rid] for rid in "abc"] == [[0], [0], [16]]
+
+
+def test_with_the_cache_off_nothing_is_matched_or_kept(make_pair: MakePair) -> None:
+    pair = make_pair(decode={"cache": False})
+    for rid in ("one", "two"):
+        pair.submit(rid, tokens_of(1, 16), max_new_tokens=1)
+        pair.run(rid)
+        assert pair.d.prefix_lens[rid] == [0]
+    stats = pair.decode.stats()
+    assert (stats["pages_cached"], stats["pages_free"]) == (0, 64)
+    assert sent_bytes(pair) == page_bytes(pair, 8)
+
+
+def test_a_flush_on_both_sides_while_a_request_runs(pair: NodePair) -> None:
+    pair.d.hold_running = True
+    pair.submit("old", tokens_of(1, 16))
+    pair.until(lambda: "old" in pair.d.running)
+    assert pair.decode.flush() == 0  # all of it is locked
+    pair.until(lambda: pair.p.sent == ["old"] and not left(pair.prefill))
+    assert pair.prefill.flush() == 4
+    pair.d.hold_running = False
+    pair.run("old")
+    assert pair.decode.stats()["pages_free"] == 64
+    pair.submit("new", tokens_of(1, 16))
+    pair.run("new")
+    assert pair.d.prefix_lens["new"] == [0]
+
+
+# --- the payload ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, QUICK.max_aux_bytes])
+def test_aux_arrives_as_it_was_sent(pair: NodePair, size: int) -> None:
+    payload = np.random.default_rng(size).bytes(size)
+    pair.p.aux = lambda req: payload
+    pair.d.hold_running = True
+    req = pair.submit("r", tokens_of(1, 9))
+    pair.until(lambda: "r" in pair.d.running)
+    assert req.aux == payload
+    pair.d.wrong_aux = 0  # it is not what the stand-in sends
+    pair.d.hold_running = False
+    pair.run("r")
+
+
+def test_aux_beyond_the_limit_is_refused_and_may_be_sent_smaller(pair: NodePair) -> None:
+    pair.p.hold = True
+    pair.submit("r", tokens_of(1, 9))
+    pair.until(lambda: "r" in pair.p.computing)
+    req = pair.p.computing["r"]
+    pair.p.chunk = 9
+    small = pair.p.aux
+    pair.p.aux = lambda req: bytes(QUICK.max_aux_bytes + 1)
+    with pytest.raises(AuxTooLargeError, match="65537"):
+        pair.p.compute(req)
+    pair.p.aux = small
+    pair.p.hold = False
+    pair.run("r")
+    assert pair.d.ended == {"r": None}
+
+
+# --- device events --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_any_wire")
+def test_nothing_is_sent_before_it_is_ready(pair: NodePair) -> None:
+    """What is in the pages when `ready` says so is what arrives, not what was there before."""
+    gate = Gate()
+    pair.p.ready["r", 1] = gate
+    pair.submit("r", tokens_of(1, 20))
+    pair.until(lambda: pair.prefill.stats().get("writes_done", 0) == 1 and gate.asked.is_set())
+    assert sent_bytes(pair) == page_bytes(pair, 2)
+    req = pair.prefill.scheduler.requests["r"]
+    late = req.pages[2:4].copy()
+    good = pair.prefill.pool.read_pages(late)
+    pair.prefill.pool.write_pages(late, good ^ 0xFF)
+    for _ in range(20):
+        pair.step()
+        time.sleep(0.001)
+    assert "r" not in pair.d.running
+    pair.prefill.pool.write_pages(late, good)
+    gate.open = True
+    pair.run("r")
+    assert pair.d.ended == {"r": None}
+
+
+def test_an_event_that_raises_fails_its_request_only(pair: NodePair) -> None:
+    class Broken:
+        def query(self) -> bool:
+            raise RuntimeError("the device is gone")
+
+    pair.p.ready["bad", 0] = Broken()
+    pair.submit("bad", tokens_of(1, 20))
+    pair.submit("good", tokens_of(2, 20))
+    pair.run("bad", "good")
+    assert pair.d.ended["good"] is None
+    assert "the device is gone" in str(pair.d.ended["bad"])
+    assert isinstance(pair.p.failed["bad"], RuntimeError)
+
+
+@pytest.mark.parametrize("how", ["finish", "abort", "retract"])
+def test_no_page_is_released_before_after_says_so(pair: NodePair, how: str) -> None:
+    pair.d.hold_running = True
+    pair.submit("older", tokens_of(2, 8), max_new_tokens=1)
+    req = pair.submit("r", tokens_of(1, 18), max_new_tokens=2)
+    pair.until(lambda: pair.d.running.keys() == {"older", "r"})
+    gate = Gate()
+    pair.d.running.pop("r")
+    if how == "finish":
+        pair.decode.finish(req, after=gate)
+    elif how == "abort":
+        pair.decode.abort("r", after=gate)
+    else:
+        pair.decode.retract("r", after=gate)
+    for _ in range(3):
+        pair.step()
+        assert len(req.pages) == 5  # still its own
+    assert gate.asked.is_set()
+    gate.open = True
+    pair.step()
+    assert len(req.pages) == 0 or how == "retract"
+    pair.d.hold_running = False
+    if how == "finish":
+        pair.d.ended["r"] = None
+    pair.run("older", "r")
+    assert isinstance(pair.d.ended["r"], AbortedError) == (how == "abort")
+
+
+def test_prefill_releases_what_failed_after_the_device(pair: NodePair) -> None:
+    pair.p.hold = True
+    pair.submit("r", tokens_of(1, 18))
+    pair.until(lambda: "r" in pair.p.computing)
+    pair.prefill.abort("r")
+    gate = Gate()
+    (req,) = pair.prefill.pop_failed(after=gate)
+    for _ in range(50):
+        pair.prefill.pop_bootstrapped()
+        time.sleep(0.001)
+    assert len(req.pages) == 5
+    gate.open = True
+    pair.until(lambda: "r" in pair.d.ended and not left(pair.prefill))
+
+
+# --- calls return at once, and what they refuse ---------------------------------------------------
+
+
+def test_no_call_waits_for_a_write(make_pair: MakePair) -> None:
+    """While nothing can be written yet, all of a prompt is handed over."""
+    pair = make_pair(pool={"num_pages": 1200})
+    pair.p.hold = True
+    tokens = tokens_of(1, 4000)
+    pair.submit("r", tokens)
+    pair.until(lambda: "r" in pair.p.computing)
+    req = pair.p.computing.pop("r")
+    gate = Gate()
+    for end in range(100, 4001, 100):
+        aux = first_token(tokens).to_bytes(4, "little") if end == 4000 else b""
+        pair.prefill.send_chunk(req, end, end == 4000, aux, ready=gate)
+    assert sent_bytes(pair) == 0
+    pair.p.pattern.fill(req.pages, 0, PrefixHasher().prefixes(tokens))
+    gate.open = True
+    pair.run("r")
+
+
+def test_what_is_refused_changes_nothing(pair: NodePair) -> None:
+    pair.p.hold = True
+    address = pair.prefill.endpoint
+    pair.submit("r", tokens_of(1, 8), room=7)
+    for request in (
+        Request("r", [1, 2], room=8, prefill=address),
+        Request("s", [1, 2], room=7, prefill=address),
+        Request("s", [1, 2], room=8),
+        Request("s", list(range(300)), room=8, prefill=address),
+        Request("s", [1, 2], room=8, prefill=address, decode="decode-1"),
+    ):
+        with pytest.raises(RequestError):
+            pair.decode.add(request)
+    for request in (
+        Request("r", [1], room=8, decode="decode-0"),
+        Request("s", [1], room=7, decode="decode-0"),
+        Request("s", list(range(300)), room=8, decode="decode-0"),
+        Request("s", [1], room=8),
+    ):
+        with pytest.raises(RequestError):
+            pair.prefill.add(request)
+    assert pair.decode.stats()["requests"] == pair.prefill.stats()["requests"] == 1
+    assert not pair.decode.abort("nobody")
+    assert not pair.prefill.abort("nobody")
+    pair.p.hold = False
+    pair.run("r")
+
+
+# --- what an operator sees ------------------------------------------------------------------------
+
+
+def test_stats_and_peers(pair: NodePair) -> None:
+    assert pair.decode.peers() == {}
+    assert pair.prefill.peers() == {}
+    pair.d.hold_running = True
+    pair.submit("r", tokens_of(1, 10), max_new_tokens=1)
+    pair.until(lambda: "r" in pair.d.running)
+    stats = pair.decode.stats()
+    wanted = {
+        "admitted": 1, "prompt_tokens": 10, "skipped_tokens": 0, "transferred": 1, "requests": 1,
+        "rooms": 0, "locks": 1, "protected_pages": 2, "evictable_pages": 0, "pages_cached": 2,
+        "pages_owned": 1, "pages_free": 61, "pages_held": 0, "pages_quarantined": 0,
+        "evicted_pages": 0,
+    }  # fmt: skip
+    assert {name: stats[name] for name in wanted} == wanted
+    pair.d.hold_running = False
+    pair.run("r")
+    stats = pair.prefill.stats()
+    wanted = {
+        "prompt_tokens": 10, "hit_tokens": 0, "decode_hit_tokens": 0, "sent": 1, "bytes_skipped": 0,
+        "requests": 0, "bytes_sent": page_bytes(pair, 3), "pages_cached": 2, "pages_owned": 0,
+        "locks": 0,
+    }  # fmt: skip
+    assert {name: stats[name] for name in wanted} == wanted
+    assert pair.decode.stats()["finished"] == 1
+    assert pair.decode.peers() == {pair.prefill.endpoint: (pair.prefill.peer_id, "ready")}
+    assert pair.prefill.peers() == {pair.decode.peer_id: "ready"}
+    assert isinstance(pair.decode.peer_id, PeerId)
+
+
+def test_idle_nodes_keep_each_other_alive(clock: SkippableClock, make_pair: MakePair) -> None:
+    """Heartbeats go both ways: whoever is suspect after a silence is so until the next one."""
+    pair = make_pair(control=replace(QUICK, suspect_after_s=NEVER_S / 2))
+    pair.submit("r", tokens_of(1, 10))
+    pair.run("r")
+    for _ in range(3):
+        clock.skip(NEVER_S, [])
+        pair.until(
+            lambda: pair.decode.peers() == {pair.prefill.endpoint: (pair.prefill.peer_id, "ready")}
+        )
+        pair.until(lambda: pair.prefill.peers() == {pair.decode.peer_id: "ready"})
+
+
+# --- what it is made of ---------------------------------------------------------------------------
+
+
+def made_of() -> list[tuple[Any, str]]:
+    pool, mesh = make_pool(8, PAGE_SIZE), Mesh(2, 2)
+    decode, prefill = DecodeConfig(), PrefillConfig()
+    me = PeerId("d", 1)
+    wrong: list[tuple[Any, str]] = []
+    for node, config, other in (
+        (DecodeNode, decode, prefill), (DecodeTransfers, decode, prefill),
+        (PrefillNode, prefill, decode), (PrefillTransfers, prefill, decode),
+    ):  # fmt: skip
+        wrong += [
+            (partial(node, config, pool), "config is a KVPool"),
+            (partial(node, config), f"pool is a {type(config).__name__}, a KVPool is needed"),
+            (partial(node, pool, other), f"config is a {type(other).__name__}"),
+            (partial(node, pool, config, mesh=4), "mesh is a int"),
+            (partial(node, pool, config, state=pool), "state is a KVPool"),
+        ]
+    return [
+        *wrong,
+        (partial(DecodeNode, pool, decode, mesh), "ranks is a Mesh"),
+        (partial(DecodeRank, decode, pool, mesh, 1, me), "config is a KVPool"),
+        (partial(DecodeRank, pool, decode, mesh, 1, "d"), "worker is a str"),
+        (partial(DecodeGroup, [pool], mesh, decode), "config is a Mesh"),
+        (partial(PrefillGroup, [pool], mesh, prefill), "config is a Mesh"),
+        (partial(DecodeGroup, [pool], decode, None), "mesh is a NoneType"),
+    ]
+
+
+def test_arguments_that_were_swapped_are_named() -> None:
+    threads = threading.active_count()
+    for make, said in made_of():
+        with pytest.raises(ConfigError, match=said):
+            make()
+    assert threading.active_count() == threads
+
+
+# --- the same tokens ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("differs", ["tokens", "namespace", "length"])
+def test_another_prompt_fails_on_both_sides_and_its_pages_are_free_at_once(
+    pair: NodePair, differs: str
+) -> None:
+    tokens, theirs, namespace = tokens_of(1, 30), tokens_of(1, 30), "lora"
+    if differs == "tokens":
+        theirs = tokens_of(2, 30)
+    elif differs == "length":
+        theirs = tokens_of(1, 29)
+    else:
+        namespace = "another"
+    where = pair.prefill.endpoint
+    lora = Request("r", tokens, max_new_tokens=4, room=7, prefill=where, namespace="lora")
+    pair.decode.add(lora)
+    pair.prefill.add(Request("r", theirs, room=7, decode="decode-0", namespace=namespace))
+    errors: list[Exception | None] = []
+
+    def failed() -> bool:
+        pair.decode.pop_preallocated()
+        assert pair.prefill.pop_bootstrapped() == []
+        for node in (pair.decode, pair.prefill):
+            errors.extend(req.error for req in node.pop_failed())
+        return len(errors) == 2
+
+    until(failed)
+    assert [type(error) for error in errors] == [PromptMismatchError] * 2
+    stats = pair.decode.stats()
+    assert stats["pages_held"] == stats["pages_owned"] == 0
+    assert sent_bytes(pair) == 0
+
+
+def test_two_decode_nodes_may_count_their_rooms_alike(pair: NodePair) -> None:
+    config = DecodeConfig(name="decode-1", control=QUICK)
+    with DecodeNode(make_pool(), config) as other:
+        driver = DecodeDriver(other, lambda *ask: pair.p.add(*ask, decode="decode-1"))
+        for room in range(5):
+            pair.submit(f"a{room}", tokens_of(room, 20), room=room)
+            driver.submit(f"b{room}", tokens_of(100 + room, 20), pair.prefill.endpoint, room=room)
+
+        def ended() -> bool:
+            driver.step()
+            return len(driver.ended) == len(pair.d.ended) == 5
+
+        pair.until(ended)
+        for d in (driver, pair.d):
+            assert set(d.ended.values()) == {None}
+            assert (d.mismatches, d.wrong_aux) == (0, 0)
+        until(lambda: driver.step() or other.drain())

@@ -1,0 +1,347 @@
+"""What an operator sees of two real nodes: metrics as scraped, the request log, cache events,
+against what happened."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+import prefixkv
+from prefixkv.cache.events import EventBatch, page_keys
+from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.runtime import metrics
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.metrics import NodeCollector
+from prefixkv.runtime.prefill_node import PrefillNode
+from prefixkv.serving.router import BoundedAffinityRouter
+from tests.laws.lock_machine import Event
+from tests.support.node_pair import NodePair, make_pool, tokens_of
+from tests.unit.decode.desk import Desk
+from tests.unit.runtime.conftest import QUICK, MakePair
+
+PAGE_SIZE = 4
+
+
+class Scrape:
+    """One scrape of both nodes: `get("decode", "hit_tokens_total", namespace="")`."""
+
+    def __init__(self, pair: NodePair) -> None:
+        self._names = {"decode": pair.decode.peer_id.name, "prefill": pair.prefill.peer_id.name}
+        registry = CollectorRegistry(auto_describe=True)
+        registry.register(NodeCollector(pair.decode, pair.prefill))
+        self._values = parsed(generate_latest(registry).decode())
+
+    def get(self, side: str, name: str, **labels: str) -> float:
+        return self._values[
+            f"prefixkv_{name}", frozenset({"node": self._names[side], **labels}.items())
+        ]
+
+    def labels(self, name: str) -> list[dict[str, str]]:
+        return [dict(labels) for metric, labels in self._values if metric == f"prefixkv_{name}"]
+
+
+def parsed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Every sample once, by name and labels."""
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
+    values = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
+    assert len(values) == len(samples)
+    return values
+
+
+def submit(pair: NodePair, rid: str, tokens: np.ndarray[Any, Any], **options: Any) -> None:
+    pair.submit(rid, tokens, max_new_tokens=2, **options)
+
+
+def test_a_scrape_says_what_happened(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair(decode={"reserve_tokens": 0})
+    page_bytes = pair.decode.pool.layout.page_bytes
+    submit(pair, "miss", tokens_of(1, 40))
+    pair.run("miss")
+    submit(pair, "hit", tokens_of(1, 54))
+    pair.run("hit")
+    pair.p.hold = True
+    submit(pair, "first", tokens_of(2, 20))
+    submit(pair, "second", tokens_of(2, 20))
+    submit(pair, "holder", tokens_of(1, 41))
+    pair.until(lambda: len(pair.p.computing) == 3)
+    scrape = Scrape(pair)
+    assert scrape.get("decode", "queue_requests", queue="transfer") == 3
+    assert scrape.get("prefill", "queue_requests", queue="compute") == 3
+    assert scrape.get("decode", "locks") == 3
+    assert scrape.get("decode", "protected_pages") == 10
+    assert scrape.get("decode", "oldest_lock_age_seconds") > 0
+    assert scrape.labels("oldest_lock_info") == []
+    monkeypatch.setattr(metrics, "NAME_AFTER_S", 0.0)
+    assert {"node": pair.decode.peer_id.name, "rid": "holder"} in Scrape(pair).labels(
+        "oldest_lock_info"
+    )
+    pair.p.hold = False
+    pair.run("first", "second", "holder")
+
+    scrape = Scrape(pair)
+    assert scrape.get("decode", "prompt_tokens_total", namespace="") == 40 + 54 + 20 + 20 + 41
+    assert scrape.get("decode", "hit_tokens_total", namespace="") == 40 + 40
+    assert scrape.get("decode", "shared_tokens_total", namespace="") == 20
+    assert scrape.get("decode", "shared_flights_total") == 1
+    assert 0.4 < scrape.get("decode", "recent_hit_ratio", namespace="") < 0.5
+    sent_pages = 10 + 4 + 5 + 1
+    assert scrape.get("prefill", "sent_bytes_total") == sent_pages * page_bytes
+    assert scrape.get("decode", "received_bytes_total") == sent_pages * page_bytes
+    for side in ("decode", "prefill"):
+        assert scrape.get(side, "skipped_bytes_total") == (10 + 5 + 10) * page_bytes
+        assert scrape.get(side, "peers", state="ready") == 1
+        assert scrape.get(side, "locks") == scrape.get(side, "rooms") == 0
+    assert (
+        scrape.get("decode", "transfers_total", peer=pair.prefill.endpoint, outcome="success") == 5
+    )
+    assert (
+        scrape.get("prefill", "transfers_total", peer=pair.decode.peer_id.name, outcome="success")
+        == 5
+    )
+    assert scrape.get("decode", "requests_total", outcome="finished") == 5
+    assert scrape.get("prefill", "requests_total", outcome="sent") == 5
+    stats = pair.decode.stats()
+    for state in ("free", "owned", "cached", "held", "quarantined"):
+        assert scrape.get("decode", "pages", state=state) == stats[f"pages_{state}"]
+    for reason, count in {
+        "pages": 5,
+        "transfer": 5,
+        "flight": 1,
+        "engine": 5,
+        "first_token": 5,
+    }.items():
+        assert scrape.get("decode", "wait_seconds_count", reason=reason) == count
+        assert scrape.get("decode", "wait_seconds_bucket", reason=reason, le="+Inf") == count
+    for reason in ("decode", "pages", "compute", "send"):
+        assert scrape.get("prefill", "wait_seconds_count", reason=reason) == 5
+    assert scrape.get("decode", "wait_seconds_sum", reason="first_token") >= scrape.get(
+        "decode", "wait_seconds_sum", reason="transfer"
+    )
+
+
+def test_queues_by_what_is_waited_for() -> None:
+    desk = Desk(num_pages=9)
+    node: Any = SimpleNamespace(scheduler=desk.scheduler)
+
+    def queues() -> dict[str, float]:
+        return {queue: length for (queue,), length in metrics._decode_queues(node) if length}
+
+    first, second = desk.add("a1", 12), desk.add("a2", 12)
+    assert queues() == {"pages": 2}
+    desk.admit()
+    desk.add("large", 28)
+    desk.admit()
+    assert queues() == {"pages": 1, "transfer": 2}
+    desk.succeed(second.room_key)
+    assert queues() == {"pages": 1, "transfer": 1, "flight": 1}
+    desk.succeed(first.room_key)
+    assert queues() == {"pages": 1, "commit": 1, "flight": 1}
+    desk.transferred()
+    assert queues() == {"pages": 1, "running": 2}
+    desk.finish(first, after=Event())
+    assert queues() == {"pages": 1, "running": 1, "device": 1}
+
+
+def test_evictions_retractions_and_aborts_are_counted(make_pair: MakePair) -> None:
+    pair = make_pair(pool={"num_pages": 24}, decode={"reserve_tokens": 0})
+    for number in range(4):
+        submit(pair, f"r{number}", tokens_of(10 + number, 40))
+        pair.run(f"r{number}")
+    pair.p.hold = True
+    submit(pair, "aborted", tokens_of(1, 20))
+    pair.until(lambda: "aborted" in pair.p.computing)
+    pair.decode.abort("aborted")
+    pair.p.hold = False
+    pair.run("aborted")
+    scrape = Scrape(pair)
+    assert scrape.get("decode", "evicted_pages_total") == pair.decode.stats()["evicted_pages"] > 0
+    assert (
+        scrape.get("decode", "eviction_seconds_count") == pair.decode.evictions.cumulative()[-1] > 0
+    )
+    assert scrape.get("decode", "eviction_seconds_sum") > 0
+    assert (
+        scrape.get("decode", "transfers_total", peer=pair.prefill.endpoint, outcome="aborted") == 1
+    )
+    assert scrape.get("decode", "requests_total", outcome="aborted") == 1
+    assert scrape.get("decode", "retractions_total") == scrape.get("decode", "retries_total") == 0
+
+
+def test_scrapes_from_another_thread_while_requests_run(pair: NodePair) -> None:
+    """None fails, counters never fall, and what runs does not notice."""
+    seen: list[float] = []
+    failures: list[BaseException] = []
+    done = threading.Event()
+
+    def scrape_on() -> None:
+        try:
+            while not done.is_set():
+                scrape = Scrape(pair)
+                seen.append(
+                    sum(
+                        scrape.get("decode", "prompt_tokens_total", **labels)
+                        for labels in namespaces(scrape)
+                    )
+                )
+        except BaseException as error:
+            failures.append(error)
+
+    def namespaces(scrape: Scrape) -> list[dict[str, str]]:
+        own = [
+            label
+            for label in scrape.labels("prompt_tokens_total")
+            if label["node"] == pair.decode.peer_id.name
+        ]
+        return [{"namespace": label["namespace"]} for label in own]
+
+    scraper = threading.Thread(target=scrape_on)
+    scraper.start()
+    try:
+        rids = [f"r{number}" for number in range(40)]
+        for number, rid in enumerate(rids):
+            submit(pair, rid, tokens_of(number % 7, 20 + number))
+        pair.run(*rids)
+        pair.until(lambda: bool(failures) or len(seen) > 2)
+    finally:
+        done.set()
+        scraper.join()
+    assert failures == []
+    assert seen == sorted(seen)
+    assert Scrape(pair).get("decode", "prompt_tokens_total", namespace="") == sum(
+        20 + n for n in range(40)
+    )
+
+
+def test_two_collectors_of_one_registry_are_refused_and_a_closed_node_has_no_metrics() -> None:
+    registry = CollectorRegistry(auto_describe=True)
+    with PrefillNode(make_pool(), PrefillConfig(control=QUICK)) as prefill:
+        with DecodeNode(make_pool(), DecodeConfig(control=QUICK)) as decode:
+            registry.register(NodeCollector(decode))
+            with pytest.raises(ValueError, match="Duplicated"):
+                registry.register(NodeCollector(prefill))
+            assert b'node="decode-0"' in generate_latest(registry)
+        assert generate_latest(registry) == b""
+
+
+def test_one_record_a_request_on_either_side(
+    pair: NodePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    submit(pair, "quiet", tokens_of(1, 40))
+    pair.run("quiet")
+    heard: list[tuple[dict[str, Any], float]] = []
+    for node in (pair.decode, pair.prefill):
+        node.on_ended(lambda record, arrived_s: heard.append((record, arrived_s)))
+    before_s = time.monotonic()
+    with caplog.at_level(logging.INFO, logger="prefixkv.requests"):
+        submit(pair, "a", tokens_of(1, 54), room=77)
+        pair.run("a")
+        pair.p.hold = True
+        submit(pair, "b", tokens_of(2, 20))
+        pair.until(lambda: "b" in pair.p.computing)
+        pair.decode.abort("b")
+        pair.until(lambda: "b" in pair.p.failed)  # else it may be sent before prefill hears of it
+        pair.run("b")
+    records = [json.loads(record.getMessage()) for record in caplog.records]
+    assert [record.request for record in caplog.records] == records  # type: ignore[attr-defined]
+    # Listeners get the same, and the time on the clock that a process's own times are of.
+    assert [record for record, _ in heard] == records
+    for record, arrived_s in heard:
+        assert before_s <= arrived_s <= arrived_s + record["ended_s"] <= time.monotonic()
+    by = {(record["side"], record["rid"]): record for record in records}
+    assert len(by) == len(records) == 4
+    decode, prefill = by["decode", "a"], by["prefill", "a"]
+    assert decode["room"] == prefill["room"] == 77
+    assert (decode["node"], decode["incarnation"]) == pair.decode.peer_id
+    assert (decode["peer"], prefill["peer"]) == (pair.prefill.endpoint, pair.decode.peer_id.name)
+    assert decode["outcome"], prefill["outcome"] == ("finished", "sent")
+    assert decode["hit_tokens"] == prefill["decode_hit_tokens"] == 40
+    assert decode["asked_bytes"] == prefill["sent_bytes"] == 4 * pair.decode.pool.layout.page_bytes
+    steps = [
+        decode[f"{name}_s"]
+        for name in ("admitted", "transferred", "committed", "first_token", "ended")
+    ]
+    assert steps == sorted(steps)
+    steps = [prefill[f"{name}_s"] for name in ("promised", "started", "computed", "ended")]
+    assert steps == sorted(steps)
+    assert by["decode", "b"]["outcome"] == by["prefill", "b"]["outcome"] == "aborted"
+    assert by["decode", "b"]["first_token_s"] is None
+    assert by["decode", "b"]["error"].startswith("AbortedError")
+
+
+def test_a_listener_gets_records_where_the_log_is_off_and_what_it_raises_is_counted(
+    pair: NodePair,
+) -> None:
+    heard: list[str] = []
+
+    def ended(record: dict[str, Any], arrived_s: float) -> None:
+        heard.append(record["rid"])
+        raise ValueError("of the listener")
+
+    pair.decode.on_ended(ended)
+    submit(pair, "a", tokens_of(1, 40))
+    with pytest.raises(ValueError, match="of the listener"):
+        pair.run("a")
+    pair.run("a")
+    assert heard == ["a"]
+    assert pair.decode.stats()["user_errors"] == 1
+
+
+def test_every_counter_is_in_the_stats_from_the_start(pair: NodePair) -> None:
+    """Also one that the source counts somewhere and nobody has listed."""
+    named = re.compile(r'counters\["(\w+)"\]')
+    root = Path(prefixkv.__file__).parent
+    sources: dict[str, Callable[[], dict[str, int]]] = {
+        "decode": pair.decode.stats,
+        "control/decode": pair.decode.stats,
+        "prefill": pair.prefill.stats,
+        "control/prefill": pair.prefill.stats,
+    }
+    for source, stats in sources.items():
+        texts = [path.read_text(encoding="utf-8") for path in (root / source).glob("*.py")]
+        counted = {name for text in texts for name in named.findall(text)}
+        assert counted
+        assert counted <= stats().keys(), f"{source} counts what its node does not list"
+    fresh = [node.stats().keys() for node in (pair.decode, pair.prefill)]
+    submit(pair, "a", tokens_of(1, 40))
+    pair.run("a")
+    assert [node.stats().keys() for node in (pair.decode, pair.prefill)] == fresh
+
+
+def test_a_router_follows_a_node(pair: NodePair) -> None:
+    router = BoundedAffinityRouter(expect_s=0)
+    router.add_worker("elsewhere")
+    router.add_worker(pair.decode.peer_id.name)
+
+    def told() -> EventBatch:
+        return EventBatch.decode(pair.decode.take_cache_events().encode())
+
+    prompt = tokens_of(1, 40)
+    assert router.apply(told())
+    submit(pair, "a", prompt)
+    pair.run("a")
+    assert router.apply(told())
+    keys = page_keys(prompt.tobytes(), PAGE_SIZE)
+    route = router.route(keys, 0.0)
+    assert (route.worker, route.matched_pages) == (pair.decode.peer_id.name, 10)
+    told()  # lost
+    submit(pair, "b", tokens_of(2, 40))
+    pair.run("b")
+    assert not router.apply(told())
+    assert router.apply(pair.decode.take_cache_events(snapshot=True))
+    assert router.route(page_keys(tokens_of(2, 40).tobytes(), PAGE_SIZE), 0.0).matched_pages == 10
+    pair.decode.flush()
+    assert router.apply(told())
+    assert router.route(keys, 0.0).matched_pages == 0

@@ -1,0 +1,309 @@
+"""Two processes over real NIXL, one of which dies, stands still or leaves: what that does to the
+other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
+from prefixkv.errors import PeerLostError, TransferError, TransferTimeoutError
+from prefixkv.pages.allocator import PageState
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
+from tests.support.node_pair import (
+    DecodeDriver,
+    PrefillDriver,
+    asked_for,
+    drive_until,
+    left,
+    make_pool,
+    node_at_rest,
+    tokens_of,
+)
+from tests.support.node_process import Never, NodeProcess, node_processes
+from tests.support.node_stages import Gate
+from tests.support.patience import NEVER_S, SkippableClock, lasting_address, until
+from tests.support.transport_child import cut_connections
+from tests.support.wires import is_shm, wired
+from tests.unit.runtime.conftest import QUICK, node_threads
+
+POOL = {"num_pages": 160, "num_layers": 4, "head_dim": 64}  # 4 KiB a page: 128 KiB a chunk
+NUM_TOKENS = 126  # of each request here: 32 pages, four chunks
+
+pytestmark = pytest.mark.usefixtures("_any_wire")
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., NodeProcess]]:
+    with node_processes() as starter:
+        yield starter
+
+
+@pytest.fixture
+def stack(clock: SkippableClock) -> Iterator[ExitStack]:
+    """What the test's own process opens."""
+    with ExitStack() as opened:
+        yield opened
+    assert not node_threads()
+
+
+class WithPrefillChild:
+    """Decode here, prefill there."""
+
+    def __init__(
+        self, start: Callable[..., NodeProcess], stack: ExitStack, control: ControlConfig = QUICK
+    ) -> None:
+        self._start = start
+        self._config = PrefillConfig(control=control, bind=lasting_address())
+        self.child = start("prefill", self._config, POOL)
+        config = DecodeConfig(control=control)
+        self.node = stack.enter_context(DecodeNode(make_pool(**POOL), wired(config)))
+        self.d = DecodeDriver(self.node, lambda *ask: self.child.call("add", *ask))
+        self.child.call("set", chunk=32)
+        self.run("warm-up", seed=0)
+
+    def restart(self) -> None:
+        """Another process under the same name and address."""
+        self.child = self._start("prefill", self._config, POOL)
+        self.child.call("set", chunk=32)
+
+    def submit(self, rid: str, seed: int, chunk: int = -1, event: str = "") -> None:
+        """`event` is what that chunk of it waits for."""
+        if event:
+            self.child.call("ready", rid, chunk, event)
+        self.d.submit(rid, tokens_of(seed, NUM_TOKENS), self.child.endpoint, max_new_tokens=2)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        drive_until(done, [self.d])
+
+    def run(self, rid: str, seed: int) -> None:
+        self.submit(rid, seed)
+        self.until(lambda: rid in self.d.ended and not left(self.node))
+        assert self.d.ended[rid] is None, self.d.ended[rid]
+
+    def check_at_rest(self) -> None:
+        self.until(lambda: not left(self.node))
+        node_at_rest(self.node)
+        assert self.d.mismatches == self.d.wrong_aux == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("_any_wire", "restarts_first"),
+    [("tcp", False), ("shared memory", True), ("shm", False)],
+    indirect=["_any_wire"],
+)
+def test_prefill_is_killed(
+    start: Any, stack: ExitStack, clock: SkippableClock, restarts_first: bool
+) -> None:
+    """Where its death is not to be proved: requests end, by deadline or when another answers under
+    the name; pages come back by a fence alone."""
+    there = WithPrefillChild(start, stack, replace(QUICK, prove_death=False))
+    lost = there.child.peer_id
+    there.submit("between two chunks", 1, 2, "kill")
+    there.submit("behind it", 2, 1, "never")
+    there.submit("not begun", 3, 0, "never")
+    there.until(lambda: not there.child.process.is_alive() and there.node.stats()["rooms"] == 3)
+    if restarts_first:
+        there.restart()
+    else:
+        clock.skip(NEVER_S, [there.node])
+    there.until(lambda: len(there.d.ended) == 4)
+    errors = [there.d.ended[rid] for rid in ("between two chunks", "behind it", "not begun")]
+    expected = PeerLostError if restarts_first else TransferTimeoutError
+    assert all(isinstance(error, expected) for error in errors), errors
+    clock.skip(NEVER_S, [there.node])
+    there.until(lambda: there.node.stats()["pages_quarantined"] == 3 * 32)
+    if (
+        restarts_first
+    ):  # it goes on with the new one, and that it is there proves nothing of the old one's writes
+        there.until(
+            lambda: there.node.peers()[there.child.endpoint] == (there.child.peer_id, "ready")
+        )
+        there.submit("again", 4)
+        there.until(lambda: "again" in there.d.ended)
+        assert there.node.stats()["pages_quarantined"] == 3 * 32
+    there.node.fence(lost.name, lost.incarnation)
+    there.until(lambda: not left(there.node))
+    if not restarts_first:
+        there.restart()
+        there.submit("again", 4)
+    there.until(lambda: "again" in there.d.ended)
+    assert there.d.ended["again"] is None, there.d.ended
+    there.check_at_rest()
+    until(lambda: not left_there(there.child))
+    there.child.call("check_at_rest")
+
+
+@pytest.mark.slow
+def test_prefill_stands_still_past_every_deadline_and_goes_on(
+    start: Any, stack: ExitStack, clock: SkippableClock
+) -> None:
+    """What it writes when it wakes lands in quarantined pages; they come back when it says it is
+    done."""
+    there = WithPrefillChild(start, stack)
+    pool, allocator = there.node.pool, there.node.scheduler.pages.allocator
+    there.submit("r", 1, 1, "stop")
+    there.until(lambda: there.child.stopped)
+    clock.skip(NEVER_S, [there.node])
+    there.until(lambda: "r" in there.d.ended)
+    assert isinstance(there.d.ended["r"], TransferTimeoutError)
+    clock.skip(NEVER_S, [there.node])
+    there.until(lambda: there.node.stats()["pages_quarantined"] == 32)
+
+    states = {page: allocator.state(page) for page in range(POOL["num_pages"])}
+    quarantined = [page for page, state in states.items() if state is PageState.QUARANTINED]
+    others = [page for page, state in states.items() if state is not PageState.QUARANTINED]
+    free = [page for page in others if states[page] is PageState.FREE]
+    assert len(free) >= 64
+    canary = pool.read_pages(free)
+    pool.write_pages(free, canary.fill_(0xC5))
+    before, late_before = pool.read_pages(others), pool.read_pages(quarantined)
+
+    there.child.resume()
+    there.child.call("skip", NEVER_S)
+    there.until(lambda: not left(there.node))
+    assert pool.read_pages(others).equal(before)
+    assert not pool.read_pages(quarantined).equal(late_before), (
+        "nothing came late: the test has shown nothing"
+    )
+    # To prefill it may be a success: it was all written before decode's abort was heard.
+    until(lambda: "r" in there.child.call("names", "failed") + there.child.call("get", "sent"))
+    there.run("again", 2)
+    there.check_at_rest()
+    until(lambda: not left_there(there.child))
+    there.child.call("check_at_rest")
+
+
+@pytest.mark.parametrize("_any_wire", ["tcp"], indirect=True)
+def test_a_data_plane_that_is_cut_costs_a_request_and_no_page(start: Any, stack: ExitStack) -> None:
+    """Both processes live on. What failed to be written is proved to be over by prefill itself:
+    nobody is fenced."""
+    there = WithPrefillChild(start, stack)
+    for number in range(30):  # a write may have ended just before: then another time
+        rid = f"cut {number}"
+        there.submit(rid, 1 + number, 2, "stop")
+        there.until(lambda: there.child.stopped)
+        assert cut_connections(spared=-1) > 0
+        there.child.resume()
+        there.until(lambda rid=rid: rid in there.d.ended and not left(there.node))
+        until(lambda: not left_there(there.child))
+        if there.d.ended[rid] is not None:
+            break
+    else:
+        raise AssertionError("no write has failed: the test has shown nothing")
+    there.run("again", 99)
+    there.check_at_rest()
+    until(lambda: not left_there(there.child))
+    there.child.call("check_at_rest")
+
+
+def left_there(child: NodeProcess) -> int:
+    stats: dict[str, int] = child.call("stats")
+    return sum(stats[name] for name in ("requests", "rooms", "locks", "pages_owned"))
+
+
+@pytest.mark.slow
+def test_prefill_leaves_in_the_middle_and_another_takes_its_place(
+    start: Any, stack: ExitStack
+) -> None:
+    """Its farewell is a fence: all pages are back before the deadlines that would only quarantine
+    them."""
+    there = WithPrefillChild(start, stack)
+    there.submit("half", 1, 2, "never")
+    there.submit("none", 2, 0, "never")
+    there.until(lambda: there.child.call("stats").get("writes_done", 0) >= 4 + 2)
+    there.child.close()
+    there.until(lambda: len(there.d.ended) == 3 and not left(there.node))
+    assert there.node.stats().get("quarantined_pages", 0) == 0
+    for rid in ("half", "none"):
+        assert isinstance(there.d.ended[rid], TransferError)
+        assert "has left" in str(there.d.ended[rid])
+    there.restart()
+    there.run("again", 1)
+    there.check_at_rest()
+
+
+@pytest.mark.slow
+def test_aborts_from_both_sides(start: Any, stack: ExitStack) -> None:
+    there = WithPrefillChild(start, stack)
+    rng = np.random.default_rng(7)
+    rids = [f"r{i}" for i in range(40)]
+    for i, rid in enumerate(rids):
+        there.submit(rid, int(rng.integers(6)), 1, "never" if i % 10 == 9 else "")
+        there.d.step()
+        victim = rids[int(rng.integers(max(0, i - 3), i + 1))]
+        if i % 10 == 9:
+            victim = rid
+        if i % 2:
+            if rng.random() < 0.5 or victim == rid:
+                there.node.abort(victim)
+            else:
+                there.child.call("abort", victim)
+    there.until(lambda: len(there.d.ended) == 1 + len(rids))
+    for rid in there.child.call("get", "added"):
+        if there.d.ended[rid.partition(".")[0]] is not None:
+            there.child.call(
+                "abort", rid
+            )  # decode may have ended it before it was promised anything
+    there.check_at_rest()
+    until(lambda: not left_there(there.child))
+    there.child.call("check_at_rest")
+    finished = [rid for rid, error in there.d.ended.items() if error is None]
+    assert 10 < len(finished) < 36
+    assert set(finished) <= asked_for(there.child.call("get", "sent"))
+
+
+@pytest.mark.slow
+def test_decode_is_killed(start: Any, stack: ExitStack) -> None:
+    """Prefill's requests fail, its pages are free again, and it serves whoever comes next under the
+    name; also where its death is not to be proved."""
+    control = replace(QUICK, prove_death=False)
+    config = DecodeConfig(control=control, reserve_tokens=0)  # four of these have room at once
+    child = start("decode", config, POOL)
+    node = stack.enter_context(
+        PrefillNode(make_pool(**POOL), wired(PrefillConfig(control=control)))
+    )
+    p = PrefillDriver(node, chunk=32)
+
+    def submit(child: NodeProcess, rid: str, seed: int) -> None:
+        tokens = tokens_of(seed, NUM_TOKENS)
+        room = int(rid)
+        child.call("submit", rid, tokens, node.endpoint, 2, room=room, tell=False)
+        p.add(rid, tokens, room)
+
+    submit(child, "0", 0)
+    drive_until(lambda: p.sent == ["0"] and not left(node), [p])
+
+    gate = p.ready["1", 1] = p.ready["2", 0] = Gate()
+    p.ready["3", 2] = Never()
+    before = node.stats()["writes_done"]
+    for rid in ("1", "2", "3"):
+        submit(child, rid, int(rid))
+    drive_until(lambda: node.stats()["writes_done"] == before + 1 + 2 and not p.computing, [p])
+    p.hold = True
+    submit(child, "4", 4)
+    drive_until(lambda: "4" in p.computing, [p])
+    child.kill()
+    gate.open = True
+    drive_until(lambda: {"1", "2", "3"} <= p.failed.keys(), [p])
+    source = "prefixkv.errors" if is_shm() else "nixl"
+    assert all(type(error).__module__.startswith(source) for error in p.failed.values()), p.failed
+
+    other = start("decode", config, POOL)
+    submit(other, "9", 9)  # another life of the same name: what is meant for the old one fails
+    drive_until(lambda: "4" in p.failed, [p])
+    assert isinstance(p.failed["4"], PeerLostError)
+    p.hold = False
+    drive_until(lambda: "9" in p.sent and not left(node), [p])
+    node_at_rest(node)
+    until(lambda: other.call("get", "ended") == {"9": None})
+    until(lambda: not left_there(other))
+    other.call("check_at_rest")
+    assert [peer.incarnation for peer in node.peers()] == [other.peer_id.incarnation]

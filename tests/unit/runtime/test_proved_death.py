@@ -1,0 +1,263 @@
+"""A process that is proved dead is fenced unasked, and no other; real NIXL, several processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.errors import PeerLostError
+from prefixkv.protocol.messages import ProcessLife
+from prefixkv.runtime import prover
+from prefixkv.runtime.death import HeldLife
+from prefixkv.runtime.prefill_node import PrefillNode
+from tests.support import node_process
+from tests.support.node_pair import (
+    DecodeDriver,
+    PrefillDriver,
+    drive_until,
+    left,
+    make_pool,
+    node_at_rest,
+    tokens_of,
+)
+from tests.support.node_process import NodeProcess, node_processes
+from tests.support.node_stages import Gate
+from tests.support.patience import NEVER_S, SkippableClock, lasting_address, until
+from tests.support.processes import children
+from tests.support.wires import wired
+from tests.unit.runtime.conftest import QUICK, node_threads
+from tests.unit.runtime.test_processes import NUM_TOKENS, POOL, WithPrefillChild
+
+pytestmark = pytest.mark.usefixtures("_any_wire")
+Start = Callable[..., NodeProcess]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with node_processes() as starter:
+        yield starter
+
+
+@pytest.fixture
+def stack(clock: SkippableClock) -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+    assert not node_threads()
+
+
+@pytest.fixture
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What this process's nodes have found out of others, one look after the other."""
+    found: list[bool] = []
+
+    def look(life: ProcessLife, is_dead: Callable[[ProcessLife], bool] = prover.is_dead) -> bool:
+        found.append(is_dead(life))
+        return found[-1]
+
+    monkeypatch.setattr(prover, "is_dead", look)
+    return found
+
+
+def looked_again(verdicts: list[bool]) -> Callable[[], bool]:
+    """Whether it has been looked at three times more."""
+    enough = len(verdicts) + 3
+    return lambda: len(verdicts) >= enough
+
+
+@pytest.mark.slow
+def test_prefill_is_killed(
+    start: Start, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its pages are back, and what waits for it has failed, though nobody says so and no deadline
+    passes."""
+    caplog.set_level(logging.INFO, "prefixkv.peers")
+    there = WithPrefillChild(start, stack)
+    there.submit("between two chunks", 1, 2, "kill")
+    there.submit("behind it", 2, 1, "never")
+    there.submit("not begun", 3, 0, "never")
+    there.until(lambda: len(there.d.ended) == 4 and not left(there.node))
+    del there.d.ended["warm-up"]
+    for error in there.d.ended.values():
+        assert isinstance(error, PeerLostError)
+        assert error.peer == there.child.peer_id
+        assert "proved dead" in str(error)
+    assert there.node.stats()["peers_proved_dead"] == 1
+    assert there.node.stats()["quarantined_pages"] == 0
+    assert f"{there.child.peer_id} was fenced, since it is proved dead" in caplog.text
+    there.restart()
+    there.run("again", 4)
+    there.check_at_rest()
+    assert there.node.stats()["peers_proved_dead"] == 1
+
+
+@pytest.mark.slow
+def test_a_prefill_that_stands_still_is_looked_at_and_never_fenced(
+    start: Start, stack: ExitStack, clock: SkippableClock, verdicts: list[bool]
+) -> None:
+    there = WithPrefillChild(start, stack)
+    there.submit("r", 1, 1, "stop")
+    there.until(lambda: there.child.stopped)
+    for _ in range(3):
+        clock.skip(NEVER_S, [there.node])
+        there.until(looked_again(verdicts))
+    assert not any(verdicts)
+    assert there.node.stats()["peers_proved_dead"] == 0
+    assert there.node.stats()["pages_quarantined"] == 32
+    there.child.resume()
+    there.child.call("skip", NEVER_S)
+    there.until(lambda: not left(there.node))
+    there.run("again", 2)
+    there.check_at_rest()
+
+
+@contextmanager
+def ended_by_force(pid: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_prefill_whose_fork_lives_is_not_fenced_before_that_has_ended(
+    start: Start, stack: ExitStack, clock: SkippableClock, verdicts: list[bool]
+) -> None:
+    """The fork has its sockets, so that it is dead shows in its silence alone."""
+    there = WithPrefillChild(start, stack)
+    fork = there.child.call("fork")
+    with ended_by_force(fork):
+        there.submit("r", 1, 1, "kill")
+        there.until(lambda: not there.child.process.is_alive())
+        for _ in range(3):
+            clock.skip(NEVER_S, [there.node])
+            there.until(looked_again(verdicts))
+        assert not any(verdicts)
+        assert left(there.node)["pages_quarantined"] == 32
+    there.until(lambda: "r" in there.d.ended and not left(there.node))
+    assert there.node.stats()["peers_proved_dead"] == 1
+
+
+@pytest.mark.slow
+def test_where_it_is_switched_off_no_process_is_named_or_looked_at(
+    start: Start, stack: ExitStack, clock: SkippableClock, verdicts: list[bool]
+) -> None:
+    there = WithPrefillChild(start, stack, replace(QUICK, prove_death=False))
+    assert there.node.transfers.thread._prover is not None
+    assert there.node.transfers.thread._prover.life is None
+    there.submit("r", 1, 1, "kill")
+    there.until(lambda: not there.child.process.is_alive())
+    for _ in range(2):
+        clock.skip(NEVER_S, [there.node])
+        there.until(lambda: "r" in there.d.ended)
+    there.until(lambda: there.node.stats()["pages_quarantined"])
+    assert verdicts == []
+    assert there.node.stats()["peers_proved_dead"] == 0
+    there.node.fence(*there.child.peer_id)
+    there.until(lambda: not left(there.node))
+    assert there.node.stats()["peers_proved_dead"] == 0
+
+
+@pytest.mark.slow
+def test_decode_is_killed(start: Start, stack: ExitStack) -> None:
+    """A write to it fails; so does the request that is still being computed, which no write has
+    met, and its pages are free."""
+    child = start("decode", DecodeConfig(control=QUICK, reserve_tokens=0), POOL)
+    node = stack.enter_context(PrefillNode(make_pool(**POOL), wired(PrefillConfig(control=QUICK))))
+    p = PrefillDriver(node, chunk=32)
+
+    def submit(rid: str, seed: int) -> None:
+        tokens = tokens_of(seed, NUM_TOKENS)
+        child.call("submit", rid, tokens, node.endpoint, 2, room=int(rid), tell=False)
+        p.add(rid, tokens, int(rid))
+
+    submit("0", 0)
+    drive_until(lambda: p.sent == ["0"] and not left(node), [p])
+    gate = p.ready["1", 0] = Gate()
+    submit("1", 1)
+    drive_until(lambda: "1" in p.computing, [p])
+    drive_until(lambda: not p.computing, [p])
+    p.hold = True
+    submit("2", 2)
+    drive_until(lambda: "2" in p.computing, [p])
+    child.kill()
+    gate.open = True
+    drive_until(lambda: {"1", "2"} <= p.failed.keys() and not left(node), [p])
+    assert isinstance(p.failed["2"], PeerLostError)
+    assert "proved dead" in str(p.failed["2"])
+    assert node.stats()["peers_proved_dead"] == 1
+    assert node.peers() == {}
+    node_at_rest(node)
+
+
+# --- a peer that lies -----------------------------------------------------------------------------
+
+
+def _serve_liar(pipe: Any, life: ProcessLife, *args: Any) -> None:
+    class Liar(HeldLife):
+        def __init__(self) -> None:
+            super().__init__()
+            self.life = life
+
+    prover.HeldLife = Liar  # type: ignore[misc]
+    node_process.serve(pipe, *args)
+
+
+class LyingNode(NodeProcess):
+    """`LyingNode(life, side, config, pool)`"""
+
+    serve = staticmethod(_serve_liar)
+
+
+def life_of_the_dead() -> ProcessLife:
+    code = """
+import msgspec, sys
+from prefixkv.runtime.death import HeldLife
+sys.stdout.buffer.write(msgspec.json.encode(HeldLife().life))
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    return msgspec.json.decode(said, type=ProcessLife)
+
+
+@pytest.mark.slow
+def test_a_node_that_poses_as_a_dead_process_is_fenced_alone(
+    start: Start, stack: ExitStack, clock: SkippableClock
+) -> None:
+    """It has nothing of it but the loss of its own rooms; it hears that it is held for dead."""
+    honest = WithPrefillChild(start, stack)
+    starter = stack.enter_context(children(LyingNode))
+    config = PrefillConfig(name="liar", control=QUICK, bind=lasting_address())
+    liar = starter(life_of_the_dead(), "prefill", config, POOL)
+    liar.call("set", chunk=32)
+    d = DecodeDriver(
+        honest.node, lambda *ask: (liar if ask[0] == "lied" else honest.child).call("add", *ask)
+    )
+    honest.d = d
+    liar.call("ready", "lied", 1, "stop")
+    honest.child.call("ready", "true", 1, "never")
+    d.submit("true", tokens_of(1, NUM_TOKENS), honest.child.endpoint, max_new_tokens=2)
+    d.submit("lied", tokens_of(2, NUM_TOKENS), liar.endpoint, max_new_tokens=2)
+    honest.until(lambda: liar.stopped)
+    assert "lied" not in d.ended
+    os.kill(liar.pid, 0)  # it lives
+    clock.skip(NEVER_S, [honest.node])
+    honest.until(lambda: "lied" in d.ended)
+    honest.until(lambda: honest.node.stats()["peers_proved_dead"] == 1)
+    liar.resume()
+    until(lambda: liar.call("stats")["refused_by_peers"])
+    assert honest.node.peers()[honest.child.endpoint][0] == honest.child.peer_id
+    honest.child.call("abort", "true")
+    honest.until(lambda: not left(honest.node))
+    honest.run("again", 3)
+    assert honest.node.stats()["peers_proved_dead"] == 1

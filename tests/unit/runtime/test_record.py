@@ -1,0 +1,376 @@
+"""A decode node's record of its own traffic: what is in it, how it is bounded, and what happens
+when it cannot be written. The disks and limits are real."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cli.replay import read_trace, replay_policy
+from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.errors import ConfigError
+from prefixkv.runtime import record
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
+from prefixkv.runtime.record import Recorder
+from tests.support.node_pair import NodePair, make_pool, tokens_of
+from tests.support.patience import PATIENCE_S
+
+
+def make(
+    path, max_bytes=1 << 20, max_files=3, page_size=16, now_s=100.0, block_tokens=512
+) -> Recorder:
+    return Recorder(path, max_bytes, max_files, block_tokens, page_size, 2048, now_s)
+
+
+def request(tokens, arrived_s=101.0, namespace=None, output=5, admitted_s=101.5, cacheable=True):
+    key = RadixKey(tokens, namespace)
+    return SimpleNamespace(
+        arrived_s=arrived_s, admitted_s=admitted_s, output=[0] * output,
+        request=SimpleNamespace(key=key, cacheable=cacheable),
+    )  # fmt: skip
+
+
+def write(recorder: Recorder, *requests: Any) -> None:
+    for one in requests:
+        recorder.ended(one, 102.0)
+    recorder.close()
+
+
+def lines(path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_has_lengths_a_time_and_an_id_a_block(tmp_path):
+    path = tmp_path / "r.jsonl"
+    recorder = make(path)
+    write(recorder, request(tokens_of(1, 1200), arrived_s=101.25))
+    (line,) = lines(path)
+    assert len(line.pop("hash_ids")) == 3
+    assert line == {
+        "timestamp": 1250, "input_length": 1200, "output_length": 5, "block_size": 512,
+        "bytes_per_token": 2048,
+    }  # fmt: skip
+    assert (recorder.recorded, recorder.lost) == (1, 0)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_equal_prefixes_have_equal_ids_and_no_others(tmp_path):
+    one, other = tokens_of(1, 2048), tokens_of(2, 2048)
+    late = np.concatenate([one[:1536], other[1536:]])
+    early = np.concatenate([other[:512], one[512:]])
+    asked = [request(tokens) for tokens in (one, one[:1100], late, early)]
+    asked += [request(one, namespace=namespace) for namespace in ("a", 7, (7,))]
+    path = tmp_path / "r.jsonl"
+    write(make(path), *asked)
+    first, short, second, third, *apart = [line["hash_ids"] for line in lines(path)]
+    assert short[:2] == first[:2]
+    assert short[2] != first[2]  # partial
+    assert second[:3] == first[:3]
+    assert second[3] != first[3]
+    assert not set(third) & set(first)  # an id stands for all before it too
+    ids = [*first, *third, *chain(*apart)]
+    assert len(set(ids)) == len(ids)
+    assert max(ids) < 2**52
+
+
+def test_a_file_has_a_salt_of_its_own_and_nothing_tells_it(tmp_path, monkeypatch):
+    """Two recordings of one prompt have nothing in common, and the salt is in neither."""
+    salts: list[bytes] = []
+    draw = record.secrets.token_bytes
+
+    def drawn(size: int) -> bytes:
+        salts.append(draw(size))
+        return salts[-1]
+
+    monkeypatch.setattr(record.secrets, "token_bytes", drawn)
+    found = []
+    for name in ("a", "b"):
+        path = tmp_path / name
+        write(make(path), request(tokens_of(1, 1024)))
+        found.append(set(lines(path)[0]["hash_ids"]))
+        raw = path.read_bytes()
+        assert salts[-1] not in raw
+        assert salts[-1].hex().encode() not in raw
+    assert len(salts[0]) >= 16
+    assert salts[0] != salts[1]
+    assert not found[0] & found[1]
+
+
+def test_no_token_is_in_the_file(tmp_path):
+    tokens = tokens_of(3, 600) + 1_000_000  # seven digits each
+    path = tmp_path / "r.jsonl"
+    write(make(path), request(tokens, namespace="secret tenant"))
+    raw = path.read_text()
+    assert "secret" not in raw
+    told = {int(number) for number in re.findall(r"\d+", raw)}
+    assert not told & set(tokens.tolist())
+
+
+@pytest.mark.parametrize(
+    ("page_size", "asked", "block"),
+    [(1, 512, 512), (48, 512, 480), (512, 512, 512), (1000, 512, 1000), (16, 16, 16), (16, 40, 32),
+     (16, 1, 16), (1, 1, 1)],
+)  # fmt: skip
+def test_a_block_is_whole_pages_and_the_replay_reads_its_size(tmp_path, page_size, asked, block):
+    path = tmp_path / "r.jsonl"
+    write(
+        make(path, page_size=page_size, block_tokens=asked),
+        *[request(tokens_of(1, 3000)) for _ in range(2)],
+    )
+    trace = read_trace(path)
+    assert (trace.block_tokens, trace.bytes_per_token) == (block, 2048)
+    result = replay_policy(trace, "lru", 5000)
+    assert result.hit_tokens == 3000 // block * block
+
+
+def test_what_never_asked_the_cache_is_left_out(tmp_path):
+    path = tmp_path / "r.jsonl"
+    recorder = make(path)
+    write(recorder, request([1], admitted_s=None), request([2], cacheable=False))
+    assert lines(path) == []
+    assert (recorder.recorded, recorder.lost) == (0, 0)
+
+
+def test_files_are_bounded_in_size_and_number(tmp_path):
+    path = tmp_path / "r.jsonl"
+    recorder = make(path, max_bytes=4096, max_files=3)
+    write(recorder, *[request(tokens_of(at, 5000), arrived_s=100.0 + at) for at in range(60)])
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["r.jsonl", "r.jsonl.1", "r.jsonl.2"]
+    assert all(0 < file.stat().st_size <= 4096 for file in files)
+    stamps = [[line["timestamp"] for line in lines(file)] for file in reversed(files)]
+    assert list(chain(*stamps)) == [1000 * at for at in range(60 - sum(map(len, stamps)), 60)]
+    assert recorder.recorded == 60
+
+
+def test_a_recording_that_is_there_is_kept_and_the_oldest_goes(tmp_path):
+    path = tmp_path / "r.jsonl"
+    for at in range(4):
+        write(make(path, max_files=3), request(tokens_of(1, 100 + at)))
+    kept = [lines(tmp_path / name)[0]["input_length"] for name in ("r.jsonl", "r.jsonl.1",
+                                                                   "r.jsonl.2")]  # fmt: skip
+    assert kept == [103, 102, 101]
+    assert len(list(tmp_path.iterdir())) == 3
+    alone = tmp_path / "alone"
+    for at in range(2):
+        write(make(alone, max_files=1), request([at]))
+    assert len(lines(alone)) == 1
+
+
+@pytest.mark.parametrize("where", ["missing/r.jsonl", "", "pipe"])
+def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path, where):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        make(tmp_path / where)
+
+
+def test_a_line_longer_than_a_file_is_lost_and_no_other(tmp_path, caplog):
+    path = tmp_path / "r.jsonl"
+    recorder = make(path, max_bytes=4096)
+    write(recorder, request([1]), request([1] * 300_000), request([2]))
+    assert [line["input_length"] for line in lines(path)] == [1]
+    assert (recorder.recorded, recorder.lost) == (2, 1)
+    assert "4096" in caplog.text
+
+
+def test_what_the_thread_cannot_keep_up_with_is_lost_and_nothing_waits(
+    tmp_path, monkeypatch, caplog
+):
+    gate = threading.Event()
+    monkeypatch.setattr(record, "MAX_WAITING", 4)
+    recorder = make(tmp_path / "r.jsonl")
+    line = recorder._line
+    monkeypatch.setattr(recorder, "_line", lambda ended: gate.wait(PATIENCE_S) and line(ended))
+    for at in range(50):
+        recorder.ended(request([at]), 0.0)
+    gate.set()
+    recorder.close()
+    assert recorder.lost >= 45
+    assert recorder.recorded + recorder.lost == 50
+    assert caplog.text.count("not recorded") == 1
+    recorder.ended(request([1]), 0.0)  # closed
+    recorder.close()
+    assert recorder.recorded + recorder.lost == 51
+
+
+# --- a real full disk, a real limit ---------------------------------------------------------------
+
+CHILD = """
+    import json, logging, resource, sys
+    from pathlib import Path
+    sys.path.insert(0, {root!r})
+    from tests.unit.runtime.test_record import make, request, tokens_of
+    logging.basicConfig(format="%(message)s")
+    {before}
+    path = Path({path!r})
+    recorder = make(path, max_bytes=1 << 20)
+    def put(first, last):
+        for at in range(first, last):
+            recorder.ended(request(tokens_of(at, 20_000)), 0.0)
+            while recorder._queue.qsize() or recorder.recorded + recorder.lost <= at:
+                pass
+    put(0, 100)
+    full = recorder.recorded, recorder.lost
+    {after}
+    put(100, 110)
+    recorder.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    print(json.dumps([*full, recorder.recorded, recorder.lost, len(lines)]))
+"""
+
+
+def in_child(tmp_path, before: str, after: str, path: str, *wrapper: str) -> tuple[list[int], str]:
+    root = os.getcwd()
+    code = textwrap.dedent(CHILD).format(root=root, path=path, before=before, after=after)
+    ran = subprocess.run(
+        [*wrapper, sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        timeout=PATIENCE_S, env={**os.environ, "PYTHONPATH": root},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1]), ran.stderr
+
+
+def check_recovered(counts: list[int], stderr: str) -> None:
+    recorded, lost, recorded_after, lost_after, num_lines = counts
+    assert recorded + lost == 100
+    assert recorded > 0
+    assert lost > 0
+    assert (recorded_after, lost_after) == (recorded + 10, lost)  # there is room again
+    assert num_lines == recorded_after  # and none is in part
+    assert stderr.count("not recorded") == 1
+
+
+@pytest.mark.slow
+def test_a_limit_on_the_files_size_is_counted_and_warned_of_once(tmp_path):
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))"
+    counts, stderr = in_child(
+        tmp_path, limit.format(30_000), limit.format(1 << 20), str(tmp_path / "r.jsonl")
+    )
+    check_recovered(counts, stderr)
+    assert "File too large" in stderr
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_counted_and_warned_of_once(tmp_path):
+    mount = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size=48k none {tmp_path} && "$@"',
+             "sh"]  # fmt: skip
+    if not shutil.which("unshare") or subprocess.run([*mount, "true"], check=False).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    # Another file fills the disk, and goes.
+    before = f"filler = Path({str(tmp_path / 'filler')!r}); filler.write_bytes(bytes(20_000))"
+    counts, stderr = in_child(
+        tmp_path, before, "filler.unlink()", str(tmp_path / "r.jsonl"), *mount
+    )
+    check_recovered(counts, stderr)
+    assert "No space left on device" in stderr
+
+
+# --- through nodes --------------------------------------------------------------------------------
+
+
+def test_a_nodes_record_replays_to_the_hits_it_had(tmp_path):
+    """Two conversations of three turns each."""
+    path = tmp_path / "own.jsonl"
+    config = DecodeConfig(record=path, policy="lru")
+    pool = {"num_pages": 64, "page_size": 256}
+    with (
+        DecodeNode(make_pool(**pool), config) as decode,
+        PrefillNode(make_pool(**pool), PrefillConfig()) as prefill,
+    ):
+        pair = NodePair(decode, prefill)
+        for turn in range(3):
+            for seed in (1, 2):
+                rid = f"{seed}.{turn}"
+                pair.submit(rid, tokens_of(seed, 1024 * (turn + 1)))
+                pair.run(rid)
+        pair.check_at_rest()
+        pair.until(lambda: decode.stats()["recorded"] == 6)
+        assert decode.stats()["record_lost"] == 0
+        had = decode.stats()["skipped_tokens"]
+        node_bytes = decode.pool.layout.kv_bytes_per_token
+    assert "prefixkv-record" not in {thread.name for thread in threading.enumerate()}
+    trace = read_trace(path)
+    assert trace.bytes_per_token == node_bytes
+    assert [request.num_tokens for request in trace.requests] == [
+        1024,
+        1024,
+        2048,
+        2048,
+        3072,
+        3072,
+    ]
+    result = replay_policy(trace, "lru", 64)
+    # The node keeps what was generated, too, which the next prompts here do not go on from.
+    assert result.hit_tokens == had == 2 * (1024 + 2048)
+
+
+def test_short_prompts_recorded_by_pages_replay_to_the_hits_they_had(tmp_path):
+    """Of prompts alone, which go on from no answer: a replay knows an answer only once it is in a
+    prompt. Nothing has 512 tokens."""
+    hits = {}
+    for block_tokens in (16, 512):
+        path = tmp_path / f"{block_tokens}.jsonl"
+        config = DecodeConfig(record=path, record_block_tokens=block_tokens, policy="lru")
+        pool = {"num_pages": 64, "page_size": 16}
+        with (
+            DecodeNode(make_pool(**pool), config) as decode,
+            PrefillNode(make_pool(**pool), PrefillConfig()) as prefill,
+        ):
+            pair = NodePair(decode, prefill)
+            # Partial pages too, and at last a shorter one again.
+            asked = [(seed, length) for length in (40, 75, 100) for seed in (1, 2)] + [(1, 60)]
+            for num, (seed, length) in enumerate(asked):
+                pair.submit(str(num), tokens_of(seed, length))
+                pair.run(str(num))
+            pair.check_at_rest()
+            pair.until(lambda node=decode: node.stats()["recorded"] == 7)
+            had = decode.stats()["skipped_tokens"]
+        trace = read_trace(path)
+        assert trace.block_tokens == block_tokens
+        hits[block_tokens] = replay_policy(trace, "lru", 64).hit_tokens
+        assert had == 2 * (32 + 64) + 48
+    assert hits == {16: had, 512: 0}
+
+
+def test_a_node_refuses_a_record_that_cannot_be_written_and_leaves_nothing(tmp_path):
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="record"):
+        DecodeNode(make_pool(), DecodeConfig(record=tmp_path / "missing" / "r"))
+    assert threading.active_count() == before
+    for wrong in (7, "", b"x"):
+        with pytest.raises(ConfigError, match="record"):
+            DecodeConfig(record=wrong)
+    with pytest.raises(ConfigError, match="record_bytes"):
+        DecodeConfig(record_bytes=10)
+
+
+def test_a_thread_that_cannot_be_started_is_tried_again(tmp_path, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    recorder = make(path)
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        recorder.ended(request(tokens_of(1, 600)), 102.0)
+        idle = make(tmp_path / "other.jsonl")
+        idle.ended(request(tokens_of(1, 600)), 102.0)
+        idle.close()
+    write(recorder, request(tokens_of(2, 1200)))
+    assert [line["input_length"] for line in lines(path)] == [1200]
+    assert (recorder.recorded, recorder.lost) == (1, 1)

@@ -1,0 +1,260 @@
+"""Extra state of requests over real NIXL: it arrives on every rank, and no prefix hit is served
+without it."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+
+from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.control.effects import FrameReceived
+from prefixkv.errors import AbortedError, ConfigError, RequestError
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_layout import StateTensor
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.protocol.ids import PeerId
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.decode_rank import DecodeRank
+from prefixkv.runtime.prefill_node import PrefillNode
+from tests.support.mesh_workers import MeshPair
+from tests.support.node_pair import make_pool, tokens_of
+from tests.support.state_memory import SHARDED, TENSORS, WHOLE, StateMemory
+from tests.support.state_workers import StatePair, owner_of
+from tests.unit.runtime.conftest import QUICK
+
+ONE = Mesh(4, 4)
+QUICKLY = {
+    "prefill_config": PrefillConfig(control=QUICK),
+    "decode_config": DecodeConfig(control=QUICK),
+}
+
+
+def mesh(tp: int, pp: int = 1) -> Mesh:
+    return Mesh(4, 4, tp, pp)
+
+
+def staging() -> dict[str, object]:
+    transport = TransportConfig(staging_bytes=24 << 10, lease_bytes=16 << 10)
+    return {
+        "prefill_config": PrefillConfig(transport=transport, control=QUICK),
+        "decode_config": DecodeConfig(transport=transport, control=QUICK),
+    }
+
+
+def turns(pair: StatePair, rooms: int = 3) -> None:
+    """Conversations of two turns, and the second once more: a full hit of whole pages."""
+    room = 0
+    for turn, length in enumerate((30, 64, 64)):
+        rids = [f"{seed}.{turn}" for seed in range(rooms)]
+        for seed, rid in enumerate(rids):
+            room += 1
+            pair.submit(rid, tokens_of(seed, length), room)
+        pair.until(lambda rids=rids: set(rids) <= pair.arrived.keys() | pair.failed.keys())
+        assert not pair.failed
+        assert [pair.prefix_lens[rid] for rid in rids] == [(0, 28, 64)[turn]] * rooms
+        for rid in rids:
+            pair.finish(rid)
+        pair.until(lambda rids=rids: set(rids) <= set(pair.sent))
+    pair.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sliced", "staged"])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (2, 2)], ids=str)
+def test_state_arrives_with_the_last_chunk_on_every_rank(sizes: tuple[int, int], mode: str) -> None:
+    options = staging() if mode == "staged" else QUICKLY
+    with StatePair(mesh(sizes[0]), mesh(sizes[1]), **options) as pair:
+        turns(pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensors", [(SHARDED,), (WHOLE,)], ids=["sharded", "whole"])
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
+def test_sharded_or_whole_alone(sizes: tuple[int, int], tensors: tuple[StateTensor, ...]) -> None:
+    with StatePair(mesh(sizes[0]), mesh(sizes[1]), tensors=tensors, **QUICKLY) as pair:
+        turns(pair, rooms=1)
+
+
+def test_stages_without_state_of_their_own() -> None:
+    with StatePair(mesh(1, 2), mesh(2, 1), **QUICKLY) as pair:  # layers 2 and 3 have none
+        assert not pair.sources[1].held
+        turns(pair, rooms=1)
+
+
+def test_no_more_requests_are_admitted_than_there_are_slots() -> None:
+    with StatePair(ONE, ONE, slots=(6, 2), **QUICKLY) as pair:
+        for number in range(5):
+            pair.submit(str(number), tokens_of(number, 20), room=number + 1)
+        done = 0
+        while done < 5:
+            pair.until(lambda: bool(pair.arrived))
+            held = [
+                req.state_slot
+                for req in pair.decode.scheduler.requests.values()
+                if req.state_slot >= 0
+            ]
+            assert len(held) == len(set(held)) <= 2
+            pair.finish(next(iter(pair.arrived)))
+            done += 1
+        pair.check()
+
+
+def test_a_retracted_request_has_its_state_sent_again_though_all_its_kv_is_cached() -> None:
+    with StatePair(ONE, ONE, **QUICKLY) as pair:
+        pair.submit("old", tokens_of(1, 8), room=1)
+        pair.until(lambda: "old" in pair.arrived)
+        req = pair.submit("young", tokens_of(2, 16), room=2)
+        pair.until(lambda: "young" in pair.arrived)
+        pair.decode.append_many([pair.arrived["old"], req], [1, 1])
+        pair.targets[0].fill(req.state_slot, 4711)  # as far as it had come
+        del pair.arrived["young"]
+        pair.decode.retract("young")
+        assert req.state_slot == -1
+        pair.until(lambda: "young" in pair.arrived)
+        assert pair.asked == ["young"]
+        assert (pair.prefix_lens["young"], req.fill_len) == (16, 16), "no KV was wanted"
+        assert pair.has_state(req)
+        pair.until(lambda: "young.1" in pair.sent)
+        pair.decode.finish(pair.arrived["old"])
+        pair.decode.finish(req)
+        pair.check()
+
+
+def test_an_abort_in_flight_keeps_the_slot_until_prefill_says_that_it_is_drained() -> None:
+    with StatePair(ONE, ONE, slots=(6, 1), **QUICKLY) as pair:
+        pair.hold = True
+        pair.submit("gone", tokens_of(1, 30), room=1)
+        pair.until(lambda: "gone" in pair.computing)
+        control, go_on = pair.prefill.transfers.control, threading.Event()
+        on = control.on
+
+        def deaf(what: object, now_s: float) -> object:
+            if isinstance(what, FrameReceived):
+                go_on.wait()
+            return on(what, now_s)  # type: ignore[arg-type]
+
+        control.on = deaf  # type: ignore[method-assign, assignment]
+        try:
+            pair.decode.abort("gone")
+            pair.submit("next", tokens_of(2, 30), room=2)
+            for _ in range(20):
+                pair.step()
+                stats = pair.decode.stats()
+                assert (stats["slots_held"], stats["slots_free"]) == (1, 0)
+            assert isinstance(pair.failed["gone"], AbortedError)
+        finally:
+            go_on.set()
+        pair.hold = False
+        pair.until(lambda: "next" in pair.arrived)
+        pair.until(lambda: "gone" in pair.prefill_failed)
+        pair.finish("next")
+        pair.check()
+
+
+def test_prefill_goes_on_from_its_own_prefix_only_as_far_as_the_engine_has_the_state() -> None:
+    with StatePair(ONE, ONE, usable=True, decode_config=DecodeConfig(cache=False, control=QUICK),
+                   prefill_config=PrefillConfig(control=QUICK)) as pair:  # fmt: skip
+        tokens = tokens_of(1, 60)
+        for number, known in enumerate([[], [], [22], [22, 40]]):
+            pair.snapshots.update(owner_of(tokens[:end]) for end in known)
+            if 22 in known:
+                pair.snapshots.add(
+                    owner_of(tokens[:20])
+                )  # an engine that rounds to pages has this one
+            rid = str(number)
+            pair.submit(rid, tokens, room=number + 1)
+            pair.until(lambda rid=rid: rid in pair.arrived)
+            pair.finish(rid)
+            pair.until(lambda rid=rid: rid in pair.sent)
+        assert [pair.starts[str(number)] for number in range(4)] == [0, 0, 20, 40]
+        pair.check()
+
+
+def test_by_default_prefill_computes_from_the_start() -> None:
+    with StatePair(ONE, ONE, **QUICKLY) as pair:
+        for number in range(2):
+            pair.submit(str(number), tokens_of(1, 40 + 20 * number), room=number + 1)
+            pair.until(lambda rid=str(number): rid in pair.arrived)
+            pair.finish(str(number))
+            pair.until(lambda rid=str(number): rid in pair.sent)
+        assert pair.starts == {"0": 0, "1": 0}
+        pair.check()
+
+
+def test_a_state_pool_on_another_device_than_the_kv_pool_is_refused() -> None:
+    """By every node, before it allocates or registers anything."""
+    kv = make_pool(num_layers=4, num_kv_heads=4)
+    kv.layout = msgspec.structs.replace(kv.layout, device="cuda:1")
+    state = StatePool.create(TENSORS, 2)
+    worker = PeerId("decode-0", 1)
+    for make in (
+        lambda: DecodeNode(kv, state=state),
+        lambda: PrefillNode(kv, state=state),
+        lambda: DecodeRank(kv, DecodeConfig(), mesh(2), 1, worker, state=state),
+    ):
+        with pytest.raises(ConfigError, match="state is on cpu, the KV pool is on cuda:1"):
+            make()
+
+
+def test_a_slot_goes_with_the_last_chunk_and_with_no_other() -> None:
+    with StatePair(ONE, ONE, **QUICKLY) as pair:
+        pair.hold = True
+        pair.submit("r", tokens_of(1, 30), room=1)
+        pair.until(lambda: "r" in pair.computing)
+        node, req = pair.prefill, pair.on_prefill("r")
+        for end, last, slot in [(12, False, 0), (30, True, -1), (30, True, 6), (30, True, -2)]:
+            with pytest.raises(RequestError, match=f"state.slot (is )?{slot}"):
+                node.send_chunk(req, end, last, state_slot=slot)
+        pair.hold = False
+        pair.until(lambda: "r" in pair.arrived)
+        pair.finish("r")
+        pair.check()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "field"),
+    [
+        ((), "state[0]"),
+        ((*TENSORS, StateTensor("more", 0, 1, (1,))), "state[4]"),
+        ((StateTensor("other", 0, 4, (3, 5), "float16"), *TENSORS[1:]), "state[0].name"),
+        ((SHARDED, StateTensor("tail", 0, 1, (40,), "uint8"), *TENSORS[2:]), "state[1].layer"),
+        ((SHARDED, StateTensor("tail", 1, 2, (20,), "uint8"), *TENSORS[2:]), "state[1].num_heads"),
+        (
+            (SHARDED, StateTensor("tail", 1, 1, (20, 2), "uint8"), *TENSORS[2:]),
+            "state[1].head_shape",
+        ),
+        ((StateTensor("conv", 0, 4, (3, 5), "bfloat16"), *TENSORS[1:]), "state[0].dtype"),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_workers_of_other_state_refuse_each_other(
+    theirs: tuple[StateTensor, ...], field: str, turned: bool
+) -> None:
+    ours, other = (StateMemory(t, 2, ONE).pool() if t else None for t in (TENSORS, theirs))
+    prefill, decode = (other, ours) if turned else (ours, other)
+    more = {"prefill_more": {"states": [prefill]}, "decode_more": {"states": [decode]}}
+    with MeshPair(ONE, ONE, device="cpu", **QUICKLY, **more) as pair:  # type: ignore[arg-type]
+        pair.submit("r", tokens_of(0, 10), room=1)
+        pair.until(lambda: "r" in pair.failed)
+        assert field in str(pair.failed["r"])
+
+
+def test_heads_that_would_come_from_ranks_that_send_no_kv_are_refused() -> None:
+    meshes = Mesh(2, 1, 2), Mesh(2, 1)
+    tensors = (StateTensor("conv", 0, 2, (4,)),)
+    states = [
+        [StateMemory(tensors, 2, m, rank).pool() for rank in range(m.num_ranks)] for m in meshes
+    ]
+    more = {"prefill_more": {"states": states[0]}, "decode_more": {"states": states[1]}}
+    with MeshPair(*meshes, attention="mla", device="cpu", **QUICKLY, **more) as pair:  # type: ignore[arg-type]
+        pair.submit("r", tokens_of(0, 10), room=1)
+        pair.until(lambda: "r" in pair.failed)
+        assert "send no KV" in str(pair.failed["r"])
+
+
+def test_a_state_pool_that_is_not_the_rank_s_share_is_a_mistake() -> None:
+    state = StateMemory(TENSORS, 2, ONE).pool()
+    with pytest.raises(ConfigError, match="not the share of rank 1"):
+        MeshPair(mesh(2), ONE, device="cpu", prefill_more={"states": [state, state]})

@@ -1,0 +1,421 @@
+"""A model with a recurrent state over real nodes: prefill computes of a next turn what is new, and
+decode gets the right state all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from prefixkv.cache.events import page_keys
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.config import (
+    ComputeConfig,
+    ConfigError,
+    DecodeConfig,
+    KVEventsConfig,
+    PrefillConfig,
+)
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_layout import StateTensor
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.request import Request
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.groups import PrefillGroup
+from prefixkv.runtime.metrics import NodeCollector
+from prefixkv.runtime.prefill_node import PrefillNode
+from prefixkv.serving.router import WorkerIndex
+from prefixkv.testing.pattern import make_pools
+from tests.support.node_pair import left, make_pool
+from tests.support.patience import until
+from tests.unit.kv_events.follower import Subscriber
+
+TENSORS = (StateTensor("sum", 0, 1, (1,), "float32"),)
+TWO_HEADS = (StateTensor("sum", 0, 2, (1,), "float32"),)
+OWN = 2  # slots of prefill's engine
+
+
+def state_of(tokens: Sequence[int], before: float = 0.0) -> float:
+    """What the state is after these tokens, if it was `before`: exact in float32."""
+    for token in tokens:
+        before = (before * 31 + token + 1) % 65_521
+    return before
+
+
+class Pair:
+    """Two nodes, and the engine of a model that has one number of state, in each of two heads. With
+    `ranks` prefill is of as many, with one cache."""
+
+    def __init__(
+        self, checkpoints: int, step: int = 1, kv_events: KVEventsConfig | None = None,
+        ranks: int = 1,
+    ) -> None:  # fmt: skip
+        mesh = Mesh(2, 2, ranks)
+        pool = make_pools(Mesh(2, 2), 64, 4, 16)[0]
+        state = StatePool.create(TWO_HEADS, 4)
+        of_ranks = [
+            StatePool.create(TWO_HEADS, OWN + checkpoints, mesh, rank) for rank in range(ranks)
+        ]
+        self.decode_state = state.view("sum", 0)
+        self.prefill_states = [one.view("sum", 0) for one in of_ranks]
+        config = PrefillConfig(checkpoints=checkpoints, checkpoint_tokens=step, kv_events=kv_events)
+        pools = make_pools(mesh, 64, 4, 16)
+        self.prefill: Any
+        if ranks > 1:
+            self.prefill = PrefillGroup(pools, config, mesh, of_ranks)
+        else:
+            self.prefill = PrefillNode(pools[0], config, state=of_ranks[0])
+        self.leader = self.prefill
+        self.decode = DecodeNode(pool, DecodeConfig(reserve_tokens=0), state=state)
+        self.computed: list[int] = []  # tokens, of each prompt
+        self.router = WorkerIndex(10_000)  # of prefill's pages
+        self._rooms = 0
+
+    def serve(self, tokens: list[int]) -> DecodeRequest:
+        """Compute a prompt on prefill, and look at what arrives."""
+        self._rooms += 1
+        room = {"room": self._rooms, "decode": self.decode.peer_id.name}
+        rid = f"r{self._rooms}"
+        self.prefill.add(Request(rid, tokens, **room))
+        self.decode.add(Request(rid, tokens, 2, prefill=self.prefill.endpoint, **room))
+        arrived: list[DecodeRequest] = []
+
+        def step() -> None:
+            self.decode.pop_preallocated()
+            for req in self.prefill.pop_bootstrapped():
+                self._compute(req)
+            arrived.extend(self.decode.pop_transferred())
+            self.prefill.pop_sent()
+
+        until(lambda: bool(arrived), step=step)
+        (req,) = arrived
+        assert set(self.decode_state[req.state_slot].ravel().tolist()) == {state_of(tokens)}
+        self.decode.append_many([req], [1])
+        self.decode.finish(req)
+        until(lambda: not left(self.decode) and not left(self.leader), step=step)
+        return req
+
+    def _compute(self, req: Any) -> None:
+        own, tokens, done = 0, req.tokens.tolist(), req.prefix_len
+        # What routers are told of is what can be used, and all of it.
+        assert self.router.apply(self.leader.take_cache_events())
+        page_size = self.leader.pool.layout.page_size
+        keys = page_keys(RadixKey(tokens[:-1]).data, page_size)
+        assert done == self.router.depth(None, keys) * page_size
+        assert (req.checkpoint_slot >= 0) == (done > 0)
+        # The checkpoint is copied: a state that is being computed is never one. On each rank, by
+        # the slots that rank 0 says.
+        for state in self.prefill_states:
+            state[own] = state[req.checkpoint_slot] if done else 0.0
+        self.computed.append(len(tokens) - done)
+        while done < len(tokens):
+            end = min([len(tokens), *(at for at in req.stops if at > done)])
+            slot = self.prefill.save_state(req, end) if end in req.stops else -1
+            for state in self.prefill_states:
+                before = state[own].ravel().tolist()
+                assert len(set(before)) == 1
+                state[own] = state_of(tokens[done:end], before[0])
+                if slot >= 0:
+                    state[slot] = state[own]
+            last = end == len(tokens)
+            more: dict[str, Any] = {"last": True, "state_slot": own} if last else {}
+            self.prefill.send_chunk(req, end, **more)
+            done = end
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.decode.close()
+        self.prefill.close()
+
+
+@pytest.mark.parametrize(("step", "ranks"), [(1, 1), (8, 1), (1, 2)])
+def test_a_next_turn_computes_what_is_new(step: int, ranks: int) -> None:
+    with Pair(checkpoints=4, step=step, ranks=ranks) as pair:
+        said = [5] * 30
+        for turn in range(5):
+            pair.serve(said)
+            said = said + [turn] * 12
+        # A page has 4 tokens: each turn is 12 more, and what the last page, or step, cut off.
+        first, *later = pair.computed
+        assert first == 30
+        assert max(later) <= 12 + max(4, step) - 1, pair.computed
+        pair.prefill.audit()
+        pair.prefill.flush()
+        pair.serve(said)
+        assert pair.computed[-1] == len(said)
+
+
+def test_sockets_tell_routers_of_checkpoints() -> None:
+    """One beside the pages of each turn, and its end where another takes its slot."""
+    free = "tcp://127.0.0.1:*"
+    events = KVEventsConfig(free, free, free, checkpoint_blocks=True, heartbeat_s=0.05)
+    with Pair(checkpoints=2, kv_events=events) as pair:
+        subscriber = Subscriber(pair.prefill.kv_events, 4, groups=True)
+        try:
+            said: list[int] = []
+            for turn in range(3):
+                said += [turn] * 30
+                pair.serve(said)
+            points = pair.prefill.scheduler.pages.checkpoints
+            assert points is not None
+            follower = subscriber.follower
+            while len(follower.checkpoints) != 2 or follower.matched(said) != 88:
+                subscriber.follow()
+            assert points.evicted
+            assert follower.resumed(said) == 88
+            assert follower.resumed(said[:87]) == 60
+            assert follower.resumed(said[:59]) == 0
+        finally:
+            subscriber.close()
+
+
+def test_what_few_checkpoints_cost_is_counted() -> None:
+    """Two conversations that take turns, and one checkpoint: it is always the other one's."""
+    with Pair(checkpoints=1) as pair:
+        talks = [[5] * 30, [6] * 30]
+        for talk in talks:
+            pair.serve(talk)
+        pair.serve(talks[0] + [1] * 12)
+        stats = pair.prefill.stats()
+        assert pair.computed == [30, 30, 42]
+        assert stats["cut_tokens"] == 28, "seven whole pages of the first turn"
+        assert (stats["checkpoints"], stats["checkpoint_slots"]) == (1, 1)
+        assert stats["checkpoints_evicted"] >= 2
+        seen = {
+            sample.name: sample.value
+            for metric in NodeCollector(pair.prefill).collect()
+            for sample in metric.samples
+            if sample.labels.get("state", "saved") == "saved"
+        }
+        assert seen["prefixkv_cut_tokens_total"] == 28
+        assert seen["prefixkv_checkpoints"] == 1
+        assert seen["prefixkv_checkpoints_evicted_total"] == stats["checkpoints_evicted"]
+    with Pair(checkpoints=0) as pair:
+        pair.serve([5] * 30)
+        pair.serve([5] * 30)
+        stats = pair.prefill.stats()
+        assert stats["cut_tokens"] == stats["checkpoints"] == stats["checkpoint_slots"] == 0
+
+
+def test_without_checkpoints_every_turn_is_computed_from_its_beginning() -> None:
+    with Pair(checkpoints=0) as pair:
+        said = [5] * 30
+        for turn in range(3):
+            pair.serve(said)
+            said = said + [turn] * 12
+        assert pair.computed == [30, 42, 54]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({}, "the extra state has 0 slots"),
+        ({"state": StatePool.create(TENSORS, 4)}, "the extra state has 4 slots"),
+        (
+            {"state": StatePool.create(TENSORS, 6), "usable_prefix": lambda req, num: num},
+            "usable_prefix says",
+        ),
+    ],
+)
+def test_checkpoints_that_cannot_be_are_refused_by_name(more: dict[str, Any], why: str) -> None:
+    pool = make_pool(8, device="cpu")
+    with pytest.raises(ConfigError, match=f"checkpoints: 4: .*{why}"):
+        PrefillNode(pool, PrefillConfig(checkpoints=4), **more)
+
+
+# --- decode computes ------------------------------------------------------------------------------
+
+
+class Alone:
+    """A decode node whose engine computes everything, of the same model; no prefill is there."""
+
+    def __init__(self, checkpoints: int, step: int = 1, slots: int = 3, pages: int = 64) -> None:
+        pool = make_pool(pages, device="cpu")
+        pools = StatePool.create(TENSORS, slots + checkpoints)
+        self.state = pools.view("sum", 0)
+        config = DecodeConfig(
+            reserve_tokens=0, compute=ComputeConfig(), failure_policy="local",
+            checkpoints=checkpoints, checkpoint_tokens=step,
+        )  # fmt: skip
+        self.node = DecodeNode(pool, config, state=pools)
+        self.prefixes: list[int] = []  # where computing went on
+        self.running: list[DecodeRequest] = []
+        self._rooms = 0
+
+    def add(self, tokens: Sequence[int], most: int = 20) -> DecodeRequest:
+        self._rooms += 1
+        return self.node.add(Request(f"r{self._rooms}", tokens, most, room=self._rooms))
+
+    def arrive(self) -> None:
+        """Compute what is to be computed, as a whole."""
+        self.node.pop_preallocated()
+        for req in self.node.pop_local():
+            tokens, done = req.key.tokens().tolist(), req.prefix_len
+            self.prefixes.append(done)
+            assert (req.checkpoint_slot >= 0) == (done > 0)
+            before = self.state[req.checkpoint_slot] if done else 0.0
+            self.state[req.state_slot] = before
+            for at in req.stops.copy():
+                if (slot := self.node.save_state(req, at)) >= 0:
+                    self.state[slot] = state_of(tokens[:at])
+            self.state[req.state_slot] = state_of(tokens[done:], float(before))
+            self.node.computed(req, req.fill_len)
+        for req in self.node.pop_transferred():
+            assert float(self.state[req.state_slot]) == state_of(req.key.tokens().tolist())
+            self.running.append(req)
+            if not req.resumed:
+                self.node.append_many([req], [7])
+
+    def keep(self) -> None:
+        for source, slot in self.node.save_states(self.running):
+            self.state[slot] = self.state[source]
+
+    def steps(self, num: int) -> None:
+        for _ in range(num):
+            self.keep()
+            for req in self.running:
+                self.state[req.state_slot] = state_of(
+                    req.output[-1:], float(self.state[req.state_slot])
+                )
+            self.node.append_many(self.running, [len(req.output) for req in self.running])
+
+    def finish(self, req: DecodeRequest) -> list[int]:
+        self.keep()
+        self.running.remove(req)
+        self.node.finish(req)
+        return req.tokens.tolist()
+
+    def __enter__(self) -> Alone:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.node.audit()
+        self.node.close()
+
+
+@pytest.mark.parametrize("step", [1, 8])
+def test_decode_goes_on_from_what_an_answer_has_left(step: int) -> None:
+    with Alone(checkpoints=4, step=step) as alone:
+        said = [5] * 30
+        depth, last = max(4, step), 0
+        for turn in range(4):
+            req = alone.add(said)
+            alone.arrive()
+            alone.steps(6 + turn)
+            kept = (len(said) + 6 + turn) // depth * depth
+            said = [*alone.finish(req), turn, turn]
+            assert alone.prefixes[-1] == last, alone.prefixes
+            last = kept
+        stats = alone.node.stats()
+        assert stats["cut_tokens"] <= 3 * (depth - 4)
+        assert stats["checkpoints"] > 0
+        # Weights that move: nothing is left, and what runs leaves nothing.
+        runs = alone.add(said)
+        alone.arrive()
+        alone.node.flush()
+        alone.steps(4)
+        alone.finish(runs)
+        assert alone.node.stats()["checkpoints"] == 0
+        alone.add(said)
+        alone.arrive()
+        assert alone.prefixes[-1] == 0
+
+
+def test_a_retracted_request_goes_on_where_it_was() -> None:
+    """At a page boundary it lacks nothing; else what came behind the last one."""
+    with Alone(checkpoints=4) as alone:
+        oldest, other = alone.add([1] * 10, 40), alone.add([2] * 10, 40)
+        alone.arrive()
+        for num in (6, 3):
+            alone.steps(num)
+            alone.keep()
+            alone.running.remove(other)
+            alone.node.retract(other.rid)
+            alone.arrive()
+            # The KV of the newest token is not written yet; of 16 tokens all is there.
+            assert alone.prefixes[-1] == other.kv_len // 4 * 4
+        assert (other.kv_len, other.retractions) == (19, 2)
+        assert alone.node.stats()["computed_tokens"] == 20 + 0 + 3
+        for req in (oldest, other):
+            alone.finish(req)
+
+
+def test_a_branch_is_saved_and_what_is_cached_behind_a_checkpoint_is_computed_again() -> None:
+    with Alone(checkpoints=4) as alone:
+        system = [3] * 12
+        for number, prefix in enumerate((0, 0, 12)):
+            req = alone.add([*system, *[number] * 9])
+            alone.arrive()
+            assert alone.prefixes[-1] == prefix
+            alone.finish(req)
+        assert alone.node.stats()["cut_tokens"] == 12, "of the second one"
+
+
+def test_slots_are_few_and_an_abort_gives_its_own_back() -> None:
+    with Alone(checkpoints=1) as alone:
+        first, second = alone.add([1] * 10), alone.add([2] * 10)
+        alone.arrive()
+        # Each prompt's end wanted a checkpoint, and one is kept.
+        assert alone.node.stats()["checkpoints"] == 1
+        alone.steps(3)  # both pass a page boundary: one has the slot
+        assert alone.node.stats()["checkpoints"] == 0
+        alone.running.remove(first)
+        assert alone.node.abort(first.rid)
+        assert alone.node.pop_failed() == [first]
+        alone.steps(4)
+        alone.finish(second)
+        assert alone.node.stats()["checkpoints"] == 1
+
+
+def test_a_prompt_leaves_a_token_to_sample_from() -> None:
+    """One of whole pages that is cached as a whole: its end's checkpoint is for longer ones."""
+    with Alone(checkpoints=4) as alone:
+        for prompt, prefix in (([1] * 12, 0), ([1] * 12, 0), ([1] * 13, 12)):
+            req = alone.add(prompt)
+            alone.arrive()
+            assert alone.prefixes[-1] == prefix
+            alone.finish(req)
+
+
+def test_a_checkpoint_that_is_waited_for_is_not_given_away() -> None:
+    with Alone(checkpoints=1) as alone:
+        other = alone.add([2] * 3)  # less than a page: it saves nothing when it comes
+        first = alone.add([1] * 10)
+        alone.arrive()
+        said = alone.finish(first)
+        assert alone.node.stats()["checkpoints"] == 1
+        again = alone.add(said)
+        alone.node.pop_preallocated()
+        assert again.checkpoint_slot >= 0
+        alone.steps(3)
+        assert other.kv_len == 6
+        assert not other.saved, "the only slot is locked"
+        alone.arrive()
+        assert alone.prefixes[-1] == 8
+        for req in (other, again):
+            alone.finish(req)
+
+
+@pytest.mark.parametrize(
+    ("config", "slots", "why"),
+    [
+        (DecodeConfig(compute=ComputeConfig(), checkpoints=4), 0, "they are of extra state"),
+        (DecodeConfig(compute=ComputeConfig(), checkpoints=4), 4, "has 4 slots, and requests"),
+        (DecodeConfig(compute=ComputeConfig()), 4, "with extra state .* it needs checkpoints"),
+    ],
+)
+def test_checkpoints_that_decode_cannot_have_are_refused_by_name(
+    config: DecodeConfig, slots: int, why: str
+) -> None:
+    state = StatePool.create(TENSORS, slots) if slots else None
+    with pytest.raises(ConfigError, match=why):
+        DecodeNode(make_pool(8, device="cpu"), config, state=state)
+
+
+def test_checkpoints_without_own_compute_are_refused() -> None:
+    with pytest.raises(ConfigError, match="checkpoints: 4 are to compute from"):
+        DecodeConfig(checkpoints=4)

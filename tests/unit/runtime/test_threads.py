@@ -1,0 +1,347 @@
+"""The inbox: nothing is lost, nobody waits for what is there, nobody spins on what is not."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
+from prefixkv import wakeups as threads
+from prefixkv.wakeups import Inbox
+from tests.support.patience import PATIENCE_S, returned
+
+
+@pytest.fixture
+def inbox() -> Iterator[Inbox[int]]:
+    made: Inbox[int] = Inbox()
+    yield made
+    made.close()
+
+
+def readable(inbox: Inbox[int]) -> bool:
+    return bool(select.select([inbox.fd], [], [], 0)[0])
+
+
+def test_the_descriptor_is_readable_while_something_is_queued(inbox: Inbox[int]) -> None:
+    assert not readable(inbox)
+    assert not inbox.pending
+    inbox.put(1)
+    inbox.put(2)
+    assert readable(inbox)
+    assert inbox.pending
+    assert inbox.drain() == [1, 2]
+    assert not readable(inbox)
+    assert not inbox.pending
+    assert inbox.drain() == []
+    inbox.put(3)
+    assert readable(inbox)
+
+
+def test_wait_returns_at_once_if_something_is_there_and_takes_nothing(inbox: Inbox[int]) -> None:
+    inbox.put(1)
+    assert inbox.wait(None)
+    assert inbox.wait(0)
+    assert inbox.drain() == [1]
+    assert not inbox.wait(0)
+
+
+def test_wait_is_woken_by_a_put(inbox: Inbox[int]) -> None:
+    timer = threading.Timer(0.05, inbox.put, (1,))
+    timer.start()
+    assert returned(lambda: inbox.wait(None))
+    timer.join()
+
+
+def test_wait_ends_at_its_timeout_without_burning_the_processor(inbox: Inbox[int]) -> None:
+    inbox.put(1)
+    inbox.drain()
+    before_s, before_cpu_s = time.monotonic(), time.thread_time()
+    assert not inbox.wait(0.2)
+    assert time.monotonic() - before_s >= 0.19
+    assert time.thread_time() - before_cpu_s < 0.05
+
+
+def test_a_wait_of_less_than_a_millisecond_is_not_a_whole_one(inbox: Inbox[int]) -> None:
+    """The shortest of many: a slow machine makes some longer, never all."""
+    took = []
+    for _ in range(200):
+        began_s = time.perf_counter()
+        assert not inbox.wait(0.0002)
+        took.append(time.perf_counter() - began_s)
+    assert 0.0002 <= min(took) < 0.001
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, float("nan"), -math.inf])
+def test_a_wait_for_less_than_no_time_looks_once(inbox: Inbox[int], timeout_s: float) -> None:
+    assert not inbox.wait(timeout_s)
+
+
+def test_a_wait_without_end_ends_with_a_put(inbox: Inbox[int]) -> None:
+    threading.Timer(0.05, inbox.put, (1,)).start()
+    assert returned(lambda: inbox.wait(math.inf))
+
+
+def test_a_descriptor_beyond_those_of_select_is_waited_for() -> None:
+    fd = os.eventfd(0, os.EFD_NONBLOCK)
+    high = fcntl.fcntl(fd, fcntl.F_DUPFD, 1500)
+    try:
+        assert not threads.wait_readable(high, 0.0)
+        os.eventfd_write(fd, 1)
+        assert threads.wait_readable(high, None)
+    finally:
+        os.close(high)
+        os.close(fd)
+
+
+def test_rouse_wakes_a_reader_that_has_nothing_to_take(inbox: Inbox[int]) -> None:
+    inbox.notify()
+    assert readable(inbox)
+    assert inbox.pending
+    assert inbox.drain() == []
+    assert not readable(inbox)
+    inbox.notify()
+    assert not inbox.wait(0.01)  # clears it: nothing is there
+    assert not readable(inbox)
+
+
+def test_close_gives_the_descriptor_back_and_later_puts_touch_no_other() -> None:
+    inbox: Inbox[int] = Inbox()
+    inbox.close()
+    other = os.eventfd(0, os.EFD_NONBLOCK)
+    reused = os.dup2(other, inbox.fd)
+    try:
+        inbox.put(1)
+        inbox.notify()
+        inbox.close()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(reused)
+    finally:
+        for fd in {other, reused}:
+            os.close(fd)
+
+
+# --- interleavings, each forced -------------------------------------------------------------------
+# A writer notes that it will write the descriptor, then does; a reader reads it, strikes the note
+# out, then takes the items. The other side is let in between two of these steps.
+
+
+def nothing_is_stuck(inbox: Inbox[int], taken: list[int], want: list[int]) -> None:
+    """What has not been taken yet is announced, and the descriptor comes to rest."""
+    if taken != want:
+        assert readable(inbox)
+        taken += inbox.drain()
+    assert taken == want
+    if inbox.pending:  # all that a node asks
+        inbox.drain()
+    assert not readable(inbox)
+    inbox.put(99)
+    assert readable(inbox)
+    assert inbox.drain() == [99]
+
+
+def let_a_writer_in(
+    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, after_read: bool, puts: int
+) -> None:
+    """The reader's next read of the descriptor is interrupted by a writer."""
+    read = threads.clear
+
+    def interrupted(fd: int) -> int:
+        monkeypatch.setattr(threads, "clear", read)
+        value = read(fd) if after_read else 0
+        for i in range(puts):
+            inbox.put(2 + i)
+        return value if after_read else read(fd)
+
+    monkeypatch.setattr(threads, "clear", interrupted)
+
+
+@pytest.mark.parametrize("puts", [1, 2])
+@pytest.mark.parametrize("after_read", [False, True])
+def test_a_writer_around_the_reader_s_read(
+    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, after_read: bool, puts: int
+) -> None:
+    inbox.put(1)
+    let_a_writer_in(inbox, monkeypatch, after_read, puts)
+    nothing_is_stuck(inbox, inbox.drain(), [1, 2, 3][: 1 + puts])
+
+
+@pytest.mark.parametrize("after_read", [False, True])
+def test_a_writer_around_the_read_of_a_reader_that_waits(
+    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, after_read: bool
+) -> None:
+    inbox.notify()
+    let_a_writer_in(inbox, monkeypatch, after_read, 1)
+    assert returned(lambda: inbox.wait(None))
+    nothing_is_stuck(inbox, inbox.drain(), [2])
+
+
+def test_a_wait_goes_on_when_the_bell_rang_for_nothing(
+    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it rang for another call has drained, say: it rings just before the reader sleeps, then
+    an item comes."""
+    clear = threads.clear
+    writers = iter([inbox.notify, lambda: inbox.put(1)])
+
+    def interrupted(fd: int) -> int:
+        value = clear(fd)
+        next(writers, lambda: None)()
+        return value
+
+    monkeypatch.setattr(threads, "clear", interrupted)
+    assert inbox.wait(PATIENCE_S)
+    monkeypatch.undo()
+    nothing_is_stuck(inbox, inbox.drain(), [1])
+
+
+@pytest.mark.parametrize("others", [[], [2], [2, 3]])
+def test_a_reader_between_the_writer_s_note_and_its_write(
+    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch, others: list[int]
+) -> None:
+    """The reader takes the item before it is announced; the announcement that follows must not
+    stay."""
+    write = threads.notify
+    taken: list[int] = []
+
+    def interrupted(fd: int) -> None:
+        monkeypatch.setattr(threads, "notify", write)
+        taken.extend(inbox.drain())
+        for item in others:  # another writer, that finds the note
+            inbox.put(item)
+        write(fd)
+
+    monkeypatch.setattr(threads, "notify", interrupted)
+    inbox.put(1)
+    nothing_is_stuck(inbox, taken, [1, *others])
+
+
+def test_two_writers_that_both_write(inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither saw the other's note. The reader is let in after the first write; the second must not
+    stay."""
+    write = threads.notify
+    notes = inbox._begun
+
+    class Unseen(deque[None]):
+        def __bool__(self) -> bool:
+            return False
+
+    inbox._begun = Unseen()
+    inbox.put(1)
+
+    def interrupted(fd: int) -> None:
+        monkeypatch.setattr(threads, "notify", write)
+        notes.extend(inbox._begun)
+        inbox._begun = notes
+        taken.extend(inbox.drain())
+        write(fd)
+
+    taken: list[int] = []
+    monkeypatch.setattr(threads, "notify", interrupted)
+    inbox.put(2)
+    nothing_is_stuck(inbox, taken, [1, 2])
+
+
+def test_a_reader_that_waits_between_the_writer_s_note_and_its_write(
+    inbox: Inbox[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = threads.notify
+    seen: list[bool] = []
+
+    def interrupted(fd: int) -> None:
+        monkeypatch.setattr(threads, "notify", write)
+        seen.append(inbox.wait(0))
+        write(fd)
+
+    monkeypatch.setattr(threads, "notify", interrupted)
+    inbox.put(1)
+    assert seen == [True]
+    nothing_is_stuck(inbox, [], [1])
+
+
+# --- and hammered ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def jumpy() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before_s)
+
+
+@pytest.mark.parametrize("how", ["drain", "wait"])
+@pytest.mark.usefixtures("jumpy")
+def test_many_writers_and_one_reader_that_sleeps_in_between(how: str) -> None:
+    """The reader looks only when it is told to: one lost wake-up leaves items that nobody
+    announces."""
+    inbox: Inbox[tuple[int, int]] = Inbox()
+    num_writers, num_items = 4, 10_000
+    poller = select.poll()
+    poller.register(inbox.fd, select.POLLIN)
+
+    def sleep() -> bool:
+        return inbox.wait(PATIENCE_S) if how == "wait" else bool(poller.poll(PATIENCE_S * 1000))
+
+    def write(writer: int) -> None:
+        for i in range(num_items):
+            inbox.put((writer, i))
+
+    taken: list[tuple[int, int]] = []
+    wakes = 0
+    writers = [threading.Thread(target=write, args=(w,)) for w in range(num_writers)]
+    for thread in writers:
+        thread.start()
+    while len(taken) < num_writers * num_items:
+        assert sleep() or not inbox.drain(), "items wait that nobody announced"
+        wakes += 1
+        taken += inbox.drain()
+    for thread in writers:
+        thread.join()
+    for writer in range(num_writers):
+        assert [i for w, i in taken if w == writer] == list(range(num_items))
+    inbox.drain()
+    assert not select.select([inbox.fd], [], [], 0)[0]
+    assert wakes <= 2 * len(taken) + num_writers  # a wake-up is for something
+    inbox.close()
+
+
+@pytest.mark.usefixtures("jumpy")
+def test_one_item_at_a_time_is_never_late() -> None:
+    """Ping and pong: each side sleeps until the other has written, so any lost wake-up stops both
+    for good."""
+    ping: Inbox[int] = Inbox()
+    pong: Inbox[int] = Inbox()
+    rounds = 2000
+    got: list[int] = []
+
+    def take(inbox: Inbox[int]) -> int:
+        while True:
+            inbox.wait(None)
+            for item in inbox.drain():
+                return item
+
+    def echo() -> None:
+        for _ in range(rounds):
+            pong.put(take(ping))
+
+    def play() -> list[int]:
+        for i in range(rounds):
+            ping.put(i)
+            got.append(take(pong))
+        return got
+
+    other = threading.Thread(target=echo, daemon=True)
+    other.start()
+    assert returned(play) == list(range(rounds)), f"stuck after {len(got)} rounds"
+    other.join()
+    ping.close()
+    pong.close()

@@ -1,0 +1,560 @@
+"""`prefixkv.transfer`: control and transport over real NIXL, for an engine that owns its pages and
+its cache. Here the test is the engine: it says which pages, and looks at every byte."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.control import heartbeat as liveness
+from prefixkv.errors import (
+    AbortedError,
+    AuxTooLargeError,
+    ClosedError,
+    InternalError,
+    PageStateError,
+    PeerLostError,
+    PromptMismatchError,
+    RequestError,
+    TransferError,
+)
+from prefixkv.paging import PageIds
+from prefixkv.protocol import messages
+from prefixkv.runtime import decode_transfers
+from prefixkv.runtime.control_thread import ControlFailed
+from prefixkv.runtime.transfers import secret_number
+from prefixkv.transfer import (
+    Bootstrapped,
+    DecodeTransfers,
+    KVPoll,
+    PrefillTransfers,
+    RoomDrained,
+    RoomEnded,
+    RoomKey,
+    SourceFree,
+    prompt_digest,
+)
+from tests.support.node_pair import make_pool
+from tests.support.patience import until
+from tests.unit.runtime.conftest import QUICK, node_threads
+
+DECODE = "decode-0"
+PROMPT = prompt_digest(range(30), "lora")
+PAGE_SIZE = 4
+NUM_TOKENS = 30  # 8 pages, the last one partly
+SRC = [40, 7, 8, 9, 33, 2, 3, 21]
+DST = [5, 6, 50, 51, 1, 12, 13, 60]
+
+
+class Pair:
+    """Both sides, and all that they have said."""
+
+    def __init__(self, prefill_page_size: int = PAGE_SIZE) -> None:
+        self.src = make_pool(page_size=prefill_page_size)
+        self.dst = make_pool(page_size=PAGE_SIZE)
+        self.prefill = PrefillTransfers(self.src, PrefillConfig(control=QUICK))
+        self.decode = DecodeTransfers(self.dst, DecodeConfig(control=QUICK))
+        self.said: list[Any] = []  # by either side
+        random = np.random.default_rng(7)
+        for pool in (self.src, self.dst):
+            everything = np.arange(pool.layout.num_pages)
+            data = pool.read_pages(everything)
+            data[:] = _bytes(random, data)
+            pool.write_pages(everything, data)
+        self.before = self.dst.read_pages(np.arange(self.dst.layout.num_pages))
+
+    def open(self, prefix_pages: int = 0, room: int = 7, generation: int = 0) -> None:
+        where = self.prefill.endpoint
+        self.decode.open(
+            room,
+            generation,
+            NUM_TOKENS,
+            prefix_pages * PAGE_SIZE,
+            DST[prefix_pages:],
+            where,
+            PROMPT,
+        )
+
+    def add(self, room: int = 7, generation: int = 0) -> None:
+        self.prefill.add(room, generation, NUM_TOKENS, DECODE, PROMPT)
+
+    def send(self, *ends: int, room: int = 7) -> None:
+        for end in ends:
+            last = end == NUM_TOKENS
+            aux = b"first" if last else b""
+            self.prefill.send_chunk(room, end, SRC, decode=DECODE, last=last, aux=aux)
+
+    def send_chunk(self, end: int, pages: PageIds, **more: Any) -> None:
+        self.prefill.send_chunk(7, end, pages, decode=DECODE, **more)
+
+    def step(self) -> None:
+        self.said += self.prefill.take_events()
+        self.said += self.decode.take_events()
+
+    def until(self, done: Callable[[], bool]) -> None:
+        until(done, step=self.step)
+
+    def heard(self, kind: type, room: int = 7) -> list[Any]:
+        return [event for event in self.said if isinstance(event, kind) and event.key.room == room]
+
+    def ends(self, room: int = 7) -> list[RoomEnded]:
+        return self.heard(RoomEnded, room)
+
+    def check_arrived(self, prefix_pages: int = 0) -> None:
+        """What decode wanted is what prefill had, and nothing else was touched."""
+        wanted = self.src.read_pages(SRC).flatten(2)[prefix_pages:]
+        got = self.dst.read_pages(DST).flatten(2)[prefix_pages:]
+        token_bytes = wanted.shape[2] // PAGE_SIZE
+        whole, rest = NUM_TOKENS // PAGE_SIZE - prefix_pages, NUM_TOKENS % PAGE_SIZE
+        assert (got[:whole] == wanted[:whole]).all()
+        assert (
+            got[whole:, :, : rest * token_bytes] == wanted[whole:, :, : rest * token_bytes]
+        ).all()
+        others = np.setdiff1d(np.arange(self.dst.layout.num_pages), DST[prefix_pages:])
+        assert (self.dst.read_pages(others) == self.before[others]).all()
+
+
+def _bytes(random: np.random.Generator, like: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(random.integers(0, 256, tuple(like.shape), np.uint8))
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    try:
+        yield made
+    finally:
+        made.decode.close()
+        made.prefill.close()
+    assert not node_threads()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_wire")
+@pytest.mark.parametrize("prefix_pages", [0, 3, 7])
+def test_the_path_of_one_room(pair: Pair, prefix_pages: int) -> None:
+    pair.open(prefix_pages)
+    pair.add()
+    pair.until(lambda: bool(pair.heard(Bootstrapped)))
+    assert pair.heard(Bootstrapped) == [
+        Bootstrapped(RoomKey(7, 0, DECODE), pair.decode.peer_id, prefix_pages * PAGE_SIZE)
+    ]
+    pair.send(5, 11, 12, 29, NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2 and bool(pair.heard(SourceFree)))
+    assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+    assert {end.aux for end in pair.ends()} == {b"", b"first"}
+    pair.check_arrived(prefix_pages)
+    layout = pair.dst.layout
+    assert pair.prefill.bytes_sent >= (7 - prefix_pages) * layout.page_bytes
+    assert pair.prefill.bytes_sent <= (8 - prefix_pages) * layout.page_bytes
+    pair.until(lambda: not pair.decode.num_rooms and not pair.prefill.num_rooms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix_pages", [0, 3, 7])
+@pytest.mark.parametrize("early", [(5,), (11, 20), (5, 30), (30,)])
+def test_a_chunk_handed_over_before_the_promise_goes_out_when_it_comes(
+    pair: Pair, prefix_pages: int, early: tuple[int, ...]
+) -> None:
+    """Without the pages that decode has, though prefill did not know of them yet."""
+    pair.add()
+    pair.send(*early)
+    until(lambda: not pair.prefill.thread.inbox.pending)
+    assert pair.prefill.take_events() == []
+    pair.open(prefix_pages)
+    pair.until(lambda: bool(pair.heard(Bootstrapped)))
+    if NUM_TOKENS not in early:
+        pair.send(25, NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2)
+    assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+    pair.check_arrived(prefix_pages)
+    assert pair.prefill.bytes_sent <= (8 - prefix_pages) * pair.dst.layout.page_bytes
+
+
+@pytest.mark.usefixtures("_wire")
+@pytest.mark.parametrize("decode_first", [False, True])
+def test_a_prompt_that_is_computed_before_a_decode_worker_is_known(
+    pair: Pair, decode_first: bool
+) -> None:
+    """Prefill draws the room; whoever shows the prompt and the secret opens it."""
+    if decode_first:
+        pair.open(3)
+        until(lambda: not pair.decode.thread.inbox.pending)
+    pair.prefill.offer(7, 0, NUM_TOKENS, PROMPT, timeout_s=60.0)
+    if not decode_first:
+        pair.open(3)
+    pair.until(lambda: bool(pair.heard(Bootstrapped)))
+    assert pair.heard(Bootstrapped)[0].key == RoomKey(7, 0, DECODE)
+    pair.send(NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2 and bool(pair.heard(SourceFree)))
+    assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+    pair.check_arrived(3)
+    pair.until(lambda: not pair.decode.num_rooms and not pair.prefill.num_rooms)
+
+
+def test_an_offer_that_is_not_wanted_is_not_proved_or_comes_too_late(pair: Pair) -> None:
+    """Each end is told by name, on both sides, and no byte is sent."""
+    offer = prompt_digest(range(NUM_TOKENS), ("lora", b"a secret of 128 bits"))
+    pair.prefill.offer(7, 0, NUM_TOKENS, offer, timeout_s=60.0)
+    pair.open()  # with the number, and without the secret
+    pair.until(lambda: bool(pair.ends()))
+    assert "the promise does not" in str(pair.ends()[0].error)
+    assert pair.prefill.num_rooms == 1, "it stands for who has the secret"
+    with pytest.raises(RequestError, match="is here already"):
+        pair.prefill.offer(7, 0, NUM_TOKENS, offer, timeout_s=60.0)
+    pair.prefill.withdraw(7, 0, "the blocks are needed")
+    pair.until(lambda: len(pair.ends()) == 2)
+    assert pair.ends()[1].key == RoomKey(7, 0)
+    pair.prefill.offer(8, 0, NUM_TOKENS, PROMPT, timeout_s=0.01)
+    pair.until(lambda: bool(pair.ends(8)) and bool(pair.heard(SourceFree, 8)))
+    assert "in time" in str(pair.ends(8)[0].error)
+    pair.prefill.offer(9, 0, NUM_TOKENS, PROMPT, timeout_s=60.0)
+    pair.decode.refuse(9, 0, pair.prefill.endpoint, "the request was cancelled")
+    pair.until(lambda: any(end.key.decode == "" for end in pair.ends(9)))
+    assert any("cancelled" in str(end.error) for end in pair.ends(9))
+    assert pair.prefill.bytes_sent == 0
+    with pytest.raises(RequestError, match="timeout_s"):
+        pair.prefill.offer(9, 0, NUM_TOKENS, PROMPT, timeout_s=0.0)
+    pair.until(lambda: not pair.decode.num_rooms and not pair.prefill.num_rooms)
+
+
+def test_arrays_of_page_ids_stay_the_callers(pair: Pair) -> None:
+    """An engine's row of its page table changes as soon as the call has returned."""
+    src, dst = np.array(SRC, np.int32), np.array(DST, np.int32)
+    pair.add()
+    pair.send_chunk(NUM_TOKENS, src, last=True)
+    src[:] = 0
+    pair.decode.open(7, 0, NUM_TOKENS, 0, dst, pair.prefill.endpoint, PROMPT)
+    dst[:] = 0
+    pair.until(lambda: len(pair.ends()) == 2)
+    pair.check_arrived()
+
+
+def test_the_pages_of_a_promise_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_transfers, "MAX_PAGES", 7)
+    with pytest.raises(RequestError, match="8 pages, a promise names at most 7"):
+        pair.open()
+    pair.open(prefix_pages=1)
+    until(lambda: pair.decode.num_rooms == 1)
+
+
+def test_an_aborted_room_gives_its_pages_back_with_proof_and_its_number_is_used_again(
+    pair: Pair,
+) -> None:
+    pair.open()
+    pair.add()
+    pair.send(12)
+    pair.until(lambda: bool(pair.heard(Bootstrapped)))
+    pair.decode.abort(7, 0, "enough of it")
+    until(lambda: len(pair.prefill.thread.events) == 2)
+    pair.send(16)  # the engine has not heard yet: no-op
+    pair.until(lambda: bool(pair.heard(RoomDrained)) and bool(pair.heard(SourceFree)))
+    assert [end.poll for end in pair.ends()] == [KVPoll.FAILED] * 2
+    assert all(isinstance(end.error, AbortedError) for end in pair.ends())
+    assert all("enough of it" in str(end.error) for end in pair.ends())
+    with pytest.raises(RequestError, match="is over"):
+        pair.send(20)
+    pair.said.clear()
+    pair.open(3, generation=1)
+    pair.add(generation=1)
+    pair.send(16, NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2)
+    assert [(end.key.generation, end.poll) for end in pair.ends()] == [(1, KVPoll.SUCCESS)] * 2
+    wanted, got = pair.src.read_pages(SRC[3:7]), pair.dst.read_pages(DST[3:7])
+    assert (got == wanted).all()
+
+
+def test_each_side_tells_the_other_that_it_refuses(pair: Pair) -> None:
+    pair.add(room=1)
+    pair.decode.refuse(1, 0, pair.prefill.endpoint, "no room here")
+    pair.until(lambda: bool(pair.ends(1)) and bool(pair.heard(RoomDrained, 1)))
+    assert "no room here" in str(pair.ends(1)[0].error)
+    pair.prefill.refuse(2, 0, "the prompt is too long", decode=DECODE)
+    pair.open(room=2)
+    pair.until(lambda: bool(pair.heard(RoomDrained, 2)))
+    decode_end = next(end for end in pair.ends(2) if isinstance(end.error, TransferError))
+    assert "the prompt is too long" in str(decode_end.error) or len(pair.ends(2)) == 2
+    assert any("the prompt is too long" in str(end.error) for end in pair.ends(2))
+
+
+def test_prefill_refuses_what_decode_has_promised_already(pair: Pair) -> None:
+    pair.open()
+    until(lambda: pair.prefill.stats()["rooms"] == 1)
+    pair.prefill.refuse(7, 0, "the prompt is too long", decode=DECODE)
+    pair.until(lambda: bool(pair.heard(RoomDrained)) and bool(pair.heard(SourceFree)))
+    assert len(pair.ends()) == 2
+    assert all("the prompt is too long" in str(end.error) for end in pair.ends())
+
+
+def test_a_room_is_begun_once_until_it_is_over(pair: Pair) -> None:
+    """On decode until it has succeeded or is drained, on prefill until its source is free: else a
+    word on the one would be taken for the other's."""
+    pair.open()
+    pair.add()
+    for call in (
+        pair.open,
+        lambda: pair.decode.refuse(7, 0, pair.prefill.endpoint),
+        pair.add,
+        lambda: pair.prefill.refuse(7, 0, decode=DECODE),
+    ):
+        with pytest.raises(RequestError, match="room 7 generation 0"):
+            call()
+    pair.prefill.abort(8, 0, decode=DECODE)  # not added: no-op
+    pair.until(lambda: bool(pair.heard(Bootstrapped)))
+    pair.send(NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2 and bool(pair.heard(SourceFree)))
+    assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+    pair.check_arrived()
+    pair.said.clear()
+    pair.open()
+    pair.add()
+    pair.send(NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2)
+    assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+
+
+def test_a_chunk_may_name_its_generation(pair: Pair) -> None:
+    """A step that was under way for an attempt that failed does not go out as the next one's."""
+    pair.add()
+    pair.prefill.abort(7, 0, decode=DECODE)
+    pair.add(generation=1)
+    pair.prefill.send_chunk(7, 12, SRC, decode=DECODE, generation=0)
+    pair.prefill.send_chunk(7, 8, SRC, decode=DECODE, generation=1)
+    pair.open(generation=1)
+    pair.send(NUM_TOKENS)
+    pair.until(lambda: len([end for end in pair.ends() if end.key.generation]) == 2)
+    assert [end.poll for end in pair.ends() if end.key.generation] == [KVPoll.SUCCESS] * 2
+    pair.check_arrived()
+
+
+def test_numbers_travel_as_ints_or_not_at_all(pair: Pair) -> None:
+    room, tokens = np.int64(7), np.int32(NUM_TOKENS)
+    pair.decode.open(room, 0, tokens, 0, np.array(DST), pair.prefill.endpoint, PROMPT)  # type: ignore[arg-type]
+    pair.prefill.add(room, 0, tokens, DECODE, PROMPT)  # type: ignore[arg-type]
+    pair.send(NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2)
+    assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+    for numbers in ((-1, 0), (2**64, 0), (8, -1), (8, 2**31), (0.5, 0), (True, 0)):
+        for call in (
+            lambda where: pair.decode.open(*where, NUM_TOKENS, 0, DST, "tcp://p", PROMPT),
+            lambda where: pair.decode.abort(*where),
+            lambda where: pair.prefill.add(*where, NUM_TOKENS, DECODE, PROMPT),
+            lambda where: pair.prefill.refuse(*where, decode=DECODE),
+        ):
+            with pytest.raises(RequestError):
+                call(numbers)
+    assert pair.decode.stats()["control_errors"] == pair.prefill.stats()["control_errors"] == 0
+
+
+@pytest.mark.parametrize("dead", ["prefill", "decode"])
+def test_a_fence_ends_what_a_dead_process_had(pair: Pair, dead: str) -> None:
+    pair.open()
+    pair.add()
+    pair.send(12)
+    pair.until(lambda: bool(pair.heard(Bootstrapped)))
+    if dead == "prefill":
+        pair.decode.fence(*pair.prefill.peer_id)
+        pair.until(lambda: bool(pair.heard(RoomDrained)))
+    else:
+        pair.prefill.fence(*pair.decode.peer_id)
+        pair.until(lambda: bool(pair.heard(SourceFree)))
+        assert pair.decode.peer_id not in pair.prefill.peers()
+    assert isinstance(pair.ends()[0].error, PeerLostError)
+
+
+def test_what_is_refused_changes_nothing(pair: Pair) -> None:
+    where = pair.prefill.endpoint
+    for prefix_len, pages in ((3, DST), (0, DST[1:]), (0, [*DST, 1]), (32, []), (-4, DST)):
+        with pytest.raises(RequestError):
+            pair.decode.open(7, 0, NUM_TOKENS, prefix_len, pages, where, PROMPT)
+    with pytest.raises(PageStateError):
+        pair.decode.open(7, 0, NUM_TOKENS, 0, [0.5] * 8, where, PROMPT)  # type: ignore[list-item]
+    with pytest.raises(RequestError, match="room 7 of 'decode-0' was not added"):
+        pair.send(8)
+    pair.add()
+    with pytest.raises(RequestError, match="here already"):
+        pair.add()
+    with pytest.raises(
+        RequestError, match="4 pages, 20 tokens need 5: pages begin with the first token's, also"
+    ):
+        pair.send_chunk(20, SRC[:4])
+    for call, error in (
+        (lambda: pair.send_chunk(31, SRC), RequestError),
+        (lambda: pair.send_chunk(20, SRC[:4]), RequestError),
+        (lambda: pair.send_chunk(20, SRC, last=True), RequestError),
+        (lambda: pair.send_chunk(30, SRC, last=True, aux=bytes(1 << 20)), AuxTooLargeError),
+        (lambda: pair.send_chunk(20, SRC, aux=b"early"), RequestError),
+        (lambda: pair.send_chunk(30, SRC, last=True, state_slot=0), RequestError),
+        (lambda: pair.send_chunk(20, [64, *SRC[1:]]), PageStateError),
+        (
+            lambda: pair.decode.open(9, 0, NUM_TOKENS, 0, [-1, *DST[1:]], where, PROMPT),
+            PageStateError,
+        ),
+        (
+            lambda: pair.decode.open(9, 0, NUM_TOKENS, 0, DST, where, PROMPT, state_slot=0),
+            RequestError,
+        ),
+    ):
+        with pytest.raises(error):
+            call()
+    pair.send(20)
+    with pytest.raises(RequestError):
+        pair.send(19)
+    pair.open()
+    pair.send(NUM_TOKENS)
+    with pytest.raises(RequestError, match="after the last"):
+        pair.send(NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2)
+    assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
+    pair.check_arrived()
+
+
+def test_an_error_is_raised_and_costs_no_event(pair: Pair) -> None:
+    pair.open()
+    pair.add()
+    until(lambda: len(pair.prefill.thread.events) == 1)
+    pair.prefill.thread.events.put(ControlFailed(ZeroDivisionError("on purpose")))
+    with pytest.raises(InternalError, match="on purpose"):
+        pair.prefill.take_events()
+    assert pair.prefill.pending
+    assert select.select([pair.prefill.fileno()], [], [], 0)[0], "the descriptor says so too"
+    assert pair.prefill.wait(0)
+    assert [type(event) for event in pair.prefill.take_events()] == [Bootstrapped]
+    assert pair.prefill.take_events() == []
+
+
+def test_an_engine_waits_with_its_own_poller(pair: Pair) -> None:
+    poller = select.poll()
+    poller.register(pair.decode.fileno(), select.POLLIN)
+    assert not poller.poll(0)
+    pair.open()
+    pair.add()
+    pair.send(NUM_TOKENS)
+    assert poller.poll(60_000)
+    assert pair.decode.wait(0)
+    (end,) = pair.decode.take_events()
+    assert end == RoomEnded(RoomKey(7, 0), KVPoll.SUCCESS, None, b"first")
+
+
+def test_stats_and_peers(pair: Pair) -> None:
+    pair.open()
+    pair.add()
+    pair.send(NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2)
+    assert pair.decode.peers() == {pair.prefill.endpoint: (pair.prefill.peer_id, "ready")}
+    assert pair.prefill.peers() == {pair.decode.peer_id: "ready"}
+    pair.until(lambda: pair.prefill.stats()["rooms"] == pair.decode.stats()["rooms"] == 0)
+    assert pair.prefill.stats()["writes_done"] >= 1
+    assert pair.prefill.dropped_frames() == pair.decode.dropped_frames() == {}
+    pair.decode.thread.channel.counters["frames_not_sent: queue full"] += 2
+    assert pair.decode.dropped_frames() == {"frames_not_sent: queue full": 2}
+    assert pair.decode.stats()["frames_not_sent: queue full"] == 2
+    pair.decode.close()
+    again = lambda: pair.open(room=8)  # noqa: E731
+    for call in (again, pair.decode.take_events, pair.decode.fileno, pair.decode.wait):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_a_prefill_worker_of_another_wire_version_fails_the_room_by_number(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, also where its messages are not ours; prefill has counted our frame."""
+    encode = messages.encode
+
+    def later(sender: Any, seq: int, body: Any) -> bytes:
+        if sender == pair.prefill.peer_id:
+            return messages._encoder.encode([9, *sender, seq, {"a": "message of version 9"}])
+        return encode(sender, seq, body)
+
+    monkeypatch.setattr(liveness, "encode", later)
+    pair.open()
+    pair.until(lambda: bool(pair.heard(RoomDrained)))
+    (end,) = pair.ends()
+    assert "protocol version" in str(end.error)
+    assert f"ours {messages.PROTOCOL_VERSION}, theirs 9" in str(end.error)
+    assert pair.decode.stats()["handshakes_refused"] == 1
+
+
+# --- the same tokens ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("their_tokens", [NUM_TOKENS, NUM_TOKENS - 1])
+def test_another_prompt_fails_on_both_sides_with_nothing_written(
+    pair: Pair, their_tokens: int
+) -> None:
+    digest = prompt_digest(range(their_tokens), "another lora")
+    pair.prefill.add(7, 0, their_tokens, DECODE, digest)
+    pair.send_chunk(their_tokens, SRC, last=True)
+    pair.open()
+    pair.until(lambda: len(pair.ends()) == 2 and bool(pair.heard(RoomDrained)))
+    assert [type(end.error) for end in pair.ends()] == [PromptMismatchError] * 2
+    assert (pair.dst.read_pages(DST) == pair.before[DST]).all()
+    assert pair.prefill.bytes_sent == 0
+    pair.until(lambda: bool(pair.heard(SourceFree)))
+
+
+def test_two_decode_workers_with_one_number_get_each_its_own_kv(pair: Pair) -> None:
+    other_pool = make_pool(num_pages=64)
+    other_pages, prompt = [9, 8, 7, 6, 5, 4, 3, 2], prompt_digest([1])
+    other_src = [page + 20 if page < 20 else page - 20 for page in SRC]
+    with DecodeTransfers(other_pool, DecodeConfig(name="decode-1", control=QUICK)) as other:
+        where = pair.prefill.endpoint
+        other.open(7, 0, NUM_TOKENS, 0, other_pages, where, prompt)
+        until(lambda: bool(pair.prefill.peers()))  # its promise comes first
+        pair.open()
+        pair.add()
+        pair.prefill.add(7, 0, NUM_TOKENS, "decode-1", prompt)
+        pair.send(NUM_TOKENS)
+        pair.prefill.send_chunk(7, NUM_TOKENS, other_src, decode="decode-1", last=True, aux=b"b")
+        pair.until(lambda: any(end.aux == b"first" for end in pair.ends()))
+        pair.check_arrived()
+        said: list[Any] = []
+
+        def ended() -> bool:
+            said.extend(other.take_events())
+            return bool(said)
+
+        until(ended)
+        assert said == [RoomEnded(RoomKey(7, 0), KVPoll.SUCCESS, None, b"b")]
+        wanted, got = pair.src.read_pages(other_src), other_pool.read_pages(other_pages)
+        assert (got[:-1] == wanted[:-1]).all()
+        pair.until(lambda: len(pair.heard(SourceFree)) == 2)
+
+
+@pytest.mark.parametrize("decode", ["", None, 7])
+def test_the_decode_worker_has_to_be_named(pair: Pair, decode: Any) -> None:
+    for call in (
+        lambda: pair.prefill.add(7, 0, NUM_TOKENS, decode, PROMPT),
+        lambda: pair.prefill.refuse(7, 0, decode=decode),
+        lambda: pair.prefill.abort(7, 0, decode=decode),
+    ):
+        with pytest.raises(RequestError, match="the decode worker's name is needed"):
+            call()
+
+
+def test_a_digest_is_needed_on_both_sides(pair: Pair) -> None:
+    for digest in (b"short", None):
+        with pytest.raises(RequestError, match="digest"):
+            pair.prefill.add(7, 0, NUM_TOKENS, DECODE, digest)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="digest"):
+            pair.decode.open(7, 0, NUM_TOKENS, 0, DST, "tcp://p", digest)  # type: ignore[arg-type]
+    pair.add()
+    pair.open()
+    pair.send(NUM_TOKENS)
+    pair.until(lambda: len(pair.ends()) == 2)
+    pair.check_arrived()
+
+
+def test_lives_and_tickets_are_drawn_at_random() -> None:
+    drawn = {secret_number() for _ in range(1000)}
+    assert len(drawn) == 1000
+    assert all(0 < number < 2**63 for number in drawn)
+    assert max(drawn) - min(drawn) > 2**60

@@ -1,0 +1,181 @@
+"""KV in VRAM from one process to another over real NIXL, every byte looked at. Skipped without a
+GPU; `PREFIXKV_TEST_DEVICE=cuda` runs the other tests of this folder in VRAM too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_layout import StateTensor
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.request import Request
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
+from tests.support.gpu import GPU
+from tests.support.mesh_workers import MeshPair
+from tests.support.node_pair import (
+    DecodeDriver,
+    drive_until,
+    left,
+    make_pool,
+    node_at_rest,
+    tokens_of,
+)
+from tests.support.node_process import NodeProcess, node_processes
+from tests.support.patience import until
+from tests.unit.runtime.conftest import QUICK, node_threads
+
+pytestmark = GPU
+PAIRS = [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+    assert not node_threads()
+
+
+class There:
+    """Prefill in a process of its own, decode here."""
+
+    def __init__(self, stack: ExitStack, devices: tuple[str, str], **pool: Any) -> None:
+        start = stack.enter_context(node_processes())
+        sizes = {"num_pages": 160, "num_layers": 4, "head_dim": 64}
+        pools = [sizes | pool | {"device": device} for device in devices]
+        orders = ("layer_major", "page_major")
+        for one, order in zip(pools, orders, strict=True):
+            one.setdefault("order", order)
+        self.child: NodeProcess = start("prefill", PrefillConfig(control=QUICK), pools[0])
+        self.node = stack.enter_context(
+            DecodeNode(make_pool(**pools[1]), DecodeConfig(control=QUICK))
+        )
+        self.d = DecodeDriver(self.node, lambda *ask: self.child.call("add", *ask))
+
+    def run(self, *rids: str) -> None:
+        drive_until(lambda: self.d.ended.keys() >= set(rids), [self.d])
+        assert {rid: self.d.ended[rid] for rid in rids} == dict.fromkeys(rids)
+
+    def check_at_rest(self) -> None:
+        drive_until(lambda: not left(self.node), [self.d])
+        node_at_rest(self.node)
+        assert self.d.mismatches == self.d.wrong_aux == 0
+        until(lambda: not self.child.call("stats")["rooms"])
+        self.child.call("check_at_rest")
+
+
+@pytest.mark.parametrize("order", ["layer_major", "page_major"])
+@pytest.mark.parametrize("devices", PAIRS, ids=str)
+def test_every_byte_arrives_between_two_processes(
+    stack: ExitStack, devices: tuple[str, str], order: str
+) -> None:
+    """Conversations of three turns side by side: what decode has cached in VRAM is not sent
+    again."""
+    there = There(stack, devices, order=order)
+    there.child.call("set", chunk=32)
+    for turn, length in enumerate((30, 61, 126)):
+        rids = [f"{seed}.{turn}" for seed in range(3)]
+        for seed, rid in enumerate(rids):
+            tokens = tokens_of(seed, length)
+            there.d.submit(rid, tokens, there.child.endpoint, max_new_tokens=3)
+        there.run(*rids)
+        if turn:
+            assert all(there.d.prefix_lens[rid][0] > 0 for rid in rids)
+    there.check_at_rest()
+    assert set(there.child.call("get", "sent")) == set(there.d.ended)
+
+
+def test_a_chunk_is_read_once_its_cuda_event_is_over(stack: ExitStack) -> None:
+    there = There(stack, ("cuda", "cuda"))
+    there.child.call("late")
+    there.child.call("set", chunk=32)
+    for seed in range(3):
+        there.d.submit(f"{seed}", tokens_of(seed, 126), there.child.endpoint, max_new_tokens=2)
+    there.run("0", "1", "2")
+    assert there.child.call("get", "pending") >= 3, "the test has shown nothing"
+    there.check_at_rest()
+
+
+def test_pages_come_back_once_the_steps_cuda_event_is_over(stack: ExitStack) -> None:
+    there = There(stack, ("cuda", "cuda"))
+    there.d.hold_running = True
+    there.d.submit("r", tokens_of(1, 126), there.child.endpoint, max_new_tokens=2)
+    drive_until(lambda: "r" in there.d.running, [there.d])
+    req = there.d.running.pop("r")
+    after = torch.cuda.Event()
+    torch.cuda._sleep(1_000_000_000)
+    after.record()
+    there.node.finish(req, after=after)
+    held = there.node.stats()["locks"]
+    assert not after.query(), "the test has shown nothing"
+    assert held
+    after.synchronize()
+    drive_until(lambda: not left(there.node), [there.d])
+    assert there.d.mismatches == 0
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize("page_sizes", [(4, 4), (4, 16), (16, 4)], ids=str)
+@pytest.mark.parametrize("staged", [True, False], ids=["staged", "sliced"])
+def test_unequal_ranks_in_vram(
+    sizes: tuple[int, int], page_sizes: tuple[int, int], staged: bool
+) -> None:
+    """Staging goes through Triton's kernels."""
+    transport = TransportConfig(staging_bytes=(24 << 10) if staged else 0, lease_bytes=16 << 10)
+    prefill, decode = (Mesh(4, 4, size) for size in sizes)
+    with MeshPair(
+        prefill, decode, orders=("layer_major", "page_major"), page_sizes=page_sizes, chunk=32,
+        num_pages=128, device="cuda", prefill_config=PrefillConfig(transport=transport),
+        decode_config=DecodeConfig(transport=transport),
+    ) as pair:  # fmt: skip
+        for turn, length in enumerate((61, 97)):
+            rids = [f"{seed}.{turn}" for seed in range(3)]
+            for seed, rid in enumerate(rids):
+                pair.submit(rid, tokens_of(seed, length + seed), 10 * turn + seed + 1)
+            pair.until(lambda rids=rids: set(rids) <= pair.arrived.keys() | pair.failed.keys())
+            assert not pair.failed
+            for rid in rids:
+                pair.finish(rid)
+            pair.until(lambda rids=rids: set(rids) <= set(pair.sent))
+        assert pair.mismatches == 0
+        pair.until(pair.at_rest)
+        pair.decode.audit()
+        pieces = pair.prefill.stats()["staging_pieces_written"]
+        assert (pieces > 0) == (staged and sizes[0] != sizes[1])
+
+
+def test_extra_state_in_vram_arrives() -> None:
+    tensors = (StateTensor("conv", 0, 2, (8,), "float32"),)
+    states = [StatePool.create(tensors, 2, device="cuda") for _ in range(2)]
+    states[0].view("conv", 0)[1] = torch.arange(16, device="cuda").view(2, 8) + 1
+    torch.cuda.synchronize()
+    pools = [make_pool(device="cuda") for _ in range(2)]
+    with (
+        PrefillNode(pools[0], PrefillConfig(control=QUICK), state=states[0]) as prefill,
+        DecodeNode(pools[1], DecodeConfig(control=QUICK), state=states[1]) as decode,
+    ):
+        tokens = tokens_of(1, 10)
+        decode.add(Request("r", tokens, max_new_tokens=2, room=1, prefill=prefill.endpoint))
+        prefill.add(Request("r", tokens, room=1, decode=decode.peer_id.name))
+        arrived: list[Any] = []
+
+        def step() -> bool:
+            decode.pop_preallocated()
+            for req in prefill.pop_bootstrapped():
+                prefill.send_chunk(req, 10, last=True, state_slot=1)
+            assert not decode.pop_failed()
+            arrived.extend(decode.pop_transferred())
+            return bool(arrived)
+
+        until(step)
+        got = states[1].view("conv", 0)[arrived[0].state_slot]
+        assert torch.equal(got, states[0].view("conv", 0)[1])
+        decode.append_many(arrived, [1])
+        decode.finish(arrived[0])
+        until(prefill.pop_sent)

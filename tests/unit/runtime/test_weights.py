@@ -1,0 +1,190 @@
+"""`flush(weights_version=)` of real nodes: what is of the other version ends by name on both sides
+at once, and the pair works again when both have the new one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from prefixkv.config import ControlConfig, DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv.errors import ConfigError, WeightsVersionError
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
+from tests.support.node_pair import NodePair, make_pool, tokens_of
+
+# No deadline here is shorter than a test may take: what ends, ends for another reason.
+PATIENT = ControlConfig(bootstrap_timeout_s=300.0, waiting_timeout_s=300.0, parked_timeout_s=300.0)
+
+
+@pytest.fixture
+def pair() -> Iterator[NodePair]:
+    with (
+        PrefillNode(make_pool(), PrefillConfig(control=PATIENT)) as prefill,
+        DecodeNode(make_pool(), DecodeConfig(control=PATIENT, reserve_tokens=0)) as decode,
+    ):
+        yield NodePair(decode, prefill)
+
+
+def moved(error: Exception | None) -> tuple[str, str]:
+    assert isinstance(error, WeightsVersionError), repr(error)
+    return error.versions
+
+
+def works(pair: NodePair, rid: str) -> None:
+    pair.submit(rid, tokens_of(1, 21))
+    pair.run(rid)
+    assert pair.d.ended[rid] is None
+    pair.check_at_rest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["decode", "prefill"])
+def test_one_side_moves_and_then_the_other(pair: NodePair, first: str) -> None:
+    works(pair, "before")
+    order = [pair.decode, pair.prefill] if first == "decode" else [pair.prefill, pair.decode]
+    assert order[0].flush(weights_version="v2") > 0
+    assert order[0].weights_version == "v2"
+    pair.submit("between", tokens_of(1, 21))
+    pair.until(lambda: "between" in pair.d.ended and "between" in pair.p.failed)
+    versions = ("v2", "0") if first == "decode" else ("0", "v2")
+    assert moved(pair.d.ended["between"]) == moved(pair.p.failed["between"]) == versions
+    assert order[1].flush(weights_version="v2") > 0
+    works(pair, "after")
+    assert pair.d.prefix_lens["after"] == [0], "nothing of the old weights is left"
+
+
+def test_what_runs_and_what_is_on_its_way_ends_on_both_sides(pair: NodePair) -> None:
+    pair.d.hold_running = True
+    pair.submit("runs", tokens_of(1, 21))
+    pair.until(lambda: "runs" in pair.d.running)
+    pair.p.hold = True
+    for rid in ("way", "joins"):
+        pair.submit(rid, tokens_of(2, 21))
+    joined = "shared_flights"
+    pair.until(lambda: "way" in pair.p.computing and pair.decode.stats()[joined] == 1)
+    pair.decode.flush(weights_version="v2")
+    pair.until(lambda: {"runs", "way", "joins"} <= pair.d.ended.keys())
+    assert {moved(pair.d.ended[rid]) for rid in ("runs", "way", "joins")} == {("0", "v2")}
+    pair.until(lambda: {"way", "joins"} <= pair.p.failed.keys())
+    assert {moved(pair.p.failed[rid]) for rid in ("way", "joins")} == {("0", "v2")}
+    pair.d.hold_running = pair.p.hold = False
+    pair.prefill.flush(weights_version="v2")
+    works(pair, "after")
+
+
+def test_a_chunk_that_was_computed_before_prefill_moved_is_not_sent(pair: NodePair) -> None:
+    pair.p.hold = True
+    pair.submit("r", tokens_of(1, 21))
+    pair.until(lambda: "r" in pair.p.computing)
+    pair.p.compute(pair.p.computing["r"])
+    req = pair.p.computing["r"]
+    pair.prefill.flush(weights_version="v2")
+    assert pair.prefill.send_chunk(req, 16) == 0
+    pair.until(lambda: "r" in pair.d.ended and "r" in pair.p.failed)
+    assert moved(pair.d.ended["r"]) == moved(pair.p.failed["r"]) == ("0", "v2")
+    pair.p.hold = False
+    pair.decode.flush(weights_version="v2")
+    works(pair, "after")
+
+
+def test_what_waits_goes_on_under_the_new_version() -> None:
+    """On decode for pages, on prefill for the promise."""
+    with (
+        PrefillNode(make_pool(), PrefillConfig(control=PATIENT)) as prefill,
+        DecodeNode(make_pool(8), DecodeConfig(control=PATIENT, reserve_tokens=0)) as decode,
+    ):
+        pair = NodePair(decode, prefill)
+        pair.d.hold_running = True
+        pair.submit("runs", tokens_of(1, 21))
+        pair.until(lambda: "runs" in pair.d.running)
+        pair.submit("waits", tokens_of(2, 21))
+        pair.step()
+        prefill.flush(weights_version="v2")
+        decode.flush(weights_version="v2")
+        pair.d.hold_running = False
+        pair.run("runs", "waits")
+        assert moved(pair.d.ended["runs"]) == ("0", "v2")
+        assert pair.d.ended["waits"] is None
+        assert pair.d.prefix_lens["waits"] == [0]
+        pair.check_at_rest()
+
+
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+def test_workers_that_begin_with_other_weights_are_told_at_once(side: str) -> None:
+    old, new = ModelConfig(), ModelConfig(weights_version="2")
+    models = (new, old) if side == "decode" else (old, new)
+    with (
+        PrefillNode(make_pool(), PrefillConfig(control=PATIENT, model=models[1])) as prefill,
+        DecodeNode(make_pool(), DecodeConfig(control=PATIENT, model=models[0])) as decode,
+    ):
+        pair = NodePair(decode, prefill)
+        versions = models[0].weights_version, models[1].weights_version
+        for number in range(2):  # before prefill has the request, and with it
+            rid = f"r{number}"
+            pair.submit(rid, tokens_of(1, 21), tell=bool(number))
+            pair.until(lambda rid=rid: rid in pair.d.ended)
+            assert moved(pair.d.ended[rid]) == versions
+        pair.until(lambda: "r1" in pair.p.failed)
+        (prefill if side == "decode" else decode).flush(weights_version="2")
+        works(pair, "after")
+
+
+def test_the_option_of_the_engine_is_named() -> None:
+    model = ModelConfig(weights_version="2", option_names={"weights_version": "--weights"})
+    with (
+        PrefillNode(make_pool(), PrefillConfig(control=PATIENT)) as prefill,
+        DecodeNode(make_pool(), DecodeConfig(control=PATIENT, model=model)) as decode,
+    ):
+        pair = NodePair(decode, prefill)
+        pair.submit("r", tokens_of(1, 21))
+        pair.until(lambda: "r" in pair.d.ended)
+        assert "weights_version (--weights) differs" in str(pair.d.ended["r"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [3, b"v2", "x" * 257, "a\nb", "\ud800"])
+def test_what_is_no_version_changes_nothing(pair: NodePair, wrong: Any) -> None:
+    works(pair, "before")
+    for node in (pair.decode, pair.prefill):
+        before = node.stats()
+        with pytest.raises(ConfigError, match="weights_version"):
+            node.flush(weights_version=wrong)
+        assert node.stats() == before
+        assert node.weights_version == "0"
+    with pytest.raises(ConfigError, match="weights_version"):
+        ModelConfig(weights_version=wrong)
+
+
+def test_a_flush_to_the_version_that_is_there_only_empties_the_cache(pair: NodePair) -> None:
+    pair.d.hold_running = True
+    pair.submit("r", tokens_of(1, 21), 8)
+    pair.until(lambda: "r" in pair.d.running)
+    pair.decode.flush(weights_version="0")
+    pair.d.hold_running = False
+    pair.run("r")
+    assert pair.d.ended["r"] is None
+    assert pair.decode.stats()["pages_cached"] == 0
+
+
+class Busy:
+    """A device that is not done yet."""
+
+    done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+def test_pages_of_what_ran_come_back_when_the_device_is_done(pair: NodePair) -> None:
+    pair.d.hold_running = True
+    pair.submit("r", tokens_of(1, 21))
+    pair.until(lambda: "r" in pair.d.running)
+    event = Busy()
+    pair.decode.flush(weights_version="v2", after=event)
+    pair.until(lambda: "r" in pair.d.ended)
+    assert pair.decode.stats()["pages_owned"] > 0
+    event.done = True
+    pair.until(lambda: pair.decode.stats()["pages_owned"] == 0)
+    pair.check_at_rest()

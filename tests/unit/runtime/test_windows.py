@@ -1,0 +1,593 @@
+"""A model with window layers and a draft over real nodes: every answer is the model's, decode's
+hits count full pages alone, prefill goes on from its checkpoints, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prefixkv.config import (
+    Backend,
+    ComputeConfig,
+    ConfigError,
+    DecodeConfig,
+    HostConfig,
+    PrefillConfig,
+    TransportConfig,
+)
+from prefixkv.control.effects import FrameReceived
+from prefixkv.decode.host_tier import HostTier
+from prefixkv.digest import prompt_digest
+from prefixkv.errors import AbortedError, CallerError, PageStateError, RequestError
+from prefixkv.memory.kv_pool import KVPool, PoolGroup
+from prefixkv.memory.mesh import Mesh
+from prefixkv.memory.state_layout import StateTensor
+from prefixkv.memory.state_pool import StatePool
+from prefixkv.request import Request
+from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
+from prefixkv.runtime.prefill_node import PrefillNode
+from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
+from tests.support.patience import until
+from tests.support.window_engine import Model, WindowPair
+from tests.unit.runtime.conftest import QUICK
+
+QUICKLY: dict[str, Any] = {
+    "decode_config": DecodeConfig(reserve_tokens=0, control=QUICK),
+    "prefill_config": PrefillConfig(checkpoints=4, control=QUICK),
+}
+
+
+@pytest.mark.parametrize("window", [2, 5, 10, 30])
+@pytest.mark.parametrize("checkpoints", [0, 4])
+def test_turns_of_a_conversation(window: int, checkpoints: int) -> None:
+    with WindowPair(checkpoints=checkpoints, window=window, decode=(64, 16)) as pair:
+        said = list(range(30))
+        for turn in range(4):
+            before = len(said)
+            said = pair.serve(f"r{turn}", said) + [turn] * 5
+            if turn:
+                # Decode has all of the last turn but its last token, which has no KV.
+                assert pair.hits[f"r{turn}"] == (before - 5 - 1) // 4 * 4
+        computed = [pair.computed[f"r{turn}"] for turn in range(4)]
+        if checkpoints:
+            assert max(computed[1:]) <= 11 + 3, computed
+        else:
+            assert computed == [30, 41, 52, 63]
+        pair.at_rest()
+
+
+LEASE = 1 << 14
+STAGED = {"staging_bytes": 4 * LEASE, "lease_bytes": LEASE}
+# Tensor-parallel sizes of prefill and decode; heads of the first, the window and the draft layer.
+SIDES: dict[str, dict[str, Any]] = {
+    "one rank each": {},
+    "prefill 2, decode 1": {"tp_sizes": (2, 1), "heads": (2, 4, 2)},
+    "prefill 1, decode 2": {"tp_sizes": (1, 2), "heads": (2, 2, 6)},
+    "prefill 4, decode 2": {"tp_sizes": (4, 2), "heads": (4, 4, 8), "orders": ("page_major",) * 2},
+    "replicas on decode": {"tp_sizes": (2, 4), "heads": (2, 2, 2)},
+}
+CHATS: list[tuple[int, str, Backend, dict[str, int]]] = [
+    (0, "one rank each", "nixl", {}),
+    (1, "one rank each", "shm", {}),
+    (2, "prefill 2, decode 1", "nixl", {}),
+    (3, "prefill 1, decode 2", "nixl", STAGED),
+    (4, "prefill 4, decode 2", "nixl", STAGED),
+    (5, "prefill 4, decode 2", "shm", {}),
+    (6, "replicas on decode", "nixl", {}),
+]
+NO_CHECKPOINTS = 4  # the seed of a prefill worker without checkpoints
+# Those of decode workers with host memory, which has no windows, and the draft's pages with the
+# first ones.
+HOST = {1: 200, 3: 9, 5: 200}
+
+
+@pytest.mark.parametrize(("seed", "sides", "backend", "staging"), CHATS)
+def test_chats_with_small_pools_aborts_and_retractions(
+    seed: int, sides: str, backend: Backend, staging: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Chats that share a beginning, come back and branch, in pools that evict all the time."""
+    # Never what a load takes: prefill's stand-in may be quicker than threads that wait for a
+    # processor.
+    monkeypatch.setattr(HostTier, "load_s", lambda *_: 0.0)
+    chance = random.Random(seed)
+    transport = TransportConfig(backend=backend, **staging)
+    with WindowPair(
+        decode=(18 if seed in HOST else 26, 13), prefill=(30, 18), window=chance.choice([5, 9]),
+        shared=backend == "shm", **SIDES[sides],
+        decode_config=DecodeConfig(
+            reserve_tokens=0, transport=transport, host_memory=HostConfig(
+                num_pages=HOST[seed], policy="lru"
+            ) if seed in HOST else None,
+        ),
+        prefill_config=PrefillConfig(
+            checkpoints=0 if seed == NO_CHECKPOINTS else 3, transport=transport
+        ),
+    ) as pair:  # fmt: skip
+        chats = [[7] * 9 + [chat] for chat in range(3)]
+        aborted: set[str] = set()
+        for number in range(24):
+            chat = chance.randrange(3)
+            rid = f"r{number}"
+            pair.submit(rid, chats[chat][: chance.choice([12, 1000])], chance.randint(2, 9))
+            for _ in range(chance.randint(0, 30)):
+                pair.step()
+            if chance.random() < 0.2 and rid not in pair.done:
+                aborted.add(rid)
+                side = chance.choice([pair.decode, pair.prefill])
+                if not side.abort(rid):
+                    aborted.discard(rid)
+            if chance.random() < 0.7:
+                until(lambda rid=rid: rid in pair.done or rid in pair.failed, step=pair.step)
+                if rid in pair.done:
+                    said = pair.prompts[rid] + pair.tokens[rid]
+                    chats[chat] = said[:40] if len(said) > 40 else said
+            for node in (pair.decode, pair.prefill):
+                node.audit()
+        pair.at_rest()
+        assert len(pair.done) > 12
+        stats = pair.decode.stats()
+        assert (stats["host_written_pages"] > 0) == (seed in HOST)
+        assert not stats["host_copies_failed"]
+        assert {rid for rid in pair.failed if rid.partition(".")[0] not in aborted} == set()
+        for rid in pair.done:
+            pair.check(rid)
+        if staging:
+            assert sum(node.stats()["staging_pieces_written"] for node in pair.prefills) > 0
+        if seed == NO_CHECKPOINTS:
+            return
+        points = pair.prefills[0].scheduler.pages.checkpoints
+        assert points is not None
+        assert points.evicted
+        assert min(pair.computed.values()) < 12
+
+
+@pytest.mark.parametrize("sides", ["one rank each", "prefill 1, decode 2"])
+def test_what_the_pool_forgot_comes_from_host_memory_and_its_window_from_prefill(
+    sides: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the draft's pages, which lie elsewhere; on each rank."""
+    monkeypatch.setattr(HostTier, "load_s", lambda *_: 0.0)
+    host = HostConfig(num_pages=200, policy="lru")
+    config = DecodeConfig(reserve_tokens=0, host_memory=host)
+    with WindowPair(
+        decode=(18, 13), prefill=(30, 18), window=5, decode_config=config, **SIDES[sides]
+    ) as pair:
+        chats = [[7] * 9 + [chat] for chat in range(4)]
+        for turn in range(4):
+            for chat, before in enumerate(chats):
+                rid = f"{chat}.{turn}"
+                chats[chat] = pair.serve(rid, before, 4) + [turn] * 3
+                until(lambda: not pair.decode.stats()["host_copies"], step=pair.step)
+                # All whole pages of the turn before: its last token has no KV.
+                if turn:
+                    assert pair.hits[rid] == (len(before) - 4) // 4 * 4
+        assert pair.decode.stats()["host_hit_tokens"] > 40
+        pair.at_rest()
+
+
+def test_one_that_was_retracted_comes_back_with_its_window() -> None:
+    with WindowPair(decode=(13, 16), **QUICKLY) as pair:
+        for rid, length in (("a", 9), ("b", 17), ("c", 8)):
+            pair.submit(rid, list(range(length)), 16)
+        until(lambda: len(pair.done) == 3 or pair.failed, step=pair.step)
+        assert not pair.failed
+        for rid in "abc":
+            pair.check(rid)
+        assert pair.decode.stats()["retracted"] > 0
+        pair.at_rest()
+
+
+def test_only_what_decode_lacks_of_full_pages_is_sent_and_the_window_always() -> None:
+    with WindowPair(window=6, **QUICKLY) as pair:
+        said = pair.serve("a", list(range(41)), 2)
+        before = pair.prefill.bytes_sent
+        pair.serve("b", [*said[:40], 1], 1)
+        full, draft = 2 * 8 * 4, 2 * 8 * 4 * 3
+        # Token 41 sees 36 to 41: two pages, of which the last one is new in the other groups too.
+        assert pair.prefill.bytes_sent - before == full + draft + 2 * (2 * 8 * 4 * 2)
+        pair.at_rest()
+
+
+def test_an_abort_in_flight_keeps_the_pages_of_every_group_until_prefill_is_drained() -> None:
+    with WindowPair(decode=(64, 4), **QUICKLY) as pair:
+        pair.hold = True
+        pair.submit("gone", list(range(30)))
+        until(lambda: bool(pair.computing), step=pair.step)
+        control, go_on = pair.prefill.transfers.control, threading.Event()
+        on = control.on
+
+        def deaf(what: object, now_s: float) -> object:
+            if isinstance(what, FrameReceived):
+                go_on.wait()
+            return on(what, now_s)  # type: ignore[arg-type]
+
+        control.on = deaf  # type: ignore[method-assign, assignment]
+        try:
+            pair.decode.abort("gone")
+            pair.submit("next", list(range(20, 50)), 3)
+            (group,) = pair.decode.scheduler.pages.windows
+            for _ in range(20):
+                pair.step()
+                assert (group.allocator.held_pages, group.allocator.free_pages) == (4, 0)
+            assert isinstance(pair.failed["gone"], AbortedError)
+            assert pair.decode.stats()["window_pages_held"] == 4
+        finally:
+            go_on.set()
+        pair.hold = False
+        until(lambda: "next" in pair.done, step=pair.step)
+        pair.check("next")
+        pair.at_rest()
+
+
+def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
+    class Ready:
+        is_set = False
+
+        def query(self) -> bool:
+            return self.is_set
+
+    with WindowPair(tp_sizes=(2, 1), heads=(2, 2, 2), **QUICKLY) as pair:
+        pair.hold = True
+        pair.submit("a", list(range(7)), 1)
+        until(lambda: bool(pair.computing), step=pair.step)
+        (req,) = pair.computing
+        token = pair.p_model.forward(pair.on_prefill(req), req.tokens.tolist(), 0)
+        sides = pair.prefill.transfers, pair.prefill.others[0].transfers
+        given: list[Any] = []
+        submit = sides[1].submit
+        sides[1].submit = lambda command: (given.append(command), submit(command))
+        ready = Ready()
+        aux = token.to_bytes(4, "little")
+        assert pair.prefill.send_chunk(req, 7, True, aux, ready) == 2 * 2
+        with pytest.raises(RequestError):
+            pair.prefill.save_state(req, 4)
+        del pair.computing[req]
+        assert [command.ready for command in given] == [ready]
+        assert [side.bytes_sent for side in sides] == [0, 0]
+        ready.is_set = True
+        until(lambda: "a" in pair.done, step=pair.step)
+        pair.check("a")
+        assert sides[0].bytes_sent == sides[1].bytes_sent > 0
+        pair.prefill.audit()
+        pair.at_rest()
+
+
+def test_a_flush_forgets_what_windows_kept() -> None:
+    with WindowPair(**QUICKLY) as pair:
+        said = pair.serve("a", list(range(30)))
+        assert pair.prefill.stats()["window_pages_cached"] > 0
+        pair.prefill.flush()
+        pair.decode.flush()
+        assert pair.prefill.stats()["window_pages_cached"] == 0
+        pair.serve("b", said)
+        assert pair.computed["b"] == len(said)
+        pair.at_rest()
+
+
+def grouped(window: int = 10, heads: int = 2, name: str = "sliding", **sizes: Any) -> KVPool:
+    of = {"num_pages": 8, "page_size": 4, "num_layers": 1, "num_kv_heads": 1, "head_dim": 8}
+    full = KVPool.create(**(of | sizes))
+    last = KVPool.create(**(of | sizes | {"num_kv_heads": heads, "num_pages": 12}))
+    return full.with_groups(PoolGroup(name, last, window, 4))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "field"),
+    [
+        ({"window": 9}, r"groups\[0\]\.window"),
+        ({"heads": 4}, r"groups\[0\]\.num_kv_heads"),
+        ({"name": "other"}, r"groups\[0\]\.name"),
+        ({"window": 0, "num_pages": 12}, r"groups\[0\]\.window"),
+        ({"page_size": 8}, "page_size"),
+        (None, r"groups\[0\]"),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_workers_of_other_groups_refuse_each_other_by_name(
+    theirs: dict[str, Any] | None, field: str, turned: bool
+) -> None:
+    other = grouped(**theirs) if theirs is not None else KVPool.create(8, 4, 1, 1, 8)
+    pools = (other, grouped()) if turned else (grouped(), other)
+    with (
+        PrefillNode(pools[0], PrefillConfig(control=QUICK)) as prefill,
+        DecodeNode(pools[1], DecodeConfig(reserve_tokens=0, control=QUICK)) as decode,
+    ):
+        request = Request("r", [1, 2, 3], 2, room=1, prefill=prefill.endpoint, decode="decode-0")
+        prefill.add(request)
+        req = decode.add(request)
+
+        def step() -> None:
+            prefill.pop_bootstrapped()
+            decode.pop_preallocated()
+            decode.pop_failed()
+
+        until(lambda: req.state.ended, step=step)
+        assert req.error is not None
+        assert re.search(field, str(req.error)), req.error
+
+
+STATE = StateTensor("s", 0, 1, (1,))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (
+            lambda: DecodeNode(grouped(), DecodeConfig(compute=ComputeConfig())),
+            "compute: with window groups it needs checkpoints",
+        ),
+        (
+            lambda: DecodeNode(grouped(0, num_pages=12), DecodeConfig(compute=ComputeConfig())),
+            "compute: not with .* aligned groups",
+        ),
+        (
+            lambda: PrefillNode(grouped(num_layers=1), mesh=Mesh(2, 1, 1, 2)),
+            "is of one stage, not 2",
+        ),
+        (
+            lambda: PrefillNode(grouped(), PrefillConfig(checkpoints=2), mesh=Mesh(1, 2, 2)),
+            "a mesh of 2 ranks needs a RankLog",
+        ),
+        (lambda: PrefillNode(grouped(), usable_prefix=lambda req, num: num), "usable_prefix: "),
+        (lambda: DecodeNode(grouped(60)), "'sliding' has 12 pages; one request may need 17"),
+        (
+            lambda: PrefillNode(grouped(30), PrefillConfig(checkpoints=2)),
+            "'sliding' has 12 pages; one request may need 17",
+        ),
+        (
+            lambda: PrefillNode(
+                grouped(), PrefillConfig(checkpoints=2), state=StatePool.create((STATE,), 2)
+            ),
+            "the extra state has 2 slots",
+        ),
+    ],
+)
+def test_what_groups_do_not_go_with_is_refused_by_name(make: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        make()
+
+
+def test_checkpoints_of_windows_need_no_extra_state() -> None:
+    with PrefillNode(grouped(), PrefillConfig(checkpoints=2)) as node:
+        assert node.scheduler.num_slots == 0
+
+
+def test_a_group_that_there_is_not_has_no_pages() -> None:
+    with WindowPair(**QUICKLY) as pair:
+        req = pair.submit("a", [1, 2, 3])
+        assert req.window_pages("sliding").ids.size == 0
+        for name in ("draft", {1}, 7):
+            with pytest.raises(CallerError, match="there is no window group"):
+                req.window_pages(name)  # type: ignore[arg-type]
+        with pytest.raises(RequestError):
+            pair.prefill.save_state(None, 4)  # type: ignore[arg-type]
+
+
+def test_each_group_gets_its_own_bytes_in_the_right_place() -> None:
+    """Random bytes, and no model: page by page, in every group, and nowhere else."""
+    with WindowPair(window=10, **QUICKLY) as pair:
+        pair.hold = True
+        models = pair.p_model, pair.d_model
+        chance = torch.Generator().manual_seed(5)
+        for model in models:
+            for pool in (model.full, model.last, model.draft):
+                every = range(pool.layout.num_pages)
+                old = pool.read_pages(every)
+                pool.write_pages(
+                    every, torch.randint(0, 256, old.shape, generator=chance, dtype=torch.uint8)
+                )
+        before = [
+            pool.read_pages(range(pool.layout.num_pages))
+            for pool in (pair.d_model.full, pair.d_model.last, pair.d_model.draft)
+        ]
+        pair.submit("r", list(range(27)))
+        until(lambda: bool(pair.computing), step=pair.step)
+        (req,) = pair.computing
+        first, ids = req.window_pages("sliding")
+        mine: dict[int, int] = {}
+        for end in (8, 16, 24, 27):
+            first, ids = req.window_pages("sliding")
+            mine |= {first + at: page for at, page in enumerate(ids.tolist())}
+            pair.prefill.send_chunk(req, end, last=end == 27)
+        arrived: list[Any] = []
+        until(lambda: bool(arrived), step=lambda: arrived.extend(pair.decode.pop_transferred()))
+        (got,) = arrived
+        first, ids = got.window_pages("sliding")
+        assert first == 4
+        want_full, want_last, want_draft = before
+        # Rows of pages, tokens of the last one that are beyond the prompt included.
+        want_full[got.pages.tolist()] = pair.p_model.full.read_pages(req.pages)
+        want_draft[got.pages.tolist()] = pair.p_model.draft.read_pages(req.pages)
+        sent = [mine[number] for number in range(4, 7)]
+        want_last[ids[:3].tolist()] = pair.p_model.last.read_pages(np.array(sent, np.int32))
+        pools = (pair.d_model.full, want_full), (pair.d_model.last, want_last)
+        for pool, want in (*pools, (pair.d_model.draft, want_draft)):
+            assert torch.equal(pool.read_pages(range(pool.layout.num_pages)), want)
+
+
+def test_two_ranks_a_side_get_their_own_bytes_in_every_group() -> None:
+    mesh = Mesh(1, 2, 2)
+    pools = [[grouped(), grouped()] for _ in range(2)]
+    randomly([*pools[0], *pools[1]], 6)
+    with (
+        PrefillGroup(pools[0], PrefillConfig(control=QUICK), mesh) as prefill,
+        DecodeGroup(pools[1], DecodeConfig(reserve_tokens=0, control=QUICK), mesh) as decode,
+    ):
+        address = {"prefill": prefill.endpoint, "decode": decode.peer_id.name}
+        request = Request("r", list(range(16)), 4, room=1, **address)
+        prefill.add(request)
+        req = decode.add(request)
+        source: dict[int, int] = {}
+        arrived: list[Any] = []
+
+        def step() -> None:
+            decode.pop_preallocated()
+            for one in prefill.pop_bootstrapped():
+                for end in (4, 8, 12, 16):
+                    first, ids = one.window_pages("sliding")
+                    source.update({first + at: page for at, page in enumerate(ids.tolist())})
+                    prefill.send_chunk(one, end, last=end == 16)
+            prefill.pop_sent()
+            arrived.extend(decode.pop_transferred())
+
+        until(lambda: bool(arrived), step=step)
+        first, ids = req.window_pages("sliding")
+        assert first == 1
+        other = decode.others[0].window_pages(req.row, "sliding")
+        assert (other.first_page, other.ids.tolist()) == (first, ids.tolist())
+        for mine, its in zip(*pools, strict=True):
+            want = mine.group("sliding").read_pages([source[number] for number in (1, 2, 3)])
+            assert torch.equal(its.group("sliding").read_pages(ids[:3].tolist()), want)
+        for token in range(3):
+            decode.append_many([req], [token])
+        decode.finish(req)
+        until(lambda: decode.scheduler.idle and not prefill.scheduler.requests, step=step)
+        decode.audit()
+        prefill.audit()
+
+
+def randomly(pools: list[KVPool], seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    for pool in pools:
+        for one in (pool, *(group.pool for group in pool.groups)):
+            every = range(one.layout.num_pages)
+            data = one.read_pages(every)
+            one.write_pages(
+                every, torch.randint(0, 256, data.shape, generator=chance, dtype=torch.uint8)
+            )
+
+
+class EngineWithItsOwnPages:
+    """The transfer side alone. Of 27 tokens decode has 16; the window of 10 begins in page 4."""
+
+    def __init__(self) -> None:
+        self.src, self.dst = grouped(), grouped()
+        randomly([self.src, self.dst], 7)
+        self.prefill = PrefillTransfers(self.src, PrefillConfig(control=QUICK))
+        self.decode = DecodeTransfers(self.dst, DecodeConfig(control=QUICK))
+        self.digest = prompt_digest(range(27))
+
+    def open(self, windows: Any = ((3, 0, 7),)) -> None:
+        self.decode.open(
+            1, 0, 27, 16, [6, 1, 2], self.prefill.endpoint, self.digest, windows=windows
+        )
+
+    def send(self, end: int, windows: Any, last: bool = False) -> None:
+        pages = [5, 4, 3, 2, 1, 0, 7]
+        self.prefill.send_chunk(1, end, pages, decode="decode-0", last=last, windows=windows)
+
+    def __enter__(self) -> EngineWithItsOwnPages:
+        self.prefill.add(1, 0, 27, "decode-0", self.digest)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.decode.close()
+        self.prefill.close()
+
+
+@pytest.mark.parametrize(("is_early", "is_late"), [(False, False), (True, False), (False, True)])
+def test_an_engine_that_owns_its_pages_names_them_by_group(is_early: bool, is_late: bool) -> None:
+    """Late: it names a window's pages with the last chunk alone."""
+    with EngineWithItsOwnPages() as engine:
+        before = [pool.read_pages(range(pool.layout.num_pages)) for pool in
+                  (engine.dst, engine.dst.group("sliding"))]  # fmt: skip
+        if not is_early:
+            engine.open()
+        engine.send(9, None if is_late else [(0, [8, 9, 10])])
+        # Completes page 4, which is id 1 here.
+        engine.send(21, None if is_late else [(2, [10, 11, 1, 2])])
+        engine.send(27, [(4, [1, 2, 3]) if is_late else (5, [2, 3])], last=True)
+        if is_early:
+            engine.open()
+        said: list[Any] = []
+        until(lambda: bool(said), step=lambda: said.extend(engine.decode.take_events()))
+        assert said[0].poll is KVPoll.SUCCESS
+        before[0][[6, 1, 2]] = engine.src.read_pages([1, 0, 7])
+        before[1][[3, 0, 7]] = engine.src.group("sliding").read_pages([1, 2, 3])
+        for pool, want in zip((engine.dst, engine.dst.group("sliding")), before, strict=True):
+            assert torch.equal(pool.read_pages(range(pool.layout.num_pages)), want)
+
+
+def in_one_memory(window: int = 10) -> KVPool:
+    """As vLLM has them: layer i of each group lies in the same tensor, a page is of one group."""
+    full = KVPool.create(16, 4, 2, 1, 8)
+    views = [full.k(0)], [full.v(0)]  # of the second group: one layer less
+    return full.with_groups(PoolGroup("sliding", KVPool.from_tensors(*views), window))
+
+
+def test_groups_may_lie_in_one_memory_for_an_engine_that_owns_its_pages() -> None:
+    src, dst = in_one_memory(), in_one_memory()
+    randomly([src, dst], 8)
+    before = dst.read_pages(range(16))
+    digest = prompt_digest(range(27))
+    with (
+        PrefillTransfers(src, PrefillConfig(control=QUICK)) as prefill,
+        DecodeTransfers(dst, DecodeConfig(control=QUICK)) as decode,
+    ):
+        prefill.add(1, 0, 27, "decode-0", digest)
+        where = prefill.endpoint
+        decode.open(1, 0, 27, 16, [6, 1, 2], where, digest, windows=[[3, 0, 7]])
+        pages = [5, 4, 3, 2, 1, 0, 7]
+        prefill.send_chunk(1, 27, pages, decode="decode-0", last=True, windows=[(4, [10, 11, 12])])
+        said: list[Any] = []
+        until(lambda: bool(said), step=lambda: said.extend(decode.take_events()))
+        assert said[0].poll is KVPoll.SUCCESS
+        before[[6, 1, 2]] = src.read_pages([1, 0, 7])
+        before[[3, 0, 7], :2] = src.read_pages([10, 11, 12])[:, :2]  # K and V of its one layer
+        assert torch.equal(dst.read_pages(range(16)), before)
+        # A page that is promised in two groups would be written twice.
+        prefill.add(2, 0, 27, "decode-0", digest)
+        decode.open(2, 0, 27, 16, [6, 1, 2], where, digest, windows=[[3, 1, 7]])
+        said.clear()
+        until(lambda: bool(said), step=lambda: said.extend(decode.take_events()))
+        assert "in two groups of one memory" in str(said[0].error)
+
+
+def test_nodes_refuse_groups_in_one_memory() -> None:
+    for make in (DecodeNode, PrefillNode):
+        with pytest.raises(ConfigError, match="'sliding' has the first group's memory"):
+            make(in_one_memory())
+    full = KVPool.create(16, 4, 1, 1, 8)
+    same = KVPool.from_tensors([full.k(0)], [full.v(0)])
+    with pytest.raises(ConfigError, match="it needs a window"):
+        full.with_groups(PoolGroup("draft", same))
+
+
+def test_wrong_window_pages_are_refused_and_change_nothing() -> None:
+    with EngineWithItsOwnPages() as engine:
+        for windows, why in [
+            ((), "pages of 0 window groups of 1"),
+            (((3, 0),), "2 pages where group 'sliding' needs 3"),
+            (((3, 0, 12),), "12"),
+        ]:
+            with pytest.raises((RequestError, PageStateError), match=why):
+                engine.open(windows)
+        engine.open()
+        for end, sent, why in [
+            (9, (), "pages of 0 window groups of 1"),
+            (21, [(5, [2, 3])], "pages 5 to 7, this chunk sends 4 to 5"),
+            (24, [(0, [8, 9, 10, 11, 1])], "pages 0 to 5, this chunk sends 4 to 6"),
+            (21, [(4, [12])], "12"),
+        ]:
+            with pytest.raises((RequestError, PageStateError), match=why):
+                engine.send(end, sent)
+        engine.send(21, [(4, [1])])
+        with pytest.raises(RequestError, match="no pages of window groups, and none follows"):
+            engine.send(27, None, last=True)
+        engine.send(27, [(5, [2, 3])], last=True)
+        said: list[Any] = []
+        until(lambda: bool(said), step=lambda: said.extend(engine.decode.take_events()))
+        assert said[0].poll is KVPoll.SUCCESS
+
+
+def test_the_engine_s_tensors_are_as_the_model_has_them() -> None:
+    model = Model(8, 6)
+    assert [group.window for group in model.pool.groups] == [10, 0]

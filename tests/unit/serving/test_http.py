@@ -1,0 +1,576 @@
+"""The server that all of ours are, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from benchmarks.ports import free_port
+from prefixkv.errors import ConfigError
+from prefixkv.serving import http as http_module
+from prefixkv.serving.client import make_client
+from prefixkv.serving.config import Limits, ListenSettings
+from prefixkv.serving.http import (
+    ApiError,
+    HttpServer,
+    Stream,
+    count_samples,
+    decode_body,
+    json_response,
+    make_app,
+    read_body,
+    run_until_disconnect,
+)
+from prefixkv.serving.status import bind
+from tests.support.patience import NEVER_S, PATIENCE_S
+
+LIMITS = Limits(1000, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
+
+
+class Site:
+    """Handlers that tell what became of them."""
+
+    def __init__(self, limits: Limits = LIMITS, api_key: str = "") -> None:
+        self.ended: asyncio.Queue[str] = asyncio.Queue()
+        self.go_on = asyncio.Event()
+        self.limits = limits
+        routes = [
+            Route("/echo", self.echo, methods=["POST"]), Route("/fail", self.fail),
+            Route("/refuse", self.refuse), Route("/stream", self.stream), Route("/wait", self.wait),
+            Route("/keep", self.keep, methods=["POST"]),
+        ]  # fmt: skip
+        app = make_app(routes, api_key, ["/refuse"], limits.max_requests_per_client)
+        self.server = HttpServer(app, "127.0.0.1", 0, limits)
+
+    async def echo(self, request: Request) -> Response:
+        self.app_state = request.app.state
+        return json_response(decode_body(await read_body(request, self.limits), dict[str, Any]))
+
+    async def keep(self, request: Request) -> Response:
+        body = await read_body(request, self.limits)
+        self.app_state = request.app.state
+        count_samples(request, int(request.headers.get("samples", "1")))
+        self.ended.put_nowait("begun")
+        await self.go_on.wait()
+        return json_response(len(body))
+
+    async def fail(self, _: Request) -> Response:
+        raise ZeroDivisionError
+
+    async def refuse(self, _: Request) -> Response:
+        raise ApiError(418, "no", code="teapot", param="tea")
+
+    async def stream(self, _: Request) -> Response:
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            try:
+                yield b"one\n"
+                await self.go_on.wait()
+                yield b"two\n"
+                self.ended.put_nowait("whole")
+            except asyncio.CancelledError:
+                self.ended.put_nowait("cut")
+                raise
+
+        return Stream(pieces(), self.limits, "text/plain")
+
+    async def wait(self, request: Request) -> Response:
+        async def work() -> Response:
+            try:
+                self.ended.put_nowait("begun")
+                await self.go_on.wait()
+                return json_response("done")
+            except asyncio.CancelledError:
+                self.ended.put_nowait("cut")
+                raise
+
+        return await run_until_disconnect(request, work())
+
+
+def serve(
+    use: Callable[[Site, httpx.AsyncClient], Awaitable[None]],
+    limits: Limits = LIMITS,
+    api_key: str = "",
+) -> None:
+    async def main() -> None:
+        site = Site(limits, api_key)
+        await site.server.start()
+        async with httpx.AsyncClient(base_url=site.server.url, timeout=PATIENCE_S) as client:
+            try:
+                await asyncio.wait_for(use(site, client), PATIENCE_S)
+            finally:
+                await site.server.stop()
+
+    asyncio.run(main())
+
+
+def error(answer: httpx.Response) -> tuple[int, str | None]:
+    told = answer.json()["error"]
+    assert set(told) == {"message", "type", "param", "code"}
+    return answer.status_code, told["code"]
+
+
+def test_every_error_has_openais_form() -> None:
+    async def use(site: Site, client: httpx.AsyncClient) -> None:
+        assert (await client.post("/echo", json={"a": 1})).json() == {"a": 1}
+        assert error(await client.get("/nowhere")) == (404, None)
+        assert error(await client.get("/echo/")) == (404, None)
+        assert error(await client.get("/echo")) == (405, None)
+        assert error(await client.get("/fail")) == (500, None)
+        assert error(await client.get("/refuse")) == (418, "teapot")
+        assert error(await client.post("/echo", content=b"{")) == (400, None)
+        assert error(await client.post("/echo", content=b"[1]")) == (400, None)
+
+    serve(use)
+
+
+def test_no_piece_waits_for_the_receipt_of_the_one_before() -> None:
+    """Neither of an answer, nor of a request."""
+
+    async def use(site: Site, _: httpx.AsyncClient) -> None:
+        async with (
+            make_client({}, PATIENCE_S) as client,
+            client.stream("GET", f"{site.server.url}/stream") as answer,
+        ):
+            ours = answer.extensions["network_stream"].get_extra_info("socket")
+            (connection,) = site.server._server.server_state.connections
+            theirs = connection.transport.get_extra_info("socket")
+            assert ours.getsockname() == theirs.getpeername()
+            for sock in (ours, theirs):
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            site.go_on.set()
+            assert await answer.aread() == b"one\ntwo\n"
+
+    serve(use)
+
+
+def test_a_body_that_is_too_large_is_refused_and_its_sender_hears_it() -> None:
+    async def use(_: Site, client: httpx.AsyncClient) -> None:
+        body = json.dumps({"a": "x" * 980}).encode()
+        assert (await client.post("/echo", content=body)).status_code == 200
+        full = body[:-2] + b"y" * (1000 - len(body)) + body[-2:]
+        assert len(full) == 1000
+        assert (await client.post("/echo", content=full)).status_code == 200
+        for size in (1001, 20 << 20):
+            assert error(await client.post("/echo", content=b"x" * size)) == (
+                413,
+                "request_too_large",
+            )
+
+        async def chunks() -> AsyncGenerator[bytes, None]:
+            for _ in range(50):
+                yield b"x" * 100
+
+        assert error(await client.post("/echo", content=chunks())) == (413, "request_too_large")
+
+    serve(use)
+
+
+def test_a_body_that_is_too_large_takes_no_room_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read to its end, and nothing of it is held, so that it does not count either."""
+    monkeypatch.setattr(http_module, "BODIES", 1)
+
+    async def use(_: Site, client: httpx.AsyncClient) -> None:
+        async def chunks() -> AsyncGenerator[bytes, None]:
+            for _ in range(50):
+                yield b"x" * 100
+
+        assert error(await client.post("/echo", content=chunks())) == (413, "request_too_large")
+        assert error(await client.post("/echo", content=bytes(5000))) == (413, "request_too_large")
+        assert (await client.post("/echo", json={"a": "x" * 980})).status_code == 200
+
+    serve(use)
+
+
+async def opened(site: Site, body: bytes, path: str = "/echo", size: int = 0) -> Any:
+    """A connection that has sent the head of a request, and of its body what there is."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size or len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    return reader, writer
+
+
+def test_a_body_counts_until_it_is_parsed_not_until_it_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_module, "BODIES", 1)
+    body = json.dumps({"a": "x" * 980}).encode()
+
+    async def use(site: Site, client: httpx.AsyncClient) -> None:
+        kept = [await opened(site, body, "/keep") for _ in range(3)]
+        for _ in kept:
+            assert await site.ended.get() == "begun"
+        assert (await client.post("/echo", content=body)).status_code == 200
+        site.go_on.set()
+        for reader, writer in kept:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+
+    serve(use)
+
+
+def test_the_body_that_has_been_coming_for_longest_gives_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_module, "BODIES", 1)
+
+    async def use(site: Site, client: httpx.AsyncClient) -> None:
+        empty, slow = [await opened(site, body, size=900) for body in (b"", b"x" * 800)]
+        bodies = site.app_state.bodies
+        while sum(bodies.sizes.values()) < 800:
+            await asyncio.sleep(0.001)
+        for _ in range(3):
+            assert (await client.post("/echo", json={"a": "x" * 980})).status_code == 200
+        assert b"others needed its room" in await slow[0].read()
+        empty[1].write(json.dumps({"a": "x" * 891}).encode())
+        assert (await empty[0].readline()).startswith(b"HTTP/1.1 200 "), "it had no bytes to give"
+        assert not bodies.sizes
+        assert not bodies._num_bytes
+        for _, writer in (empty, slow):
+            writer.close()
+
+    serve(use)
+
+
+@pytest.mark.parametrize("ends", [b"\r\n", b"\n"])
+@pytest.mark.parametrize("more", [0, 1, 5000, 150_000])
+@pytest.mark.parametrize("piece", [1 << 20, 4000])
+def test_a_head_has_64_kib_at_most_however_it_comes(ends: bytes, more: int, piece: int) -> None:
+    begin = b"GET /refuse HTTP/1.1" + ends + b"host: localhost" + ends + b"x: "
+    head = begin + b"y" * ((64 << 10) + more - len(begin) - 2 * len(ends)) + 2 * ends
+    assert len(head) == (64 << 10) + more
+
+    async def use(site: Site, _: httpx.AsyncClient) -> None:
+        # The second one comes on a kept connection, behind one that is still answered.
+        for before in (b"", b"GET /refuse HTTP/1.1\r\nhost: localhost\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+            with contextlib.suppress(ConnectionError):
+                for start in range(0, len(before + head), piece):
+                    writer.write((before + head)[start : start + piece])
+                    await writer.drain()
+            if before:
+                await reader.readuntil(b"teapot")
+                await reader.readuntil(b"}}")
+            status = b""
+            with contextlib.suppress(ConnectionError):
+                status = await reader.readline()
+            assert (b" 418 " in status) == (more == 0)
+            assert status.startswith(b"HTTP/1.1 4") or not status
+            writer.close()
+
+    serve(use)
+
+
+def test_a_body_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "_DISCARDED_BYTES", 1 << 20)
+
+    async def use(site: Site, _: httpx.AsyncClient) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+        head = f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 40}\r\n\r\n"
+        writer.write(head.encode())
+        with contextlib.suppress(ConnectionError):  # its patience ends the test where it is read
+            while True:
+                writer.write(bytes(1 << 16))
+                await writer.drain()
+
+    serve(use)
+
+
+def test_without_the_key_nothing_is_answered_but_what_is_open() -> None:
+    async def use(_: Site, client: httpx.AsyncClient) -> None:
+        for said in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            answer = await client.post("/echo", json={}, headers=said)
+            assert error(answer) == (401, "invalid_api_key")
+            assert answer.headers["www-authenticate"] == "Bearer"
+        assert error(await client.get("/refuse")) == (418, "teapot")
+        key = {"authorization": "Bearer secret"}
+        assert (await client.post("/echo", json={}, headers=key)).status_code == 200
+
+    serve(use, api_key="secret")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"host": "localhost:1"}, None),
+        ({"host": "LOCALHOST"}, None),
+        ({"host": "127.0.0.1"}, None),
+        ({"host": "[::1]:8000"}, None),
+        ({"host": "localhost:1", "origin": "http://localhost:1"}, None),
+        ({"host": "example.org"}, "host_not_allowed"),
+        ({"host": "localhost.example.org:80"}, "host_not_allowed"),
+        ({"host": "127.0.0.1.example.org"}, "host_not_allowed"),
+        ({"host": "localhost@example.org"}, "host_not_allowed"),
+        ({"host": "[::1].example.org"}, "host_not_allowed"),
+        ({"host": "10.0.0.1"}, "host_not_allowed"),
+        ({"host": "0.0.0.0:80"}, "host_not_allowed"),
+        ({"host": "localhost:1", "origin": "http://localhost:2"}, "origin_not_allowed"),
+        ({"host": "localhost:1", "origin": "http://127.0.0.1:1"}, "origin_not_allowed"),
+        ({"host": "localhost:1", "origin": "https://localhost:1"}, "origin_not_allowed"),
+        ({"host": "localhost:1", "origin": "https://example.org"}, "origin_not_allowed"),
+        ({"host": "localhost:1", "origin": "null"}, "origin_not_allowed"),
+    ],
+)
+def test_without_a_key_no_page_of_others_uses_it(headers: dict[str, str], code: str | None) -> None:
+    async def use(_: Site, client: httpx.AsyncClient) -> None:
+        for method in ("GET", "POST", "OPTIONS"):
+            answer = await client.request(method, "/echo", headers=headers, content=b"{}")
+            told = answer.json().get("error", {"code": None})
+            assert told["code"] == code
+            assert (answer.status_code == 403) == (code is not None)
+            assert [name for name in answer.headers if name.startswith("access-control")] == []
+
+    serve(use)
+
+
+def test_with_a_key_the_key_decides() -> None:
+    async def use(_: Site, client: httpx.AsyncClient) -> None:
+        headers = {"host": "example.org", "origin": "https://example.org"}
+        assert error(await client.post("/echo", headers=headers)) == (401, "invalid_api_key")
+        headers["authorization"] = "Bearer secret"
+        assert (await client.post("/echo", headers=headers, json={})).status_code == 200
+
+    serve(use, api_key="secret")
+
+
+def test_a_stream_ends_whole_or_where_its_client_leaves() -> None:
+    async def use(site: Site, client: httpx.AsyncClient) -> None:
+        async with client.stream("GET", "/stream") as answer:
+            lines = answer.aiter_lines()
+            assert await anext(lines) == "one"
+        assert await site.ended.get() == "cut"
+        site.go_on.set()
+        assert (await client.get("/stream")).text == "one\ntwo\n"
+        assert await site.ended.get() == "whole"
+
+    serve(use)
+
+
+def test_clients_that_leave_their_streams_cost_no_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A client that has stopped to read, with pieces on their way to it."""
+    filled, go_on = asyncio.Queue[None](), asyncio.Queue[None]()
+
+    async def stream(_: Request) -> Response:
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            for _ in range(400):
+                yield bytes(100)
+            filled.put_nowait(None)
+            await go_on.get()
+            for _ in range(40):
+                yield bytes(100)
+
+        return Stream(pieces(), LIMITS, "text/plain")
+
+    async def main() -> None:
+        server = HttpServer(make_app([Route("/", stream)]), "127.0.0.1", 0, LIMITS)
+        server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+        await server.start()
+        loop = asyncio.get_running_loop()
+        for _ in range(5):
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                client.setblocking(False)
+                await loop.sock_connect(client, ("127.0.0.1", server.port))
+                await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                await filled.get()
+            go_on.put_nowait(None)
+            while server._server.server_state.tasks:
+                await asyncio.sleep(0.001)
+        await server.stop()
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+    assert not caplog.records
+
+
+def test_work_for_a_client_that_has_left_ends() -> None:
+    async def use(site: Site, client: httpx.AsyncClient) -> None:
+        asking = asyncio.create_task(client.get("/wait"))
+        assert await site.ended.get() == "begun"
+        asking.cancel()
+        assert await site.ended.get() == "cut"
+        site.go_on.set()
+        assert (await client.get("/wait")).json() == "done"
+
+    serve(use)
+
+
+def test_each_client_has_its_own_limit_of_open_requests() -> None:
+    async def use(site: Site, client: httpx.AsyncClient) -> None:
+        async with client.stream("GET", "/stream") as stream:
+            lines = stream.aiter_lines()
+            assert await anext(lines) == "one"
+            asking = asyncio.create_task(client.get("/wait"))
+            assert await site.ended.get() == "begun"
+            refused = await client.get("/wait")
+            assert error(refused) == (429, "rate_limit_exceeded")
+            assert refused.headers["retry-after"] == "1"
+            elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+            async with httpx.AsyncClient(base_url=site.server.url, transport=elsewhere) as other:
+                assert (await other.post("/echo", json={})).status_code == 200
+            asking.cancel()
+            assert await site.ended.get() == "cut"
+            while (await client.post("/echo", json={})).status_code == 429:
+                await asyncio.sleep(0.001)  # the one that has left is still being ended
+        assert await site.ended.get() == "cut"
+        site.go_on.set()
+        while (await client.get("/stream")).status_code == 429:
+            await asyncio.sleep(0.001)
+        # Those that were refused, and that failed, are not counted on.
+        for _ in range(3):
+            assert (await client.get("/refuse")).status_code == 418
+            assert error(await client.get("/fail"))[0] == 500
+        answers = await asyncio.gather(client.get("/wait"), client.get("/wait"))
+        assert [answer.json() for answer in answers] == ["done"] * 2
+
+    serve(use, replace(LIMITS, max_requests_per_client=2))
+
+
+def test_each_sample_counts_but_one_of_a_request_alone() -> None:
+    async def use(site: Site, client: httpx.AsyncClient) -> None:
+        async def ask(num: int) -> httpx.Response:
+            return await client.post("/keep", content=b"{}", headers={"samples": str(num)})
+
+        kept = [asyncio.create_task(ask(num)) for num in (3, 2)]
+        for _ in kept:
+            assert await site.ended.get() == "begun"
+        for num in (2, 6):
+            refused = await ask(num)
+            assert error(refused) == (429, "rate_limit_exceeded")
+            assert refused.headers["retry-after"] == "1"
+            assert f"{num} samples (n, times prompts)" in refused.text
+        never = await ask(7)
+        assert error(never) == (400, "invalid_value")
+        assert "retry-after" not in never.headers
+        kept.append(asyncio.create_task(ask(1)))
+        assert await site.ended.get() == "begun"
+        site.go_on.set()
+        for one in kept:
+            assert (await one).status_code == 200
+        while (await ask(6)).status_code == 429:
+            await asyncio.sleep(0.001)
+
+    serve(use, replace(LIMITS, max_requests_per_client=6))
+
+
+def test_what_does_not_come_is_not_waited_for() -> None:
+    async def use(site: Site, client: httpx.AsyncClient) -> None:
+        for sent in (b"", b"GET /wait HT", b"GET /wait HTTP/1.1\r\nhost: localhost\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+            writer.write(sent)
+            assert await reader.read() == b""
+            writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+        writer.write(b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{")
+        assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+        # The head of a second request, on a connection that had one.
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+        writer.write(b"GET /refuse HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await reader.readuntil(b"teapot")
+        writer.write(b"GET /re")
+        await reader.read()
+        writer.close()
+
+    serve(use, replace(LIMITS, head_timeout_s=0.2, body_timeout_s=0.2))
+
+
+def test_many_connections_that_stall_leave_the_server_alive() -> None:
+    async def use(site: Site, client: httpx.AsyncClient) -> None:
+        ends = [await asyncio.open_connection("127.0.0.1", site.server.port) for _ in range(300)]
+        for _, writer in ends:
+            writer.write(b"GET /wait HT")
+        assert (await client.post("/echo", json={})).status_code == 200
+        for _, writer in ends:
+            writer.close()
+
+    serve(use)
+
+
+def test_stopping_waits_for_what_is_answered_and_then_cuts() -> None:
+    async def main() -> None:
+        site = Site()
+        await site.server.start()
+        async with httpx.AsyncClient(base_url=site.server.url, timeout=PATIENCE_S) as client:
+            asking = asyncio.create_task(client.get("/wait"))
+            assert await site.ended.get() == "begun"
+            stopping = asyncio.create_task(site.server.stop(PATIENCE_S))
+            while True:  # until it takes no more
+                try:
+                    socket.create_connection(("127.0.0.1", site.server.port)).close()
+                except ConnectionRefusedError:
+                    break
+                await asyncio.sleep(0.01)
+            site.go_on.set()
+            assert (await asking).json() == "done"
+            await stopping
+        site = Site()
+        await site.server.start()
+        async with httpx.AsyncClient(base_url=site.server.url, timeout=PATIENCE_S) as client:
+            asking = asyncio.create_task(client.get("/wait"))
+            assert await site.ended.get() == "begun"
+            await site.server.stop()
+            with pytest.raises(httpx.HTTPError):
+                await asking
+            assert await site.ended.get() == "cut"
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
+def test_an_address_that_others_reach_needs_a_key_and_one_in_use_is_an_error() -> None:
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""):
+        with pytest.raises(ConfigError, match="api_key"):
+            ListenSettings(host=host)
+        with pytest.raises(ConfigError, match="status_host"):
+            ListenSettings(status_host=host)
+        assert ListenSettings(host=host, api_key="secret").host == host
+    for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
+        assert ListenSettings(host=host).host == host
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="cannot be bound"):
+            HttpServer(make_app([]), "127.0.0.1", port, LIMITS)
+
+
+def test_where_the_second_address_is_in_use_the_first_is_given_back() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = ListenSettings(port=free_port(), status_port=taken.getsockname()[1], limits=LIMITS)
+        with pytest.raises(ConfigError, match="cannot be bound"):
+            bind(make_app([]), make_app([]), listen)
+        socket.create_server(("127.0.0.1", listen.port)).close()
+
+
+def test_a_stream_whose_client_left_before_it_began_gives_back_what_it_needs() -> None:
+    begun: list[str] = []
+    ends: list[str] = []
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        begun.append("begun")
+        yield b""
+
+    async def end() -> None:
+        ends.append("end")
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None:
+        await asyncio.Event().wait()  # a client that does not read
+
+    async def main() -> None:
+        await Stream(pieces(), LIMITS, "text/plain", end)({}, receive, send)
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+    assert (begun, ends) == ([], ["end"])

@@ -1,0 +1,111 @@
+"""Workers as child processes, where the process says what no worker of ours does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import msgspec
+import pytest
+
+from prefixkv.errors import ConfigError
+from prefixkv.serving import launch
+from prefixkv.serving.fleet import Fleet, Start
+from prefixkv.serving.launch import Child, StartClock
+from prefixkv.serving.process import READY
+from prefixkv.serving.wire import WorkerInfo
+from tests.support.patience import PATIENCE_S
+
+INFO = WorkerInfo(
+    role="decode", name="d", url="", status_url="", endpoint="", model="m", identity="m 0",
+    page_size=16, num_pages=1, context=16, vocab_size=2, life="1", pid=1,
+)  # fmt: skip
+
+
+def test_a_worker_that_the_fleet_does_not_take_is_an_error_and_ends() -> None:
+    line = READY + msgspec.json.encode(INFO).decode()
+    program = f"import time; print({line!r}, flush=True); time.sleep(1e6)"
+
+    def refuse(info: WorkerInfo) -> None:
+        assert info == INFO
+        raise ConfigError("another model")
+
+    async def main() -> None:
+        gone: list[WorkerInfo] = []
+        within = [sys.executable, "-c", program]
+        child = Child("decode", os.environ, refuse, gone.append, within)
+        with pytest.raises(ConfigError, match="another model"):
+            await child.ready
+        process = child._process
+        await child.end(0)
+        assert process is not None
+        assert process.returncode is not None
+        assert gone == [INFO]
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
+def test_a_fleet_that_is_closed_takes_no_worker() -> None:
+    """One may become ready while all are being ended."""
+
+    async def main() -> None:
+        fleet = Fleet("key")
+        fleet.add(INFO)
+        assert [*fleet.workers] == ["d"]
+        await fleet.close()
+        fleet.add(INFO)
+        assert not fleet.workers
+        assert not fleet.members
+
+    asyncio.run(main())
+
+
+def test_a_start_is_expected_to_take_as_long_as_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(launch.time, "monotonic", lambda: now_s[0])
+    clock = StartClock()
+    assert clock.start(60) == Start(15.0, is_late=False), "none was measured"
+    now_s[0] += 26
+    assert clock.start(60) == Start(0.0, is_late=False)
+    clock.served()
+    assert clock.start(60) is None
+    now_s[0] += 1000
+    clock.begin()
+    clock.begin(0.5)
+    assert clock.start(60) == Start(26.5, is_late=False)
+    now_s[0] += 20
+    clock.begin(30)  # it has failed, and is tried again
+    assert clock.start(60) == Start(56.0, is_late=False)
+    now_s[0] += 41
+    assert clock.start(60) == Start(15.0, is_late=True)
+    clock.give_up()
+    assert clock.start(60) is None
+
+
+def test_a_child_says_that_it_is_started_and_that_it_is_given_up() -> None:
+    line = READY + msgspec.json.encode(INFO).decode()
+
+    async def main() -> None:
+        seen: list[bool] = []
+        within = [sys.executable, "-c", f"print({line!r}, flush=True)"]
+        ready: list[WorkerInfo] = []
+
+        def note(info: WorkerInfo) -> None:
+            ready.append(info)
+            seen.append(child.clock.start(60) is None)
+
+        def gone(_: WorkerInfo) -> None:
+            seen.append(child.clock.start(60) is not None)
+
+        child = Child("decode", os.environ, note, gone, within)
+        async with asyncio.timeout(PATIENCE_S):
+            while len(ready) < 2:  # it ends at once, and is started again
+                await asyncio.sleep(0.01)
+        await child.end(0)
+        assert all(seen)
+        assert child.clock.start(60) is None
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))

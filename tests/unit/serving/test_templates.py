@@ -1,0 +1,290 @@
+"""Chats are rendered by transformers; what fails says where, and what a template of one kind cannot
+read is given to it in another form."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
+
+from prefixkv.engines.hf.small import small_tokenizer
+from prefixkv.errors import ConfigError
+from prefixkv.serving.openai import ChatRequest, parse
+from prefixkv.serving.text import TextError, Texts, load_texts
+from tests.support.chat_templates import KINDS
+
+SMALL = [
+    "{{ messages | tojson }}",
+    "{{ messages | tojson(ensure_ascii=True) }}{{ messages | tojson(ensure_ascii=False) }}",
+    "{{ messages | tojson(indent=2, separators=(',', ':'), sort_keys=True) }}",
+    "{{ messages | tojson(skipkeys=True) }}",
+    "{{ messages[0] | tojson | upper }}{{ '<b>' | tojson }}{{ '<b>' }}",
+    "{{ strftime_now('%Y-%m-%d %H:%M') }}",
+    "{{ raise_exception('no') }}",
+    "{{ dict(a=1) }}{{ dict.fromkeys(['b'], 2) }}{{ dict([('c', 3)], d=4) }}",
+    "{{ dict.__class__ }}{{ dict.mro() }}",
+    "{% set n = namespace(self=1, b=2) %}{% set n.b = 3 %}{{ n.self }}{{ n.b }}",
+    "{% set n = namespace(_a=1) %}{{ n._a }}",
+    "{% set n = namespace() %}{% set n.__init__ = 1 %}",
+    "{{ messages.__class__.__mro__ }}",
+    "{{ messages.append(1) }}",
+    "{{ ''.join.__self__ }}{{ '{0.__class__}'.format(1) }}",
+    "{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}|{{ unk_token }}",
+    "{{ pad_token + 'x' }}",
+    "{{ messages[0].thinking }}|{{ messages[-1].thinking }}|{{ messages[-1].reasoning_content }}",
+    "{{ messages[0].content + messages[-1].content }}",
+    "{{ tools is none }}{{ documents is none }}{{ tools is defined }}{{ add_generation_prompt }}",
+    "{{ 1 / 0 }}",
+    "{{ {}['a'].b }}",
+    "{% for i in range(3) %}{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% endfor %}",
+    "{{ range(10**9) }}",
+    "{% macro f(x) %}{{ x }}{{ caller() }}{% endmacro %}{% call f(1) %}2{% endcall %}",
+    "{% generation %}{% set a = 1 %}{{ a }}{% endgeneration %}{{ a }}",
+    "{% include 'x' %}",
+    "{{ messages[5] }}{{ messages | map(attribute='role') | join(',') }}",
+    "{{ reasoning_effort }}{{ enable_thinking }}{{ nested.a[0].b }}",
+    "  {% if true %}  \n  a\n  {% endif %}\n\n",
+]
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Grüß Gott <b> & 'x', 世界 "}],
+    [
+        {"role": "system", "content": " Be brief.\n"},
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant", "content": "", "reasoning": "I ask.\n",
+            "tool_calls": [
+                {
+                    "id": "c1", "type": "function",
+                    "function": {"name": "weather", "arguments": {"at": "Köln", "n": [1, None]}},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": '{"t": 20}', "name": None},
+    ],
+    [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
+    [{"role": "user", "content": [{"type": "text", "text": "in parts"}]}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": "hm"}],
+]  # fmt: skip
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather", "description": "Tells the weather → anywhere.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+    },
+}  # fmt: skip
+VARIABLES: list[dict[str, Any]] = [
+    {},
+    {"tools": [TOOL], "documents": [{"title": "T", "text": "ü"}, {"title": "U"}]},
+    {"tools": [], "add_generation_prompt": False, "bos_token": "<mine>"},
+    {"enable_thinking": False, "reasoning_effort": "high", "nested": {"a": [{"b": None}]}},
+    {"args": 2, "context": 3, "date_string": "today", "raise_exception": 4},
+]
+
+
+class FixedDate(datetime):
+    """So that both renderers read the same clock."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> FixedDate:
+        return cls(2026, 11, 26, 21, 25)
+
+
+def folder_of(path: Path, template: Any, **config: Any) -> Path:
+    small_tokenizer().save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", **config}
+    config |= {
+        "bos_token": {"content": "<|system|>", "__type": "AddedToken"},
+        "chat_template": template,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def compare(texts: Texts, theirs: Any, chat: Any, variables: dict[str, Any]) -> bool:
+    """Both render the same tokens, or both refuse. True if they render."""
+    options = {"add_generation_prompt": True, **variables}
+    try:
+        text = theirs.apply_chat_template(chat, tokenize=False, **options)
+    except Exception as error:
+        with pytest.raises(TextError):
+            texts.chat(chat, variables=variables)
+        assert not isinstance(error, AssertionError)
+        return False
+    assert texts.chat(chat, variables=variables) == theirs.encode(text, add_special_tokens=False)
+    return True
+
+
+@pytest.mark.parametrize(
+    "template", [*KINDS.values(), *SMALL],
+    ids=[*KINDS, *(template.split("\n")[0][:40] for template in SMALL)],
+)  # fmt: skip
+def test_both_render_the_same_or_refuse(
+    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template_utils, "datetime", FixedDate)
+    texts = load_texts(str(folder_of(tmp_path, template)))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    rendered = [
+        compare(texts, theirs, chat, variables) for chat in CHATS for variables in VARIABLES
+    ]
+    # The long ones are to be rendered: equal refusals alone would prove little.
+    assert sum(rendered) >= (10 if template in KINDS.values() else 0)
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":  1}'}}
+CALLED = '<call>f\n{"a":  1}'
+
+
+@pytest.mark.parametrize("content", [None, "missing"])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        # Asks for null, and wants the arguments as the text that the client sent.
+        ("deepseek", CALLED),
+        # Need a text, and arguments that are an object.
+        ("reasoner", '<|assistant|><call>f{"a": 1}<|end|>'),
+        ("chatml", '\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><|im_end|>'),
+        ("lengths", "<|assistant|>a=1;"),
+        # Would write null as a text.
+        ("phi", "<|assistant|>\n<|end|>"),
+        # Look whether there is a text.
+        ("llama", '{"name": "f", "parameters": {"a": 1}}'),
+        ("qwen", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'),
+        ("mistral", '{"name": "f", "arguments": {"a": 1}}'),
+        ("glm", "<tool_call>f<k>a<v>1"),
+        ("command", '<actions>{"name": "f", "with": {"a": 1}}'),
+        ("training", None), ("rag", None), ("gemma", None),
+    ],
+)  # fmt: skip
+def test_a_call_of_a_tool_without_a_text_is_rendered(
+    kind: str, said: str | None, content: str | None
+) -> None:
+    assistant = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALL]}
+    if content == "missing":
+        del assistant["content"]
+    answer = {"role": "tool", "tool_call_id": "c", "content": "42"}
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}, assistant, answer]}
+    asked = parse(json.dumps(body).encode(), ChatRequest)
+    texts = Texts(small_tokenizer(), KINDS[kind])
+    if kind == "gemma":  # knows no tools
+        with pytest.raises(TextError, match="roles must alternate"):
+            texts.chat(asked.messages)
+        return
+    text = texts.tokenizer.decode(texts.chat(asked.messages), skip_special_tokens=False)
+    assert "None" not in text
+    assert said is None or said in text
+
+
+def test_a_template_that_takes_objects_gets_what_else_a_client_says(tmp_path: Path) -> None:
+    """Each part of a text, a call without arguments, no calls, and the developer."""
+    part = {"type": "input_text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    calls = [
+        {"type": "function", "function": {"name": "f", **more}}
+        for more in ({"arguments": ""}, {"arguments": None}, {}, {"arguments": "{}"})
+    ]
+    messages = [
+        {"role": "developer", "content": "be"}, {"role": "user", "content": [part]},
+        {"role": "assistant", "content": "x", "tool_calls": [], "annotations": [], "audio": None},
+        {"role": "user", "content": "more"}, {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "content": None},
+    ]  # fmt: skip
+    asked = parse(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
+    texts = Texts(small_tokenizer(), KINDS["glm"])
+    text = texts.tokenizer.decode(texts.chat(asked.messages), skip_special_tokens=False)
+    assert text == (
+        "[gMASK]<sop><|system|>\nbe<|user|>\nhi<|assistant|>\nx<|user|>\nmore<|assistant|>\n"
+        + "<tool_call>f" * 4 + "<|tool|>\n<|assistant|>"
+    )  # fmt: skip
+    assert "tool_calls" not in asked.messages[2]
+
+
+def test_templates_have_names_and_files(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "none"}]
+    for files in ({}, {"rag": "rag of a file"}, {"rag": "rag", "tool_use": "tools of a file"}):
+        folder_of(tmp_path, named)
+        if files:
+            (tmp_path / "chat_template.jinja").write_text("file")
+        for name, text in files.items():
+            (tmp_path / "additional_chat_templates").mkdir(exist_ok=True)
+            (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(text)
+        texts = load_texts(str(tmp_path))
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        for variables in ({}, {"tools": [TOOL]}, {"tools": []}, {"chat_template": "tool_use"}):
+            if variables.get("chat_template") not in (None, *files) and files:
+                continue  # to transformers it is a template itself
+            assert compare(texts, theirs, CHATS[0], variables)
+    with pytest.raises(
+        TextError, match=r"no chat template '\{\{ 1 \}\}', it has default, rag, tool_us"
+    ):
+        texts.chat(CHATS[0], variables={"chat_template": "{{ 1 }}"})
+    alone = Texts(small_tokenizer(), {"rag": "x"})
+    with pytest.raises(TextError, match="no chat template 'default', it has rag"):
+        alone.chat(CHATS[0])
+    folder_of(tmp_path, [{"name": "default"}])
+    (tmp_path / "chat_template.jinja").unlink()
+    for file in (tmp_path / "additional_chat_templates").iterdir():
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"the tokenizer of .* is not read: KeyError: 'templ"):
+        load_texts(str(tmp_path))
+
+
+def test_special_tokens_of_an_older_folder(tmp_path: Path) -> None:
+    folder_of(tmp_path, "{{ bos_token }}{{ sep_token }}{{ eos_token }}")
+    old = {"bos_token": "<|user|>", "sep_token": {"content": "<|end|>", "lstrip": False}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(old))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert compare(load_texts(str(tmp_path)), theirs, CHATS[0], {})
+    folder_of(tmp_path, "{{ bos_token }}{{ sep_token }}{{ eos_token }}", added_tokens_decoder={})
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert compare(load_texts(str(tmp_path)), theirs, CHATS[0], {})
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        ("a\nb\n{{ raise_exception('users first') }}", r"\(line 3\): users first"),
+        ("\n{{ missing.a }}", r"\(line 2\): 'missing' is undefined"),
+        ("{% macro f() %}\n\n{{ 1 / 0 }}{% endmacro %}\n\n\n{{ f() }}", r"\(line 3\): division"),
+        ("\n\n{{ {}['a']['b'] }}", r"\(line 3\)"),
+        ("\n{% generation %}\n{{ messages.x.y }}{% endgeneration %}", r"\(line 3\)"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}\n{{ f() }}", r"\(line 1\): maximum recursion"),
+    ],
+)
+def test_a_template_that_fails_says_which_line(template: str, what: str) -> None:
+    with pytest.raises(TextError, match=what):
+        Texts(small_tokenizer(), template).chat(CHATS[0])
+
+
+def test_a_template_that_is_not_read_says_which_line() -> None:
+    for template in ("a\n\n{% if %}", "\n\n{% generation %}", "x\n\n{{ a | nofilter }}"):
+        with pytest.raises(ConfigError, match="template is not read: line 3: "):
+            Texts(small_tokenizer(), template)
+    with pytest.raises(ConfigError, match="template 'rag' is not read: line 1: "):
+        Texts(small_tokenizer(), {"default": "x", "rag": "{{"})
+
+
+def test_what_is_no_variable_is_refused() -> None:
+    texts = Texts(small_tokenizer(), "{{ messages[0].content }}")
+    for variables in ({"messages": []}, {"continue_final_message": True}, {"tokenize": False}):
+        with pytest.raises(TextError, match=f"{next(iter(variables))} is no variable"):
+            texts.chat(CHATS[0], variables=variables)
+    for variables in ({"tools": ["x"]}, {"tools": {}}, {"documents": "x"}, {"documents": [1]}):
+        with pytest.raises(TextError, match=f"{next(iter(variables))} is no list of objects"):
+            texts.chat(CHATS[0], variables=variables)
+
+
+def test_rendering_changes_nothing_that_was_given() -> None:
+    chat = [{"role": "user", "content": None, "reasoning": "r", "x": [1]}]
+    variables = {"tools": [TOOL], "a": {"b": [1]}}
+    before = json.dumps([chat, variables])
+    source = "{{ messages[0].thinking }}{{ messages[0].update(a=1) }}"
+    for template in (source, "{{ a.b.append(1) }}", "{% set a.b = 1 %}", "{{ a }}"):
+        with suppress(TextError):
+            Texts(small_tokenizer(), template).chat(chat, variables=variables)
+        assert json.dumps([chat, variables]) == before

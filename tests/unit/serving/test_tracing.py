@@ -1,0 +1,523 @@
+"""Traces: of a proxy, before servers that do on command what vLLM's do; of a worker's records; when
+they are asked for, and what is said where they cannot be had. Of whole processes:
+tests/integration/serving/test_traces.py."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+from starlette.datastructures import Headers
+from starlette.responses import Response
+
+from prefixkv.engines.hf.small import small_tokenizer
+from prefixkv.errors import ConfigError
+from prefixkv.serving import proxy as proxies
+from prefixkv.serving import tracing as traces
+from prefixkv.serving.config import (
+    ListenSettings,
+    PrefillWorkerConfig,
+    ProxyConfig,
+    ServerAt,
+    WorkerSettings,
+)
+from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.front import Front
+from prefixkv.serving.http import Stream
+from prefixkv.serving.openai import Usage
+from prefixkv.serving.proxy import Proxy
+from prefixkv.serving.text import Texts
+from prefixkv.serving.tracing import PHASES, Tracing, asked_by, make_tracing, phases_of
+from prefixkv.serving.wire import Ask, SamplingParams
+from prefixkv.serving.worker import PrefillWorker
+from tests.support.collector import Collector
+from tests.support.patience import NEVER_S, PATIENCE_S
+from tests.support.patience import until as wait_until
+from tests.unit.serving.test_proxy import (
+    LIMITS,
+    Engine,
+    Say,
+    Stage,
+    never,
+    refusing,
+    run,
+    until,
+    well,
+)
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+CLIENT = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=of-the-client"}
+
+
+class Memory:
+    """The spans that have been written, in this process."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracing = Tracing(provider)
+
+    @property
+    def spans(self) -> list[ReadableSpan]:
+        """In the order in which they began."""
+        return sorted(self._exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.spans if span.name == name]
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
+    memory = Memory()
+    monkeypatch.setattr(proxies, "make_tracing", lambda role: memory.tracing)
+    yield memory
+    for span in memory.spans:
+        assert format(span.context.trace_id, "032x") == TRACE  # every client here has this one
+
+
+def id_of(span: ReadableSpan) -> str:
+    return format(span.context.span_id, "016x")
+
+
+def parent_of(span: ReadableSpan) -> str:
+    assert span.parent is not None
+    return format(span.parent.span_id, "016x")
+
+
+def failed(span: ReadableSpan) -> bool:
+    return not span.status.is_ok and span.status.status_code.name == "ERROR"
+
+
+# --- a proxy --------------------------------------------------------------------------------------
+
+
+def in_turn() -> tuple[list[Say], list[Say]]:
+    """A prefill and a decode server; decode answers once prefill was asked."""
+    asked = asyncio.Event()
+
+    async def prefill(engine: Engine, body: dict[str, Any]) -> Response:
+        asked.set()
+        return await well(engine, body)
+
+    async def decode(engine: Engine, body: dict[str, Any]) -> Response:
+        await asked.wait()
+        return await well(engine, body)
+
+    return [prefill], [decode]
+
+
+def test_servers_of_a_proxy_are_called_within_the_clients_trace(memory: Memory) -> None:
+    async def scene(stage: Stage) -> None:
+        asked = {"model": "m", "max_tokens": 7, "prompt": "hello"}
+        answer = await stage.client.post("/v1/completions", json=asked, headers=CLIENT)
+        assert answer.status_code == 200
+        await until(lambda: memory.named("text_completion"))
+        (root,) = memory.named("text_completion")
+        assert parent_of(root) == SPAN
+        assert root.attributes is not None
+        assert dict(root.attributes) | {
+            "gen_ai.operation.name": "text_completion", "gen_ai.request.model": "m",
+            "gen_ai.request.max_tokens": 7, "gen_ai.request.stream": False,
+            "http.response.status_code": 200,
+        } == dict(root.attributes)  # fmt: skip
+        assert [span.attributes["prefixkv.role"] for span in memory.named("routing")] == [
+            "decode", "prefill"
+        ]  # fmt: skip
+        for engine, role in (stage.decode[0], "decode"), (stage.prefill[0], "prefill"):
+            (call,) = memory.named(role)
+            assert (parent_of(call), call.kind.name) == (id_of(root), "CLIENT")
+            assert call.attributes["url.full"] == f"{engine.server.url}/v1/completions"
+            (head,) = engine.heads
+            assert head["traceparent"] == f"00-{TRACE}-{id_of(call)}-01"
+            assert head["tracestate"] == CLIENT["tracestate"]
+        assert not any(map(failed, memory.spans))
+
+    run(scene, *in_turn())
+
+
+def test_prefill_that_is_let_go_is_no_error_and_a_client_that_leaves_is_one(
+    memory: Memory,
+) -> None:
+    async def stream(engine: Engine, body: dict[str, Any]) -> Response:
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            yield b"data: one\n\n"
+            await asyncio.Event().wait()
+
+        return Stream(pieces(), LIMITS, "text/event-stream")
+
+    async def scene(stage: Stage) -> None:
+        body = {"prompt": "hello", "stream": True}
+        asked = stage.client.stream("POST", "/v1/completions", json=body, headers=CLIENT)
+        async with asked as answer:
+            await anext(answer.aiter_raw())
+            await until(lambda: memory.named("prefill"))  # after its grace
+        await until(lambda: memory.named("text_completion"))
+        assert [span.name for span in memory.spans if failed(span)] == ["text_completion"]
+        (root,) = memory.named("text_completion")
+        assert root.attributes["error.type"] == "aborted"
+        assert root.attributes["gen_ai.response.time_to_first_chunk"] > 0
+
+    run(scene, [never], [stream])
+
+
+def test_each_attempt_of_a_proxy_has_its_spans_and_those_that_failed_say_why(
+    memory: Memory,
+) -> None:
+    async def scene(stage: Stage) -> None:
+        answer = await stage.client.post("/v1/completions", json={"prompt": "x"}, headers=CLIENT)
+        assert answer.status_code == 200
+        await until(lambda: memory.named("text_completion"))
+        sent, loads = memory.named("prefill"), memory.named("decode")
+        assert [span.status.description for span in sent] == ["status 500"]
+        assert [failed(span) for span in loads] == [True, False]  # given up, then alone
+        assert not failed(memory.named("text_completion")[0])
+
+    async def waits(engine: Engine, body: dict[str, Any]) -> Response:
+        return await (never if "kv_transfer_params" in body else well)(engine, body)
+
+    run(scene, [refusing(500)], [waits])
+
+
+def test_a_proxy_without_any_server_left_is_an_error_and_a_refused_request_is_none(
+    memory: Memory,
+) -> None:
+    async def scene(stage: Stage) -> None:
+        for say, status in (500, 502), (400, 400):
+            stage.decode[0].say = refusing(say)
+            answer = await stage.client.post(
+                "/v1/completions", json={"prompt": "x"}, headers=CLIENT
+            )
+            assert answer.status_code == status
+        await until(lambda: len(memory.named("text_completion")) == 2)
+        broken, refused = memory.named("text_completion")
+        assert [failed(broken), failed(refused)] == [True, False]
+        assert broken.attributes["error.type"] == "502"
+        assert refused.attributes["error.type"] == "400"
+
+    run(scene)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sent", "seen"),
+    [
+        (CLIENT, CLIENT),
+        ({"traceparent": CLIENT["traceparent"]}, {"traceparent": CLIENT["traceparent"]}),
+        ({"traceparent": "00-00", "tracestate": "a=b"}, {}),
+        ({"tracestate": "a=b"}, {}),
+        ({**CLIENT, "tracestate": "a=" + "b" * 5000}, {"traceparent": CLIENT["traceparent"]}),
+        ({"traceparent": CLIENT["traceparent"] + "-" + "x" * 5000}, {}),
+    ],
+)
+def test_a_proxy_that_writes_no_spans_passes_its_clients_context_on(
+    sent: dict[str, str], seen: dict[str, str]
+) -> None:
+    async def scene(stage: Stage) -> None:
+        assert stage.proxy._tracing is None
+        await stage.client.post("/v1/completions", json={"prompt": "x"}, headers=sent)
+        for engine in (*stage.prefill, *stage.decode):
+            (head,) = engine.heads
+            got = {name: head[name] for name in ("traceparent", "tracestate") if name in head}
+            assert got == seen
+
+    run(scene, *in_turn())
+
+
+# --- a worker -------------------------------------------------------------------------------------
+
+
+@st.composite
+def records(draw: st.DrawFn) -> dict[str, Any]:
+    """A record of the request log, as far as its times go: of a request that got as far as it
+    did. Its end is the last of them; one that was admitted again may have them in any order."""
+    side = draw(st.sampled_from(sorted(PHASES)))
+    shared, loaded = draw(st.integers(0, 5)), draw(st.integers(0, 3))
+    fields = [until for _, until, _ in PHASES[side]]
+    times = draw(st.lists(st.floats(0, 1e6), min_size=len(fields), max_size=len(fields)))
+    got = draw(st.integers(0, len(fields) - 1))
+    known = dict(zip(fields[:got], times, strict=False))
+    return {
+        "side": side, "rid": "r/0", "room": 2**64 - 1, "shared_tokens": shared,
+        "host_tokens": loaded, "error": None,
+        **dict.fromkeys(fields), **known, "ended_s": max(times),
+    }  # fmt: skip
+
+
+@given(record=records())
+def test_the_spans_of_a_record_follow_on_and_fill_its_time(record: dict[str, Any]) -> None:
+    phases = phases_of(record)
+    assert phases[0][1] == 0.0
+    assert phases[-1][2] == record["ended_s"]
+    for (_, begin_s, end_s, _), (_, next_s, _, _) in itertools.pairwise(phases):
+        assert 0 <= begin_s <= end_s == next_s
+    names = [name for name, _, _, _ in phases]
+    assert names == [one[0] for one in PHASES[record["side"]] if one[0] in names]
+    assert ("load" in names) <= bool(record["host_tokens"])
+    assert ("flight" in names) <= bool(record["shared_tokens"] and not record["host_tokens"])
+    if record["side"] == "decode" and record["transferred_s"] is not None:
+        waits = record["host_tokens"] or record["shared_tokens"]
+        assert bool({"load", "flight"} & {*names}) == bool(waits)
+
+
+class Node:
+    """What `NodeSpans.follow` asks of a node."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Any] = []
+
+    def on_ended(self, listener: Any) -> None:
+        self.listeners.append(listener)
+
+
+def test_spans_of_a_worker_end_with_its_requests_whatever_comes_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, node = Memory(), Node()
+    monkeypatch.setattr(traces, "make_tracing", lambda role, name: memory.tracing)
+    facts: dict[str, Any] = {
+        name: None if name == "error" else 1 for name in traces._SHOWN
+    } | {"side": "prefill", "error": None, "outcome": "sent", "room": 2**64 - 1, "promised_s": 0.1,
+         "started_s": 0.2, "computed_s": 0.3, "ended_s": 0.4}  # fmt: skip
+
+    async def scene() -> None:
+        loop = asyncio.get_running_loop()
+        spans = traces.make_node_spans("prefill", "p")
+        spans.follow(node, loop)
+        (ended,) = node.listeners
+        with spans.begin(Headers(CLIENT), "here") as first:
+            assert first.headers["traceparent"].startswith(f"00-{TRACE}-")
+        # 1. Another of its name is refused, and leaves the first one its place.
+        with pytest.raises(KeyError), spans.begin(Headers(CLIENT), "here"):
+            raise KeyError("is here already")
+        # 2. One that is refused, and whose record comes all the same.
+        with pytest.raises(KeyError), spans.begin(Headers(CLIENT), "refused"):
+            raise KeyError("no")
+        # 3. One that has not ended when the worker does.
+        with spans.begin(Headers(CLIENT), "open"):
+            pass
+        arrived_s = traces.time.monotonic()
+        await asyncio.to_thread(lambda: [
+            ended({**facts, "rid": rid}, arrived_s) for rid in ("here", "refused", "unknown")
+        ])  # fmt: skip
+        await until(lambda: len(memory.named("prefill")) == 3)
+        await spans.close()
+        await spans.close()
+
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
+    by = {
+        (span.attributes["prefixkv.rid"], span.status.description): span
+        for span in memory.named("prefill")
+    }
+    assert by.keys() == {
+        ("here", None), ("here", "'is here already'"), ("refused", "'no'"),
+        ("open", "the worker has ended"),
+    }  # fmt: skip
+    whole = by["here", None]
+    assert whole.attributes["prefixkv.room"] == str(2**64 - 1)  # beyond what an int may be there
+    steps = [span.name for span in memory.spans if span.name != "prefill"]
+    assert steps == ["promise", "queue", "compute", "send"]
+    assert {parent_of(span) for span in memory.spans if span.name in steps} == {id_of(whole)}
+
+
+# --- attributes -----------------------------------------------------------------------------------
+
+
+def test_attributes_have_the_names_of_the_conventions() -> None:
+    memory = Memory()
+    known = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
+    span = memory.tracing.start("x", memory.tracing.extract(Headers(CLIENT)))
+    trace = traces._SpanTrace(memory.tracing, span)
+    # A seed of 64 bits is OpenAI's right, and more than a span may carry.
+    ask = Ask("r", [1], "", "", 5, 2, SamplingParams(0.5, 3, 0.9, seed=2**63))
+    trace.describe_ask(ask, "m", chat=True, streamed=True)
+    trace.describe_answer(Usage(3, 2, 1), ["stop"], 0.25)
+    trace.describe_answer(Usage(4, 2, 1), ["length"], None)
+    trace.describe_body("/v1/completions", {"model": "m", "max_tokens": True, "n": 3})
+    trace.fail("http://me:secret@host/v1 said \udcff")
+    span.end()
+    (written,) = memory.spans
+    names = {name for name in written.attributes if name.startswith("gen_ai.")}
+    assert len(names) > 10
+    assert names <= known
+    assert written.attributes["gen_ai.usage.input_tokens"] == 7
+    assert written.attributes["gen_ai.response.finish_reasons"] == ("stop", "length")
+    assert "gen_ai.request.seed" not in names
+    assert written.attributes["gen_ai.request.max_tokens"] == 5
+    assert written.status.description == "http://host/v1 said ?"
+
+
+# --- whether there are any ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({}, ""),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, "OTEL_TRACES_EXPORTER"),
+        ({"OTEL_TRACES_EXPORTER": "none"}, ""),
+        ({"OTEL_TRACES_EXPORTER": ""}, ""),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, "OTEL_EXPORTER_OTLP_ENDPOINT"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c"}, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c", "OTEL_TRACES_EXPORTER": " None "}, ""),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c", "OTEL_SDK_DISABLED": "True"}, ""),
+        ({"OTEL_SERVICE_NAME": "chat"}, ""),
+    ],
+)
+def test_variables_ask_for_traces(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], name: str
+) -> None:
+    for variable, text in environ.items():
+        monkeypatch.setenv(variable, text)
+    assert asked_by() == name
+
+
+@pytest.mark.parametrize(
+    ("environ", "why"),
+    [
+        ({"OTEL_TRACES_EXPORTER": "zipkins"}, "exporter 'zipkins' is not installed; there are con"),
+        ({"OTEL_TRACES_EXPORTER": "otlp,"}, "exporter '' is not installed"),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
+         "protocol 'http/json': it is one of http/protobuf, grpc"),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"},
+         "pip install opentelemetry-exporter-otlp-proto-grpc"),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_BSP_MAX_QUEUE_SIZE": "0"}, "max_queue_size"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_used_is_an_error_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], why: str
+) -> None:
+    for variable, text in environ.items():
+        monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError, match="OTEL_TRACES_EXPORTER asks for traces") as raised:
+        make_tracing("front")
+    assert why in str(raised.value)
+
+
+def test_the_resource_is_what_the_environment_says_and_else_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
+
+    def about() -> dict[str, Any]:
+        tracing = make_tracing("decode", "decode-0")
+        assert tracing is not None
+        asyncio.run(tracing.close())
+        return dict(tracing._provider.resource.attributes)
+
+    ours = about()
+    assert (ours["service.name"], ours["prefixkv.worker"]) == ("prefixkv-decode", "decode-0")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.version=7,deployment.environment=a")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
+    given = about()
+    assert (given["service.name"], given["service.version"]) == ("chat", "7")
+    assert given["deployment.environment"] == "a"
+
+
+def test_the_last_spans_are_sent_at_the_end_which_does_not_wait_for_a_collector_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Collector() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", str(round(1000 * NEVER_S)))
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", str(NEVER_S))
+        for is_open in (True, False):
+            if not is_open:
+                collector.open.clear()
+            tracing = make_tracing("front")
+            assert tracing is not None
+            tracing.start(f"open {is_open}", tracing.extract(Headers({}))).end()
+            monkeypatch.setattr(traces, "_CLOSE_S", PATIENCE_S if is_open else 0.2)
+            asyncio.run(asyncio.wait_for(tracing.close(), PATIENCE_S))
+            assert [span.name for span in collector.spans] == ["open True"]
+        collector.open.set()
+
+
+@pytest.mark.parametrize("kind", ["front", "proxy", "worker"])
+def test_what_does_not_start_leaves_no_thread_of_its_spans(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    before = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = ListenSettings(port=taken.getsockname()[1])
+
+        async def main() -> None:
+            fleet = Fleet("key")
+            try:
+                if kind == "front":
+                    Front(fleet, Texts(small_tokenizer()), "small", listen)
+                elif kind == "proxy":
+                    at = [ServerAt("http://127.0.0.1:1", "x")]
+                    Proxy(ProxyConfig(listen=listen), at, at)
+                else:
+                    settings = WorkerSettings(num_pages=8, listen=listen)
+                    await PrefillWorker(PrefillWorkerConfig(worker=settings)).start()
+            finally:
+                await fleet.close()
+
+        with pytest.raises(ConfigError, match="cannot be bound"):
+            asyncio.run(main())
+    wait_until(lambda: not any(map(_is_of_spans, set(threading.enumerate()) - before)))
+
+
+def _is_of_spans(thread: threading.Thread) -> bool:
+    return thread.name == "traces" or thread.name.startswith("Otel")
+
+
+def python(program: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S,
+        check=False, env={**os.environ, **environ},
+    )  # fmt: skip
+
+
+SERVERS = "['proxy', '--prefill', 'http://127.0.0.1:1=a', '--decode', 'http://127.0.0.1:2=b']"
+
+
+def test_nothing_of_opentelemetry_is_imported_unless_it_is_asked_for() -> None:
+    program = (
+        "import sys; from prefixkv.serving import front, proxy, worker; "
+        "from prefixkv.serving.tracing import make_tracing, make_node_spans; "
+        "print(make_tracing('front'), type(make_node_spans('decode', 'd')).__name__); "
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])"
+    )
+    ran = python(program)
+    assert ran.stdout == "None NodeSpans\n[]\n", ran.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("missing", "propagators", "why"),
+    [
+        ("opentelemetry", "", "pip install 'prefixkv[otel]'"),
+        ("opentelemetry.exporter.otlp.proto.http", "", "pip install 'prefixkv[otel]'"),
+        ("none", "b4", "Propagator b4 not found"),
+    ],
+)
+def test_what_is_missing_is_said_by_a_command_in_one_line(
+    missing: str, propagators: str, why: str
+) -> None:
+    program = (
+        f"import sys; sys.modules[{missing!r}] = None; "
+        f"from prefixkv.cli.main import run_command as r; print(r({SERVERS}))"
+    )
+    ran = python(program, OTEL_TRACES_EXPORTER="otlp", OTEL_PROPAGATORS=propagators)
+    assert ran.stdout == "2\n", ran.stderr
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith("prefixkv: OTEL_TRACES_EXPORTER asks for traces")
+    assert why in line

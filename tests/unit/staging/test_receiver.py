@@ -1,0 +1,588 @@
+"""Decode's side of staging, rule by rule: asks, arrivals, scatters, and what of a room's end waits
+for copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixkv.errors import ConfigError, LeaseError, ProtocolError, TransferError
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, Promise, Topology
+from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.staging.cut import LeaseCut, Section
+from prefixkv.staging.leases import LeaseState
+from prefixkv.staging.receiver import (
+    BreakRoom,
+    Grant,
+    Scatter,
+    SectionArrived,
+    StagedRoomAction,
+    StagingPlan,
+    StagingReceiver,
+)
+from tests.unit.control.mesh_wire import AREA, DIGEST, KEY, hello, promise
+
+A, B = RoomKey(1, 0), RoomKey(2, 5)
+TICKET = 9
+# Two writers, four units a piece: each has one block of a lease of two.
+CUT = LeaseCut(((0, 1000), (2, 1024)), units_per_piece=4, area_bytes=4 * BLOCK_BYTES)
+PARTS = {0: Shard(0, 1, 0, 1), 2: Shard(0, 1, 1, 1)}
+LEASE = 2 * BLOCK_BYTES
+
+
+def area_of(num_bytes: int) -> StagingArea:
+    return StagingArea(BLOCK_BYTES, num_bytes, num_bytes)
+
+
+def open_room(
+    staging: StagingReceiver,
+    key: RoomKey,
+    num_units: int,
+    cut: LeaseCut = CUT,
+    ticket: int = TICKET,
+) -> list[StagedRoomAction]:
+    """A room whose unit pages are our pages 100.., each of one token."""
+    pages = np.arange(100, 100 + num_units, dtype=np.int32)
+    promise = Promise(*key.numbers, num_units, 0, pages.tobytes(), ticket)
+    return staging.open(promise, 1, StagingPlan(cut, PARTS, unit_tokens=1))
+
+
+def rooms_of(num_units: int, *keys: RoomKey, leases: int = 2) -> StagingReceiver:
+    staging = StagingReceiver(area_of(leases * LEASE))
+    for key in keys:
+        assert open_room(staging, key, num_units) == []
+    return staging
+
+
+def ask(
+    staging: StagingReceiver,
+    key: RoomKey,
+    rank: int,
+    piece: int,
+    first: int,
+    count: int = 4,
+) -> list[StagedRoomAction]:
+    out = staging.on_ask(rank, LeaseAsk(*key.numbers, rank, piece, first, count, TICKET))
+    staging.check_invariants()
+    return out
+
+
+def grants(actions: list[StagedRoomAction]) -> list[tuple[int, int, int, int]]:
+    """(room, rank, piece, offset) of each; nothing else may be among them."""
+    assert all(isinstance(action, Grant) for action in actions)
+    said = [action for action in actions if isinstance(action, Grant)]
+    assert all(action.grant.key == action.key for action in said)
+    assert all(action.grant.ticket == TICKET for action in said)
+    return [
+        (action.key.room, action.rank, action.grant.piece, action.grant.offset) for action in said
+    ]
+
+
+def lease_of(actions: list[StagedRoomAction]) -> int:
+    (lease_id,) = {action.grant.lease_id for action in actions if isinstance(action, Grant)}
+    return lease_id
+
+
+def arrive(
+    staging: StagingReceiver,
+    key: RoomKey,
+    rank: int,
+    piece: int,
+    lease: int,
+    part: int = 0,
+    parts: int = 1,
+    blocks: int = 1,
+) -> list[StagedRoomAction]:
+    """What follows but for `SectionArrived`, which comes last and once."""
+    tag = ChunkTag(1, *key.numbers, rank, piece, part, parts, lease, blocks)
+    out = staging.on_arrival(tag)
+    staging.check_invariants()
+    if out and isinstance(out[-1], SectionArrived):
+        assert (out[-1].key, out[-1].rank) == (key, rank)
+        out.pop()
+    assert not any(isinstance(action, SectionArrived) for action in out)
+    return out
+
+
+def all_arrive(staging: StagingReceiver, key: RoomKey, piece: int, lease: int) -> Scatter:
+    assert arrive(staging, key, 0, piece, lease) == []
+    (scatter,) = arrive(staging, key, 2, piece, lease)
+    assert isinstance(scatter, Scatter)
+    return scatter
+
+
+def asked_by_all(
+    staging: StagingReceiver, key: RoomKey, piece: int, first: int, count: int = 4
+) -> int:
+    ask(staging, key, 0, piece, first, count)
+    return lease_of(ask(staging, key, 2, piece, first, count))
+
+
+def told(staging: StagingReceiver, ending: RoomEnded | RoomDrained) -> list[StagedRoomAction]:
+    """What follows from an end that is passed on at once."""
+    out = staging.pass_on(ending)
+    staging.check_invariants()
+    out.remove(ending)
+    return out
+
+
+def success(key: RoomKey) -> RoomEnded:
+    return RoomEnded(key, KVPoll.SUCCESS)
+
+
+def failure(key: RoomKey) -> RoomEnded:
+    return RoomEnded(key, KVPoll.FAILED, TransferError("broke"))
+
+
+def states(staging: StagingReceiver) -> list[LeaseState]:
+    return [lease.state for lease in staging.leases.all()]
+
+
+@pytest.mark.parametrize("num_bytes", [0, -BLOCK_BYTES, BLOCK_BYTES // 2, BLOCK_BYTES + 1])
+def test_an_area_is_whole_blocks(num_bytes: int) -> None:
+    with pytest.raises(ConfigError):
+        StagingReceiver(area_of(num_bytes))
+
+
+# --- asks -----------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_granted_to_all_writers_when_the_last_has_asked() -> None:
+    staging = rooms_of(8, A)
+    assert ask(staging, A, 2, 0, 0) == []
+    assert staging.leases.all() == []
+    assert grants(ask(staging, A, 0, 0, 0)) == [(1, 0, 0, 0), (1, 2, 0, 0)]
+    (lease,) = staging.leases.all()
+    assert (lease.state, lease.num_bytes) == (LeaseState.GRANTED, LEASE)
+    assert staging.leases.get(lease.lease_id) is lease
+
+
+def test_an_ask_for_what_is_granted_is_answered_again_until_it_is_written() -> None:
+    staging = rooms_of(8, A)
+    assert ask(staging, A, 0, 0, 0) == []
+    assert ask(staging, A, 0, 0, 0) == []  # not granted yet
+    lease = lease_of(ask(staging, A, 2, 0, 0))
+    assert grants(ask(staging, A, 2, 0, 0)) == [(1, 2, 0, 0)]
+    arrive(staging, A, 2, 0, lease)
+    assert ask(staging, A, 2, 0, 0) == []
+    assert grants(ask(staging, A, 0, 0, 0)) == [(1, 0, 0, 0)]
+    assert staging.counters["asked_again"] == 4
+
+
+def test_pieces_are_granted_in_order_whatever_the_order_of_asks() -> None:
+    staging = rooms_of(12, A)
+    for piece in (2, 1):
+        for rank in (0, 2):
+            assert ask(staging, A, rank, piece, 4 * piece) == []
+    assert ask(staging, A, 0, 0, 0) == []
+    assert grants(ask(staging, A, 2, 0, 0)) == [
+        (1, 0, 0, 0),
+        (1, 2, 0, 0),
+        (1, 0, 1, LEASE),
+        (1, 2, 1, LEASE),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rank", "piece", "first", "count", "what"),
+    [
+        (1, 0, 0, 4, "rank 1 asks"),
+        (0, 0, 0, 5, "at most 4"),
+        (0, 0, 0, 0, "at most 4"),
+        (0, 3, 10, 3, "10 to 13 of 12"),
+        (0, 0, 1, 4, "between None"),
+        (0, 1, 4, 3, "another writer's"),
+        (0, 2, 7, 4, "between"),
+        (0, 2, 9, 3, "between"),
+        (0, 0, 0, 3, "between"),
+        (0, 5, 3, 1, "piece 5 is units 3"),
+    ],
+)
+def test_an_ask_that_does_not_fit_is_refused_and_changes_nothing(
+    rank: int, piece: int, first: int, count: int, what: str
+) -> None:
+    staging = rooms_of(12, A)
+    ask(staging, A, 2, 1, 4)
+    with pytest.raises(ProtocolError, match=what):
+        ask(staging, A, rank, piece, first, count)
+    for p in (0, 1, 2):
+        ask(staging, A, 2, p, 4 * p)
+    assert [grants(ask(staging, A, 0, p, 4 * p)) != [] for p in (0, 1, 2)] == [True, True, False]
+
+
+def test_a_rank_speaks_for_itself_only() -> None:
+    staging = rooms_of(4, A)
+    with pytest.raises(ProtocolError, match="as rank 2"):
+        staging.on_ask(0, LeaseAsk(*A.numbers, 2, 0, 0, 4, TICKET))
+
+
+def test_asks_of_unknown_and_closed_rooms_and_of_another_use_are_counted() -> None:
+    staging = rooms_of(4, A)
+    assert ask(staging, B, 0, 0, 0) == []
+    assert staging.on_ask(0, LeaseAsk(*A.numbers, 0, 0, 0, 4, TICKET + 1)) == []
+    asked_by_all(staging, A, 0, 0)
+    assert told(staging, failure(A)) == []
+    assert ask(staging, A, 0, 0, 0) == []
+    assert staging.counters == {"asks_of_no_room": 3}
+
+
+# --- arrivals and scatters ------------------------------------------------------------------------
+
+
+def test_a_piece_is_scattered_when_every_part_of_every_writer_has_come() -> None:
+    staging = rooms_of(7, A)
+    asked_by_all(staging, A, 0, 0)
+    lease = asked_by_all(staging, A, 1, 4, 3)
+    assert arrive(staging, A, 0, 1, lease, part=1, parts=2) == []
+    assert arrive(staging, A, 2, 1, lease) == []
+    assert arrive(staging, A, 0, 1, lease, part=1, parts=2) == []
+    (scatter,) = arrive(staging, A, 0, 1, lease, part=0, parts=2)
+    assert isinstance(scatter, Scatter)
+    assert scatter.sections == (
+        Section(0, LEASE, 3000),
+        Section(2, LEASE + BLOCK_BYTES, 3072),
+    )
+    assert (scatter.lease_id, scatter.units.tolist()) == (lease, [104, 105, 106])
+    assert (scatter.unit_tokens, scatter.parts) == (1, PARTS)
+    assert staging.counters == {"arrivals_not_awaited": 1}
+    assert arrive(staging, A, 2, 1, lease) == []
+
+
+def test_arrivals_that_fit_no_lease_are_counted_and_change_nothing() -> None:
+    staging = rooms_of(8, A, B)
+    lease = asked_by_all(staging, A, 0, 0)
+    for key, rank, piece, lease_id in (
+        (B, 0, 0, lease),
+        (A, 0, 1, lease),
+        (A, 0, 0, lease + 1),
+        (A, 0, 0, -1),
+    ):
+        assert arrive(staging, key, rank, piece, lease_id) == []
+    assert staging.counters["arrivals_of_no_lease"] == 4
+    assert arrive(staging, A, 1, 0, lease) == []  # no writer
+    assert staging.counters["arrivals_not_awaited"] == 1
+    assert arrive(staging, A, 0, 0, lease, part=0, parts=2) == []
+    assert arrive(staging, A, 0, 0, lease, part=1, parts=3) == []  # two or three?
+    assert staging.counters["arrivals_that_disagree"] == 1
+    assert arrive(staging, A, 2, 0, lease) == []
+    assert arrive(staging, A, 2, 0, lease) == []  # it has arrived
+    assert staging.counters["arrivals_not_awaited"] == 2
+    assert len(arrive(staging, A, 0, 0, lease, part=1, parts=2)) == 1
+
+
+def test_the_end_of_a_scatter_frees_the_lease_and_the_next_is_granted() -> None:
+    staging = rooms_of(8, A, B, leases=1)
+    lease = asked_by_all(staging, A, 0, 0)
+    for rank in (0, 2):
+        assert ask(staging, B, rank, 0, 0) == []
+    all_arrive(staging, A, 0, lease)
+    assert grants(scattered(staging, lease)) == [(2, 0, 0, 0), (2, 2, 0, 0)]
+    assert scattered(staging, lease) == []
+
+
+def test_a_lease_that_no_copy_runs_for_cannot_have_been_scattered() -> None:
+    staging = rooms_of(8, A)
+    lease = asked_by_all(staging, A, 0, 0)
+    with pytest.raises(LeaseError, match=r"GRANTED.* still written"):
+        staging.on_scattered(lease, None)
+    all_arrive(staging, A, 0, lease)
+
+
+def test_a_room_succeeds_with_its_last_unit_whatever_the_order_of_scatters() -> None:
+    staging = rooms_of(8, A)
+    leases = [asked_by_all(staging, A, 0, 0), asked_by_all(staging, A, 1, 4)]
+    for piece in (1, 0):
+        all_arrive(staging, A, piece, leases[piece])
+    assert scattered(staging, leases[1]) == []
+    assert staging.pass_on(success(A)) == []
+    assert scattered(staging, leases[0]) == [success(A)]
+    assert staging.num_rooms == 0
+    open_room(staging, A, 8, ticket=TICKET + 1)
+    ended, _ = staging.pass_on(success(A))
+    assert isinstance(ended, RoomEnded)
+    assert "0 of 8" in str(ended.error), "nothing of its last use counts for it"
+
+
+def test_a_room_without_units_succeeds_at_once() -> None:
+    staging = StagingReceiver(area_of(LEASE))
+    assert open_room(staging, A, 0) == []
+    assert told(staging, success(A)) == []
+
+
+def test_a_scatter_that_failed_breaks_the_room_once() -> None:
+    staging = rooms_of(8, A)
+    leases = [asked_by_all(staging, A, 0, 0), asked_by_all(staging, A, 1, 4)]
+    for piece, lease in enumerate(leases):
+        all_arrive(staging, A, piece, lease)
+    error = OSError("no")
+    assert scattered(staging, leases[0], error) == [BreakRoom(A, error)]
+    assert scattered(staging, leases[1], error) == []
+    assert staging.leases.all() == []
+
+
+# --- what has arrived -----------------------------------------------------------------------------
+
+
+def test_a_writer_has_arrived_when_each_part_is_notified_with_all_its_blocks() -> None:
+    staging = rooms_of(8, A)
+    lease = asked_by_all(staging, A, 0, 0)
+
+    def tag(part: int, blocks: int, rank: int = 0) -> list[StagedRoomAction]:
+        return staging.on_arrival(ChunkTag(1, *A.numbers, rank, 0, part, 2, lease, blocks))
+
+    assert tag(0, 1) == []
+    assert tag(1, 0) == tag(1, 2) == []  # a transport that posted less, or more, than the section
+    assert staging.counters == {"arrivals_that_disagree": 2}
+    assert tag(1, 1) == [SectionArrived(A, 0, 4)]
+    assert tag(1, 1) == []
+    assert tag(0, 1, rank=2) == []
+    scatter, arrived = tag(1, 1, rank=2)
+    assert isinstance(scatter, Scatter)
+    assert arrived == SectionArrived(A, 2, 4)
+
+
+def test_what_a_writer_says_stands_for_no_notification() -> None:
+    staging = rooms_of(12, A, leases=1)
+    lease = asked_by_all(staging, A, 0, 0)
+    arrive(staging, A, 2, 0, lease)
+    for rank in (0, 2):  # it asks for the next piece, as if this one were written
+        assert ask(staging, A, rank, 1, 4) == []
+    assert states(staging) == [LeaseState.GRANTED]
+    ended, drained = staging.pass_on(success(A))
+    assert isinstance(ended, RoomEnded)
+    assert "0 of 12 unit pages were staged" in str(ended.error)
+    assert drained == RoomDrained(A)
+    assert staging.num_rooms == 0
+
+
+# --- rooms that fail ------------------------------------------------------------------------------
+
+
+def test_a_failed_room_holds_its_leases_until_it_is_drained() -> None:
+    staging = rooms_of(8, A, B, leases=1)
+    lease = asked_by_all(staging, A, 0, 0)
+    for rank in (0, 2):
+        ask(staging, A, rank, 1, 4)
+        ask(staging, B, rank, 0, 0)
+    assert told(staging, failure(A)) == []
+    assert states(staging) == [LeaseState.HELD]
+    with pytest.raises(LeaseError, match="life"):
+        open_room(staging, A, 8, ticket=TICKET + 1)
+    assert grants(told(staging, RoomDrained(A))) == [(2, 0, 0, 0), (2, 2, 0, 0)]
+    assert arrive(staging, A, 0, 0, lease) == []
+    assert staging.num_rooms == 1
+    assert open_room(staging, A, 8, ticket=TICKET + 1) == []
+
+
+def test_the_end_of_a_room_lets_those_behind_it_pass() -> None:
+    staging = StagingReceiver(area_of(3 * BLOCK_BYTES))
+    small, large = LeaseCut(((0, BLOCK_BYTES),), 2, 3 * BLOCK_BYTES), RoomKey(3, 0)
+    for key in (A, B):
+        open_room(staging, key, 8, small)
+    assert len(ask(staging, B, 0, 0, 0, 1)) == 1
+    open_room(staging, large, 4)
+    assert len(ask(staging, A, 0, 0, 0, 2)) == 1
+    assert ask(staging, large, 0, 0, 0) == []
+    assert ask(staging, large, 2, 0, 0) == []
+    assert ask(staging, B, 0, 1, 1, 2) == []
+    assert told(staging, failure(A)) == []  # its lease is held
+    freed = told(staging, RoomDrained(A))
+    assert grants(freed) == [(3, 0, 0, BLOCK_BYTES), (3, 2, 0, BLOCK_BYTES)]
+    assert told(staging, failure(large)) == []
+    assert grants(told(staging, RoomDrained(large))) == [(2, 0, 1, BLOCK_BYTES)]
+
+
+def test_the_last_arrival_frees_a_held_lease_and_nothing_is_scattered() -> None:
+    staging = rooms_of(8, A)
+    lease = asked_by_all(staging, A, 0, 0)
+    arrive(staging, A, 0, 0, lease)
+    assert told(staging, failure(A)) == []
+    assert arrive(staging, A, 2, 0, lease) == []
+    assert staging.leases.all() == []
+    assert told(staging, RoomDrained(A)) == []
+
+
+def test_a_copy_that_runs_keeps_a_failed_room_from_being_drained() -> None:
+    staging = rooms_of(8, A)
+    leases = [asked_by_all(staging, A, 0, 0), asked_by_all(staging, A, 1, 4)]
+    for piece, lease in enumerate(leases):
+        all_arrive(staging, A, piece, lease)
+    assert told(staging, failure(A)) == []
+    assert staging.pass_on(RoomDrained(A)) == []
+    assert states(staging) == [LeaseState.LANDED] * 2
+    assert scattered(staging, leases[0], OSError("no")) == []
+    assert scattered(staging, leases[1]) == [RoomDrained(A)]
+    assert staging.num_rooms == 0
+
+
+def test_words_of_unknown_rooms_change_nothing() -> None:
+    staging = rooms_of(8, A)
+    assert staging.pass_on(success(B)) == [success(B)]
+    staging.check_invariants()
+
+
+# --- ends that wait -------------------------------------------------------------------------------
+
+GOOD = RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux")
+BAD = RoomEnded(KEY, KVPoll.FAILED, TransferError("broke"))
+DRAINED = RoomDrained(KEY)
+OTHER = RoomKey(8, 0)
+
+
+def plan(page_size: int = 4, writers_page_size: int = 4) -> StagingPlan:
+    """Two writers; a lease takes two units of each."""
+    mine: Hello = hello(1, 0, PeerId("d", 5), page_size=page_size, staging=AREA)
+    return StagingPlan.of(mine, HelloReply(DIGEST, Topology(writers_page_size, 2), ()))
+
+
+def opened(fill_len: int = 10) -> StagingReceiver:
+    staging = StagingReceiver(AREA)
+    assert staging.open(promise(fill_len=fill_len), 4, plan()) == []
+    return staging
+
+
+def granted(staging: StagingReceiver, piece: int = 0, first: int = 0, count: int = 1) -> int:
+    for rank in (0, 1):
+        said = staging.on_ask(rank, LeaseAsk(*KEY.numbers, rank, piece, first, count, 1))
+    assert all(isinstance(action, Grant) for action in said)
+    return said[0].grant.lease_id  # type: ignore[union-attr]
+
+
+def landed(staging: StagingReceiver, piece: int = 0, first: int = 0) -> int:
+    """A lease whose scatter runs."""
+    lease = granted(staging, piece, first)
+    for rank in (0, 1):
+        tag = ChunkTag(5, *KEY.numbers, rank, piece, lease_id=lease, num_pages=1)
+        actions = staging.on_arrival(tag)
+    assert [type(action) for action in actions] == [Scatter, SectionArrived]
+    return lease
+
+
+def scattered(staging: StagingReceiver, lease: int, error: Exception | None = None) -> list[Any]:
+    out = staging.on_scattered(lease, error)
+    staging.check_invariants()
+    return out
+
+
+def test_success_is_held_back_until_the_last_unit_is_scattered() -> None:
+    staging = opened(fill_len=10)
+    leases = [landed(staging, piece, piece) for piece in range(3)]
+    assert scattered(staging, leases[0]) == []
+    assert staging.pass_on(GOOD) == []
+    assert staging.num_waiting == 1
+    assert scattered(staging, leases[1]) == []
+    assert scattered(staging, leases[2]) == [GOOD]
+    assert (staging.num_waiting, staging.num_rooms) == (0, 0)
+
+
+def test_success_that_comes_last_is_passed_on_at_once() -> None:
+    staging = opened(fill_len=4)
+    assert scattered(staging, landed(staging)) == []
+    assert staging.pass_on(GOOD) == [GOOD]
+    assert staging.num_rooms == 0
+
+
+def test_a_failure_is_told_at_once_and_drained_when_no_copy_runs() -> None:
+    staging = opened()
+    first, second = landed(staging, 0, 0), landed(staging, 1, 1)
+    assert staging.pass_on(BAD) == [BAD]
+    assert staging.pass_on(DRAINED) == []
+    assert scattered(staging, first) == []
+    assert scattered(staging, second, TransferError("also")) == [DRAINED]
+    assert (staging.num_waiting, staging.num_rooms) == (0, 0)
+
+
+def test_leases_that_nothing_was_copied_from_are_free_with_the_proof() -> None:
+    staging = opened()
+    granted(staging)
+    assert staging.pass_on(BAD) == [BAD]
+    assert staging.num_rooms == 1
+    assert staging.pass_on(DRAINED) == [DRAINED]
+    assert staging.num_rooms == 0
+
+
+def test_leases_that_come_free_are_granted_to_rooms_that_wait() -> None:
+    staging = opened()
+    other = Promise(*OTHER.numbers, 12, 0, promise().pages, 2)
+    staging.open(other, 4, plan())
+    for piece in range(2):
+        granted(staging, piece, piece)
+    for piece, first, count in ((0, 0, 1), (1, 1, 1), (2, 2, 1)):
+        for rank in (0, 1):
+            said = staging.on_ask(rank, LeaseAsk(*OTHER.numbers, rank, piece, first, count, 2))
+    assert said == [], "the area takes four pieces"
+    assert staging.pass_on(BAD) == [BAD]
+    ended, *grants = [*staging.pass_on(DRAINED)][::-1]
+    assert ended == DRAINED
+    assert [(grant.key, grant.grant.piece) for grant in grants] == [(OTHER, 2)] * 2
+
+
+def test_an_overdue_room_is_told_at_any_time() -> None:
+    staging = opened()
+    landed(staging)
+    staging.pass_on(BAD)
+    assert staging.pass_on(RoomOverdue(KEY)) == [RoomOverdue(KEY)]
+
+
+def test_a_copy_that_fails_before_the_machine_has_ended_breaks_it() -> None:
+    staging = opened()
+    error = TransferError("the copy")
+    assert scattered(staging, landed(staging), error) == [BreakRoom(KEY, error)]
+    assert staging.pass_on(BAD) == [BAD]
+    assert staging.pass_on(DRAINED) == [DRAINED]
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_copy_that_fails_after_success_was_held_back_ends_and_drains_the_room_here(
+    others: int,
+) -> None:
+    staging = opened(fill_len=4 * (1 + others))
+    lease = landed(staging)
+    more = [landed(staging, 1 + i, 1 + i) for i in range(others)]
+    assert staging.pass_on(GOOD) == []
+    error = TransferError("the copy")
+    ended, *drained = scattered(staging, lease, error)
+    assert (ended.poll, ended.error) == (KVPoll.FAILED, error)
+    for other in more:
+        assert drained == [], "its pages are still written"
+        drained = scattered(staging, other)
+    assert drained == [DRAINED]
+    assert (staging.num_waiting, staging.num_rooms) == (0, 0)
+
+
+def test_rooms_that_are_not_staged_pass() -> None:
+    staging = StagingReceiver(AREA)
+    for ending in (GOOD, BAD, DRAINED, RoomOverdue(KEY)):
+        assert staging.pass_on(ending) == [ending]
+
+
+def test_a_number_may_come_again_after_either_end() -> None:
+    staging = opened(fill_len=4)
+    scattered(staging, landed(staging))
+    staging.pass_on(GOOD)
+    staging.open(promise(ticket=1), 4, plan())
+    granted(staging)
+    staging.pass_on(BAD)
+    staging.pass_on(DRAINED)
+    assert staging.open(promise(ticket=3), 4, plan()) == []
+
+
+def test_units_of_larger_pages_of_ours_and_of_the_writers() -> None:
+    staging = StagingReceiver(AREA)
+    which = Promise(*KEY.numbers, 30, 8, promise(pages=(3, 9, 5)).pages, 1)
+    staging.open(which, 8, plan(page_size=8))
+    lease = granted(staging, 0, 0, 2)
+    for section in staging.sections_of(staging.leases.all()[0]):
+        blocks = section.num_bytes // BLOCK_BYTES
+        tag = ChunkTag(5, *KEY.numbers, section.rank, 0, lease_id=lease, num_pages=blocks)
+        actions = staging.on_arrival(tag)
+    scatter, _ = actions
+    assert isinstance(scatter, Scatter)
+    assert (scatter.units.tolist(), scatter.unit_tokens) == ([6, 7], 4)
+    assert plan(4, 16).unit_tokens == 4

@@ -1,0 +1,132 @@
+"""What has hurt users of other systems and is no other module's to test: see also the storm,
+`python -m benchmarks chaos`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefixkv
+from prefixkv.decode.request import DecodeState
+from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.errors import OutOfPagesError
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.pages.manager import PageManager
+from prefixkv.pages.windows import WindowSpec
+from tests.support.transport_pools import make_pool
+from tests.unit.decode.desk import Desk
+from tests.unit.prefill.test_state_checkpoints import Worker
+
+
+def test_nothing_from_the_network_is_unpickled() -> None:
+    """Outside the command line, whose processes speak over pipes of their own, no module unpickles
+    anything."""
+    root = Path(prefixkv.__file__).parent
+    forbidden = re.compile(
+        r"\bimport (pickle|marshal|shelve)\b|recv_pyobj|send_pyobj|deserialize_descs|torch\.load"
+    )
+    found = {
+        str(path.relative_to(root)): match.group()
+        for path in root.rglob("*.py")
+        if (match := forbidden.search(path.read_text()))
+    }
+    assert not found
+
+
+def test_those_that_were_retracted_and_wait_do_not_keep_transfers_from_being_polled() -> None:
+    desk = Desk(8)
+    oldest, small = (
+        desk.start("a", 4, max_new=9, outputs=1),
+        desk.start("b", 4, max_new=9, outputs=1),
+    )
+    victim = desk.start("c", 4, max_new=9, outputs=1)
+    for _ in range(4):
+        desk.token(victim)
+    moving = desk.add("m", 4, max_new=1)
+    assert desk.admit() == ["m"]
+    for _ in range(3):
+        desk.token(oldest, small)
+    with pytest.raises(OutOfPagesError):
+        desk.token(oldest, small)
+    desk.retract(victim)
+    desk.token(oldest, small)
+    assert desk.admit() == [], "there is no room for it"
+    assert victim.state is DecodeState.RETRACTED
+    desk.succeed(moving.room_key)
+    assert desk.transferred() == ["m"]
+
+
+def test_no_progress_thread_burns_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefixkv.transport.nixl import agent as nixl_agent
+
+    asked: list[dict[str, Any]] = []
+    config = nixl_agent.nixl_api.nixl_agent_config
+
+    def noting(**settings: Any) -> Any:
+        asked.append(settings)
+        return config(**settings)
+
+    monkeypatch.setattr(nixl_agent.nixl_api, "nixl_agent_config", noting)
+    layout: KVLayout = make_pool("layer_major", 4).layout
+    assert nixl_agent.NixlAgent("alone", layout).destroy()
+    assert [settings["enable_prog_thread"] for settings in asked] == [False]
+
+
+# --- layers that keep a window or a state ---------------------------------------------------------
+
+WINDOWS = [WindowSpec("last", 6, 24, 40)]
+
+
+def test_a_look_up_that_stops_a_token_early_does_not_give_the_window_of_the_whole() -> None:
+    """Of a prompt of whole pages that is all cached, the last token is computed again: from an
+    earlier checkpoint, and not from the one behind that token."""
+    worker = Worker(windows=WINDOWS, has_state=False)
+    worker.serve("short", [5] * 8)
+    worker.serve("long", [5] * 16)
+    worker.serve("again", [5] * 16)
+    assert worker.resumed["again"] == 8
+    worker.serve("more", [5] * 17)
+    assert worker.resumed["more"] == 16
+
+
+def test_window_pages_that_are_absent_are_no_reason_to_send_what_is_cached() -> None:
+    """Decode has the full pages of a long prefix, and no window page of it at all."""
+    desk = Desk(64)
+    desk.pages = PageManager(64, 4, 8, windows=[WindowSpec("last", 6, 9, 1)])
+    desk.scheduler = DecodeScheduler(desk.pages, reserve_tokens=0)
+    desk.finish(desk.start("a", 41))
+    (group,) = desk.pages.windows
+    assert group.allocator.free_pages == group.allocator.num_pages
+    req = desk.add("a2", [ord("a") * 1000 + place for place in range(41)] + [1])
+    desk.admit()
+    assert req.prefix_len == 40
+
+
+def test_windows_of_what_runs_flush_no_cached_page() -> None:
+    """Window pages are a pool of their own: that they are all taken costs no cached prefix."""
+    desk = Desk(64)
+    desk.pages = PageManager(64, 4, 8, windows=[WindowSpec("last", 6, 9, 1)])
+    desk.scheduler = DecodeScheduler(desk.pages, reserve_tokens=0)
+    desk.finish(desk.start("a", 24))
+    reqs = [desk.start(rid, 8, max_new=8) for rid in "bcd"]
+    (group,) = desk.pages.windows
+    assert not group.allocator.free_pages
+    for _ in range(7):
+        desk.token(*reqs)
+    desk.add("e", 8)
+    assert desk.admit() == []
+    assert desk.pages.evicted_pages == 0
+    assert desk.pages.cache.match_prefix([ord("a") * 1000 + at for at in range(24)]).depth == 6
+
+
+def test_a_prefix_without_its_window_is_not_gone_on_from() -> None:
+    """Its full pages are cached; the checkpoint went, since another needed the window's pages."""
+    worker = Worker(num_checkpoints=1, windows=WINDOWS, has_state=False)
+    worker.serve("a", [5] * 16)
+    worker.serve("b", [6] * 16)
+    worker.serve("a2", [5] * 20)
+    assert worker.resumed["a2"] == 0
+    assert worker.pages.cache.match_prefix([5] * 16).depth == 4

@@ -1,0 +1,457 @@
+"""Who gets in at the door of a shm transport, and what is left of one that does not."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import secrets
+import select
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from prefixkv.errors import ConfigError, HandshakeError
+from prefixkv.memory.kv_layout import ADDRESS_END
+from prefixkv.memory.shared import SharedBlock, block_of
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.tags import TAG_BYTES, ChunkTag
+from prefixkv.transport.base import PeerUnreachable, WriteDone
+from prefixkv.transport.shm import door as shm_door
+from prefixkv.transport.shm import wire as shm_wire
+from prefixkv.transport.shm.door import ShmListener
+from prefixkv.transport.shm.transport import ShmTransport
+from prefixkv.transport.shm.wire import (
+    MAGIC,
+    TOKEN_BYTES,
+    ShmOffer,
+    hand_over,
+    pack_offer,
+    read_offer,
+    tags_of,
+    take,
+)
+from tests.support.patience import NEVER_S, PATIENCE_S, until
+from tests.support.shm_liar import num_descriptors
+from tests.support.transport_driver import Node, ShmDriver
+from tests.support.transport_pools import make_pool, shared_zeros
+
+TAG = ChunkTag(incarnation=1, room=7, generation=0, rank=0, chunk=2).pack()
+
+
+@pytest.fixture
+def driver() -> Iterator[ShmDriver]:
+    made = ShmDriver()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def offer_of(target: Node) -> ShmOffer:
+    return msgspec.msgpack.decode(target.transport.metadata[len(MAGIC) :], type=ShmOffer)
+
+
+def stranger_at(target: Node) -> socket.socket:
+    """Has connected, and said nothing."""
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stranger.settimeout(PATIENCE_S)
+    stranger.connect("\0prefixkv-shm-" + offer_of(target).door)
+    return stranger
+
+
+def answer_to(stranger: socket.socket, *words: bytes) -> bytes:
+    """What comes back; b"": it was turned away."""
+    try:
+        for word in words:
+            stranger.send(word)
+        return stranger.recv(1 << 16)
+    except (BrokenPipeError, ConnectionResetError):
+        return b""
+
+
+def write_one(driver: ShmDriver, writer: Node, target: Node, number: int) -> None:
+    writer.transport.write(writer.job(number, target, [number], [number]))
+    driver.until(lambda: writer.ends(number) and len(target.tags()) >= number)
+    assert isinstance(writer.ends(number)[0], WriteDone)
+
+
+# --- who it is ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [1, -1])
+def test_another_user_gets_nothing_and_is_given_nothing(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    writer, target = driver.node("prefill"), driver.node("decode")
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + more)
+    writer.add(target)
+    driver.until(lambda: writer.of(PeerUnreachable))
+    (event,) = writer.of(PeerUnreachable)
+    assert event.error.field == "user"
+    with stranger_at(target) as stranger:  # also one that has the token
+        assert answer_to(stranger, MAGIC + offer_of(target).token) == b""
+
+
+def test_tokens_are_drawn_and_those_of_others_are_no_good(driver: ShmDriver) -> None:
+    one, two = offer_of(driver.node("decode")), offer_of(driver.node("decode"))
+    assert len(one.token) == TOKEN_BYTES
+    assert len({one.token, two.token, bytes(TOKEN_BYTES)}) == 3
+    assert one.door != two.door
+
+
+WRONG: dict[str, Any] = {
+    "nothing like it": lambda token: [b"x" * 5000],
+    "another": lambda token: [MAGIC + bytes(TOKEN_BYTES)],
+    "the last byte": lambda token: [MAGIC + token[:-1] + bytes([token[-1] ^ 1])],
+    "the first byte": lambda token: [MAGIC + bytes([token[0] ^ 1]) + token[1:]],
+    "too short": lambda token: [MAGIC + token[:-1]],
+    "too long": lambda token: [MAGIC + token + b"x"],
+    "without the magic": lambda token: [token],
+    "tags": lambda token: [TAG],
+    "tags, then the token": lambda token: [TAG, MAGIC + token],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", WRONG)
+def test_without_the_token_nothing_is_handed_out_and_others_go_on(
+    driver: ShmDriver, words: str
+) -> None:
+    writer, target = driver.pair()
+    write_one(driver, writer, target, 1)
+    before = num_descriptors()
+    with stranger_at(target) as stranger:
+        assert answer_to(stranger, *WRONG[words](offer_of(target).token)) == b""
+    until(lambda: num_descriptors() == before)
+    write_one(driver, writer, target, 2)
+    assert {tag.room for tag in target.tags()} == {1, 2}
+
+
+@pytest.mark.parametrize("words", [b"short", b"\0" * 40, TAG + b"\0"])
+def test_a_writer_whose_words_are_no_tags_is_dropped_and_others_go_on(
+    driver: ShmDriver, words: bytes
+) -> None:
+    writer, target = driver.pair()
+    write_one(driver, writer, target, 1)
+    with stranger_at(target) as stranger:
+        assert answer_to(stranger, MAGIC + offer_of(target).token).startswith(MAGIC)
+        assert answer_to(stranger, words) == b""
+    write_one(driver, writer, target, 2)
+
+
+def test_a_packet_of_tags_is_one_that_the_door_reads_whole() -> None:
+    assert shm_wire.TAGS_A_PACKET * TAG_BYTES <= shm_wire.MAX_PACKET_BYTES
+    with pytest.raises(HandshakeError, match="bytes of tags"):
+        tags_of(b"")
+
+
+# --- how many, and for how long -------------------------------------------------------------------
+
+
+def test_a_stranger_that_says_nothing_is_turned_out_and_a_writer_is_not(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, target = driver.pair()
+    write_one(driver, writer, target, 1)
+    links = links_of(target)
+    monkeypatch.setattr(shm_door, "_PATIENCE_S", 0.05)
+    assert len(links) == 1
+    with stranger_at(target) as stranger:
+        assert stranger.recv(10) == b""  # nothing else wakes the thread meanwhile
+    time.sleep(0.1)
+    with stranger_at(target) as stranger:
+        assert stranger.recv(10) == b""
+    write_one(driver, writer, target, 2)
+    assert links_of(target) == links
+
+
+def links_of(target: Node) -> set[str]:
+    """The kernel's numbers of the sockets that this node's door has accepted."""
+    name = "@prefixkv-shm-" + offer_of(target).door
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return {
+        inode for *_, flags, _, _, inode, path in (row for row in rows if row[-1] == name)
+        if inode != "0" and not int(flags, 16) & 0x10000  # it is not in the queue, and no listener
+    }  # fmt: skip
+
+
+def test_the_thread_wakes_for_the_stranger_that_came_first(driver: ShmDriver) -> None:
+    target = driver.node("decode")
+    door = target.transport._loop._door
+    with stranger_at(target):
+        until(lambda: len(door._links) == 1)
+        first_s = door.wake_s()
+        with stranger_at(target):
+            until(lambda: len(door._links) == 2)
+            assert door.wake_s() == first_s
+
+
+def test_waits_for_strangers_are_bounded_and_the_oldest_makes_room(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm_door, "_MAX_STRANGERS", 3)
+    target = driver.node("decode")
+    token = MAGIC + offer_of(target).token
+    with ExitStack() as opened:
+        known = [opened.enter_context(stranger_at(target)) for _ in range(3)]
+        another = opened.enter_context(stranger_at(target))
+        assert known[0].recv(10) == b""
+        assert answer_to(another, token).startswith(MAGIC)
+        for stranger in known[1:]:
+            assert answer_to(stranger, token).startswith(MAGIC)
+
+
+def test_a_writer_is_let_in_however_many_strangers_come(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 at a time, again and again, of the same user: it does not wait until they are out."""
+    monkeypatch.setattr(shm_door, "_PATIENCE_S", NEVER_S)
+    target = driver.node("decode")
+    token = MAGIC + offer_of(target).token
+    with ExitStack() as opened:
+        for _ in range(10):
+            for _ in range(64):
+                opened.enter_context(stranger_at(target))
+            writer = opened.enter_context(stranger_at(target))
+            assert answer_to(writer, token).startswith(MAGIC)
+
+
+def test_a_stranger_makes_room_for_a_writer_where_there_are_too_many_links(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm_door, "_MAX_LINKS", 2)
+    target = driver.node("decode")
+    token = MAGIC + offer_of(target).token
+    with stranger_at(target) as first, stranger_at(target) as second:
+        assert answer_to(first, token).startswith(MAGIC)
+        with stranger_at(target) as third:
+            assert answer_to(third, token).startswith(MAGIC)
+            assert second.recv(10) == b""
+
+
+def test_the_number_of_writers_is_bounded(
+    driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm_door, "_MAX_LINKS", 2)
+    target = driver.node("decode")
+    token = MAGIC + offer_of(target).token
+    with ExitStack() as opened:
+        for _ in range(2):
+            assert answer_to(opened.enter_context(stranger_at(target)), token).startswith(MAGIC)
+        with stranger_at(target) as one_too_many:
+            assert answer_to(one_too_many, token) == b""
+
+
+def test_a_writer_that_leaves_its_answer_unread_is_dropped(
+    driver: ShmDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel says so by another error than the end."""
+    target = driver.node("decode")
+    with stranger_at(target) as writer:
+        writer.send(MAGIC + offer_of(target).token)
+        until(lambda: select.select([writer], [], [], 0)[0])
+        assert links_of(target)
+    until(lambda: not links_of(target))
+    assert not caplog.records
+
+
+def test_a_stranger_that_has_left_again_is_not_missed() -> None:
+    with select.epoll() as epoll:
+        door = ShmListener(PeerId("d", 1), [], [], epoll)
+        try:
+            assert door.on_ready(door._listener.fileno(), lambda tag: None)
+            assert door.wake_s() is None
+        finally:
+            door.close()
+
+
+# --- what stays open ------------------------------------------------------------------------------
+
+
+def refused() -> None:
+    raise OSError("there are none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["listen", "boot_id"])
+def test_a_transport_that_cannot_start_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    pool = make_pool("layer_major", 4, zeros=shared_zeros)
+    before = num_descriptors()
+    monkeypatch.setattr(shm_door, step, lambda *args: refused())
+    with pytest.raises(ConfigError, match="there are none") as caught:
+        ShmTransport(PeerId("d", 1), pool.layout, lambda event: None)
+    del caught
+    assert num_descriptors() == before
+
+
+def test_a_door_whose_name_is_taken_leaves_nothing_open() -> None:
+    name = secrets.token_hex()  # the machine's, like all abstract sockets
+    with shm_wire.listen(name):
+        before = num_descriptors()
+        with pytest.raises(OSError, match="in use"):
+            shm_wire.listen(name)
+        assert num_descriptors() == before
+
+
+@pytest.mark.slow
+def test_no_more_blocks_are_taken_than_ranges_were_named() -> None:
+    memory = shared_zeros((mmap.PAGESIZE,))
+    block = block_of(memory.ctypes.data, 1)
+    assert block is not None
+    blocks = [block._replace(address=at * block.num_bytes) for at in range(1, 11)]
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ends[0], ends[1]:
+        for max_ranges in (10, 2):
+            hand_over(ends[0], blocks, [taken[:2] for taken in blocks[:max_ranges]])
+            before = num_descriptors()
+            if max_ranges == 10:
+                shm_wire.close_all(taken.fd for taken in take(ends[1], max_ranges).blocks)
+            else:
+                with pytest.raises(HandshakeError):
+                    take(ends[1], max_ranges)
+            assert num_descriptors() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("magic", "is_taken"), [(MAGIC, True), (b"pkvshm2|", False)])
+def test_an_answer_of_another_version_is_refused(magic: bytes, is_taken: bool) -> None:
+    memory = shared_zeros((mmap.PAGESIZE,))
+    block = block_of(memory.ctypes.data, 1)
+    assert block is not None
+    words = magic + msgspec.msgpack.encode(([block[:2]], [block[:2]]))
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ends[0], ends[1]:
+        before = num_descriptors()
+        socket.send_fds(ends[0], [words], [block.fd])
+        if is_taken:
+            shm_wire.close_all(taken.fd for taken in take(ends[1], 7).blocks)
+        else:
+            with pytest.raises(HandshakeError, match="pkvshm2"):
+                take(ends[1], 7)
+        assert num_descriptors() == before
+
+
+def test_descriptors_do_not_go_to_programs_that_this_process_starts() -> None:
+    pool = make_pool("layer_major", 4, zeros=shared_zeros)
+    block = block_of(*pool.layout.regions[0])
+    assert block is not None
+    assert not os.get_inheritable(block.fd)
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ends[0], ends[1]:
+        hand_over(ends[0], [block], [block[:2]])
+        handed = take(ends[1], 7)
+    assert [fd.fd != block.fd for fd in handed.blocks] == [True]
+    assert not any(os.get_inheritable(taken.fd) for taken in handed.blocks)
+    shm_wire.close_all(taken.fd for taken in handed.blocks)
+
+
+PAGE = mmap.PAGESIZE
+TWO = [(PAGE, PAGE), (2 * PAGE, PAGE)]  # which touch
+APART = [(PAGE, PAGE), (4 * PAGE, PAGE)]
+PLACES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]], str]] = {
+    "whole blocks": (TWO, TWO, ""),
+    "in any order": (TWO[::-1], APART[:1], ""),
+    "the last bytes": (APART, [(2 * PAGE - 1, 1), (5 * PAGE - 1, 1)], ""),
+    "blocks that overlap by a byte": ([(PAGE, PAGE + 1), TWO[1]], [], "shm block"),
+    "and the later one first": ([TWO[1], (PAGE, PAGE + 1)], [], "shm block"),
+    "a block inside another": ([(PAGE, 9 * PAGE), TWO[1]], [], "shm block"),
+    "the last address": ([(ADDRESS_END - PAGE - 1, PAGE)], [], ""),
+    "beyond all addresses": ([(ADDRESS_END - PAGE, PAGE)], [], "shm block"),
+    "a range that ends a byte later": (APART, [(PAGE, PAGE + 1)], "shm range"),
+    "behind the last": (APART, [(4 * PAGE, PAGE + 1)], "shm range"),
+    "that begins a byte sooner": (APART, [(PAGE - 1, 2)], "shm range"),
+    "between two": (APART, [(3 * PAGE, 1)], "shm range"),
+    "across two": (TWO, [(PAGE, 2 * PAGE)], "shm range"),  # they are mapped apart
+    "the second of two": (APART, [APART[0], (PAGE, 4 * PAGE)], "shm range"),
+}
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_blocks_lie_apart_and_ranges_inside_one(where: str) -> None:
+    blocks, ranges, field = PLACES[where]
+    handed = [SharedBlock(*block, fd=-1) for block in blocks]
+    with nullcontext() if not field else pytest.raises(HandshakeError, match=field):
+        shm_wire._check_places(handed, ranges)
+
+
+# --- offers ---------------------------------------------------------------------------------------
+
+
+def test_the_boot_is_the_kernels() -> None:
+    said = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert said == shm_wire.boot_id() != ""
+
+
+def test_a_writer_without_descriptors_says_so_and_names_no_other_machine() -> None:
+    offer = ShmOffer("d", 1, shm_wire.boot_id(), "door", bytes(TOKEN_BYTES))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            shm_wire.read_offer(shm_wire.pack_offer(offer), PeerId("d", 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize(
+    "change", [{"token": b""}, {"token": bytes(31)}, {"token": bytes(33)}, {"door": ""}], ids=str
+)
+def test_an_offer_that_is_none_is_refused(driver: ShmDriver, change: dict[str, Any]) -> None:
+    target = driver.node("decode")
+    offer = msgspec.structs.replace(offer_of(target), **change)
+    with pytest.raises(HandshakeError, match="shm offer"):
+        read_offer(pack_offer(offer), target.me)
+
+
+def test_an_offer_of_another_version_is_refused(driver: ShmDriver) -> None:
+    target = driver.node("decode")
+    raw = target.transport.metadata
+    assert read_offer(raw, target.me) == offer_of(target)
+    assert raw.startswith(b"pkvshm1|")
+    with pytest.raises(HandshakeError, match="shm offer"):
+        read_offer(b"pkvshm2|" + raw[len(MAGIC) :], target.me)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_where_there_are_no_descriptors_the_listener_is_left_alone_for_a_while(number: int) -> None:
+    """One that waits at the door would keep the thread turning."""
+    with select.epoll() as epoll, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        door = ShmListener(PeerId("d", 1), [], [], epoll)
+        listener = door._listener
+        try:
+            offer = msgspec.msgpack.decode(door.offer[len(MAGIC) :], type=ShmOffer)
+            stranger.connect("\0prefixkv-shm-" + offer.door)
+            assert epoll.poll(0)
+
+            def accept() -> None:
+                raise OSError(number, "no descriptors")
+
+            door._listener = SimpleNamespace(accept=accept, fileno=listener.fileno)  # type: ignore[assignment]
+            assert door.on_ready(listener.fileno(), lambda _: None)
+            assert not epoll.poll(0)
+            again_s = door.wake_s()
+            assert again_s is not None
+            door.turn_out(again_s - 0.01)
+            assert not epoll.poll(0)
+            door._listener = listener
+            door.turn_out(again_s)
+            assert epoll.poll(0)
+            door.on_ready(listener.fileno(), lambda _: None)
+            assert door._links
+        finally:
+            door._listener = listener
+            door.close()

@@ -1,0 +1,306 @@
+"""Every pair of small meshes, orders and page sizes against a copy element by element, canaries
+around it all."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefixkv.errors import ConfigError, HandshakeError
+from prefixkv.memory.kv_layout import KVLayout, Slab
+from prefixkv.memory.mesh import Mesh, Shard, check_meshes
+from prefixkv.paging import page_floor, unit_pages
+from prefixkv.transport.parts import Part, cut_parts, part_indices
+from prefixkv.transport.runs import Positions, Runs, paired_runs
+from tests.support.mesh_pools import (
+    BASE,
+    STRIDED,
+    Int64s,
+    Side,
+    elements,
+    mesh_layout,
+    routes,
+    shards,
+)
+
+PAGE_SIZES = ((2, 2), (2, 4), (4, 2), (2, 8), (8, 2))
+PAGES = {
+    2: (3, 4, 5, 0, 7, 1, 6),
+    4: (1, 2, 4, 0),
+    8: (2, 0),
+}  # of a request of 13 tokens; some are neighbours
+MODELS = [*((heads, "mha") for heads in (1, 2, 4, 8)), (1, "mla")]
+FRESH = {2: (1, 2, 3, 4, 5, 6, 7), 4: (1, 2, 3, 4), 8: (1, 2)}
+FILL = 13
+
+
+@cache
+def _runs(src: tuple, dst: tuple, src_part: Shard, dst_part: Shard) -> Runs:
+    return paired_runs(
+        mesh_layout(*src)[0], mesh_layout(*dst)[0], src_part=src_part, dst_part=dst_part
+    )
+
+
+@cache
+def _addresses(
+    src: tuple, dst: tuple, src_part: Shard, dst_part: Shard, start: int, stop: int
+) -> tuple[Int64s, Int64s]:
+    """(from, to) of every byte of units `start` to `stop` of the request."""
+    runs = _runs(src, dst, src_part, dst_part)
+    unit = min(src[2], dst[2])
+    src_pages, dst_pages = (
+        unit_pages(np.array(PAGES[side[2]], np.int32), side[2] // unit, start, stop)
+        for side in (src, dst)
+    )
+    found: list[tuple[Int64s, Int64s]] = []
+    for group in runs.groups:
+        whole = Part(group, 0, group.num_runs * (stop - start))
+        pair = part_indices(runs, whole, src_pages, dst_pages)
+        found.append(
+            tuple(
+                _bytes(table, index)
+                for table, index in zip((runs.src, runs.dst), pair, strict=True)
+            )
+        )
+    return np.concatenate([f for f, _ in found]), np.concatenate([t for _, t in found])
+
+
+def _bytes(table: np.ndarray, index: np.ndarray) -> Int64s:
+    """Every byte that NIXL reads or writes for these indices: rows in order, `count` blocks
+    each."""
+    assert index.dtype == np.int32
+    address, length, _, stride, count = table.astype(np.int64).T
+    assert len(set(count)) == 1
+    row, block = np.divmod(index.astype(np.int64), count[0])
+    assert row.max() < len(table)
+    assert len(set(length[row])) == 1
+    return (
+        (address[row] + block * stride[row])[:, None] + np.arange(length[row[0]]) - BASE
+    ).ravel()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_heads", "attention"), MODELS)
+@pytest.mark.parametrize("dst_pp", [1, 2])
+@pytest.mark.parametrize("src_pp", [1, 2])
+@pytest.mark.parametrize("dst_tp", [1, 2, 4])
+@pytest.mark.parametrize("src_tp", [1, 2, 4])
+def test_every_byte_lands_once_and_nothing_else_is_touched(
+    src_tp: int, dst_tp: int, src_pp: int, dst_pp: int, num_heads: int, attention: str
+) -> None:
+    meshes = Mesh(2, num_heads, src_tp, src_pp), Mesh(2, num_heads, dst_tp, dst_pp)
+    check_meshes(*meshes)
+    orders = ("layer_major", "page_major", "strided")
+    for number, (src_order, dst_order, sizes) in enumerate(product(orders, orders, PAGE_SIZES)):
+        # each strided order meets each other one somewhere
+        src_order, dst_order = (
+            STRIDED[(number + skip * (src_tp + dst_pp)) % len(STRIDED)]
+            if order == "strided"
+            else order
+            for skip, order in enumerate((src_order, dst_order))
+        )
+        _check_copy(*meshes, (src_order, dst_order), sizes, attention, number)
+
+
+def _check_copy(
+    src_mesh: Mesh,
+    dst_mesh: Mesh,
+    orders: tuple[str, str],
+    sizes: tuple[int, int],
+    attention: str,
+    seed: int,
+) -> None:
+    unit = min(sizes)
+    stop = -(-FILL // unit) * unit  # the last unit page is copied whole
+    kinds = 2 if attention == "mha" else 1
+    shape = (src_mesh.num_layers, kinds, stop, src_mesh.num_kv_heads, 2)
+    kv = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    src = Side.make(src_mesh, orders[0], sizes[0], PAGES[sizes[0]], attention, seed + 1)
+    dst = Side.make(dst_mesh, orders[1], sizes[1], PAGES[sizes[1]], attention, seed + 2)
+    src.put(kv, 0)
+    for prefix in (0, page_floor(10, max(sizes))):
+        expected = [memory.copy() for memory in dst.memory]
+        got = [memory.copy() for memory in dst.memory]
+        dst.put(kv, prefix, expected)
+        for reader, memory in enumerate(got):
+            targets = [
+                _copy(src, dst, reader, route, memory, prefix // unit, stop // unit)
+                for route in routes(src_mesh, dst_mesh, reader)
+            ]
+            num_bytes = dst.layouts[reader].kv_bytes_per_token * (stop - prefix)
+            assert len(np.unique(np.concatenate(targets))) == sum(map(len, targets)) == num_bytes
+            assert np.array_equal(memory, expected[reader]), (orders, sizes, prefix, reader)
+
+
+def _copy(
+    src: Side,
+    dst: Side,
+    reader: int,
+    route: tuple[int, Shard, Shard],
+    memory: np.ndarray,
+    start: int,
+    stop: int,
+) -> Int64s:
+    writer, *parts = route
+    keys = [
+        (
+            side.order,
+            max(side.pages) + 2,
+            side.page_size,
+            shard.num_layers,
+            shard.num_heads,
+            side.attention,
+        )
+        for side, shard in ((src, shards(src.mesh)[writer]), (dst, shards(dst.mesh)[reader]))
+    ]
+    from_, to = _addresses(*keys, *parts, start, stop)
+    memory[to] = src.memory[writer][from_]
+    return to
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", PAGE_SIZES)
+@pytest.mark.parametrize(
+    "orders",
+    [
+        *product(("layer_major", "page_major"), repeat=2),
+        ("padded pages", "layer_major"),
+        ("page_major", "heads before pages"),
+    ],
+)
+@settings(max_examples=20)
+@given(
+    heads=st.sampled_from([Shard(0, 2, 0, 4), Shard(1, 1, 1, 2), Shard(0, 2, 3, 1)]),
+    data=st.data(), max_bytes=st.integers(1, 200), max_descriptors=st.integers(1, 12),
+)  # fmt: skip
+def test_parts_keep_their_bounds_whatever_the_page_sizes(
+    orders: tuple[str, str], sizes: tuple[int, int], heads: Shard, data: st.DataObject,
+    max_bytes: int, max_descriptors: int,
+) -> None:  # fmt: skip
+    pages_of = data.draw(st.sampled_from([PAGES, FRESH]))
+    unit, total = min(sizes), 7 * 2 // min(sizes)
+    start = data.draw(st.integers(0, total - 1))
+    stop = data.draw(st.integers(start + 1, total))
+    whole = Shard(0, heads.num_layers, 0, heads.num_heads)
+    src = mesh_layout(orders[0], 9, sizes[0], 2, 4)[0]
+    dst = mesh_layout(orders[1], 9, sizes[1], whole.num_layers, whole.num_heads)[0]
+    runs = paired_runs(src, dst, src_part=heads)
+    pages = [
+        unit_pages(np.array(pages_of[size], np.int32), size // unit, start, stop) for size in sizes
+    ]
+    targets = []
+    for part in cut_parts(runs, *pages, max_bytes, max_descriptors):
+        i, j = part_indices(runs, part, *pages)
+        assert part.num_bytes <= max(max_bytes, part.group.block_bytes)
+        assert len(i) * part.group.block_bytes == part.num_bytes
+        merges = (np.diff(i) == 1) & (np.diff(j) == 1) & part.group.dense
+        assert len(i) - np.count_nonzero(merges) <= max_descriptors
+        targets.append(_bytes(runs.dst, j))
+    everything = np.concatenate(targets)
+    expected = elements(dst, pages_of[sizes[1]], stop * unit)[:, start * unit :]
+    assert np.array_equal(np.sort(everything), np.sort(expected.ravel()))
+
+
+def test_a_descriptor_ends_where_a_large_page_does() -> None:
+    """In a page_major pool the units of a page touch, but pages that follow each other do not."""
+    small, large = (
+        mesh_layout(order, 9, size, 2, 4)[0]
+        for order, size in (("layer_major", 2), ("page_major", 8))
+    )
+    pages = {size: unit_pages(np.array(FRESH[size], np.int32), size // 2, 0, 7) for size in (2, 8)}
+    for pair in ((small, large), (large, small)):
+        src, dst = (pages[layout.page_size] for layout in pair)
+        runs = paired_runs(*pair)
+        parts = cut_parts(runs, src, dst, max_bytes=2**30, max_descriptors=1)
+        assert [part.stop - part.start for part in parts] == [4, 3] * 4
+
+
+# --- what is refused, and what a lie costs --------------------------------------------------------
+
+
+def _latent(num_pages: int, page_size: int, page_stride: int = 0, region: int = 2**50) -> KVLayout:
+    """One slab of MLA, a byte a token, anywhere in a region that nobody has."""
+    return KVLayout(
+        num_pages=num_pages, page_size=page_size, num_layers=1, num_kv_heads=1, head_dim=1,
+        dtype="uint8", attention="mla", order="strided",
+        slabs=(Slab(BASE, page_stride or page_size, 1, 0),), regions=((BASE, region),),
+    )  # fmt: skip
+
+
+def test_units_step_through_a_larger_page_where_its_strides_allow() -> None:
+    small = _latent(64, 2)
+    for large, expected in (
+        (_latent(16, 8), Positions(16, 4, 4, 64)),
+        (_latent(16, 8, page_stride=24), Positions(16, 4, 12, 15 * 12 + 4)),
+        (_latent(16, 8, page_stride=25), Positions(16, 4, 0, 64)),
+        (_latent(1, 8), Positions(1, 4, 4, 4)),
+    ):
+        for runs in (paired_runs(small, large), paired_runs(large, small)):
+            found = runs.dst_positions if runs.src_positions.fold == 1 else runs.src_positions
+            assert found == expected
+            assert len(runs.src) + len(runs.dst) == (2 if expected.step else 1 + 4)
+            units = np.arange(large.num_pages * 4, dtype=np.int32)
+            positions = found.of(units)
+            assert positions.dtype == np.int32
+            assert len(set(positions.tolist())) == len(units)
+            assert 0 <= positions.min() <= positions.max() == found.num_positions - 1
+
+
+def test_slots_that_an_index_would_not_reach_give_way_to_rows() -> None:
+    small = _latent(64, 2)
+    wide = _latent(2**20, 8, page_stride=2**14)  # 2**13 positions from page to page
+    runs = paired_runs(small, wide)
+    assert (runs.dst_positions.step, runs.dst_positions.num_positions) == (0, 2**22)
+    units = np.array([0, 5, 2**22 - 1], np.int32)
+    assert runs.dst_positions.of(units).tolist() == [0, 2**20 + 1, 2**22 - 1]
+
+
+def test_more_units_than_an_index_names_are_refused() -> None:
+    paired_runs(_latent(64, 2), _latent(2**29, 8))
+    with pytest.raises(ConfigError, match="int32"):
+        paired_runs(_latent(64, 2), _latent(2**29 + 1, 8))
+
+
+def test_a_peer_with_absurd_pages_costs_nothing() -> None:
+    with pytest.raises(HandshakeError, match="page_size one is more than 1024 times the other"):
+        paired_runs(_latent(64, 2), _latent(2, 2**29, page_stride=2**30 + 1))
+
+
+@pytest.mark.parametrize(
+    ("src_part", "dst_part", "field"),
+    [
+        (Shard(0, 2, 0, 2), Shard(0, 1, 0, 2), "num_layers"),
+        (Shard(0, 1, 0, 2), Shard(0, 1, 0, 1), "num_kv_heads"),
+        (None, Shard(0, 1, 0, 4), "num_layers"),
+    ],
+)
+def test_parts_of_two_sizes_are_refused(
+    src_part: Shard | None, dst_part: Shard, field: str
+) -> None:
+    layout, _ = mesh_layout("layer_major", 4, 4, 2, 4)
+    with pytest.raises(HandshakeError) as caught:
+        paired_runs(layout, layout, src_part=src_part, dst_part=dst_part)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "part", [Shard(1, 2, 0, 4), Shard(0, 2, 1, 4), Shard(-1, 2, 0, 4), Shard(0, 2, -1, 4)]
+)
+def test_a_part_outside_its_pool_is_refused(part: Shard) -> None:
+    layout, _ = mesh_layout("layer_major", 4, 4, 2, 4)
+    for parts in ({"src_part": part}, {"dst_part": part}):
+        with pytest.raises(ConfigError, match="not inside"):
+            paired_runs(layout, layout, **parts)
+
+
+def test_a_peer_that_does_not_say_its_number_of_pages_gets_what_it_has_room_for() -> None:
+    layout, _ = mesh_layout("layer_major", 4, 4, 2, 4)
+    runs = paired_runs(layout, msgspec.structs.replace(layout, num_pages=0))
+    assert runs.dst_num_pages == 4
+    assert np.array_equal(runs.src, runs.dst)
