@@ -104,8 +104,7 @@ add_commands(app)
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run the `prefixkv` command line; returns the exit status and lets no exception of ours
-    through."""
+    """Lets no exception of ours through."""
     return run_app(app, "prefixkv", arguments)
 
 
@@ -134,8 +133,8 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
 
 
 def _list_whole(app: typer.Typer) -> None:
-    """Give every Typer command its first paragraph for the list of commands: what Click takes
-    itself is cut."""
+    """Give every command its first paragraph for the list of commands: what Click takes itself is
+    cut."""
     for command in app.registered_commands:
         about = cleandoc(command.help or getdoc(command.callback) or "")
         command.short_help = " ".join(about.partition("\n\n")[0].split())

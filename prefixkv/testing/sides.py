@@ -1,5 +1,4 @@
-"""What the conformance kit and an engine say to each other: the two workers, a prompt, its answer,
-and a finding."""
+"""What the conformance kit and an engine say to each other."""
 
 from __future__ import annotations
 
@@ -103,10 +102,8 @@ class Prompt:
 
 @dataclass(eq=False)
 class AnswerLog:
-    """The client of one prompt. An engine calls `token` for each token and `end` once.
-
-    `expected` is the right answer. `faults` has what an honest engine does not do: (law, text).
-    """
+    """The client of one prompt. An engine calls `token` for each token and `end` once. `expected`
+    is the right answer; `faults` has what an honest engine does not do: (law, text)."""
 
     prompt: Prompt
     expected: list[int]
@@ -120,11 +117,10 @@ class AnswerLog:
 
     @property
     def ended(self) -> bool:
-        """True once the engine has reported the answer's end."""
         return self.num_ends > 0
 
     def token(self, token: int) -> None:
-        """Take one token of the answer, in order."""
+        """Called in order."""
         rid, at = self.prompt.rid, len(self.tokens)
         self.tokens.append(token)
         if self.ended:
@@ -140,7 +136,7 @@ class AnswerLog:
             self.faults.append(("law 8", f"{rid}: token {at} is {token}, the model says {right}"))
 
     def end(self, error: Exception | None = None) -> None:
-        """Take the answer's end. `error`: why it is not complete."""
+        """`error`: why the answer is not complete."""
         self.num_ends += 1
         rid = self.prompt.rid
         if self.num_ends > 1:
@@ -159,7 +155,7 @@ class SidesError(TypeError):
 
 
 class EngineSides(Protocol):
-    """An engine's decode and prefill worker, as the conformance kit drives them.
+    """An engine's decode and prefill worker.
 
     The kit calls everything here from one thread, and looks at `decode` and `prefill` from it
     between two calls of `step`. An engine with threads of its own lets them make one pass in

@@ -1,8 +1,8 @@
 """Seeded conversations, as runs of tokens that are made on demand.
 
-A *session* is a chain of turns: each prompt is everything said so far plus the turn's own text, so
-a prompt is known only once the turn before it has been answered. Equal seeds give equal prompts
-whatever the engine does, as long as its answers depend on the prompt alone.
+A *session* is a chain of turns: each prompt is everything said so far plus the turn's own text.
+Equal seeds give equal prompts whatever the engine does, as long as its answers depend on the prompt
+alone.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ def chat(
     output_tokens: int,
     requests: int | None = None,
 ) -> Workload:
-    """Make a workload of conversations that share a system prompt; user texts and answers have
-    log-normal lengths.
+    """Make conversations that share a system prompt; user texts and answers have log-normal
+    lengths.
 
     Args:
-        system_tokens: length of the shared system prompt, the first part of every first turn.
+        system_tokens: length of the system prompt, the first part of every first turn.
         user_tokens, output_tokens: medians; a draw is kept within a quarter and four times of its
             median.
         requests: cut to this many turns in all, the later turns of all conversations first.
