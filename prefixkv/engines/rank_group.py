@@ -1,4 +1,4 @@
-"""Transfers of a server with a process per rank: the ranks gather addresses and ids when they
+"""Transfers of a server with a process per rank: all ranks gather addresses and ids at the
 start."""
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ def decode_transfers(
     transport: MakeTransport | None = None,
     state: StatePool | None = None,
 ) -> DecodeTransfers:
-    """All ranks of the server call it together; `state` is the rank's share. Raises as
-    `DecodeTransfers`."""
+    """All ranks of the server call it together; `state` is the rank's share."""
     # Rank 0 comes first: the others name it as their worker in the handshake.
     made: DecodeTransfers | None = None
     if rank == 0:
@@ -48,7 +47,7 @@ def prefill_transfers(
     state: StatePool | None = None,
 ) -> PrefillTransfers:
     """All ranks of the server call it together; `state` is the rank's share. `reach` turns a rank's
-    own endpoint into the address at which other hosts reach it. Raises as `PrefillTransfers`."""
+    own endpoint into the address at which other hosts reach it."""
     # Rank 0 comes last: decode connects to it alone, and learns the others' endpoints from it.
     made: PrefillTransfers | None = None
     if rank != 0:

@@ -85,8 +85,7 @@ class WorkerActor:
         self._ended.set()
 
     async def _run(self, config: WorkerConfig, ready: Future[WorkerInfo]) -> bool:
-        """Start the worker, report to `ready`, and serve. Returns False if the engine has
-        failed."""
+        """Report to `ready`, and serve. Returns False if the engine has failed."""
         self._loop = asyncio.get_running_loop()
         try:
             self._worker: PrefillWorker | DecodeWorker = make_worker(config)

@@ -48,8 +48,7 @@ _CALLS: Final = 16  # concurrent calls of an actor: watches of a front that was 
 
 @dataclass(eq=False)
 class _Former:
-    """A life that Ray reports as over. `is_lost`: its node is lost too: the end cannot be
-    proved."""
+    """A life that Ray reports as over. `is_lost`: with its node, so the end cannot be proved."""
 
     life: Life
     is_lost: bool = False
@@ -75,8 +74,7 @@ class FormerLives:
         former.proving = asyncio.create_task(self._prove(former))
 
     def answered(self, life: Life) -> bool:
-        """Cancel the proof. Returns False if the life was fenced before, so that it must not
-        serve."""
+        """Cancel the proof. Returns False if the life was fenced, so that it must not serve."""
         former = self._former.pop(_key(life), None)
         if former is not None and former.proving is not None:
             former.proving.cancel()
@@ -89,8 +87,7 @@ class FormerLives:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _prove(self, former: _Former) -> None:
-        """Ask the life's node until its end is proved, the node is lost, or it is settled
-        otherwise."""
+        """Ask the life's node until its end is proved, or the node is lost."""
         life = former.life
         while not former.is_lost and self._former.get(_key(life)) is former:
             try:
@@ -208,8 +205,7 @@ class Actor:
             self.clock.give_up()
 
     async def _find(self) -> Life:
-        """Wait for Ray to start the actor. Raises WorkerFailedError if Ray has given up, RayError
-        if it may still start."""
+        """Raises WorkerFailedError if Ray has given up, RayError if it may still start."""
         try:
             found: Life = await self._handle.life.options(max_task_retries=-1).remote()
             return found
@@ -218,8 +214,7 @@ class Actor:
             raise WorkerFailedError(f"{self._name} does not start: {why}") from error
 
     async def _live(self, life: Life) -> bool:
-        """Follow one life to its end, with its worker in the fleet meanwhile. True if it was
-        drained."""
+        """Follow one life, with its worker in the fleet, to its end. True if it was drained."""
         if not self._former.answered(life):
             ray.kill(self._handle, no_restart=False)  # a fenced life must not serve
             return False

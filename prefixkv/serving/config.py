@@ -1,5 +1,4 @@
-"""Settings of workers, of `prefixkv serve` and of `prefixkv proxy`; `prefixkv/settings.py` says how
-such classes are set."""
+"""Settings of workers, of `prefixkv serve` and of `prefixkv proxy`: see `prefixkv/settings.py`."""
 
 # ruff: noqa: RUF009 - `_flat` returns a dataclass field
 from __future__ import annotations

@@ -130,8 +130,7 @@ _lines = Rate(_LINES, _LINES_PER_S)
 
 def failed(status: int, why: str, detail: str, code: str) -> ApiError:
     """Make the error for a failure of the service itself. `why` goes to the client, with the id of
-    its request, or a random number outside of one; `detail` goes to the log under that id, at a
-    bounded rate."""
+    its request, or a random number outside of one; `detail` goes to the log under that id."""
     number = current_id() or secrets.token_hex(8)
     # Bounded in rate and length: clients must not be able to fill the log by failing.
     if _lines.take(time.monotonic()):

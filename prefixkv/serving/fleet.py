@@ -154,8 +154,8 @@ class _WorkerPair:
         return tuple(route.worker for route in self._routes)
 
     async def first(self, stream: AsyncGenerator[TokenEvent, None]) -> TokenEvent:
-        """Raises WorkerLostError if either worker falls silent before the first output, and another
-        answers or it is given up."""
+        """Raises WorkerLostError if a worker falls silent and another answers, or it is given
+        up."""
         try:
             # No time limit of its own: the prompt may take long. Only silence ends the wait.
             async with asyncio.timeout(None) as patience:
@@ -292,8 +292,7 @@ class Fleet:
                 await asyncio.sleep(_AGAIN_S)
 
     async def lost(self) -> dict[str, list[LostPeer]]:
-        """Return, by worker, the lost peers that it holds pages or rooms for. Workers that do not
-        answer are left out."""
+        """Return, by worker that answers, the lost peers that it holds pages or rooms for."""
         found: dict[str, list[LostPeer]] = {}
 
         async def ask(info: WorkerInfo) -> None:
@@ -350,8 +349,7 @@ class Fleet:
         ]  # fmt: skip
 
     def _usable(self, role: str) -> list[str]:
-        """Return the workers of one role that are not silent; where all are, those that are not
-        given up."""
+        """Return the workers that are not silent; where all are, those that are not given up."""
         return self._answering(role) or [
             name for name, member in self.members.items()
             if member.info.role == role and not member.given_up

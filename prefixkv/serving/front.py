@@ -241,9 +241,9 @@ class Front:
             self._waiting_bytes -= num_bytes
 
     async def _tokens(self, encode: Callable[..., list[int]], size: int, param: str) -> list[int]:
-        """Tokenize a text that costs the time of `size` characters. A long one takes time and
-        memory: it is tokenized in a thread, as long as its client is there, until it is certain not
-        to fit. Raises ApiError 400."""
+        """Tokenize a text that costs the time of `size` characters. A long one is tokenized in a
+        thread, as long as its client is there, until it is certain not to fit. Raises ApiError
+        400."""
         if size <= _SHORT:
             return encode()
         context, has_left = self.fleet.context, False
@@ -319,8 +319,7 @@ class Front:
     def _most_tokens(
         self, num_prompt: int, asked: ChatRequest | CompletionRequest, param: str
     ) -> int:
-        """Return the most tokens of each answer. Raises ApiError if the context has no room for
-        it."""
+        """Raises ApiError if the context has no room for an answer."""
         if not num_prompt:
             raise refused(param, "has no tokens")
         most, least = asked.most_tokens, asked.min_tokens or 0
@@ -331,8 +330,7 @@ class Front:
         return most if most is not None else min(room, max(least, self._answer_tokens or room))
 
     def _new_rid(self, request_id: str) -> str:
-        """The id begins with the one in the header, and is unique, even if clients use that
-        again."""
+        """It begins with the id in the header, and is unique, even if clients use that again."""
         self._num += 1
         # Workers separate the parts of their own ids by "/".
         return f"{request_id.replace('/', '%2F')}-{self._prefix}-{self._num}"
@@ -437,8 +435,7 @@ class _FrontRequest:
     async def _measured(
         self, stream: AsyncGenerator[tuple[int, TokenEvent], None], num_samples: int
     ) -> AsyncGenerator[TokenEvent, None]:
-        """Yield outputs, with their samples numbered over all prompts, and count tokens, hits and
-        outcome."""
+        """Number samples over all prompts, and count tokens, hits and outcome."""
         metrics, outcome, begun = self._metrics, "aborted", False
         trace, ttft_s, finishes = current(), None, []
         try:

@@ -1,5 +1,4 @@
-"""Common ground of prefixkv's HTTP servers: bounds on bodies and times, and errors in OpenAI's
-form.
+"""Common ground of the HTTP servers: bounds on bodies and times, and errors in OpenAI's form.
 
 A handler takes a Starlette `Request` and returns a `Response`. `read_body` reads what was sent,
 `Stream` sends an answer piece by piece, `run_until_disconnect` computes an answer in one body; the
@@ -187,9 +186,9 @@ class ApiKeyRequired:
 
 
 class PerClientLimit:
-    """Answers at most `most` requests of one client at once, and of those that have several samples
-    at most `most` samples (0: any number). More are refused: with 429, or with 400 where one
-    request alone asks for more."""
+    """Answers at most `most` requests of one client at once, and of those with several samples at
+    most `most` samples (0: any number). More get 429, or 400 where one request alone asks for
+    more."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app, self._most = app, most
@@ -272,8 +271,7 @@ class _ArrivingBodies:
 
 async def read_body(request: Request, limits: Limits) -> bytes:
     """Return a body, to be parsed at once: from here on its bytes do not count. Raises ApiError:
-    413 if it is too large, 408 if it does not come in time or others need its room, 400 if its
-    sender leaves.
+    413 if it is too large, 408 if it is late or others need its room, 400 if its sender leaves.
 
     A body that is too large is still read to its end, and dropped: a client that is still sending
     would not read the answer.
@@ -339,10 +337,9 @@ def no_json(error: Exception) -> ApiError:
 
 
 class Stream(Response):
-    """An answer sent piece by piece; sending one may take as long as `limits` say. If the client
-    leaves or stops reading, the generator is cancelled at its `yield` or `await`. `end` is called
-    once at the end, also if the client left before the generator had begun: its `finally` does not
-    run then."""
+    """An answer sent piece by piece, each in the time of `limits`. If the client leaves or stops
+    reading, the generator is cancelled at its `yield` or `await`. `end` is called once at the end,
+    also if the client left before the generator had begun: its `finally` does not run then."""
 
     def __init__(
         self, pieces: AsyncGenerator[bytes, None], limits: Limits, media_type: str,
@@ -597,8 +594,7 @@ class _Protocol(H11Protocol):
 
 
 def allow_connections() -> int:
-    """Raise the limit on open files to 65,536, or as far as allowed, and return it: each connection
-    is one."""
+    """Raise the limit on open files, one per connection, as far as 65,536, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -609,8 +605,8 @@ def allow_connections() -> int:
 
 
 def _lowest_free(one: socket.socket) -> int:
-    """Return the lowest free descriptor: almost all below are open. Raises OSError if none is.
-    `one`: any that is open."""
+    """Return the lowest free descriptor; `one` is any that is open. Raises OSError if none is
+    free."""
     # O(1), where counting the open ones would look at each.
     free = os.dup(one.fileno())
     os.close(free)

@@ -1,8 +1,7 @@
 """The id of a request, by which the logs of a front and of its workers can be searched.
 
 A client may name its request by the header `x-request-id`; else an id is made. Every answer carries
-it in the same header. Two requests may come with one id, so it is only a part of the ids that the
-workers use.
+it. Two requests may come with one id, so it is only a part of the ids that the workers use.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ def id_of(scope: Scope) -> str:
 
 
 def take_id(scope: Scope, given: str | None) -> None:
-    """Take the id that a body gives, if the header gave none and it is one that a header could
-    carry."""
+    """Take the id in a body, if the header gave none and could carry this one."""
     has_header = any(k == HEADER.encode() for k, _ in scope["headers"])
     if given is not None and not has_header and _TAKEN.fullmatch(given):
         scope[_KEY] = given

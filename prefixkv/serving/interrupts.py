@@ -12,8 +12,7 @@ T = TypeVar("T")
 
 
 def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Call `main` and run its coroutine as `asyncio.run` does; raise KeyboardInterrupt or its
-    exception.
+    """Call `main` and run its coroutine as `asyncio.run` does.
 
     asyncio heeds Ctrl-C only while the coroutine runs; before and after, KeyboardInterrupt comes in
     the middle of making or closing the loop, whose destructor then prints an error of its own. Here

@@ -320,14 +320,13 @@ class Launch:
         return []
 
     async def _open(self, name: str) -> None:
-        """Prepare the launch, before the first worker starts. `name` is what clients call the
-        model."""
+        """Called before the first worker starts. `name` is what clients call the model."""
 
     def _child(self, role: str, number: int, fleet: Fleet) -> Any:
         return Child(role, self._environ(role, number), fleet.add, _forget(fleet))
 
     async def _close(self) -> None:
-        """Clean up the launch, after the last worker has ended."""
+        """Called after the last worker has ended."""
 
     def _environ(self, role: str, number: int) -> dict[str, str]:
         """Return this process's environment without settings, and all settings of the worker."""
@@ -375,8 +374,7 @@ def run_serve(
     config: ServeConfig, tables: Mapping[str, Mapping[str, Any]] | None = None,
     kind: type[Launch] = Launch,
 ) -> int:  # fmt: skip
-    """Serve until SIGTERM or SIGINT. Returns the exit status. Raises ConfigError,
-    WorkerFailedError."""
+    """Serve until a signal; return the exit status. Raises ConfigError, WorkerFailedError."""
     log_to_stderr()
     # This process computes nothing with torch, but transformers takes it along where it finds it:
     # 180 MiB, and as long as all else at the start.

@@ -87,8 +87,7 @@ class _Offsets:
 
 
 class AnswerLogprobs:
-    """Made only for requests that ask for them. `chat`: the form of /v1/chat/completions, else that
-    of /v1/completions."""
+    """Made only where asked for. `chat`: in the form of chat completions, not of completions."""
 
     def __init__(self, texts: TokenTexts, chat: bool) -> None:
         self._texts, self._chat = texts, chat

@@ -87,8 +87,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of both kinds of request, which `parse` makes: a field of each is a parameter, and
-    its type what is taken."""
+    """Parameters of both kinds of request: a field is a parameter, and its type what is taken."""
 
     model: Text
     max_tokens: int | None = None
@@ -142,8 +141,7 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
     def sampling(
         self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
     ) -> SamplingParams:
-        """The arguments count where the request has none: without a temperature OpenAI's tokens are
-        drawn."""
+        """The arguments count where the request has none; without a temperature it is 1."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             temperature=temperature if self.temperature is None else self.temperature,
@@ -193,8 +191,7 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(_RequestBase, frozen=True, kw_only=True):
-    """A body of /v1/chat/completions. `messages` are as chat templates take them
-    (`_decode_messages`)."""
+    """A body of /v1/chat/completions; `_decode_messages` makes `messages`."""
 
     LOGPROBS = "top_logprobs"
 
@@ -239,8 +236,7 @@ class ChatRequest(_RequestBase, frozen=True, kw_only=True):
 
 
 class CompletionRequest(_RequestBase, frozen=True, kw_only=True):
-    """A body of /v1/completions. `prompt` lists its prompts, texts or lists of tokens
-    (`_decode_prompts`), also where there is one."""
+    """A body of /v1/completions; `_decode_prompts` makes the list `prompt`, also of one."""
 
     prompt: list[str] | list[list[int]]
     logprobs: int | bool | None = None
@@ -350,8 +346,7 @@ _PROMPT: Final = "has to be a text, a list of texts, a list of tokens, or a list
 
 
 def _decode_prompts(raw: bytes, context: int | None) -> list[str] | list[list[int]]:
-    """Raises ApiError 400, before the prompts are decoded where they are too many, or have more
-    tokens than `context`."""
+    """Raises ApiError 400 for too many prompts, or for more tokens than `context`, undecoded."""
     if raw.startswith(b'"'):
         return [_decode_parameter("prompt", raw, str)]
     if not raw.startswith(b"["):
@@ -418,8 +413,8 @@ def _decode_messages(raw: bytes) -> list[dict[str, Any]]:
 
 
 def _plain_message(where: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Raises ApiError, with `where` it stands, for a message without a role, and for parts that are
-    no text."""
+    """Raises ApiError, with `where`, for a message without a role, and for parts that are no
+    text."""
     role = fields.get("role")
     if not isinstance(role, str) or not role or len(role) > 64:
         raise refused(f"{where}.role", "has to be a role, such as system, user, assistant or tool")
@@ -563,9 +558,8 @@ class Usage(msgspec.Struct):
     """Tokens of a request, over all its answers. Of the prompt's KV `decode_hit_tokens` were cached
     on decode (`decode_host_tokens` of these were loaded from its host memory), `shared_tokens` were
     arriving there for another request, `decode_computed_tokens` were computed there, and the other
-    `sent_tokens` were sent. `prefill_hit_tokens` were cached on prefill, which computed
-    `computed_tokens`, the others that decode did not compute; none if decode has computed all that
-    it lacked."""
+    `sent_tokens` were sent. `prefill_hit_tokens` were cached on prefill, which computed the others
+    that decode did not, `computed_tokens`; none if decode has computed all that it lacked."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -633,8 +627,7 @@ class Answers:
         return {**self._head, "object": kind, "choices": choices, "usage": usage.body()}
 
     def begin(self, sample: int, usage: Usage | None = None) -> bytes:
-        """Return the event that opens a sample, with the usage so far if that is given; empty for
-        /v1/completions."""
+        """Return the event that opens a sample; empty for /v1/completions."""
         # Completions have no role to announce.
         if not self.chat:
             return b""
@@ -646,8 +639,7 @@ class Answers:
         self, sample: int, text: str, finish: str | None, usage: Usage | None = None,
         logprobs: Any = None,
     ) -> bytes:  # fmt: skip
-        """Return the event for text that has arrived, and for the end of a sample; with the usage
-        so far if that is given."""
+        """Return the event for text that has arrived, and for the end of a sample."""
         more = {} if usage is None else {"usage": usage.body()}
         delta = {"content": text} if text else {}
         return self._event([self._choice(sample, delta, finish, logprobs)], **more)

@@ -1,5 +1,4 @@
-"""How each HTTP request of a server ended: refusals counted by reason, and a line of the request
-log.
+"""How each HTTP request of a server ended: refusals by reason, and a line of the request log.
 
 `Outcomes.watch` wraps a whole application, its key and its bounds included, so that what is refused
 before any handler runs is counted too. A handler adds what it knows to `line_of`; the line is

@@ -82,9 +82,8 @@ def find_workers(
 
 
 def plan(found: Mapping[str, Found], workers: Mapping[str, Mapping[str, Found]]) -> ServePlan:
-    """Decide the settings of `serve`, which `find` has found, and of its workers, from
-    `find_workers`. Raises ConfigError, with the place, for a setting that would be ignored, or that
-    workers cannot have."""
+    """Decide the settings of `serve`, from `find`, and of its workers, from `find_workers`. Raises
+    ConfigError, with the place, for one that would be ignored, or that workers cannot have."""
     said = {role: dict(workers.get(role, {})) for role in KINDS}
     for role, given in said.items():
         for name, why in _SET_BY_SERVE.items():
@@ -186,8 +185,7 @@ def _values(given: Mapping[str, Found]) -> dict[str, Any]:
 
 
 def _settle(given: dict[str, Found], mine: str, theirs: Found | None) -> None:
-    """Leave a setting that both have in `given`, or take it out. Raises ConfigError if a file has
-    it twice, and not alike."""
+    """Leave a common setting in `given`, or take it out. Raises ConfigError for two unlike ones."""
     own = given.get(mine)
     if own is None or theirs is None or own.rank > theirs.rank:
         return
@@ -220,8 +218,7 @@ def _give_host_memory(config: ServeConfig, theirs: Found | None, given: dict[str
 
 
 def _agree(found: Mapping[str, Found], said: dict[str, dict[str, Found]]) -> Mapping[str, Found]:
-    """Give `serve` the settings of the workers' model. Raises ConfigError for a table that has
-    another model than the rest."""
+    """Give `serve` the model of the workers. Raises ConfigError for a table with another one."""
     defaults = {one.name: one.default for one in settings_of(ServeConfig)}
     agreed = dict(found)
     for name in _AGREED:
@@ -280,8 +277,7 @@ def _check_ports(
     said: Mapping[str, Mapping[str, Found]],
     nums: Mapping[str, int],
 ) -> None:
-    """Raise ConfigError if two processes would have one fixed port, or a port would be too
-    large."""
+    """Raise ConfigError if two processes would have one port, or a port would be too large."""
     # (place, first port, number of ports)
     taken = [
         (found[name].where if name in found else f"the front's {name}", port, 1)

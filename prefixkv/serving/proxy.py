@@ -135,8 +135,7 @@ class _ServerSide:
         return cls(role, {server.name: server for server in servers}, router)
 
     def choose(self, keys: Sequence[bytes], lost: Collection[str]) -> ServerRoute | None:
-        """None if all are lost. An avoided server is taken only if every other one is lost or
-        avoided too."""
+        """None if all are lost. An avoided server is taken only if no other one is left."""
         now_s = time.monotonic()
         left = [name for name in self.servers if name not in lost]
         well = [name for name in left if self.avoided.get(name, 0.0) <= now_s]
@@ -312,8 +311,7 @@ class Proxy:
     async def _answer(
         self, request: Request, body: dict[str, Any], prompt_field: str, line: RequestLine
     ) -> Response:
-        """Have decode answer, with KV from prefill where it helps, and count how it ended. Raises
-        ApiError."""
+        """Have decode answer, with KV from prefill where it helps. Raises ApiError."""
         begun_s, path = time.monotonic(), request.url.path
         outcome = "aborted"
         try:
@@ -393,8 +391,7 @@ class Proxy:
         self, path: str, body: dict[str, Any], prompt_field: str, line: RequestLine
     ) -> int | None:
         """Have the KV of one prompt sent to decode's cache, by a request of its own. Returns how
-        many tokens were there before, or None if decode does not say. Raises _RefusedError,
-        ApiError."""
+        many tokens were there before, if decode says so. Raises _RefusedError, ApiError."""
         data = data_of(body[prompt_field])
         run = _ProxiedRequest(self, path, body, data, line, transfers=True)
         answer = await run.answer()

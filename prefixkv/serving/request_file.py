@@ -2,8 +2,7 @@
 
 Several processes append to one file. Lines reach it by single writes to a descriptor that was
 opened with O_APPEND, which Linux does not mix on a local file system. The file is opened for each
-batch of lines and closed after it: where logrotate has renamed it, the next batch makes a new one,
-without a signal.
+batch of lines: where logrotate has renamed it, the next batch makes a new one, without a signal.
 
 What the writing thread cannot keep up with, or cannot write (a full disk), is counted as lost, and
 the first loss is logged; serving goes on.

@@ -230,8 +230,7 @@ class WorkerIndex:
     def depth(self, namespace: Hashable, keys: Sequence[bytes]) -> int:
         """Count how many of these pages, from the first on, are held or expected. O(log pages). Of
         a worker that goes on at checkpoints alone those up to the deepest of them; O(pages behind
-        it). What is expected of such a worker counts in full: it saves a checkpoint at a prompt's
-        end."""
+        it). What is expected counts in full: a checkpoint is saved at a prompt's end."""
         depth = self._pool.depth(namespace, keys)
         if self._checkpoints is not None:
             ends, held = self._checkpoints.get(namespace, ()), self._pool.of(namespace)

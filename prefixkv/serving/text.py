@@ -119,9 +119,9 @@ class Texts:
 
     def plain(self, text: str, most: int = 0, go_on: Callable[[], None] = _go_on) -> list[int]:
         """Return the tokens, with the special ones that the model puts before a text. Raises
-        TooManyTokensError if they are certain to be more than `most`, without tokenizing all of a
-        long text; 0 sets no bound. `go_on` is called between the pieces of a long text: what it
-        raises ends the work."""
+        TooManyTokensError if they are certain to be more than `most` (0: no bound), without
+        tokenizing all of a long text. `go_on` is called between its pieces: what it raises ends the
+        work."""
         return self._ids(text, True, most, go_on)
 
     # --- tokens -----------------------------------------------------------------------------------

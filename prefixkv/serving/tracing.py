@@ -71,13 +71,12 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class TracedStep:
-    """One span while its work goes on; this one is not written. `headers` carry the trace to
-    another process."""
+    """One span while its work goes on, not written here. `headers` carry the trace on."""
 
     headers: Mapping[str, str] = {}
 
     def add(self, attributes: Attributes) -> None:
-        """Add attributes to the span of a step."""
+        """Add to the span of a step."""
 
     def fail(self, why: str, kind: str = "failed") -> None:
         """The first call counts."""
@@ -119,12 +118,11 @@ class NodeSpans:
         self, headers: Headers, rid: str, num: int = 1
     ) -> AbstractContextManager[TracedStep]:  # fmt: skip
         """Return a context in which a request is handed to the engine: an exception ends its span,
-        which otherwise ends with the last of its `num` answers. `rid` is as a `Generate` or a
-        `PrefillJob` has it."""
+        which otherwise ends with the last of its `num` answers. `rid` is the engine's."""
         return _NO_STEP
 
     async def close(self) -> None:
-        """End what is open, and send the last spans of a worker. Idempotent."""
+        """End what is open, and send the last spans. Idempotent."""
 
 
 _NO_STEP: Final = nullcontext(TracedStep())
@@ -168,8 +166,7 @@ def pass_on(headers: Headers) -> None:
 
 
 def variables() -> dict[str, str]:
-    """Return OpenTelemetry's variables. A process that does not inherit the environment needs them
-    too."""
+    """Return OpenTelemetry's variables, for a process that does not inherit the environment."""
     return {name: text for name, text in os.environ.items() if name.startswith("OTEL_")}
 
 
@@ -313,7 +310,7 @@ class Tracing:
         return self._trace.SpanKind
 
     async def close(self) -> None:
-        """Send the spans that are left, for `_CLOSE_S` at most. Spans that end later are dropped.
+        """Send the spans that are left, for `_CLOSE_S` at most; later ones are dropped.
         Idempotent."""
         closing = self.give_up()
         until_s = time.monotonic() + _CLOSE_S
@@ -364,8 +361,7 @@ class OpenSpan(TracedStep):
 
 
 def _sendable(attributes: Attributes) -> dict[str, Any]:
-    """Leave out what no protocol of OpenTelemetry carries, which would cost the whole batch: None,
-    and integers beyond 64 bits."""
+    """Leave out None and integers beyond 64 bits, one of which would cost the whole batch."""
     return {
         name: _clean(value) if isinstance(value, str) else value
         for name, value in attributes.items()
@@ -619,8 +615,7 @@ class _LiveRequest:
 
 
 class _NodeSpans(NodeSpans):
-    """Used on the event loop, but for what `follow` hands to the node, which the engine's thread
-    calls."""
+    """Used on the event loop; the engine's thread calls only what `follow` hands to the node."""
 
     def __init__(self, tracing: Tracing, role: str) -> None:
         self._tracing, self._role = tracing, role
@@ -660,8 +655,7 @@ class _NodeSpans(NodeSpans):
                 span.end()
 
     def _write(self, record: dict[str, Any], arrived_s: float) -> None:
-        """Write the spans of one ended request, and with the last answer that of the worker's
-        request."""
+        """Write the spans of one record, and with the last answer that of the request."""
         rid, sample = record["rid"], ""
         if self._role == "decode":
             rid, _, sample = rid.rpartition("/")
@@ -688,8 +682,7 @@ class _NodeSpans(NodeSpans):
             live.span.end(live.end_ns)
 
     def _fill(self, span: OpenSpan, record: dict[str, Any], begun_ns: int) -> None:
-        """Write what a record says. An outcome that is an error is one of the step that was under
-        way too."""
+        """Write what a record says. An error is also one of the step that was under way."""
         # A room is a number of 64 bits without a sign, which the protocol does not carry.
         shown = {**record, "room": str(record["room"])}
         span.add({f"prefixkv.{name}": shown[name] for name in _SHOWN if name in shown})

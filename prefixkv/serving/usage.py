@@ -119,7 +119,7 @@ class _WithCounts(msgspec.Struct):
 
 
 def counts_of(answer: bytes) -> dict[str, int]:
-    """Return the tokens that an answer, or one event's data, reports, by their names in the request
+    """Return the tokens that an answer, or one event, reports, by their names in the request
     log."""
     try:
         found = msgspec.json.decode(answer, type=_WithCounts).usage
@@ -135,8 +135,7 @@ def counts_of(answer: bytes) -> dict[str, int]:
 
 
 def counts_of_events(events: bytes) -> dict[str, int]:
-    """Of several reports the last one holds: with `continuous_usage_stats` each is of the answer so
-    far."""
+    """The last report holds: with `continuous_usage_stats` each is of the answer so far."""
     counts: dict[str, int] = {}
     # Cheap tests first, as in `_of_line`.
     if _COUNTED in events:

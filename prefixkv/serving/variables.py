@@ -16,7 +16,6 @@ def settings_variables() -> frozenset[str]:
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for a worker process, without the settings of the process that starts
-    it."""
+    """Return an environment for a worker, without the settings of the process that starts it."""
     ours = settings_variables()
     return {name: value for name, value in environ.items() if name not in ours}

@@ -82,9 +82,8 @@ T = TypeVar("T")
 
 
 class Worker:
-    """A worker that serves on the running event loop, from `start` to the end of `run`. It may be
-    made in any thread; everything else belongs to the loop. `info` exists once `start` has
-    returned."""
+    """Serves on the running event loop, from `start` to the end of `run`. It may be made in any
+    thread; everything else belongs to the loop. `info` exists once `start` has returned."""
 
     role: str
     info: WorkerInfo
@@ -229,7 +228,7 @@ class Worker:
         self._events.after_step()
 
     def _after_engine_end(self) -> None:
-        """Handle the end of the engine, after which it produces nothing more."""
+        """The engine produces nothing more."""
 
     @property
     def _limits(self) -> Any:
@@ -446,8 +445,7 @@ class DecodeWorker(Worker):
         )
 
     async def _lines(self, one: _OpenRequest) -> AsyncGenerator[bytes, None]:
-        """Yield outputs as they come, and an empty line as a sign of life after `LIFE_SIGN_S`
-        without one."""
+        """Yield outputs, and an empty line as a sign of life after `LIFE_SIGN_S` without one."""
         while True:
             await wait_set(one.has_output, LIFE_SIGN_S)
             # Cleared before the queue is read: an output that comes in between sets it again.
@@ -505,8 +503,7 @@ class DecodeWorker(Worker):
     # --- to prefill -------------------------------------------------------------------------------
 
     async def _send_job(self, one: _OpenRequest, job: Any) -> None:
-        """If the job is not accepted, abort the request, or leave it to the node of a worker that
-        computes prompts itself."""
+        """A job that is not accepted ends its request, unless the node computes prompts itself."""
         url, how = one.ask.prefill_url, "refused it"
         try:
             body = msgspec.json.encode(_job_of(job))
@@ -540,8 +537,7 @@ class DecodeWorker(Worker):
             self._spawn(self._send_abort(one.ask.prefill_url, rids))
 
     async def _send_abort(self, url: str, rids: list[str]) -> None:
-        """Failures are ignored: prefill hears of it over the node too, unless the nodes have not
-        met yet."""
+        """Failures are ignored: prefill hears of it over the node too, once the nodes have met."""
         with contextlib.suppress(httpx.HTTPError):
             await self._client.post(f"{url}/abort", content=msgspec.json.encode(AbortJobs(rids)))
 

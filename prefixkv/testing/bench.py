@@ -1,5 +1,4 @@
-"""One run of one conformance scenario: prompts go to an engine, its passes are made, laws are
-checked."""
+"""One run of one scenario: prompts go to an engine, its passes are made, laws are checked."""
 
 from __future__ import annotations
 
@@ -153,8 +152,7 @@ class ScenarioRun:
         self._guarded(lambda: self.sides.abort(answer.prompt.rid, side))
 
     def restart(self, side: Side, may_fail: bool = True) -> None:
-        """End one worker at once, and start it again. `may_fail`: answers may end with an error for
-        it."""
+        """End one worker at once, and start it again. `may_fail`: answers may end with an error."""
         for answer in self.answers:
             if not answer.ended:
                 answer.may_fail |= may_fail
@@ -201,8 +199,7 @@ class ScenarioRun:
     # --- passes -----------------------------------------------------------------------------------
 
     def until(self, done: Callable[[], bool], law: str) -> None:
-        """Make passes until `done`. `law` is broken, and ScenarioOverError raised, if nothing
-        happens any more."""
+        """Make passes until `done`. Raises ScenarioOverError if nothing happens any more: `law`."""
         last: object = None
         since_s = answered_s = time.monotonic()
         passes, tokens = 0, -1
@@ -231,8 +228,7 @@ class ScenarioRun:
         return said, rooms, [one.get(name) for one in stats for name in names]
 
     def _stalled(self, law: str) -> None:
-        """Tell why nothing happens any more, as far as the witnesses know. Raises
-        ScenarioOverError."""
+        """Tell why nothing happens any more, as witnesses know. Raises ScenarioOverError."""
         why = self._decode.explain()
         if self._prefill is not None:
             why += self._prefill.explain()

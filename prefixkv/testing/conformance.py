@@ -273,8 +273,7 @@ def _parents(module: str) -> set[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 if a law was found broken, 2 after a mistake in the command, told in a line on
-    stderr."""
+    """Returns 1 if a law was found broken, 2 after a mistake in the command (on stderr)."""
     parser = argparse.ArgumentParser(
         prog="python -m prefixkv.testing.conformance",
         description="Run an engine's two loops through the conformance scenarios.",

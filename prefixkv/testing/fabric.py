@@ -162,8 +162,7 @@ class FakeFabric:
         return True
 
     def run(self, max_steps: int = 100_000) -> int:
-        """Step until nothing is possible. Returns the number of steps. Raises InterruptedError
-        beyond `max_steps`."""
+        """Step until nothing is possible; return the steps. InterruptedError beyond `max_steps`."""
         for taken in range(max_steps):
             if not self.step():
                 return taken
@@ -173,8 +172,7 @@ class FakeFabric:
         return [action for action, _ in self._choices()]
 
     def hold(self, matches: Predicate) -> Hold:
-        """Keep matching actions from happening until the hold is released, e.g. `lambda a: a.kind
-        == "complete"`."""
+        """Keep actions from happening, e.g. `lambda a: a.kind == "complete"`, until `release`."""
         hold = Hold(matches, self._holds)
         self._holds.append(hold)
         return hold
@@ -203,8 +201,7 @@ class FakeFabric:
         self._lost.remove(peer)
 
     def kill(self, peer: PeerId) -> None:
-        """End a peer's process: its writes stop, its sink is silent, nothing lands in its memory
-        any more."""
+        """End a peer's process: writes stop, its sink is silent, nothing lands in it any more."""
         self._lost.append(peer)
         self.transports[peer].die()
         # The memory is gone with the process, so the blocks of writes into it are dropped.
@@ -356,8 +353,7 @@ class FakeFabric:
         return None
 
     def end_former(self, transport: FakeTransport) -> None:
-        """The agent is replaced: nothing of its posts lands any more, and those that have not ended
-        fail."""
+        """The agent is replaced: nothing of its posts lands; those that have not ended fail."""
         mine = [write for write in self._writes if write.writer is transport]
         self._writes = [write for write in self._writes if write.writer is not transport]
         for write in mine:

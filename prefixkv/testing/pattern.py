@@ -67,8 +67,7 @@ class KVPattern:
     def __init__(
         self, layout: KVLayout, salt: int, owner: object, place: tuple[Mesh, int] | None = None
     ) -> None:
-        """`place`: the mesh, and the rank of the pool; by default the pool holds the whole
-        model."""
+        """`place`: the mesh, and the rank of the pool; None: the pool holds the whole model."""
         self._owner = owner
         self.page_size = layout.page_size
         self._salt = splitmix64(np.array([salt], dtype=np.uint64))
@@ -94,8 +93,7 @@ class KVPattern:
         ]
 
     def fill(self, pages: Pages, start: int, hashes: Hashes) -> None:
-        """Write the KV of tokens `start` to `len(hashes)`. Raises CallerError if `pages` has too
-        few."""
+        """Write tokens `start` to `len(hashes)`. Raises CallerError if `pages` has too few."""
         values = self._values(pages, hashes)
         for page_at, run, slot, count in _spans(pages, start, len(hashes), self.page_size):
             first = page_at * self.page_size + slot
@@ -106,8 +104,7 @@ class KVPattern:
                 np.bitwise_xor(own, places, out=view[:, page : page + run, slot : slot + count])
 
     def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Hashes) -> None:
-        """Write one token of each of several requests: that of `hashes[i]` to slot `slots[i]` of
-        `pages[i]`."""
+        """Write token `hashes[i]` to slot `slots[i]` of page `pages[i]`, for each i."""
         values = splitmix64(hashes ^ self._salt).astype(self._dtype).reshape(1, -1, 1, 1)
         for view, places in self._groups:
             view[:, pages, slots] = values ^ places[:, 0]
@@ -160,8 +157,7 @@ class MirroredPattern(KVPattern):
         self._pool.write_pages(touched, self.mirror.read_pages(touched))
 
     def fill_mirror(self, pages: Pages, start: int, hashes: Hashes) -> Pages:
-        """Write in the mirror alone; its other slots are as in the pool. Returns the pages
-        touched."""
+        """Leave the other slots as in the pool. Returns the pages touched."""
         touched = pages[start // self.page_size : pages_for(len(hashes), self.page_size)]
         # Whole pages are copied back: fetch first, or other tokens of these pages would be
         # overwritten.
@@ -213,8 +209,7 @@ def _word_dtype(layout: KVLayout) -> np.dtype[Any]:
 
 
 def _even_runs(layout: KVLayout) -> Iterator[tuple[int, int, Slab, int]]:
-    """Yield slabs as (start, end, first slab, bytes between two bases), in runs as long as
-    possible."""
+    """Yield slabs as (start, end, first slab, bytes between two bases), in the longest runs."""
     slabs = layout.slabs
     start = 0
     while start < len(slabs):

@@ -372,8 +372,7 @@ def host_memory_mixed(run: ScenarioRun) -> None:
 
 
 def _mixed(run: ScenarioRun, num: int, *, aborts: bool = True) -> None:
-    """Ask for prompts over time: new ones, later turns, repeated ones, in three namespaces; some
-    are aborted."""
+    """Ask over time: new prompts, later turns, repeated ones, in three namespaces; abort some."""
     for i in range(num):
         namespace = _NAMESPACES[i % 3]
         done = [one for one in run.answers if one.ended and one.error is None]

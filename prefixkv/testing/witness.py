@@ -106,7 +106,7 @@ class _Watch:
         return call
 
     def _short(self, error: OutOfPagesError, *args: Any, **options: Any) -> None:
-        """Note that the watched call found too few pages."""
+        """The watched call found too few pages."""
 
     def look(self, when: str) -> None:
         """Compare the bytes that the engine may not have changed since the last call."""
@@ -152,8 +152,7 @@ class _Watch:
     def _check_computed(
         self, req: PrefillRequest | DecodeRequest, start: int, end: int, event: DeviceEvent | None
     ) -> None:
-        """Tell if a chunk is not written. What a device has not written before `event` cannot be
-        looked at."""
+        """Tell if a chunk is not written, as far as `event` lets it be looked at."""
         junk, begin = self._junk.get(req), req.prefix_len
         if junk is None:
             return
@@ -192,8 +191,8 @@ class DecodeWitness(_Watch):
         self, node: DecodeNode, tell: Tell, random: np.random.Generator, probe: bool,
         one_token: bool,
     ) -> None:  # fmt: skip
-        """`one_token`: each step gives a request one token at most, so that nothing behind the next
-        slot is written yet."""
+        """`one_token`: at most one per request and step: nothing behind the next slot is
+        written."""
         super().__init__(node, tell, random, probe)
         self._one_token = one_token
         self._computes = node.config.compute is not None
@@ -273,8 +272,8 @@ class DecodeWitness(_Watch):
                        f"it, at position {slot.position}, was not written")  # fmt: skip
 
     def _check_not_again(self) -> None:
-        """Put back the KV that junk has hidden since a step found no page; tell if that step was
-        made again."""
+        """Put back what junk has hidden since a step found no page; tell if that step was
+        repeated."""
         size = self._pool.layout.page_size
         for req, slot in self._written.items():
             if self._has_junk(req, slot):
@@ -290,8 +289,7 @@ class DecodeWitness(_Watch):
         self._written.clear()
 
     def _has_junk(self, req: DecodeRequest, slot: _Slot) -> bool:
-        """Return whether a slot still is as `_mark` has left it, and still is the request's next
-        one."""
+        """Return whether a slot is as `_mark` has left it, and still the request's next one."""
         size = self._pool.layout.page_size
         if req.pages_held is None or slot.position != req.kv_len:
             return False

@@ -27,8 +27,7 @@ class Played:
 
 
 class Vocabulary:
-    """Chat texts in a vocabulary with words at [first, end), and marks that begin and end what each
-    says."""
+    """Chat texts of words at [first, end), and marks that begin and end what each says."""
 
     def __init__(
         self, first: int, end: int, system: int, user: int, assistant: int, stop: int

@@ -185,8 +185,7 @@ _OF_TURN: Final = (
 
 
 def _of_turn(answer: ChatAnswer) -> dict[str, tuple[int, int]]:
-    """Return half-open ranges of prompt tokens, by where their KV came from: on decode, then on
-    prefill."""
+    """Return ranges of prompt tokens, by where their KV came from: on decode, then on prefill."""
     end, hit = len(answer.prompt), answer.hit_tokens - answer.host_tokens
     # On decode: in its pool, then arriving for another request, then loaded from host memory, then
     # sent. On prefill: cached, computed.

@@ -39,8 +39,7 @@ class ModelWorkerError(PrefixKVError):
 class ChatAnswer:
     """Outcome of one request. Of its prompt, the KV of the first `hit_tokens` was cached on decode
     (`host_tokens` of these in its host memory), and that of the next `shared_tokens` was arriving
-    there for another request. The KV of the first `prefill_hit_tokens` was cached on prefill, which
-    computed the rest."""
+    there for another request. Prefill had that of the first `prefill_hit_tokens` cached."""
 
     prompt: list[int]
     max_new_tokens: int

@@ -17,8 +17,7 @@ _SLOW_S: Final = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class TraceCheck:
-    """Counts are of all requests, those with `counted` of the requests that do not only warm the
-    cache."""
+    """Counts with `counted` are of the requests that do not only warm the cache."""
 
     trace: str
     kind: str
@@ -55,9 +54,8 @@ class TraceCheck:
 
 
 def check_trace(trace: Trace, warm: float = 0.0) -> TraceCheck:
-    """Count what a trace holds and what repeats in it, and say what looks wrong. `warm`: share of
-    the requests that only warm the cache. O(blocks), but where nothing repeats O(blocks log
-    blocks)."""
+    """Count what a trace holds and what repeats in it. `warm`: share of the requests that only warm
+    the cache. O(blocks), but where nothing repeats O(blocks log blocks)."""
     begin = int(warm * len(trace.requests))
     seen: set[Any] = set()
     asked = whole = largest = without = repeated = 0
@@ -111,8 +109,7 @@ def _repeating_prompts(trace: Trace) -> int:
 
 
 def doubts(check: TraceCheck) -> list[str]:
-    """Say what looks wrong in a trace that can be replayed: its times, and prompts shorter than a
-    block."""
+    """Say what looks wrong though it can be replayed: times, and prompts shorter than a block."""
     found = []
     gap_s = check.seconds / max(1, check.requests - 1)
     if check.requests > 1 and not check.seconds:
@@ -210,7 +207,7 @@ def why_nothing_here(trace: Trace, check: TraceCheck, warm: float, capacity: int
 
 
 def enough_for_lru(trace: Trace, warm: float = 0.0) -> int:
-    """Return a capacity, in blocks, at which lru finds at least one block; 0 if no cache does.
+    """Return a number of blocks with which lru finds at least one; 0 if no cache does.
     O(blocks)."""
     begin = int(warm * len(trace.requests))
     paths = [block_names(request.whole_key, trace.page_size) for request in trace.requests]

@@ -243,8 +243,7 @@ def replay(
 
 @contextmanager
 def _per_request(path: Path | None) -> Iterator[Callable[[RequestHits], None] | None]:
-    """Write what each request of each replay finds, as it is found: nothing is kept. Raises
-    OutputError."""
+    """Write what each request finds at once: nothing is kept. Raises OutputError."""
     if path is None:
         yield None
         return

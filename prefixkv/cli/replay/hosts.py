@@ -14,8 +14,7 @@ _MOST_BLOCKS: Final = 10**9
 
 
 class HostSize(NamedTuple):
-    """As it was given: `number` of `unit`, which is "x" (times the device's capacity), "blocks" or
-    "bytes"."""
+    """`number` of `unit`: "x" (times the device's capacity), "blocks" or "bytes"."""
 
     text: str
     number: float

@@ -68,8 +68,7 @@ class Replays:
         return replace(result, policy=name)
 
     def host_blocks(self, capacity: int) -> list[int]:
-        """Return sizes in blocks, rising. Raises ConfigError if one is in bytes and the KV of a
-        token is not known."""
+        """Rising. Raises ConfigError for bytes if the KV of a token is not known."""
         block_bytes = self.trace.block_tokens * self.trace.bytes_per_token
         return sorted({size.blocks(capacity, block_bytes) for size in self.hosts})
 

@@ -28,8 +28,7 @@ def replay_optimum(
     each: Each | None = None,
     running: int = 1,
 ) -> ReplayResult:
-    """No cache of this capacity hits more often. O(blocks log blocks). Arguments are those of
-    `replay_policy`."""
+    """No cache of this capacity hits more often. O(blocks log blocks). See `replay_policy`."""
     hits = Hits(trace, warm, each, running)
     paths = [block_names(request.whole_key, trace.page_size) for request in trace.requests]
     counted = running > 0

@@ -1,6 +1,5 @@
 """Replay of one policy at one capacity, through the real `RadixCache`: each request is matched and
-locked, room is made for the rest, and the rest is inserted. Policies know how many tokens a block
-stands for (`token_scale`).
+locked, room is made for the rest, and the rest is inserted.
 
 Blocks of requests that run cannot be evicted, and count against the capacity: those of each request
 until as many have come after it as run at a time. One that could not run in the pool at all is

@@ -52,8 +52,7 @@ class Tier:
         now_s: float,
         visit: bool | None = None,
     ) -> InsertResult:
-        """Insert all of a prompt, of which `lock` holds what is there; then `lock` holds all of
-        it."""
+        """Insert all of a prompt, of which `lock` holds what is there, and then all of it."""
         missing = (len(key) - lock.prefix_len) // self.cache.page_size
         if self._makes_room:
             self.trim(now_s, missing)
@@ -70,8 +69,7 @@ class Tier:
         return inserted
 
     def trim(self, now_s: float, more: int = 0) -> None:
-        """Evict what is over the capacity, or would be with `more` blocks; no block that is
-        held."""
+        """Evict what is over the capacity, or would be with `more` blocks."""
         over = self.cache.num_pages + more - self.capacity
         if over > 0:
             self._free += self.cache.evict(over, now_s).tolist()
@@ -98,8 +96,7 @@ class SimulatedTier(Tier):
 
     def end(self, key: RadixKey, found: int, now_s: float, counted: bool) -> None:
         """Write what is lacking of a prompt that ends, of which `begin` has `found` blocks; of one
-        that is too large, the beginning, where room is made before. `counted` False: it only warms
-        the cache."""
+        that is too large, the beginning, where room is made before."""
         if not self.capacity:
             return
         # The request was seen when it began, unless nothing of it was there to be used.

@@ -1,6 +1,5 @@
-"""A prefill and a decode worker for Hugging Face models, with attention that reads and writes the
-paged pool in place. The extra `hf`; transformers is imported only when one of these names is
-used."""
+"""Prefill and decode workers for Hugging Face models, with attention that uses the paged pool in
+place. The extra `hf`; transformers is imported only when one of these names is used."""
 
 from __future__ import annotations
 

@@ -92,8 +92,7 @@ class FlatPool:
         return torch.from_numpy(np.stack([first + self.k_row, first + self.v_row]))
 
     def scratch(self, num_rows: int) -> torch.Tensor:
-        """Return [num_rows, page_size * heads * dim], the same memory until a call asks for
-        more."""
+        """Return [num_rows, page_size * heads * dim], the same memory as long as it is enough."""
         width = self._any.shape[1]
         if self._buffer.numel() < num_rows * width:
             self._buffer = self._any.new_empty(num_rows * width)
@@ -193,8 +192,7 @@ def _seen_pages(
 
 class GroupPlan:
     """The part of a `Plan` for the layers of one pool. With `flat.window`, `rows`, `starts` and
-    `ends` are counted from the first page that is needed: the distance of two tokens is what it
-    was."""
+    `ends` are counted from the first page that is needed: the distance of two tokens stays."""
 
     def __init__(
         self,
@@ -241,8 +239,7 @@ class GroupPlan:
             tokens.index_copy_(0, to, new[0].transpose(0, 1).flatten(1))
 
     def erase(self, new: torch.Tensor) -> None:
-        """Set what was written of some new tokens, bool [N], to zero: no mask hides a NaN from a
-        reader of whole pages."""
+        """Set what was written of some new tokens, bool [N], to zero: no mask hides a NaN."""
         for tokens in self.flat.tokens.values():
             for to in (self._k_to, self._v_to):
                 tokens.index_fill_(0, to[new], 0)
@@ -254,8 +251,7 @@ class GroupPlan:
         scale: float | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention [1, N, query heads, dim] of each new token to its sequence up to
-        itself.
+        """Return [1, N, query heads, dim]: each new token attends to its sequence up to itself.
 
         `write` comes first. query: [1, query heads, N, dim]; sinks: see `_attend_with_sinks`.
         """
@@ -284,8 +280,7 @@ def _mask(
 def _attend_block(
     q: torch.Tensor, block: _Block, scale: float | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Shapes: q and the result are [new, heads, group, dim], the query heads of a group beside each
-    other."""
+    """q and the result: [new, heads, group, dim], the query heads of a group beside each other."""
     k, v, mask = block
     num, kv_heads, group, dim = q.shape
     # 1. One token: its query heads as the queries of a group, so that K is read once.
@@ -316,8 +311,7 @@ def _attend_with_sinks(
     sinks: torch.Tensor,
     num: int = 1,
 ) -> torch.Tensor:
-    """Attend with a sink: one more logit of each query head, [query heads], which takes part in the
-    softmax, and whose value is zero.
+    """Attend with a sink: one more logit of each query head, [query heads], of value zero.
 
     q and the result: [B, heads, group * num, dim]; k, v: [B, heads, keys, dim]; mask: bool, True
     where a query sees a key.
@@ -352,7 +346,7 @@ def _paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Write the new KV and attend; raise ConfigError for a feature that is not supported.
 
-    query: [1, query heads, N, dim]; key, value: [1, heads, N, dim]; returns [1, N, query heads,
+    query: [1, query heads, N, dim]; key, value: [1, heads, N, dim]. Returns [1, N, query heads,
     dim].
     """
     # 1. Refuse: a feature that is silently ignored would give wrong answers and wrong KV.

@@ -1,6 +1,5 @@
 """The decode worker: one token per answer and step, all answers in one forward. With
-`DecodeConfig.compute` it also computes prompts of which little is missing, in chunks beside its
-answers.
+`DecodeConfig.compute` it also computes prompts of which little is missing, in chunks.
 
 One thread owns it: `submit` and `abort` as requests arrive, `step` while it returns True, `wait`
 otherwise. `docs/engine.md` shows the loop.
@@ -188,8 +187,7 @@ class DecodeEngine:
         """Begin to answer a prompt. `on_output` gets every token, and each answer's end once.
 
         It is called at the end of `step`; it may call `submit` and `abort`, and must not raise.
-        Raises RequestError, TokenError or DrainingError, with nothing changed, for a request that
-        cannot be taken.
+        Raises RequestError, TokenError or DrainingError, with nothing changed.
         """
         self._check(ask)
         ends = ask.sampling.ends(self.model.end_tokens)
@@ -211,8 +209,7 @@ class DecodeEngine:
             self._held.append(held)
 
     def _add_sample(self, held: _HeldSamples) -> _Answer:
-        """Add the next held sample to the node. Raises as `submit` does; it is not held in any
-        case."""
+        """Raises as `submit` does; the sample is not held in any case."""
         ask, i = held.ask, held.sample
         held.sample += 1
         deadline_s = ask.deadline_s
@@ -282,8 +279,7 @@ class DecodeEngine:
         self._held_ends.append((held.on_output, output))
 
     def abort(self, rid: str) -> bool:
-        """End all answers to a request; the next `step` reports it. False if it is unknown or has
-        ended."""
+        """End all answers; the next `step` reports it. False if unknown or ended."""
         # The node must not reuse their pages before the device has finished with them.
         after = self.model.event()
         names = self._samples.get(rid, ())
@@ -476,8 +472,7 @@ class DecodeEngine:
 
     def _state_rows(self, reqs: list[DecodeRequest], chunks: list[_Chunk]) -> StateRows | None:
         """A step replaces each state in its slot, and a prompt's first chunk goes on from a
-        checkpoint. Copies the states that are kept of requests that run. None for a model without
-        any."""
+        checkpoint. Copies the states that are kept of requests that run."""
         if self.states is None:
             return None
         self.states.copy(self.node.save_states(reqs))
@@ -647,8 +642,7 @@ class DecodeEngine:
     def _check_tokens(
         self, ask: Generate, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]
     ) -> None:
-        """Raise RequestError for tokens outside the vocabulary, or more, with the answer, than the
-        context."""
+        """Raise RequestError for tokens outside the vocabulary, or too many for the context."""
         if int(prompt.max()) >= self.model.vocab_size:
             raise RequestError(
                 f"token {prompt.max()} is not in the vocabulary of {self.model.vocab_size}"

@@ -43,8 +43,7 @@ OPENAI: Final = SamplingDefaults()
 
 
 def load_sampling_defaults(folder: str | Path) -> SamplingDefaults:
-    """Logs once what the folder says that is not served. Raises ConfigError for what is not
-    read."""
+    """Logs once what the folder says that is not served. Raises ConfigError for other forms."""
     file = check_folder(folder, ()) / _FILE
     if not file.is_file():
         return OPENAI

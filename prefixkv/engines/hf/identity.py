@@ -49,11 +49,8 @@ def config_digest(config: Any) -> str:
 
 
 def weights_digest(model: Any) -> str:
-    """Return a digest of the names, dtypes, shapes and bytes of all tensors.
-
-    Reads all weights, by one thread per core; from a GPU they are copied to the host, tensor by
-    tensor.
-    """
+    """Return a digest of the names, dtypes, shapes and bytes of all tensors. Reads all weights, by
+    one thread per core; from a GPU they are copied to the host, tensor by tensor."""
     # Sorted by name: the order of a state dict is that of the model's construction.
     entries = sorted(model.state_dict().items())
     whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)

@@ -82,7 +82,7 @@ class Layers:
 
     @property
     def tensors(self) -> list[StateTensor]:
-        """As a StatePool has them: a recurrent one has its heads; the inputs of a convolution have
+        """As a StatePool has them: a recurrent one has its heads, a convolution's inputs have
         one."""
         tensors = []
         for part in self.parts:

@@ -1,5 +1,4 @@
-"""An engine on its own thread, for a process that serves: other threads post calls to it, and never
-wait for it."""
+"""An engine on its own thread: other threads post calls to it, and never wait for it."""
 
 from __future__ import annotations
 

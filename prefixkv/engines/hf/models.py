@@ -1,5 +1,5 @@
 """The transformers models that are served: from a folder of safetensors, or from a config and a
-seed. Nothing is downloaded.
+seed.
 
 A model that would be served wrongly is refused by name: by its config where that is enough, and by
 a trial, which compares its logits on the paged pool with those of the plain model.
@@ -121,8 +121,7 @@ class PagedModel:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers that keep the KV of every token; those with a window are a group of
-        their own."""
+        """Number of layers that keep the KV of every token; those with a window do not count."""
         return len(self.layers.full)
 
     @property
@@ -147,8 +146,8 @@ class PagedModel:
 
     @property
     def window(self) -> int:
-        """Tokens that a token sees in layers with a window, itself among them; 0: there are none,
-        or no text is longer."""
+        """Tokens that a token sees in layers with a window, itself among them; 0: no such
+        layers."""
         return self.layers.window
 
     def make_pool(
@@ -228,8 +227,7 @@ class PagedModel:
         return [req.window_pages(SLIDING) for req in reqs] if self.window else []
 
     def make_states(self, num_slots: int, shared: bool = False) -> StateMemory:
-        """Create the states on the model's device, a slot per request. Raises as
-        `StatePool.create`."""
+        """Create the states on the model's device, one per slot. Raises as `StatePool.create`."""
         tensors = self.layers.tensors
         pool = StatePool.create(tensors, num_slots, device=self._device_name, shared=shared)
         return StateMemory(pool, self.layers)
@@ -478,8 +476,7 @@ def _attend_plainly(model: Any) -> None:
 
 
 def check_served(model: Any, context: int | None) -> int:
-    """Return the longest context that is served, in tokens: `context`, or what the model was made
-    for.
+    """Return the longest context that is served: `context`, or what the model was made for.
 
     Raises ConfigError, which names the setting, for a model that needs more than attention to all
     earlier tokens on pages of K and V.

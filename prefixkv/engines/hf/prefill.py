@@ -30,9 +30,8 @@ _STATE_SLOTS: Final = 32  # most prompts with a state that are computed or on th
 
 @dataclass(slots=True, eq=False)
 class _Computing:
-    """A prompt with KV up to token `done`; up to `hit_tokens` it was cached. Of a model with
-    recurrent layers `source` is the slot with the state behind `done`, `slot` its own, for the next
-    one."""
+    """A prompt with KV up to token `done`; up to `hit_tokens` it was cached. With recurrent layers
+    `source` is the slot with the state behind `done`, `slot` the one for the next."""
 
     req: PrefillRequest
     job: PrefillJob
@@ -249,8 +248,7 @@ class PrefillEngine:
         return self.node.drain(0.0 if self._computing else timeout_s)
 
     def stats(self) -> dict[str, int]:
-        """Return the node's counters and "forwards", "computed_tokens" and "computing"
-        (prompts)."""
+        """Return the node's counters, "forwards", "computed_tokens" and "computing" (prompts)."""
         return {**self.node.stats(), **self._counters, "computing": len(self._computing)}
 
     def audit(self) -> None:
@@ -272,8 +270,7 @@ def check_prefill_config(config: PrefillConfig, keeps: str) -> None:
 def _first_tokens(
     logits: torch.Tensor, ended: list[_Computing], end_tokens: Iterable[int]
 ) -> list[tuple[int, TokenLogprob | None]]:
-    """logits: [ended, vocabulary]. Each token comes with its log-probabilities where they are
-    wanted."""
+    """logits: [ended, vocabulary]. Tokens come with log-probabilities where they are wanted."""
     if not ended:
         return []
     choices = [one.job.choice for one in ended]

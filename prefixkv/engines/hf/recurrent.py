@@ -109,8 +109,8 @@ class StatePlan:
         self, rows: StateRows, members: list[int], sources: list[int], firsts: list[int], num: int,
         save: int = NO_SLOT,
     ) -> _Group:  # fmt: skip
-        """Plan one call of each recurrent layer: `num` new tokens of each member, from `firsts` on
-        in the packed row."""
+        """Plan one call of each layer: `num` new tokens of each member, from `firsts` on in the
+        row."""
         begins = [source == NO_SLOT for source in sources]
         return _Group(
             (torch.tensor(firsts)[:, None] + torch.arange(num)).to(self._device),
@@ -124,8 +124,7 @@ class StatePlan:
         self, mixer: Any, forward: Callable[..., torch.Tensor],
         hidden: torch.Tensor, options: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
-        """Return what a layer makes of the new tokens, [1, N, size], as `hidden`; states go to the
-        slots.
+        """Return what a layer makes of `hidden`, [1, N, size], as that; states go to the slots.
 
         `forward` is the layer's own. Raises ConfigError for what cannot be computed by sequences.
         """
@@ -171,8 +170,7 @@ def _states(layer: Any, part: StatePart) -> dict[int, torch.Tensor]:
 
 
 class PagedMixer:
-    """Stands in front of a recurrent layer's class: with a plan it computes on slots, else as
-    before."""
+    """Stands in front of a recurrent layer's class: with a plan it computes on slots."""
 
     layer_idx: int
     cache_argument: str
@@ -193,8 +191,7 @@ class PagedMixer:
 
 
 def page_mixers(layers: Layers) -> None:
-    """Let the recurrent layers compute on slots where they get a plan. A copy of the model computes
-    as before without a plan."""
+    """Let the recurrent layers compute on slots where they get a plan; else they are as before."""
     for _, mixer in layers.mixers:
         if not isinstance(mixer, PagedMixer):
             mixer.__class__ = _paged(mixer)

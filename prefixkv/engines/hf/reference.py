@@ -11,11 +11,8 @@ from prefixkv.engines.hf.models import PagedModel, unpaged_copy
 
 
 class Reference:
-    """A copy of a model with its own weights. Owned by one thread.
-
-    It computes with one thread: several, on a busy machine, wait for each other at every small
-    kernel.
-    """
+    """A copy of a model with its own weights. Owned by one thread, and computes with one: several,
+    on a busy machine, wait for each other at every small kernel."""
 
     def __init__(self, model: PagedModel) -> None:
         self.model = unpaged_copy(model)

@@ -51,9 +51,8 @@ def small_tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(folder: str | Path) -> None:
-    """Write tokenizer and chat template for `AutoTokenizer.from_pretrained`; make the folder if
-    need be. Raises ConfigError if files of another tokenizer are there, or nothing can be
-    written."""
+    """Write tokenizer and chat template for `AutoTokenizer.from_pretrained`. Raises ConfigError if
+    files of another tokenizer are there, or nothing can be written."""
     system, user, assistant = _SPECIAL[1:]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -43,9 +43,8 @@ def template_renderer() -> Any:
 
 
 def load_auto_tokenizer(folder: str | Path) -> Any:
-    """Load as transformers does; nothing outside is read, and no code is run. The
-    `backend_tokenizer` neither cuts a text nor fills it up, whatever the folder says. Raises as
-    `load_tokenizer`."""
+    """Nothing outside is read, and no code is run. The `backend_tokenizer` neither cuts a text nor
+    fills it up, whatever the folder says. Raises as `load_tokenizer`."""
     path = check_folder(folder, (TOKENIZER_FILE,))
     from transformers import AutoTokenizer
 

@@ -1,8 +1,7 @@
 """The part of an answer that its client will leave out of the next turn: a model's thinking.
 
-All KV from its first token on is then a branch of the cache that nothing asks for again; it takes
-pages that other prompts could have. An agent may send its thinking back between the calls of its
-tools.
+All KV from its first token on is then a branch of the cache that nothing asks for again. An agent,
+however, may send its thinking back between the calls of its tools.
 """
 
 from __future__ import annotations

@@ -177,8 +177,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.IncLockRefResult(delta=(self.tree.evictable_pages - before) * self.page_size)
 
     def dec_lock_ref(self, node: Handle, params: Any = None) -> Any:
-        """Release one lock of `inc_lock_ref` at this place. Raises LockError where there is
-        none."""
+        """Release one lock of `inc_lock_ref` at this place. Raises LockError without one."""
         before, place = self.tree.evictable_pages, self._place(node)
         if place is not None:
             held = self._held.get(place)

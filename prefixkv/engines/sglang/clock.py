@@ -41,8 +41,7 @@ class RankClock:
         return [*requests, TimeMark(now_s)]
 
     def take(self, requests: list[object]) -> list[object]:
-        """Return the requests without marks, and set the clock to the newest. Called on every
-        rank."""
+        """Return the requests without marks, and set the clock to the newest, on every rank."""
         marks = [one for one in requests if isinstance(one, TimeMark)]
         if not marks:
             return requests

@@ -115,12 +115,10 @@ class RequestKey:
         self._num_tokens = 0
 
     def cover(self, token_ids: Any, num_tokens: int) -> RadixKey:
-        """Return the key of the first `num_tokens` tokens, or of all if there are fewer; do not
-        change it.
+        """Return the key of the first `num_tokens` tokens, or of all; do not change it.
 
-        `token_ids` only ever grows; all tokens are compared where it is another object than at the
-        last call. O(tokens not packed before). Raises TokenError, with nothing changed: see
-        `Packer.words`.
+        `token_ids` only ever grows; all tokens are compared where it is another object than before.
+        O(tokens not packed before). Raises TokenError, with nothing changed: see `Packer.words`.
         """
         packer, bigram = self._packer, self._packer.bigram
         num_tokens = min(num_tokens, len(token_ids))

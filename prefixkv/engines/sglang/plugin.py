@@ -255,8 +255,8 @@ def _after_receiver(item: Any, queue: Any, req: Any, *_args: Any, **_named: Any)
 def _after_add(
     _result: Any, queue: Any, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False
 ) -> None:
-    """Inform prefill of a request that decode refused without a receiver, such as a prompt that is
-    too long."""
+    """Inform prefill of a request that decode refused without a receiver: too long, for
+    instance."""
     taken = bool(queue.queue) and queue.queue[-1].req is req
     if not (taken or is_retracted or is_rebootstrap):
         _decline(queue, req)
@@ -304,8 +304,7 @@ def _decline(queue: Any, req: Any) -> None:
 
 
 def _after_waiting_abort(_result: Any, _scheduler: Any, req: Any) -> None:
-    """SGLang neither clears nor polls such a sender; its room's number could never be used
-    again."""
+    """SGLang never clears such a sender, so its room's number could not be used again."""
     if hasattr(req.disagg_kv_sender, "prefixkv_begin"):
         req.disagg_kv_sender.clear()
 
@@ -313,8 +312,7 @@ def _after_waiting_abort(_result: Any, _scheduler: Any, req: Any) -> None:
 def _around_capacity(original: Any, queue: Any, req: Any) -> bool:
     """Return whether decode can never admit a request; refuse it then. SGLang compares only the
     prompt with the pool here, but admits a request only where the tokens reserved for its output
-    fit too. One in between would wait at the head of the queue for ever, and all others behind
-    it."""
+    fit too. One in between would wait at the head of the queue for ever."""
     from prefixkv.engines.sglang import internals as sgl
 
     if original(queue, req):
@@ -360,8 +358,7 @@ def _around_normalize(original: Any, asked: Any, *args: Any, **named: Any) -> An
 
 
 def _check_rooms(asked: Any) -> None:
-    """Raise ValueError if `bootstrap_room` cannot be opened. SGLang itself refuses a request
-    without any."""
+    """Raise ValueError if `bootstrap_room` cannot be opened. SGLang refuses one without any."""
     # 1. The shape: one number, or a list with one per prompt. 2. Each number: in range, and once.
     rooms = asked.bootstrap_room
     if not isinstance(rooms, list):

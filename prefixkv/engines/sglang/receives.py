@@ -15,8 +15,7 @@ _log = logging.getLogger("prefixkv.sglang")
 
 @dataclass(slots=True, eq=False)
 class Receive:
-    """A request's room. `held`: a peer may still write its pages. The first outcome stays: SGLang
-    may have seen it already."""
+    """A request's room. `held`: a peer may still write its pages. The first outcome stays."""
 
     room: int
     num_pages: int = 0

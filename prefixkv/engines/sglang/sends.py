@@ -59,8 +59,7 @@ class DeclinedHalf(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """A decode worker has a request of this prompt; or, with a `reason`, has ended it and had
-    promised nothing."""
+    """Decode has a request of this prompt; or, with a `reason`, has ended it without a promise."""
 
     decode: str
     digest: bytes
@@ -205,10 +204,9 @@ class RoomSends:
     def withdraw(
         self, room: int, decode: str, digest: bytes, reason: str, number_state: NumberState = ALONE
     ) -> None:
-        """Take in that decode has ended this number's request, with no promise; the other half
-        fails, now or when it arrives. An empty digest stands for any prompt. If decode's
-        `number_state` is SILENT, the room here may belong to the other request, so it is not
-        failed."""
+        """Decode has ended this number's request, with no promise; the other half fails, now or
+        when it arrives. An empty digest stands for any prompt. If decode's `number_state` is
+        SILENT, the room here may belong to the other request, so it is not failed."""
         withdrawn = Announcement(decode, digest, f"decode: {reason}", self._clock())
         send, gone = self._rooms.get(room), self._declined.get(room)
         if number_state == ALONE:

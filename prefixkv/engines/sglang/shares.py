@@ -1,8 +1,7 @@
 """A rank's share of a model's KV, as far as SGLang's own pool describes it.
 
-Where two servers differ in their number of ranks, pages are cut by heads, so the layout of heads is
-read from the pool. Pages of an unknown kind of pool are opaque: they move whole, between servers
-with equal numbers of ranks.
+Where two servers differ in their number of ranks, pages are cut by heads, so their layout is read
+from the pool. Pages of an unknown kind are opaque: they move whole, between equal numbers of ranks.
 """
 
 from __future__ import annotations

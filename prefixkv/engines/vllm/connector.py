@@ -108,8 +108,7 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """True where layers keep a window: prefixes are looked for as `bind_kv_cache_manager` has
-        it."""
+        """Prefixes are looked for as `bind_kv_cache_manager` has it."""
         return bool(self._groups.windows)
 
     @property
@@ -189,8 +188,7 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return True
 
     def take_events(self) -> Iterable[Any]:
-        """Return the events of host memory; vLLM's own pool reports the blocks that arrive
-        there."""
+        """Those of host memory; vLLM's own pool reports the blocks that arrive there."""
         events = self.scheduler.take_host_events()
         return compat.host_events(events, self._block_size) if events else ()
 

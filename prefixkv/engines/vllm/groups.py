@@ -42,8 +42,7 @@ Block = int
 class WindowLayers(NamedTuple):
     """A window group: its number among the groups, its name in the handshake, and the tokens that
     its layers see, the own one included. Of a state `table_tokens` is the number of tokens per
-    entry of its block table, and `most_blocks` the most that a request has at once; of a window
-    both are 0."""
+    entry of its block table, and `most_blocks` the most that a request has at once; else 0."""
 
     number: int
     name: str

@@ -112,8 +112,7 @@ class DeviceBlocks:
 
     @contextmanager
     def ending(self, blocks: Sequence[int]) -> Iterator[None]:
-        """While in it, blocks on which only the request that ends has references count as
-        available."""
+        """While in it, blocks that only the request that ends references count as available."""
         last = (block for block in blocks if self._holds.num_references(block) == 1)
         self._ending = frozenset(last)
         try:
@@ -326,8 +325,7 @@ class HostBlocks:
     def finished(
         self, request: Any, hashes: list[Any], blocks: Sequence[int], num_tokens: int
     ) -> None:
-        """Write what is lacking here of a request that ends: `blocks` are its first, cached ones,
-        with the KV of `num_tokens`."""
+        """Write what is lacking here of a request that ends, with these first blocks cached."""
         rid = request.request_id
         self._keys.pop(rid, None)
         self._barred.discard(rid)

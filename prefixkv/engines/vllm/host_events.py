@@ -40,8 +40,7 @@ class HostEvent(NamedTuple):
 
 
 class HostEvents:
-    """The events of one server. Owned by its engine loop. `name_bytes`: of a block's name in the
-    tree."""
+    """The events of one server. Owned by its engine loop. `name_bytes`: of a block's name."""
 
     def __init__(self, cache: RadixCache, name_bytes: int) -> None:
         self._cache, self._name_bytes = cache, name_bytes

@@ -72,8 +72,7 @@ class WorkerHost:
         return ends, loaded
 
     def take_size(self) -> dict[int, tuple[int, int]]:
-        """Return by rank the host pages that are ready, and all; nothing where no more are ready
-        than before."""
+        """Return by rank the host pages that are ready, and all; nothing without news."""
         num_ready = self._memory.ready_pages
         if num_ready == self._num_reported:
             return {}

@@ -2,9 +2,8 @@
 
 vLLM gives a view [block, head, token, content] of each layer. Where the kernels are known to keep
 plain K and V (or a latent vector) there, servers may differ in block size and tensor parallelism.
-Otherwise a block travels whole: one run of bytes per layer. A tag then names all that the bytes
-depend on; servers with different tags, block sizes or shares of heads refuse each other in the
-handshake.
+Otherwise a block travels whole, one run of bytes per layer; a tag names all that the bytes depend
+on, and servers with different tags, block sizes or shares of heads refuse each other.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ _PARALLEL: Final = {
 
 
 def check_config(parallel: Any, kv_cache: Any) -> None:
-    """Raise ConfigError, by name, for an unsupported setting of `ParallelConfig` or kind of
-    cache."""
+    """Raise ConfigError for an unsupported setting of `ParallelConfig` or kind of cache."""
     for name, feature in _PARALLEL.items():
         size = getattr(parallel, name, 1)
         if size > 1:
@@ -48,9 +46,8 @@ def check_config(parallel: Any, kv_cache: Any) -> None:
 
 
 def check_sleep(model: Any, device: str) -> None:
-    """Raise ConfigError if sleep mode may move the KV memory: NIXL has it registered. Never on a
-    CPU, where nothing moves. An allocator that could release it without sleep mode is only warned
-    of."""
+    """Raise ConfigError if sleep mode may move the KV memory, which NIXL has registered: never on a
+    CPU. An allocator that could release it without sleep mode is only warned of."""
     if device == "cpu":
         return
     if model.enable_sleep_mode:
@@ -90,8 +87,7 @@ def _check_states(cache: Any, block_size: int) -> None:
 
 
 def check_windows(options: ConnectorOptions, has_states: bool) -> None:
-    """Raise ConfigError for an option that is not for models with windows, or with states
-    (`has_states`)."""
+    """Raise ConfigError for an option that is not for models with windows or states."""
     kept = "a state" if has_states else "a window"
     instead = "" if has_states else ", or start vLLM with --disable-hybrid-kv-cache-manager"
     for name in ("host_memory", "compute_below", "recompute_below", "policy"):

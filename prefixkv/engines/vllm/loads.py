@@ -174,15 +174,13 @@ class ScheduledLoads:
 
     @property
     def any_expected(self) -> bool:
-        """True while the proof of a load is expected: one that is overdue may not come for a long
-        time."""
+        """True while a proof is expected: an overdue one may not come for a long time."""
         return any(load.over and not load.overdue for load in self.pending.values())
 
     # --- reports ----------------------------------------------------------------------------------
 
     def failed(self, rid: str, error: str, refused: bool) -> bool:
-        """Note why a load has failed; `refused`: the two servers do not work with each other. False
-        for an unknown one."""
+        """Note why; `refused`: the two servers do not fit. Returns False for an unknown load."""
         if (load := self.pending.get(rid)) is None:
             return False
         load.error, load.refused = error, refused
@@ -208,8 +206,7 @@ class ScheduledLoads:
         return load
 
     def settle(self, rid: str, holds: Holds) -> None:
-        """Forget a load that is over and that every rank has settled, and free what was held for
-        it."""
+        """Forget a load that is over and settled by all, and free what was held for it."""
         load = self.pending.get(rid)
         # Both are needed. Only over: a peer may still write. Only settled: vLLM has not heard the
         # outcome yet, and `received` would not find the load.

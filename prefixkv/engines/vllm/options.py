@@ -158,8 +158,7 @@ class ConnectorOptions:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], kv_port: int) -> ConnectorOptions:
-        """Raises ConfigError, which names the setting, for one that is unknown or out of range, and
-        where there is no name."""
+        """Raises ConfigError for a setting that is unknown or out of range, or without a name."""
         given = dict(extra)
         if not given.get("name"):
             raise ConfigError(

@@ -13,8 +13,8 @@ from prefixkv.spi import HostCopy
 @dataclass(frozen=True, slots=True)
 class Open:
     """On decode: promise `pages` for tokens `prefix_len` to `num_tokens` of a prompt. `ticket` is
-    the same on all workers, and never used again. `windows`: by window group, the blocks of the
-    window behind the prompt."""
+    the same on all workers, and unique. `windows`: by window group, the blocks behind the
+    prompt."""
 
     rid: str
     room: int
@@ -84,8 +84,7 @@ class OfferOrder:
 
 
 class CopyOrder(NamedTuple):
-    """On decode: copy to or from host memory. `rid`: whose load it is, or a part of; "" for a
-    write."""
+    """On decode: copy to or from host memory. `rid`: whose load it is; "" for a write."""
 
     copy: HostCopy
     rid: str = ""

@@ -12,8 +12,7 @@ LONGEST_REST_S: Final = 60.0  # no wait is without a limit
 
 
 class Rest:
-    """The quiet steps of one engine, and which workers wake it. Used by its `SchedulerSide`
-    alone."""
+    """The quiet steps of one engine, and which workers wake it. Its `SchedulerSide`'s."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -48,6 +47,5 @@ class Rest:
 
     @staticmethod
     def limited(left_s: float | None) -> float:
-        """Return how many seconds one rest may last. `left_s`: until something happens that no
-        worker rings for."""
+        """Return the seconds of one rest. `left_s`: until something that no worker rings for."""
         return min(max(left_s or 0.0, 0.0) or LONGEST_REST_S, LONGEST_REST_S)

@@ -58,8 +58,8 @@ NAN_LOG_EVERY_S: Final = 60.0
 
 
 class _HostPart(NamedTuple):
-    """What a request loads from host memory if it is admitted in this step: blocks `start` up to
-    `end`."""
+    """Blocks `start` up to `end`, loaded from host memory if the request is admitted in this
+    step."""
 
     start: int
     end: int
@@ -192,8 +192,7 @@ class SchedulerSide:
             self._record_error(rid, str(error))
 
     def _end_before_last(self, request: Any) -> None:
-        """Have a prompt computed no further than decode goes on with it: a state has no way
-        back."""
+        """A state has no way back to where decode goes on."""
         if self._groups.has_states:
             leave_out_last_token(request, self._hash_size)
 
@@ -209,8 +208,7 @@ class SchedulerSide:
 
     def ignores_windows(self, request: Any) -> bool:
         """Return whether vLLM has to look for a prefix in the group that keeps every token alone:
-        its windows are loaded with it. Not where another connector stands between, which may load
-        the request from elsewhere."""
+        its windows are loaded with it. Not where another connector may load the request."""
         is_wanted = request.request_id in self.loads.wanted and self.sends.can_end
         if not self._groups.windows or not is_wanted:
             return False
@@ -315,8 +313,7 @@ class SchedulerSide:
         return hosted, hosted > 0
 
     def _carrier(self, block_hash: Any, asks: bool) -> str | None:
-        """Return the request that brings this block. `asks`: also where prefill sends it, or a
-        part."""
+        """Return the request that brings this block. `asks`: also where prefill sends it."""
         copying = self._host.carrier(block_hash) if self._host is not None else None
         return self.flights.carrier(block_hash) if copying is None and asks else copying
 
@@ -444,9 +441,8 @@ class SchedulerSide:
         return params
 
     def take_ended(self) -> dict[str, dict[str, Any]]:
-        """Return the requests to end now, since decode does not want them, with the
-        `kv_transfer_params` of their answers. Nothing is forgotten here: vLLM calls `finished` for
-        each as it ends."""
+        """Return the requests that decode does not want, with the `kv_transfer_params` of their
+        answers. Nothing is forgotten here: vLLM calls `finished` for each as it ends."""
         ended = {rid: {"prefixkv": {"error": error}} for rid, error in self.sends.ending.items()}
         self.counters.add("requests_ended", len(ended))
         return ended
@@ -456,8 +452,8 @@ class SchedulerSide:
     ) -> tuple[dict[str, str], set[Any]]:
         """Take in how many NaN each request's logits had, before the scheduler does. `step` is the
         `SchedulerOutput` that `orders` had. Returns the requests that vLLM has to end with an
-        error, and why; and the hashes of those that have ended meanwhile. Nothing of them is sent,
-        nor copied to host memory."""
+        error, and why; and the hashes of those that have ended meanwhile. Nothing of them
+        leaves."""
         hashes: set[Any] = set()
         for rid in self._in_flight.keys() & step.num_scheduled_tokens.keys():
             left, of_request = self._in_flight.pop(rid)
@@ -481,8 +477,7 @@ class SchedulerSide:
         return errors, hashes
 
     def spoilt(self, pages: Iterable[int]) -> None:
-        """Blocks may hold NaN: they are overwritten before vLLM uses them again
-        (`clear_spoilt`)."""
+        """Blocks may hold NaN: `clear_spoilt` has them overwritten before vLLM uses them again."""
         self._spoilt.update(pages)
 
     def clear_spoilt(self) -> None:
@@ -627,8 +622,7 @@ class SchedulerSide:
         return self._host is not None and self._host.is_writing
 
     def flush(self) -> None:
-        """Fail the loads under way and end all sends: KV of the former weights must not arrive any
-        more."""
+        """Fail the loads and end all sends: KV of the former weights must not arrive any more."""
         self.loads.flush(self._orders)
         self.sends.flush(self._orders)
         if self._host is not None:
@@ -657,8 +651,7 @@ class SchedulerSide:
         return self._rest.has_wakeups
 
     def rest_s(self) -> float:
-        """Return how many seconds the engine may rest unless a new request or a wakeup comes; 0: it
-        has to step."""
+        """Return the seconds that the engine may rest unless something comes; 0: it has to step."""
         if self._orders or not self._rest.may_rest:
             return 0.0
         # The end of an offer's grace is the one event that no worker rings for: wake up for it.

@@ -74,8 +74,7 @@ class _ScheduledSend:
 
     @property
     def is_preempted(self) -> bool:
-        """True where vLLM has preempted a prompt that is computed in part. What was handed over
-        stays held."""
+        """True of a prompt that is computed in part. What was handed over stays held."""
         return (
             self.num_pages > 0
             and not self.computed
@@ -164,8 +163,7 @@ class ScheduledSends:
         orders.adds.append(Add(rid, ask.room, ask.decode, num_tokens, digest))
 
     def _check_size(self, request: Any) -> None:
-        """Raise RequestError for a prompt that would take blocks which loads count on, even if
-        nothing of it is sent."""
+        """Raise RequestError for a prompt that would take blocks which loads count on."""
         num_blocks = self.groups.blocks_of(request.num_prompt_tokens)
         self._check_end(request)
         if self.most_blocks is not None and num_blocks > self.most_blocks:
@@ -270,7 +268,7 @@ class ScheduledSends:
         return any(one.unpromised <= 0 and not one.computed for one in self.sends.values())
 
     def make_room(self, num_blocks: int, grace_s: float, orders: StepOrders) -> None:
-        """Withdraw the oldest offers that are older than `grace_s`, until `num_blocks` will come
+        """Withdraw the oldest offers, beyond an age of `grace_s`, until `num_blocks` will come
         back.
 
         They are released when the workers report it: a decode server may have opened the room
@@ -350,7 +348,7 @@ class ScheduledSends:
         self, rid: str, drawn: _DrawnOffer, tables: Tables, holds: Holds, orders: StepOrders
     ) -> None:
         """Hold the blocks of a prompt that a step completes, and offer to send it. Not from the
-        first chunk on: a prompt that is preempted begins again, and meanwhile keeps no block from
+        first chunk on: a preempted prompt begins again, and meanwhile keeps no block from
         others."""
         room = "", int(drawn.params["room"])
         num_pages = pages_for(drawn.num_tokens, self.groups.block_size)

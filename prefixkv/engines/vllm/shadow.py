@@ -42,9 +42,8 @@ class Shadow:
         namespace: Hashable = None,
     ) -> None:
         """Lock the blocks of a request that starts to run; no-op for one that runs already. They
-        are to hold the first of its `tokens`, and are entered at once: a policy takes the entry of
-        new pages for a part of the last use of the pages before them, so no other request may come
-        between."""
+        are entered at once: a policy takes the entry of new pages for a part of the last use of the
+        pages before them, so no other request may come between."""
         if rid in self._locks:
             return
         match = self._tree.match_prefix(np.asarray(tokens, np.int32), namespace)
@@ -60,8 +59,7 @@ class Shadow:
     def ended(
         self, rid: str, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable = None
     ) -> None:
-        """Enter and unlock the blocks of a request that ends: cached ones, with the KV of the first
-        of its `tokens`."""
+        """Enter and unlock the blocks of a request that ends, all of them cached."""
         lock = self._locks.pop(rid, None)
         # A request that was never admitted here has not been counted as a use.
         if blocks:
@@ -98,8 +96,8 @@ class Shadow:
             del self._block_at[place]
 
     def victims(self, number: int, usable: Usable) -> list[int]:
-        """Return at most `number` blocks that are least worth keeping, and forget them; fewer where
-        the policy knows of no more."""
+        """Return the blocks that are least worth keeping, and forget them; fewer where there are
+        none."""
         # Some evicted places have no usable block any more, so evict until there are enough.
         found: list[int] = []
         while len(found) < number:

@@ -13,9 +13,8 @@ from prefixkv.engines.vllm.sends import ScheduledSends
 
 
 class Turns:
-    """The turns of one engine's requests. Used by its `SchedulerSide` alone. `has_windows`: a
-    request whose load has failed then needs more blocks to be computed than to be loaded, so its
-    own would not do."""
+    """The turns of one engine's requests. Its `SchedulerSide`'s. `has_windows`: a request whose
+    load has failed needs more blocks to be computed than to be loaded."""
 
     def __init__(self, loads: ScheduledLoads, sends: ScheduledSends, has_windows: bool) -> None:
         self._loads, self._sends = loads, sends
@@ -30,9 +29,8 @@ class Turns:
         self.landed: set[str] = set()
 
     def must_yield(self, need: int) -> bool:
-        """Return whether a request that lacks `need` blocks lets promised sends go first. Other
-        requests keep their order, so that the loads under way end, and no new one takes the
-        blocks."""
+        """Return whether a request that lacks `need` blocks lets promised sends go first. Others
+        keep their order, so that the loads under way end, and no new one takes the blocks."""
         if need > 0 and self._sends.has_promised_uncomputed:
             self._has_yielded |= self._loads.any_under_way
             self.is_changed |= self._has_yielded

@@ -1,8 +1,7 @@
 """The versions of vLLM that the connector is for, and whether functions take what they are given.
 
 vLLM promises nothing about its internals. So its version has to be in a known range, and signatures
-are compared at import: a parameter that a version has added would else be a TypeError of the first
-request.
+are compared at import: a new parameter would else be a TypeError of the first request.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ def check_version() -> None:
 
 
 def check_call(function: Callable[..., Any], num_args: int, keywords: Iterable[str] = ()) -> None:
-    """Raise ConfigError unless a function takes `num_args` arguments by position, `self` aside, and
-    the `keywords`."""
+    """Raise ConfigError unless it takes `num_args` by position, `self` aside, and `keywords`."""
     name = function.__qualname__
     try:
         takes = signature(function)

@@ -1,10 +1,9 @@
 """Wake-ups from a worker's process to the scheduler's, in place of a step each millisecond.
 
 The scheduler has a `WakeupListener`: an abstract unix datagram socket with a random name, which
-travels to the workers in `StepOrders`. Each worker has a `WakeupSender`: a thread that sleeps until
-a transfer has events, rings once, and waits until the worker's thread has taken them and armed it
-again. A forged datagram costs the engine one empty step. Workers on another host cannot ring; vLLM
-then continues to poll.
+travels to the workers in `StepOrders`. Each worker has a `WakeupSender`: a thread that rings once
+when a transfer has events, and waits until the worker's thread has armed it again. A forged
+datagram costs one empty step. Workers on another host cannot ring; vLLM then continues to poll.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from prefixkv.spi import Closing
 
 
 class WakeupListener(Closing):
-    """`on_ring` is called in a thread of its own. Raises OSError where there are no abstract unix
-    sockets."""
+    """`on_ring` is called in a thread of its own. Raises OSError without abstract unix sockets."""
 
     def __init__(self, on_ring: Callable[[], None]) -> None:
         self._on_ring = on_ring

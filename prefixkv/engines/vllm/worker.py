@@ -506,7 +506,7 @@ class WorkerSide:
         ]
 
     def fence(self, peer: str, life: str) -> None:
-        """End and settle all rooms of a process that is known to be dead; see
+        """End and settle all rooms of a dead process; see
         `extension.WorkerExtension.prefixkv_fence`. Raises RequestError for a life that is no
         hexadecimal number."""
         try:
