@@ -103,7 +103,7 @@ add_commands(app)
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Lets no exception of ours through."""
+    """Return the exit status; no exception of ours comes through."""
     return run_app(app, "prefixkv", arguments)
 
 

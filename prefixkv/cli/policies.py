@@ -99,7 +99,7 @@ def _broken_law(policy: Policy) -> str:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Equal but for the rounding of floats."""
+    """Return whether they are equal but for the rounding of floats."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_alike, one, other))
     if isinstance(one, float) and isinstance(other, float):

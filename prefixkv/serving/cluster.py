@@ -253,7 +253,7 @@ class Actor:
 
 
 class RayLaunch(Launch):
-    """The same with workers in a Ray cluster."""
+    """A `Launch` whose workers run in a Ray cluster."""
 
     _former: FormerLives
     _group: Any = None

@@ -154,8 +154,7 @@ class _WorkerPair:
         return tuple(route.worker for route in self._routes)
 
     async def first(self, stream: AsyncGenerator[TokenEvent, None]) -> TokenEvent:
-        """Raises WorkerLostError if a worker falls silent and another answers, or it is given
-        up."""
+        """Raises WorkerLostError if a worker falls silent and another one can answer."""
         try:
             # No time limit of its own: the prompt may take long. Only silence ends the wait.
             async with asyncio.timeout(None) as patience:

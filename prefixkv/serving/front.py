@@ -242,8 +242,7 @@ class Front:
 
     async def _tokens(self, encode: Callable[..., list[int]], size: int, param: str) -> list[int]:
         """Tokenize a text that costs the time of `size` characters. A long one is tokenized in a
-        thread, as long as its client is there, until it is certain not to fit. Raises ApiError
-        400."""
+        thread, while its client is there, until it is certain not to fit. Raises ApiError 400."""
         if size <= _SHORT:
             return encode()
         context, has_left = self.fleet.context, False

@@ -221,7 +221,7 @@ class Launch:
         self._clocks: dict[str, list[StartClock]] = {"prefill": [], "decode": []}
 
     def stop(self) -> None:
-        """Drain and end all. A second call ends it at once."""
+        """Drain and end everything. A second call ends it at once."""
         if self._stop.is_set():
             self._at_once.set()
         self._stop.set()
@@ -323,6 +323,7 @@ class Launch:
         """Called before the first worker starts. `name` is what clients call the model."""
 
     def _child(self, role: str, number: int, fleet: Fleet) -> Any:
+        """Start a worker. The result has `ready`, `clock` and `end` like a `Child`."""
         return Child(role, self._environ(role, number), fleet.add, _forget(fleet))
 
     async def _close(self) -> None:

@@ -135,7 +135,7 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """None: as many as there is room for."""
+        """None stands for as many as there is room for."""
         return self.max_tokens
 
     def sampling(
@@ -250,7 +250,7 @@ class CompletionRequest(_RequestBase, frozen=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """Never None."""
+        """It is never None."""
         return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
 
     def check(self) -> None:

@@ -681,6 +681,7 @@ async def _end_after(task: asyncio.Task[ServerAnswer], grace_s: float) -> None:
 
 
 async def _first(wanted: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
+    """Wait until one of two tasks is done, then cancel `other`."""
     try:
         await asyncio.wait((wanted, other), return_when=asyncio.FIRST_COMPLETED)
     finally:

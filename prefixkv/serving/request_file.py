@@ -139,7 +139,7 @@ class RequestFile(Collector):
         return os.open(self.path, flags, 0o600)
 
     def _lose(self, num: int, why: str) -> None:
-        """Warn of the first one."""
+        """Count lines as lost; warn of the first one."""
         with self._lock:
             is_first = not self.lost
             self.lost += num

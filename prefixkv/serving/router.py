@@ -440,7 +440,7 @@ class BoundedAffinityRouter:
         return True
 
     def expire(self, now_s: float) -> None:
-        """For `stats`; `route` does it too."""
+        """Forget pages that have not come, for `stats`; `route` does it too."""
         check_time(now_s)
         for worker in self._workers.values():
             worker.index.expire(now_s)

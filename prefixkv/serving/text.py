@@ -250,7 +250,7 @@ def _to_json(value: Any) -> str:
 
 
 def _line(error: BaseException) -> int | None:
-    """Return the line of a chat template that an error comes from."""
+    """Return the line of a chat template that an error comes from; None: it comes from no line."""
     line = getattr(error, "lineno", None)
     if isinstance(line, int):
         return line

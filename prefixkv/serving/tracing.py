@@ -79,7 +79,7 @@ class TracedStep:
         """Add to the span of a step."""
 
     def fail(self, why: str, kind: str = "failed") -> None:
-        """The first call counts."""
+        """Have the span end as an error; the first call counts."""
 
 
 class RequestTrace(TracedStep):

@@ -339,7 +339,7 @@ class PrefillWorker(Worker):
         return Response(status_code=202)
 
     async def _abort(self, request: Request) -> Response:
-        """Unknown ids are ignored."""
+        """Ids that are unknown are ignored."""
         asked = await self._read(request, AbortJobs)
         await self._call(lambda engine: [engine.abort(rid) for rid in asked.rids])
         return Response(status_code=202)

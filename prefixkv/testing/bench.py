@@ -88,7 +88,7 @@ class ScenarioRun:
         self._check_made(node, self.settings.decode, self.settings.decode_pages, "decode")
 
     def _meet_prefill(self) -> None:
-        """Only if the node is in this process."""
+        """Put a witness around the prefill node, if it is in this process."""
         node = self.sides.prefill
         if node is None:
             self._prefill = None
@@ -186,7 +186,7 @@ class ScenarioRun:
         self.until(lambda: all(one.ended or one.lost for one in waited), "law 7")
 
     def stats(self, side: Side = "decode") -> dict[str, int]:
-        """None of a node in another process."""
+        """Return a node's counters; none of a node in another process."""
         node: DecodeNode | PrefillNode | None = (
             self.sides.decode if side == "decode" else self.sides.prefill
         )

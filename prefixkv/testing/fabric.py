@@ -297,7 +297,7 @@ class FakeFabric:
         write.writer.part_ended(write, None)
 
     def _fail(self, write: _Write) -> None:
-        """The blocks stay if they may still land."""
+        """End a doomed part. Its blocks stay if they may still land."""
         write.ended = True
         if not write.lands_after_error:
             write.blocks.clear()

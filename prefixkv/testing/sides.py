@@ -120,7 +120,7 @@ class AnswerLog:
         return self.num_ends > 0
 
     def token(self, token: int) -> None:
-        """Called in order."""
+        """Take one token of the answer, in order."""
         rid, at = self.prompt.rid, len(self.tokens)
         self.tokens.append(token)
         if self.ended:
@@ -136,7 +136,7 @@ class AnswerLog:
             self.faults.append(("law 8", f"{rid}: token {at} is {token}, the model says {right}"))
 
     def end(self, error: Exception | None = None) -> None:
-        """`error`: why the answer is not complete."""
+        """Take the answer's end. `error`: why it is not complete."""
         self.num_ends += 1
         rid = self.prompt.rid
         if self.num_ends > 1:

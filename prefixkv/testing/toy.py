@@ -186,7 +186,7 @@ class ToyDecode:
         self.node.computed(req, end, token.to_bytes(4, "little") if first else b"")
 
     def ask_again(self) -> None:
-        """Under another name, since the attempt before may still live on prefill."""
+        """Use another name, since the attempt before may still live on prefill."""
         for ask in self.node.pop_needs_prefill():
             self.asked.append(
                 Request(
@@ -264,7 +264,7 @@ class ToyDecode:
 
 
 class ToySides:
-    """`conformance.run(ToySides)` passes."""
+    """The toy engine for the kit: `conformance.run(ToySides)`."""
 
     vocabulary = range(VOCABULARY)
     make_decode: type[ToyDecode] = ToyDecode
@@ -287,7 +287,7 @@ class ToySides:
         self.d.add(prompt, answer, self.p.node.endpoint)
 
     def abort(self, rid: str, side: Side) -> None:
-        """On prefill in each attempt that may live there."""
+        """Abort a request; on prefill in each attempt that may live there."""
         if side == "decode":
             self.d.abort(rid)
         else:

@@ -35,7 +35,7 @@ _JUNK_BYTES: Final = 0x40  # below it floats of every dtype are finite
 
 
 def fill_with_junk(pool: KVPool, random: np.random.Generator) -> None:
-    """What was never computed must not matter."""
+    """Fill every page: what was never computed must not matter."""
     pages = range(pool.layout.num_pages)
     data = pool.read_pages(pages)
     data.numpy()[:] = random.integers(0, _JUNK_BYTES, tuple(data.shape), np.uint8)
@@ -348,7 +348,7 @@ class DecodeWitness(_Watch):
         self._forget_owed(rid)
 
     def _forget_owed(self, rid: str) -> None:
-        """The request does not run any more."""
+        """Owe no token to a request that does not run any more."""
         for kept in (self._owed, self._slots, self._written):
             for req in [req for req in kept if req.rid == rid]:
                 kept.pop(req)

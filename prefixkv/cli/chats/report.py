@@ -117,7 +117,7 @@ class ChatsReport:
         }
 
     def last_conversation(self) -> Sequence[ChatAnswer]:
-        """Of the pass with the cache on if it was run."""
+        """It is of the pass with the cache on, if that was run."""
         # The last one: by then the shared system prompt is cached, so its ranges show all kinds of
         # hits.
         played = self.played.get(True) or next(iter(self.played.values()))

@@ -27,7 +27,7 @@ def capacities_for(blocks: int) -> list[int]:
 
 
 def middle(capacities: Sequence[int]) -> int:
-    """The larger of two."""
+    """Return the capacity in the middle, the larger of two."""
     return sorted(capacities)[len(capacities) // 2]
 
 

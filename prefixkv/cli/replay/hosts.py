@@ -84,7 +84,7 @@ def host_row(host: HostResult, capacity: int, trace: Trace) -> str:
 
 
 def _amount(blocks: float, trace: Trace) -> str:
-    """In bytes, or in tokens where those of a token are not known."""
+    """Format it in bytes, or in tokens where those of a token are not known."""
     tokens = blocks * trace.block_tokens
     if trace.bytes_per_token:
         return amount(tokens * trace.bytes_per_token)
@@ -96,6 +96,6 @@ def _times(host: HostResult, capacity: int) -> str:
 
 
 def _size_in_words(host: HostResult, capacity: int, trace: Trace) -> str:
-    """In capacities of the device, and in bytes where they are known."""
+    """Format it in capacities of the device, and in bytes where they are known."""
     size = f", {_amount(host.host_blocks, trace)}" if trace.bytes_per_token else ""
     return f" ({_times(host, capacity)}{size})"

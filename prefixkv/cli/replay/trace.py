@@ -23,7 +23,7 @@ TOKENS: Final = "token lists"
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """Its blocks as one token each, or its tokens."""
+    """A request: its blocks as one token each, or its tokens."""
 
     time_s: float
     key: RadixKey

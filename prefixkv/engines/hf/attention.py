@@ -88,6 +88,7 @@ class FlatPool:
         self._buffer = flat.new_empty(0)
 
     def rows(self, pages: Pages) -> torch.Tensor:
+        """Return int64 [2, *pages.shape], on the CPU: the row of each page's K, then of its V."""
         first = pages.astype(np.int64) * self.page_rows
         return torch.from_numpy(np.stack([first + self.k_row, first + self.v_row]))
 
@@ -100,6 +101,8 @@ class FlatPool:
 
 
 class _Block(NamedTuple):
+    """Some new tokens of one sequence, and the keys that one of them sees at least, as views."""
+
     k: torch.Tensor  # [1, heads, keys, dim]
     v: torch.Tensor
     mask: torch.Tensor | None  # bool [queries, keys]; None: plainly causal, or one query
@@ -234,6 +237,7 @@ class GroupPlan:
             self._parts.append(_Part(page_rows, copies, blocks))
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """key, value: [1, heads, N, dim]."""
         tokens = self.flat.tokens[layer]
         for to, new in ((self._k_to, key), (self._v_to, value)):
             tokens.index_copy_(0, to, new[0].transpose(0, 1).flatten(1))
@@ -346,7 +350,7 @@ def _paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Write the new KV and attend; raise ConfigError for a feature that is not supported.
 
-    query: [1, query heads, N, dim]; key, value: [1, heads, N, dim]. Returns [1, N, query heads,
+    query: [1, query heads, N, dim]; key, value: [1, heads, N, dim]; result [1, N, query heads,
     dim].
     """
     # 1. Refuse: a feature that is silently ignored would give wrong answers and wrong KV.

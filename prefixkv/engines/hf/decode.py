@@ -311,8 +311,7 @@ class DecodeEngine:
     # --- the loop ---------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Take in arrivals and run one forward of all answers. True if there was something to
-        do."""
+        """Take in arrivals and run one forward of all answers. True if there was work to do."""
         # Clients are called at the end, since they may call `submit` and `abort`, which change the
         # state that a pass iterates over; and also after an error, so that no token is lost.
         outputs: list[tuple[OnOutput, Output]] = []
@@ -350,7 +349,7 @@ class DecodeEngine:
         return True
 
     def _next_chunks(self) -> list[_Chunk]:
-        """The oldest prompts first, each as far as the node allows."""
+        """The oldest prompts come first, each as far as the node allows."""
         chunks: list[_Chunk] = []
         if not self._local:
             return chunks
@@ -666,6 +665,7 @@ class DecodeEngine:
         return bool(busy) or self.node.wait(timeout_s)
 
     def fileno(self) -> int:
+        """Return a descriptor for a poller, to be polled while `step` is False."""
         return self.node.fileno()
 
     @property

@@ -82,8 +82,7 @@ class Layers:
 
     @property
     def tensors(self) -> list[StateTensor]:
-        """As a StatePool has them: a recurrent one has its heads, a convolution's inputs have
-        one."""
+        """As a StatePool has them: a recurrent part has its heads, a convolution's has one."""
         tensors = []
         for part in self.parts:
             heads, head_shape = (

@@ -1,5 +1,4 @@
-"""The transformers models that are served: from a folder of safetensors, or from a config and a
-seed.
+"""The transformers models that are served: from a folder of safetensors, or a config and a seed.
 
 A model that would be served wrongly is refused by name: by its config where that is enough, and by
 a trial, which compares its logits on the paged pool with those of the plain model.
@@ -146,8 +145,7 @@ class PagedModel:
 
     @property
     def window(self) -> int:
-        """Tokens that a token sees in layers with a window, itself among them; 0: no such
-        layers."""
+        """Tokens that a token sees in layers with a window, itself among them; 0: none."""
         return self.layers.window
 
     def make_pool(
@@ -187,6 +185,7 @@ class PagedModel:
         return pool.with_groups(PoolGroup(SLIDING, last, window, step_tokens))
 
     def _window_needs(self, page_size: int, step_tokens: int) -> tuple[int, int]:
+        """Return the most pages of a request in the window group, and those of a checkpoint."""
         window = self.layers.window
         of_one = (window + step_tokens + page_size - 3) // page_size + 1
         return of_one, pages_for(window - 1, page_size)

@@ -236,6 +236,7 @@ class PrefillEngine:
         return bool(self._computing) or self.node.wait(timeout_s)
 
     def fileno(self) -> int:
+        """Return a descriptor for a poller, to be polled while `step` is False."""
         return self.node.fileno()
 
     @property

@@ -98,7 +98,7 @@ class Joins:
         return held
 
     def _missing_pages(self, request: Any) -> _MissingPages | None:
-        """None where no whole page is missing."""
+        """Return None where no whole page is missing."""
         key, depth = self._depths.of(request)
         data, size = key.data, self._page_bytes
         end = len(data) // size

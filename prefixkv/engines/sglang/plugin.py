@@ -255,8 +255,7 @@ def _after_receiver(item: Any, queue: Any, req: Any, *_args: Any, **_named: Any)
 def _after_add(
     _result: Any, queue: Any, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False
 ) -> None:
-    """Inform prefill of a request that decode refused without a receiver: too long, for
-    instance."""
+    """Inform prefill of a request that decode refused without a receiver, as for its length."""
     taken = bool(queue.queue) and queue.queue[-1].req is req
     if not (taken or is_retracted or is_rebootstrap):
         _decline(queue, req)
@@ -401,7 +400,7 @@ def _admission() -> str:
 
 
 def _number(name: str, default: float) -> float:
-    """Raises ConfigError for other text."""
+    """Raises ConfigError for a text that is no number."""
     text = os.environ.get(name, "")
     try:
         return float(text) if text else default

@@ -101,8 +101,7 @@ class Components:
 
     def of_request(self, indices: Sequence[Any] | None, pages: Sequence[int]) -> OfRequest:
         """`pages` are those of its KV, behind decode's prefix. Raises RequestError where the
-        indices are not of as many components, no single slot of a state, or other pages of an
-        index."""
+        indices are not of as many components, no single slot of a state, or other pages."""
         if not self._kinds:
             return NOTHING
         if indices is None or len(indices) != len(self._kinds):

@@ -288,8 +288,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- either side ends a request by itself -----------------------------------------------------
 
     def decline(self, req: Any) -> None:
-        """Tell the other server of a request refused before it had a room; it would wait for its
-        timeout."""
+        """Tell the other server, which would wait, of a request refused before it had a room."""
         self.last_handled_rid = req.rid
         # 1. Prefill. The prompt may be missing or cut, so its digest is left open.
         if req.bootstrap_room not in ROOMS:
@@ -346,9 +345,8 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         return int.from_bytes(drawn.digest(), "big") >> 1 or 1
 
     def forget_lost(self, bootstrap_addr: str) -> None:
-        """Forget the cached rows of prefill ranks that do not answer: such a rank may be another
-        process by now, at another endpoint. SGLang keeps a row until some heartbeats have
-        failed."""
+        """Forget the cached rows of prefill ranks that do not answer, which SGLang keeps for a
+        while: such a rank may be another process by now, at another endpoint."""
         assert self.receives is not None
         now_s = time.monotonic()
         with self.connection_lock:  # SGLang's heartbeat thread changes the pool too
@@ -621,7 +619,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self.init_time = time.time()  # SGLang's own timeout begins
 
     def poll(self) -> int:
-        """With its own timeouts."""
+        """The receiver has its own timeouts."""
         if self.conclude_state is None:
             self.kv_mgr.pump()
             self._conclude()

@@ -1,5 +1,4 @@
-"""The orders in which requests of decode's queue are tried, where SGLang has the order of
-arrival."""
+"""The orders in which requests of decode's queue are tried: SGLang's is the order of arrival."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class Depths:
         return self._tree.page_size
 
     def of(self, request: Any) -> tuple[RadixKey, int]:
-        """Return the packed prompt, not to be changed or kept, and how many of its pages are
-        cached."""
+        """Return the packed prompt, not to be changed or kept, and its number of cached pages."""
         if self._version != self._tree.version:
             self._version = self._tree.version
             self._found.clear()

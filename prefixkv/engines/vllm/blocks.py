@@ -33,7 +33,7 @@ class Holds:
 
     @property
     def num_blocks(self) -> int:
-        """One held for two requests counts twice."""
+        """A block that is held for two requests counts twice."""
         return sum(map(len, self._held.values()))
 
     @property

@@ -32,8 +32,7 @@ class _VllmStep(NamedTuple):
 
 
 class OwnCompute:
-    """What decode computes of prompts, and what is left. Owned by the scheduler. Every call is
-    O(1).
+    """What decode computes of prompts, and what is left. The scheduler's. Every call is O(1).
 
     Args:
         below: most missing tokens of a request that may be computed here; 0: nothing is measured.
@@ -149,6 +148,7 @@ class OwnCompute:
             self._prompts = self._prompt_tokens = self._running = 0
 
     def step_ended(self) -> None:
+        """The result of the oldest step has come."""
         if not self._steps:
             return
         step, now_s = self._steps.popleft(), self.now_s()

@@ -1,5 +1,4 @@
-"""The class that vLLM calls: each hook is passed on to the scheduler's side or the worker's
-side."""
+"""The class that vLLM calls: it passes each hook on to the scheduler's or the worker's side."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ compat.KVConnectorWorkerMetadata.register(WorkerReport)
 
 class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     """One in the scheduler, and one in each worker. See docs/vllm.md. Raises ConfigError, which
-    names the cause, for a wrong option, and for a model or parallel setup that cannot be
-    transferred."""
+    names the cause, for a wrong option, model or parallel setup."""
 
     is_prefixkv = True
 

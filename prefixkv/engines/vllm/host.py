@@ -93,7 +93,7 @@ class DeviceBlocks:
 
     @property
     def available_pages(self) -> int:
-        """With those that a request that just ends will let go of."""
+        """Blocks that a request will let go of as it ends are among them."""
         return self._holds.num_free + len(self._ending)
 
     @property
@@ -156,7 +156,7 @@ class DeviceBlocks:
         return all(self._holds.num_references(page) > 0 for page in pages.tolist())
 
     def flush(self) -> None:
-        """The KV is of former weights."""
+        """Forget all blocks: their KV is of former weights."""
         self.epoch += 1
         self._left.clear()
         self._name_of.clear()
@@ -344,7 +344,7 @@ class HostBlocks:
                 self.tier.leave(path, self._now_s(), None)
 
     def flush(self) -> None:
-        """The weights change. Copies under way end for nothing."""
+        """Empty host memory: the weights change. Copies under way end for nothing."""
         self.device.flush()
         if self.tier is not None:
             self.tier.flush()

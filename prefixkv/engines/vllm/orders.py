@@ -13,8 +13,7 @@ from prefixkv.spi import HostCopy
 @dataclass(frozen=True, slots=True)
 class Open:
     """On decode: promise `pages` for tokens `prefix_len` to `num_tokens` of a prompt. `ticket` is
-    the same on all workers, and unique. `windows`: by window group, the blocks behind the
-    prompt."""
+    unique, the same on all workers. `windows`: by window group, blocks behind the prompt."""
 
     rid: str
     room: int

@@ -58,8 +58,7 @@ NAN_LOG_EVERY_S: Final = 60.0
 
 
 class _HostPart(NamedTuple):
-    """Blocks `start` up to `end`, loaded from host memory if the request is admitted in this
-    step."""
+    """Blocks `start` up to `end`, loaded from host memory if this step admits the request."""
 
     start: int
     end: int
@@ -159,7 +158,7 @@ class SchedulerSide:
 
     @property
     def holds(self) -> Holds:
-        """They exist from `bind` on."""
+        """It exists from `bind` on."""
         assert self._holds is not None, "bind comes before any request"
         return self._holds
 
@@ -192,7 +191,7 @@ class SchedulerSide:
             self._record_error(rid, str(error))
 
     def _end_before_last(self, request: Any) -> None:
-        """A state has no way back to where decode goes on."""
+        """Leave a prompt's last token out, where layers keep a state: it has no way back."""
         if self._groups.has_states:
             leave_out_last_token(request, self._hash_size)
 
@@ -452,8 +451,7 @@ class SchedulerSide:
     ) -> tuple[dict[str, str], set[Any]]:
         """Take in how many NaN each request's logits had, before the scheduler does. `step` is the
         `SchedulerOutput` that `orders` had. Returns the requests that vLLM has to end with an
-        error, and why; and the hashes of those that have ended meanwhile. Nothing of them
-        leaves."""
+        error, and why; and the hashes of those that have ended meanwhile. None is sent."""
         hashes: set[Any] = set()
         for rid in self._in_flight.keys() & step.num_scheduled_tokens.keys():
             left, of_request = self._in_flight.pop(rid)

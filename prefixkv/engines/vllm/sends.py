@@ -268,8 +268,7 @@ class ScheduledSends:
         return any(one.unpromised <= 0 and not one.computed for one in self.sends.values())
 
     def make_room(self, num_blocks: int, grace_s: float, orders: StepOrders) -> None:
-        """Withdraw the oldest offers, beyond an age of `grace_s`, until `num_blocks` will come
-        back.
+        """Withdraw the oldest offers, beyond an age of `grace_s`, until `num_blocks` come back.
 
         They are released when the workers report it: a decode server may have opened the room
         meanwhile. One that comes later is refused, and computes the prompt itself. Callers pass a
@@ -347,9 +346,8 @@ class ScheduledSends:
     def _offer(
         self, rid: str, drawn: _DrawnOffer, tables: Tables, holds: Holds, orders: StepOrders
     ) -> None:
-        """Hold the blocks of a prompt that a step completes, and offer to send it. Not from the
-        first chunk on: a preempted prompt begins again, and meanwhile keeps no block from
-        others."""
+        """Hold the blocks of a prompt that a step completes, and offer to send it. Not before: a
+        preempted prompt begins again, and meanwhile keeps no block from others."""
         room = "", int(drawn.params["room"])
         num_pages = pages_for(drawn.num_tokens, self.groups.block_size)
         pages = tuple(tables.pages[:num_pages])
@@ -433,7 +431,7 @@ class ScheduledSends:
             send.unpromised -= 1
 
     def unsent(self, rid: str, error: str) -> None:
-        """The blocks stay held until `freed`."""
+        """Log that a send failed. Its blocks stay held until `freed`."""
         # A withdrawn offer has failed on purpose, and was counted when it was withdrawn.
         send = self.sends.get(rid)
         if send is None or send.withdrawn:

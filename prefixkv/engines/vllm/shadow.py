@@ -96,8 +96,7 @@ class Shadow:
             del self._block_at[place]
 
     def victims(self, number: int, usable: Usable) -> list[int]:
-        """Return the blocks that are least worth keeping, and forget them; fewer where there are
-        none."""
+        """Return the blocks that are least worth keeping, fewer if there are none; forget them."""
         # Some evicted places have no usable block any more, so evict until there are enough.
         found: list[int] = []
         while len(found) < number:
@@ -113,7 +112,7 @@ class Shadow:
         return found
 
     def flush(self) -> None:
-        """vLLM has forgotten all its hashes."""
+        """Forget all blocks: vLLM has forgotten all its hashes."""
         self._tree.reset()
         self._block_at.clear()
         self._place_of.clear()

@@ -526,7 +526,7 @@ class WorkerSide:
     # --- counts -----------------------------------------------------------------------------------
 
     def take_counts(self) -> dict[str, int]:
-        """`bytes_sent` of its rank included."""
+        """`bytes_sent` of its rank is included."""
         if self._prefill is not None:
             # The transfer's number only grows; vLLM adds up intervals, so report the difference.
             sent = self._prefill.bytes_sent
