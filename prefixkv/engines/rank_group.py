@@ -1,4 +1,4 @@
-"""Transfers of a server with a process per rank, which all gather addresses and ids at the
+"""Transfers of a server with a process per rank; the ranks gather addresses and ids at the
 start."""
 
 from __future__ import annotations

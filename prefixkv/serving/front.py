@@ -421,8 +421,7 @@ class _FrontRequest:
         yield DONE
 
     def _event(self, output: TokenEvent, begun: set[int]) -> bytes:
-        """Return the events of one output: the sample's opening, if it is the first, and its
-        text."""
+        """Return one output's events: its text, behind the sample's opening if it is the first."""
         text, finish, logprobs = output.text, output.finish, self._logprobs(output)
         usage = self._usage if self._tells_always else None
         opening = b"" if output.sample in begun else self._answers.begin(output.sample, usage)

@@ -605,8 +605,7 @@ def allow_connections() -> int:
 
 
 def _lowest_free(one: socket.socket) -> int:
-    """Return the lowest free descriptor; `one` is any that is open. Raises OSError if none is
-    free."""
+    """Return the lowest free descriptor; `one` is any that is open. Raises OSError without one."""
     # O(1), where counting the open ones would look at each.
     free = os.dup(one.fileno())
     os.close(free)

@@ -141,7 +141,7 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
     def sampling(
         self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
     ) -> SamplingParams:
-        """The arguments count where the request has none; without a temperature it is 1."""
+        """The arguments count where the request has none of its own."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             temperature=temperature if self.temperature is None else self.temperature,
@@ -413,8 +413,7 @@ def _decode_messages(raw: bytes) -> list[dict[str, Any]]:
 
 
 def _plain_message(where: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Raises ApiError, with `where`, for a message without a role, and for parts that are no
-    text."""
+    """Raises ApiError, with `where`, for a message without a role, and for parts without text."""
     role = fields.get("role")
     if not isinstance(role, str) or not role or len(role) > 64:
         raise refused(f"{where}.role", "has to be a role, such as system, user, assistant or tool")

@@ -310,8 +310,7 @@ class Tracing:
         return self._trace.SpanKind
 
     async def close(self) -> None:
-        """Send the spans that are left, for `_CLOSE_S` at most; later ones are dropped.
-        Idempotent."""
+        """Send the spans that are left, for `_CLOSE_S` at most; later ones are dropped."""
         closing = self.give_up()
         until_s = time.monotonic() + _CLOSE_S
         while closing is not None and closing.is_alive() and time.monotonic() < until_s:

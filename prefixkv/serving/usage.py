@@ -119,8 +119,7 @@ class _WithCounts(msgspec.Struct):
 
 
 def counts_of(answer: bytes) -> dict[str, int]:
-    """Return the tokens that an answer, or one event, reports, by their names in the request
-    log."""
+    """Return the tokens that an answer, or an event, reports, by their names in the request log."""
     try:
         found = msgspec.json.decode(answer, type=_WithCounts).usage
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -199,8 +199,7 @@ _CALLS: Final = ("submit", "abort", "step", "expected", "restart", "close")
 
 
 def check_sides(sides: Any) -> None:
-    """Raise SidesError for an attribute that a scenario needs and that is missing or of another
-    type."""
+    """Raise SidesError for a needed attribute that is missing or of another type."""
     kind = type(sides).__name__
     for name, wanted, may_be_none in (
         ("decode", DecodeNode, False), ("prefill", PrefillNode, True), ("vocabulary", range, False),

@@ -191,8 +191,7 @@ class DecodeWitness(_Watch):
         self, node: DecodeNode, tell: Tell, random: np.random.Generator, probe: bool,
         one_token: bool,
     ) -> None:  # fmt: skip
-        """`one_token`: at most one per request and step: nothing behind the next slot is
-        written."""
+        """`one_token`: one per request and step, so nothing behind the next slot is written."""
         super().__init__(node, tell, random, probe)
         self._one_token = one_token
         self._computes = node.config.compute is not None
@@ -272,8 +271,7 @@ class DecodeWitness(_Watch):
                        f"it, at position {slot.position}, was not written")  # fmt: skip
 
     def _check_not_again(self) -> None:
-        """Put back what junk has hidden since a step found no page; tell if that step was
-        repeated."""
+        """Put back what junk has hidden since a step found no page; tell if it was repeated."""
         size = self._pool.layout.page_size
         for req, slot in self._written.items():
             if self._has_junk(req, slot):

@@ -207,8 +207,7 @@ def why_nothing_here(trace: Trace, check: TraceCheck, warm: float, capacity: int
 
 
 def enough_for_lru(trace: Trace, warm: float = 0.0) -> int:
-    """Return a number of blocks with which lru finds at least one; 0 if no cache does.
-    O(blocks)."""
+    """Return a number of blocks with which lru finds one; 0 if no cache does. O(blocks)."""
     begin = int(warm * len(trace.requests))
     paths = [block_names(request.whole_key, trace.page_size) for request in trace.requests]
     asked = [0, *accumulate(map(len, paths))]

@@ -348,11 +348,9 @@ def _paged_attention(
     prefixkv_plan: Plan | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the new KV and attend; raise ConfigError for a feature that is not supported.
-
-    query: [1, query heads, N, dim]; key, value: [1, heads, N, dim]; result [1, N, query heads,
-    dim].
-    """
+    """Write the new KV and attend: query is [1, query heads, N, dim], key and value [1, heads, N,
+    dim], the result [1, N, query heads, dim]. Raises ConfigError for a feature that is not
+    supported."""
     # 1. Refuse: a feature that is silently ignored would give wrong answers and wrong KV.
     name = type(module).__name__
     if prefixkv_plan is None:

@@ -109,8 +109,7 @@ class StatePlan:
         self, rows: StateRows, members: list[int], sources: list[int], firsts: list[int], num: int,
         save: int = NO_SLOT,
     ) -> _Group:  # fmt: skip
-        """Plan one call of each layer: `num` new tokens of each member, from `firsts` in the
-        row."""
+        """Plan one call of each layer: `num` new tokens of each member, from `firsts` on."""
         begins = [source == NO_SLOT for source in sources]
         return _Group(
             (torch.tensor(firsts)[:, None] + torch.arange(num)).to(self._device),

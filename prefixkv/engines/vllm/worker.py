@@ -395,7 +395,9 @@ class WorkerSide:
         return results
 
     def _take_decode_event(self, event: DecodeEvent) -> None:
-        """1. Success is also proof: the peer has written everything, so it writes nothing more.
+        """Take in what happened to a room into which something is loaded.
+
+        1. Success is also proof: the peer has written everything, so it writes nothing more.
         2. A failure is an outcome only. The peer may still write, so the room stays until 3.
         3. Drained: nothing can land any more.
         4. Overdue: the proof is late. The room stays; the scheduler just stops waiting for it.
