@@ -10,8 +10,7 @@ EXTRA: Final = ("typer", "rich", "psutil")
 
 
 def main() -> None:
-    """Run the console script `prefixkv`. Loads none of the extra `cli` before all of it is known to
-    be there."""
+    """Load none of the extra `cli` before all of it is known to be there."""
     missing = [name for name in EXTRA if find_spec(name) is None]
     if missing:
         sys.exit(

@@ -16,7 +16,7 @@ CACHE_NAMES: Final = {True: "cache_on", False: "cache_off"}
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine and the versions that a report's figures are measured with."""
+    """Return the machine and the versions that figures are measured with."""
     import psutil
 
     return {
@@ -50,8 +50,7 @@ def ratio(numerator: float, divisor: float) -> float | None:
 
 
 def less(runs: dict[str, Any], figure: Callable[[dict[str, Any]], float]) -> float | None:
-    """Return how many times smaller a report's figure is with the cache on; None unless both were
-    run."""
+    """Return how many times smaller a figure is with the cache on; None unless both were run."""
     if len(runs) < 2:
         return None
     return ratio(figure(runs["cache_off"]), figure(runs["cache_on"]))

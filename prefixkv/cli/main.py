@@ -1,5 +1,4 @@
-"""The `prefixkv` command. Bad input is one line on stderr and exit status 2; heavy imports wait for
-their command."""
+"""The `prefixkv` command. Bad input is one line on stderr and exit status 2; imports are late."""
 
 from __future__ import annotations
 
@@ -104,8 +103,7 @@ add_commands(app)
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run the `prefixkv` command line; returns the exit status and lets no exception of ours
-    through."""
+    """Return the exit status; no exception of ours comes through."""
     return run_app(app, "prefixkv", arguments)
 
 
@@ -134,8 +132,7 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
 
 
 def _list_whole(app: typer.Typer) -> None:
-    """Give every Typer command its first paragraph for the list of commands: what Click takes
-    itself is cut."""
+    """Show the whole first paragraph of every command in the list of commands, which Click cuts."""
     for command in app.registered_commands:
         about = cleandoc(command.help or getdoc(command.callback) or "")
         command.short_help = " ".join(about.partition("\n\n")[0].split())

@@ -16,8 +16,8 @@ class OutputError(PrefixKVError):
 
 
 def check_writable(flag: str, path: Path | None) -> None:
-    """Check that a command's output file can be written, without a change. Raises ConfigError if it
-    cannot, OutputError for a device that accepts nothing."""
+    """Check that a file can be written, without a change. Raises ConfigError if it cannot,
+    OutputError for a device that accepts nothing."""
     if path is None:
         return
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
@@ -29,8 +29,7 @@ def check_writable(flag: str, path: Path | None) -> None:
 
 @contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
-    """Turn an OSError of the body, which writes an output file, into an OutputError that names
-    `flag` and `path`."""
+    """Turn an OSError of the body into an OutputError that names `flag` and `path`."""
     try:
         yield
     except OSError as error:
@@ -38,6 +37,5 @@ def writing(flag: str, path: Path) -> Iterator[None]:
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
-    """Write a text as a command's output file. Raises OutputError."""
     with writing(flag, path):
         path.write_text(text, encoding="utf-8")

@@ -68,8 +68,8 @@ def policy_of(text: str) -> Policy:
 
 
 def _broken_law(policy: Policy) -> str:
-    """Return the law of policies that a new one breaks in a sample of four uses, "" if none. What
-    a method raises is left to the replay, which shows where."""
+    """Return the law that a new policy breaks in a sample of four uses, "" if none. What a method
+    raises is left to the replay, which shows where."""
     try:
         policy.serve(1, 64)
         # Alike but for the tick and the time: only the ticks tell these leaves apart.
@@ -99,7 +99,7 @@ def _broken_law(policy: Policy) -> str:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Return whether two histories of a policy are equal, but for the rounding of floats."""
+    """Return whether they are equal but for the rounding of floats."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_alike, one, other))
     if isinstance(one, float) and isinstance(other, float):
@@ -117,8 +117,7 @@ def _said(error: BaseException) -> str:
 
 
 def _class_of(name: str) -> type[Policy]:
-    """Import the policy class of `MODULE:CLASS`. Raises ConfigError if it cannot serve as an
-    eviction policy."""
+    """Import `MODULE:CLASS`. Raises ConfigError if it cannot serve as a policy."""
     module, _, kind = name.partition(":")
     try:
         with _current_folder():
@@ -139,8 +138,7 @@ def _class_of(name: str) -> type[Policy]:
 
 @contextmanager
 def _current_folder() -> Iterator[None]:
-    """Import a policy's module from the current folder as well, which a console script does not do
-    by itself."""
+    """Import from the current folder as well, which a console script does not do by itself."""
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:

@@ -19,7 +19,6 @@ from prefixkv.spi import ConfigError, Setting, find, load, read_toml, settings_o
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Add the commands `prefixkv worker`, `serve` and `proxy` to the Typer application."""
     workers = typer.Typer(help="One prefill or decode worker, with a model of Hugging Face's.")
     for role, kind in KINDS.items():
         workers.command(role)(_command(_worker(role), settings_of(kind), _doc(role)))
@@ -112,16 +111,14 @@ def _proxy(
 
 
 def _texts(value: Any, where: str) -> list[str]:
-    """Return a list of strings, a proxy's servers, from a settings file. Raises ConfigError for
-    anything else."""
+    """Raises ConfigError for anything but a list of strings."""
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise ConfigError(f"{where}: {value!r} is not a list of strings")
     return value
 
 
 def check_packages(*, with_model: bool = True) -> None:
-    """Raise ConfigError, for a command's one line of error, if the packages that serving needs are
-    not installed."""
+    """Raise ConfigError, for a command's one line of error, if a package is missing."""
     try:
         check_extra(with_model=with_model)
     except ImportError as error:
@@ -131,8 +128,6 @@ def check_packages(*, with_model: bool = True) -> None:
 def _command(
     run: Callable[..., int], settings: list[Setting], doc: str, **arguments: Any
 ) -> Callable[..., int]:
-    """Wrap `run` in a Typer command of serving with an option for each setting."""
-
     def command(**given: Any) -> int:
         del given["help_all"]
         return run(**given)
@@ -156,7 +151,7 @@ def _command(
 
 
 def _option(setting: Setting) -> Parameter:
-    """Declare the command's option for a setting, as text that `load` converts, or as a switch."""
+    """Declare text that `load` converts, or a switch."""
     flag, is_switch = setting.option, _is_switch(setting)
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if is_switch else flag,
@@ -177,8 +172,7 @@ def _line(setting: Setting) -> str:
 
 
 def _about(setting: Setting, text: str) -> str:
-    """Describe a setting in a command's help by its text, else by unit and bounds, and by its
-    default."""
+    """Describe a setting by its text, else by unit and bounds, and by its default."""
     field, default = setting.field, setting.default
     ranges = "; ".join(filter(None, (kind.range for kind in field.kinds)))
     text = text or (f"{ranges[0].upper()}{ranges[1:]}." if ranges else "")

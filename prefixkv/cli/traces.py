@@ -18,12 +18,9 @@ def read_lines(
     parse: Callable[[Any], T],
     place: str = "{path}, line {number}",
 ) -> list[T]:
-    """Return what `parse` makes of each line of a trace: of `limit` lines at most, without blank
-    ones.
-
-    Raises: TraceError, with the place of a line that is no JSON, or that `parse` refuses by a
-    ValueError, TypeError or TokenError.
-    """
+    """Return what `parse` makes of each line, of `limit` lines at most, without blank ones. Raises
+    TraceError, with the place of a line that is no JSON, or that `parse` refuses by a ValueError,
+    TypeError or TokenError."""
     found: list[T] = []
     number = 0
     try:
@@ -48,8 +45,7 @@ def read_lines(
 def number_in(
     entry: dict[str, Any], name: str, low: int, high: int, kinds: tuple[type, ...] = (int,)
 ) -> Any:
-    """Return the number under `name` in a trace's entry. Raises TypeError if there is none of these
-    kinds in [low, high]."""
+    """Raises TypeError if there is no number of these kinds in [low, high]."""
     value: Any = entry.get(name)
     if type(value) not in kinds:
         raise TypeError(f"{name} is {value!r}, a number is needed")
@@ -59,8 +55,7 @@ def number_in(
 
 
 def blocks_in(entry: dict[str, Any], num_tokens: int, block_tokens: int) -> list[int]:
-    """Return the `hash_ids` of an entry of a Mooncake trace, one per block of its tokens. Raises
-    TypeError if they do not fit."""
+    """Return the `hash_ids`, one per block of the tokens. Raises TypeError if they do not fit."""
     ids = entry.get("hash_ids")
     if not isinstance(ids, list) or not all(type(name) is int for name in ids):
         raise TypeError("hash_ids is not a list of integers")
@@ -73,7 +68,7 @@ def blocks_in(entry: dict[str, Any], num_tokens: int, block_tokens: int) -> list
 
 
 def _fitting(num_tokens: int, num_blocks: int) -> str:
-    """Name the size of blocks, a power of two, of which a trace's prompt has this many."""
+    """Name the size of blocks, a power of two, of which a prompt has this many."""
     if num_tokens and num_blocks:
         size = 1 << (-(-num_tokens // num_blocks) - 1).bit_length()
         if -(-num_tokens // size) == num_blocks:

@@ -1,5 +1,5 @@
-"""Transfers of a server that has a process per rank: the ranks gather each other's addresses and
-ids when they start."""
+"""Transfers of a server with a process per rank; the ranks gather addresses and ids at the
+start."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ def decode_transfers(
     transport: MakeTransport | None = None,
     state: StatePool | None = None,
 ) -> DecodeTransfers:
-    """Make one engine rank's decode transfers, together with all ranks of its server.
-
-    `state` is the rank's share of the extra state of requests. Raises what `DecodeTransfers`
-    raises.
-    """
+    """All ranks of the server call it together; `state` is the rank's share."""
     # Rank 0 comes first: the others name it as their worker in the handshake.
     made: DecodeTransfers | None = None
     if rank == 0:
@@ -50,11 +46,8 @@ def prefill_transfers(
     reach: Callable[[str], str] = str,
     state: StatePool | None = None,
 ) -> PrefillTransfers:
-    """Make one engine rank's prefill transfers, together with all ranks of its server.
-
-    `reach` turns a rank's own endpoint into the address at which other hosts reach it. `state` is
-    the rank's share of the extra state of requests. Raises what `PrefillTransfers` raises.
-    """
+    """All ranks of the server call it together; `state` is the rank's share. `reach` turns a rank's
+    own endpoint into the address at which other hosts reach it."""
     # Rank 0 comes last: decode connects to it alone, and learns the others' endpoints from it.
     made: PrefillTransfers | None = None
     if rank != 0:

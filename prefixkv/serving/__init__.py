@@ -1,18 +1,15 @@
-"""Workers and fronts as processes: what `prefixkv worker`, `prefixkv serve` and `prefixkv
-proxy` run. The extra `serve`.
+"""Workers and fronts as processes: what `prefixkv worker`, `prefixkv serve` and `prefixkv proxy`
+run. The extra `serve`.
 
-- `config`: a worker's, a front's and a proxy's settings; `plan`: those of the workers of `serve`;
-  `variables`: the variables of the environment that are settings.
-- `http`: what every HTTP server here has in common: bounds, time-outs, a key, errors in OpenAI's
-  form.
-- `openai`: requests and answers of OpenAI's interface as plain values.
+- `config`: settings of a worker, a front and a proxy; `plan`: those of the workers of `serve`;
+  `variables`: which variables of the environment are settings.
+- `http`: bounds, time-outs, a key, errors; `openai`: OpenAI's interface as plain values.
 - `wire`: what a front, a decode worker and a prefill worker say to each other.
 - `worker`: one process with one node; `fleet`: the workers as a front sees them; `front`: the
-  OpenAI interface over a fleet; `launch`: all of it as processes of this machine.
+  OpenAI interface over a fleet; `launch`: all of it on this machine.
 - `proxy`: the OpenAI interface over prefill and decode servers of another engine.
-- `tracing`: spans of requests in all of these (the extra `otel`).
-- `outcomes`, `request_file`: refusals by reason, and the request log, of each of them;
-- `interrupts`: Ctrl-C and an event loop.
+- `tracing`: spans of requests (the extra `otel`); `outcomes`, `request_file`: refusals by reason,
+  and the request log.
 - `actors`, `cluster`: the workers as actors of a Ray cluster (the extra `ray`).
 """
 
@@ -35,7 +32,6 @@ def check_extra(*, with_model: bool = True) -> None:
 
 
 def is_there(name: str) -> bool:
-    """Return whether a package can be imported, for serving's check of its extra `serve`."""
     try:
         return find_spec(name) is not None
     except ValueError:  # sys.modules has None for it, which blocks its import

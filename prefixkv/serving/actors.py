@@ -41,14 +41,12 @@ class Life(msgspec.Struct, frozen=True):
 
 
 class WorkerActor:
-    """The actor. Its methods run in Ray's threads.
+    """Its methods run in Ray's threads. Raises what `Worker.start` raises; if Ray has restarted the
+    actor, the process ends instead, so that Ray tries again.
 
     Args:
-        config: of the worker. It binds to the address of the actor's node.
-        environ: variables for the process, for those that its node's environment does not have.
-
-    Raises: what `Worker.start` raises. If Ray has restarted the actor, the process ends instead, so
-        that Ray tries again.
+        config: the worker binds to the address of the actor's node.
+        environ: variables that the node's environment does not have.
     """
 
     def __init__(self, config: WorkerConfig, environ: Mapping[str, str]) -> None:
@@ -81,14 +79,13 @@ class WorkerActor:
         self._life = Life(info, context.get_node_id(), process)
 
     def _serve(self, config: WorkerConfig, ready: Future[WorkerInfo]) -> None:
-        """Run the actor's worker in a thread, and end the process if its engine has failed."""
+        """End the process if the engine has failed."""
         if not asyncio.run(self._run(config, ready)):
             os._exit(1)  # its engine has failed: Ray restarts the actor
         self._ended.set()
 
     async def _run(self, config: WorkerConfig, ready: Future[WorkerInfo]) -> bool:
-        """Start the actor's worker, report to `ready`, and serve. Returns False if the engine has
-        failed."""
+        """Report to `ready`, and serve. Returns False if the engine has failed."""
         self._loop = asyncio.get_running_loop()
         try:
             self._worker: PrefillWorker | DecodeWorker = make_worker(config)
@@ -101,24 +98,19 @@ class WorkerActor:
         return await self._worker.run()
 
     def life(self) -> Life:
-        """Return the present life of this actor: its worker's description, its node and its
-        process."""
         return self._life
 
     def watch(self) -> bool:
-        """Wait until the actor's worker was drained and has ended, `WATCH_S` at most. Returns
-        whether it has."""
+        """Return whether the worker was drained and has ended, after `WATCH_S` at most."""
         return self._ended.wait(WATCH_S)
 
     def drain(self) -> None:
-        """Drain the actor's worker, on its own event loop. See `Worker.drain`."""
         with contextlib.suppress(RuntimeError):  # its loop has ended
             self._loop.call_soon_threadsafe(self._worker.drain)
 
 
 def placed(config: WorkerConfig, host: str) -> WorkerConfig:
-    """Return an actor's configuration for its machine: every address that it would bind by default
-    is `host`."""
+    """Return a configuration in which every address that is bound by default is `host`."""
     listen = replace(config.worker.listen, host=host, status_host=host)
     config = replace(config, worker=replace(config.worker, listen=listen))
     # An address that was set on purpose is kept.
@@ -129,6 +121,5 @@ def placed(config: WorkerConfig, host: str) -> WorkerConfig:
 
 
 def has_ended(process: ProcessLife) -> bool:
-    """Return whether the process that hosted an actor is proved to have ended. Must run on its
-    node: elsewhere nothing is proved."""
+    """Return whether the process is proved to have ended. Must run on its node."""
     return is_dead(process)

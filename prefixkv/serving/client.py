@@ -1,9 +1,8 @@
 """HTTP clients of the other processes of a deployment, for very many requests at once.
 
 httpx's own pool looks at each of its connections for every request that begins or ends, and asks
-the kernel about each idle one. In a process whose other threads compute, each such question may
-wait for the interpreter: a burst of some hundred requests held a worker's event loop for seconds.
-Here a request takes the connection that was given back last, whatever the number of the others.
+the kernel about each idle one, which may wait for the interpreter while other threads compute. Here
+a request takes the connection that was given back last, whatever the number of the others.
 """
 
 from __future__ import annotations
@@ -24,23 +23,16 @@ _Origin = tuple[bytes, bytes, int | None]
 def make_client(
     headers: Mapping[str, str], timeout: httpx.Timeout | float, kept_s: float = _KEPT_S
 ) -> httpx.AsyncClient:
-    """Return an HTTP client of other processes. It has no bound of connections, so no request waits
-    for the end of another.
-
-    Args:
-        headers: of every request.
-        timeout: of httpx, in seconds.
-        kept_s: how long an idle connection is kept for another request, in seconds.
-    """
+    """Return a client without a bound of connections, so no request waits for the end of another.
+    An idle connection is kept for `kept_s`."""
     return httpx.AsyncClient(
         headers=headers, timeout=timeout, transport=_Connections(kept_s), trust_env=False
     )
 
 
 class _Connections(httpx.AsyncBaseTransport):
-    """The connections of a client, each an httpx transport that has one request at a time. Idle
-    ones are kept for `kept_s`, at most `_MAX_IDLE`; each request costs the same. `aclose` ends all,
-    those with a request too."""
+    """Each connection is an httpx transport that has one request at a time. At most `_MAX_IDLE` are
+    kept. `aclose` ends all, those with a request too."""
 
     def __init__(self, kept_s: float) -> None:
         self._kept_s = kept_s
@@ -68,8 +60,7 @@ class _Connections(httpx.AsyncBaseTransport):
         return answer
 
     def _take(self, origin: _Origin) -> httpx.AsyncHTTPTransport:
-        """Return the client's connection to an origin that was idle for the shortest time, or one
-        that is yet to be opened."""
+        """Return the connection that was idle for the shortest time, or a new one."""
         if (idle := self._by_origin.get(origin)) is None:
             return httpx.AsyncHTTPTransport(
                 verify=self._tls, trust_env=False,

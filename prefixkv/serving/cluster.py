@@ -48,8 +48,7 @@ _CALLS: Final = 16  # concurrent calls of an actor: watches of a front that was 
 
 @dataclass(eq=False)
 class _Former:
-    """A life that Ray reports as over. `is_lost`: its node is lost too, so the end cannot be
-    proved."""
+    """A life that Ray reports as over. `is_lost`: with its node, so the end cannot be proved."""
 
     life: Life
     is_lost: bool = False
@@ -57,12 +56,7 @@ class _Former:
 
 
 class FormerLives:
-    """Lives of workers that seem to be over, until each is fenced. Used on one event loop.
-
-    Args:
-        fleet: fences each life that is certainly dead.
-        limits: of requests to `routes`.
-    """
+    """Lives of workers that seem to be over, until each is fenced. Used on one event loop."""
 
     def __init__(self, fleet: Fleet, limits: Any) -> None:
         self._fleet, self._limits = fleet, limits
@@ -75,29 +69,25 @@ class FormerLives:
         ]
 
     def suspect(self, life: Life) -> None:
-        """Begin to prove that a worker's life, which Ray reports as over, has ended; the fleet
-        fences it once that is proved."""
+        """Begin to prove that a life has ended; the fleet fences it once that is proved."""
         former = self._former[_key(life)] = _Former(life)
         former.proving = asyncio.create_task(self._prove(former))
 
     def answered(self, life: Life) -> bool:
-        """Cancel the proof: the former life's actor has answered after all. Returns False if the
-        life was fenced before, so that it must not serve."""
+        """Cancel the proof. Returns False if the life was fenced, so that it must not serve."""
         former = self._former.pop(_key(life), None)
         if former is not None and former.proving is not None:
             former.proving.cancel()
         return _key(life) not in self._fenced
 
     async def close(self) -> None:
-        """Stop all proofs that former lives of Ray's actors have ended."""
         tasks = [former.proving for former in self._former.values() if former.proving is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _prove(self, former: _Former) -> None:
-        """Ask a former life's Ray node until its end is proved, the node is lost, or it is settled
-        otherwise."""
+        """Ask the life's node until its end is proved, or the node is lost."""
         life = former.life
         while not former.is_lost and self._former.get(_key(life)) is former:
             try:
@@ -126,14 +116,11 @@ class FormerLives:
     # --- for an operator --------------------------------------------------------------------------
 
     async def _show(self, _: Request) -> Response:
-        """Answer GET /lost of the status port: the former lives of Ray's actors that are not proved
-        dead, and what workers hold for each."""
+        """Answer GET /lost: the lives that are not proved dead, and what workers hold for each."""
         lost = await self._fleet.lost()
         return json_response([_as_json(one, lost) for one in self._former.values()])
 
     async def _fence(self, request: Request) -> Response:
-        """Answer POST /fence of the status port: an operator declares a former life of a Ray actor
-        dead, which Ray cannot prove."""
         asked = decode_body(await read_body(request, self._limits), FenceRequest)
         # 1. It serves at this moment: fencing it would let others reuse pages that it writes.
         # 2. It is fenced already: nothing to do.
@@ -155,7 +142,6 @@ class FormerLives:
 
 
 def _key(life: Life) -> tuple[str, str]:
-    """Return the key of an actor's life in `FormerLives`: the worker's name and the life."""
     return life.info.name, life.info.life
 
 
@@ -175,8 +161,7 @@ def _as_json(former: _Former, lost: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 async def ended_on_node(life: Life) -> bool:
-    """Return whether a Ray task on the life's node proves that its process has ended. Raises
-    RayError if the task could not run there."""
+    """Raises RayError if the task could not run there."""
     if life.process is None:
         return False
     # Not soft: on any other node the kernel would know nothing of the process.
@@ -186,20 +171,13 @@ async def ended_on_node(life: Life) -> bool:
 
 
 async def is_node_alive(node: str) -> bool:
-    """Return whether Ray still counts a node of the cluster as alive. A node that Ray has given up
-    never returns."""
+    """A node that Ray has given up never returns."""
     nodes = await asyncio.to_thread(ray.nodes)
     return any(one["NodeID"] == node and one["Alive"] for one in nodes)
 
 
 class Actor:
-    """One worker as an actor, from its start to `end`. See `launch.Child`.
-
-    Args:
-        handle: Ray's, of the actor.
-        name: of the worker.
-        fleet, former: get its lives: those that serve, and those that seem to be over.
-    """
+    """One worker as an actor, from its start to `end`. See `launch.Child`."""
 
     def __init__(self, handle: Any, name: str, fleet: Fleet, former: FormerLives) -> None:
         self._handle, self._name = handle, name
@@ -210,8 +188,6 @@ class Actor:
         self._task = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
-        """Follow the actor's lives until its worker is drained or ended, and report an error to
-        `ready`."""
         try:
             while not self._ending:
                 with contextlib.suppress(RayError):
@@ -229,8 +205,7 @@ class Actor:
             self.clock.give_up()
 
     async def _find(self) -> Life:
-        """Return the actor's present life; waits for Ray to start it. Raises WorkerFailedError if
-        Ray has given up, RayError if it may still start."""
+        """Raises WorkerFailedError if Ray has given up, RayError if it may still start."""
         try:
             found: Life = await self._handle.life.options(max_task_retries=-1).remote()
             return found
@@ -239,8 +214,7 @@ class Actor:
             raise WorkerFailedError(f"{self._name} does not start: {why}") from error
 
     async def _live(self, life: Life) -> bool:
-        """Follow one life of the actor to its end, with its worker in the fleet meanwhile. Returns
-        True if it was drained."""
+        """Follow one life, with its worker in the fleet, to its end. True if it was drained."""
         if not self._former.answered(life):
             ray.kill(self._handle, no_restart=False)  # a fenced life must not serve
             return False
@@ -265,7 +239,7 @@ class Actor:
                 self._former.suspect(life)
 
     async def end(self, grace_s: float) -> None:
-        """Drain the actor's worker, and kill the actor after `grace_s`. Ray does not restart it."""
+        """Drain the worker, and kill the actor after `grace_s`. Ray does not restart it."""
         self._ending = True
         if grace_s and self.ready.done() and self.ready.exception() is None:
             with contextlib.suppress(RayError):
@@ -279,7 +253,7 @@ class Actor:
 
 
 class RayLaunch(Launch):
-    """`prefixkv serve --ray`. See `Launch`; workers run in a Ray cluster instead."""
+    """A `Launch` whose workers run in a Ray cluster."""
 
     _former: FormerLives
     _group: Any = None
@@ -289,8 +263,7 @@ class RayLaunch(Launch):
         return self._former.routes
 
     async def _open(self, name: str) -> None:
-        """Connect to the Ray cluster, and reserve a placement group for all workers. Raises
-        ConfigError."""
+        """Connect, and reserve a placement group for all workers. Raises ConfigError."""
         config = self.config
         self._namespace = f"prefixkv/{name}"
         # Checked first, since `ray.init` tries for minutes.
@@ -312,8 +285,6 @@ class RayLaunch(Launch):
         )
 
     def _child(self, role: str, number: int, fleet: Fleet) -> Actor:
-        """Start a worker as a Ray actor, in the next bundle of the placement group. See
-        `Launch._child`."""
         loaded: Any = load(KINDS[role], None, self._environ(role, number))
         config = self._keys.give(loaded)
         name = config.node.name
@@ -348,8 +319,7 @@ class RayLaunch(Launch):
 
 
 async def _check_reachable(address: str) -> None:
-    """Raise ConfigError if nothing answers at the Ray cluster's address. Ray would try for
-    minutes."""
+    """Raise ConfigError if nothing answers. Ray would try for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not host or not port.isdecimal():
         return  # "auto": Ray knows where
@@ -363,19 +333,14 @@ async def _check_reachable(address: str) -> None:
 
 
 class _Keys:
-    """CURVE keys for the workers of one start: one pair that all prefill workers share, and one per
-    decode worker. Settings that have keys, or allow peers without them, are left as they are.
-
-    Args:
-        names: of the decode workers.
-    """
+    """CURVE keys of one start: one pair that all prefill workers share, and one per decode worker.
+    Settings that have keys, or allow peers without them, are left as they are."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._server = _new_pair()
         self._clients = {name: _new_pair() for name in names}
 
     def give(self, config: WorkerConfig) -> WorkerConfig:
-        """Return a worker's configuration with the CURVE keys of its role."""
         control = config.node.control
         if control.curve is not None or control.network_is_isolated:
             return config

@@ -1,5 +1,4 @@
-"""Settings of workers, of `prefixkv serve` and of `prefixkv proxy`; `prefixkv/settings.py` says how
-such classes are set."""
+"""Settings of workers, of `prefixkv serve` and of `prefixkv proxy`: see `prefixkv/settings.py`."""
 
 # ruff: noqa: RUF009 - `_flat` returns a dataclass field
 from __future__ import annotations
@@ -302,8 +301,7 @@ class ServerAt:
 
     @classmethod
     def of(cls, text: str, where: str = "") -> ServerAt:
-        """Make a proxy's server from "URL=AT", as its options name it. Raises ConfigError, which
-        begins with `where`."""
+        """Parse "URL=AT". Raises ConfigError, which begins with `where`."""
         url, _, at = text.partition("=")
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc or not at:
@@ -315,13 +313,11 @@ class ServerAt:
 
     @property
     def name(self) -> str:
-        """Name of the proxy's server in logs and metrics: its URL."""
         return self.url
 
 
 def check_bind(host: str, api_key: str, setting: str = "host") -> None:
-    """Raise ConfigError if a server's settings have an address that other machines reach, without a
-    key."""
+    """Raise ConfigError for an address that other machines reach, without a key."""
     if not api_key and not is_loopback(host):
         raise ConfigError(
             f"{setting}: {host!r} may be reached by other machines: it needs api_key, or 127.0.0.1"
@@ -329,8 +325,7 @@ def check_bind(host: str, api_key: str, setting: str = "host") -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host of the settings is loopback: only this machine reaches a server that is
-    bound there."""
+    """Tell whether only this machine reaches a server that is bound to `host`."""
     if host == "localhost":
         return True
     try:

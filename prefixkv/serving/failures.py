@@ -38,16 +38,8 @@ _INNER: Final = re.compile(
 
 
 class ApiError(Exception):
-    """An error as the answer to a request, in OpenAI's form.
-
-    Args:
-        status: of HTTP.
-        message: what is wrong, for a person.
-        kind: OpenAI's `type`.
-        code, param: OpenAI's, if there is one.
-
-    `retry_s` is when a client may ask again after a 429 or 503.
-    """
+    """An error as the answer to a request, in OpenAI's form: `kind` is OpenAI's `type`. `retry_s`
+    is when a client may ask again after a 429 or 503."""
 
     retry_s = 1.0
 
@@ -60,7 +52,6 @@ class ApiError(Exception):
         self.code, self.param = code, param
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body of the error in OpenAI's form: {"error": {...}}."""
         return {
             "error": {
                 "message": self.message, "type": self.kind, "param": self.param, "code": self.code,
@@ -68,7 +59,6 @@ class ApiError(Exception):
         }  # fmt: skip
 
     def response(self) -> Response:
-        """Return the error as an HTTP answer, with the headers that its status calls for."""
         headers = {}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
@@ -81,7 +71,7 @@ class ApiError(Exception):
 
     @property
     def reason(self) -> str:
-        """Reason of the error for metrics and logs: its code, else the name of its status."""
+        """For metrics and logs: the code, else the name of the status."""
         if self.code is not None:
             return self.code
         with contextlib.suppress(ValueError):
@@ -90,8 +80,7 @@ class ApiError(Exception):
 
 
 class _ErrorResponse(Response):
-    """An error as an HTTP answer, which leaves its reason in the scope of its request, for
-    `outcomes`."""
+    """Leaves its reason in the scope of its request, for `outcomes`."""
 
     def __init__(self, reason: str, *answer: Any) -> None:
         super().__init__(*answer)
@@ -103,14 +92,13 @@ class _ErrorResponse(Response):
 
 
 class Rate:
-    """A limit on log lines about failures and refusals: a burst of `most`, then `per_s`."""
+    """A limit on log lines: a burst of `most`, then `per_s`."""
 
     def __init__(self, most: float, per_s: float) -> None:
         self._most, self._per_s = most, per_s
         self._left, self._when_s = most, 0.0
 
     def take(self, now_s: float) -> bool:
-        """Return whether one more line about a failure may be logged now."""
         # A token bucket: it fills with time up to `_most`, and each line takes one.
         more = (now_s - self._when_s) * self._per_s
         self._left, self._when_s = min(self._most, self._left + more), now_s
@@ -121,14 +109,13 @@ class Rate:
 
 
 class OncePerMinute(logging.Filter):
-    """Lets each text of a warning through once a minute: of warnings that clients cause."""
+    """Lets each text of a warning through once a minute: clients cause them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._until_s: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is to be logged."""
         text, now_s = record.getMessage(), time.monotonic()
         if record.levelno != logging.WARNING:
             return True
@@ -142,9 +129,8 @@ _lines = Rate(_LINES, _LINES_PER_S)
 
 
 def failed(status: int, why: str, detail: str, code: str) -> ApiError:
-    """Make the ApiError for a failure of the service itself. `why` goes to the client, with the id
-    of its request, or with a random number outside of one; `detail` goes to the log under that id,
-    at a bounded rate."""
+    """Make the error for a failure of the service itself. `why` goes to the client, with the id of
+    its request, or a random number outside of one; `detail` goes to the log under that id."""
     number = current_id() or secrets.token_hex(8)
     # Bounded in rate and length: clients must not be able to fill the log by failing.
     if _lines.take(time.monotonic()):
@@ -159,7 +145,7 @@ def is_not_finite(error: str) -> bool:
 
 
 def answer_ended(error: str) -> ApiError:
-    """Make the ApiError for an answer that a worker has ended with this error, its class first."""
+    """Make the error for an answer that a worker has ended with `error`, its class first."""
     if is_not_finite(error):
         why = "the model computed numbers that are not finite"
         return failed(500, why, error, "not_finite")

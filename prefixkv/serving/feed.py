@@ -28,8 +28,6 @@ _MAX_FOLLOWERS: Final = 64
 
 
 class _EventFollower:
-    """One stream of events: the frames that its connection has not taken yet."""
-
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
         self.num_bytes = 0  # of all frames but the last
@@ -39,7 +37,7 @@ class _EventFollower:
         self.begun = self.cut = False
 
     def queue_frame(self, frame: bytes) -> None:
-        """Queue a frame of cache events, or cut the follower off if too much waits."""
+        """Queue a frame, or cut the follower off if too much waits."""
         # The newest frame is not counted: one snapshot larger than the bound must still be
         # sendable.
         self.num_bytes += len(self.frames[-1]) if self.frames else 0
@@ -51,13 +49,8 @@ class _EventFollower:
 
 
 class EventTap:
-    """The events of a node's cache, for all its followers. `after_step` runs on the engine's
-    thread, the rest on the event loop.
-
-    Args:
-        take: `take_cache_events` of the node.
-        post: schedules a function on the event loop, from the engine's thread.
-    """
+    """The events of a node's cache, for all followers. `after_step` runs on the engine's thread,
+    the rest on the event loop, where `post` schedules a function from that thread."""
 
     def __init__(
         self, take: Callable[[bool], EventBatch], post: Callable[[Callable[[], None]], object]
@@ -71,7 +64,7 @@ class EventTap:
         self._wants_snapshot = self._used = False
 
     def after_step(self) -> None:
-        """Send the cache's changes in a step to all followers of the HTTP stream. O(changes)."""
+        """Send what has changed in a step. O(changes)."""
         if not self._used:
             return
         # Reset before the snapshot is taken: a follower that comes during it asks for another one.
@@ -86,8 +79,7 @@ class EventTap:
         self._post(lambda: self._deliver(frame, is_snapshot))
 
     def _deliver(self, frame: bytes, is_snapshot: bool) -> None:
-        """Queue a frame of cache events for every follower that has its snapshot, or gets it by
-        this frame."""
+        """Queue a frame for every follower that has its snapshot, or gets it by this frame."""
         for follower in self._followers:
             follower.begun |= is_snapshot
             if not follower.begun:
@@ -96,7 +88,6 @@ class EventTap:
                 follower.queue_frame(frame)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield one follower's stream of event frames, until it is closed or cut off."""
         follower = _EventFollower()
         if len(self._followers) >= _MAX_FOLLOWERS:
             return  # the connection ends; the follower tries again later
@@ -117,8 +108,8 @@ class EventTap:
 
 
 async def batches_of(pieces: AsyncIterable[bytes], worker: str) -> AsyncGenerator[EventBatch, None]:
-    """Yield the event batches that a worker's HTTP stream brings, renamed to `worker` whatever name
-    they carry. Raises ProtocolError for a frame that is too long or no batch."""
+    """Yield a worker's batches, renamed to `worker` whatever name they carry. Raises ProtocolError
+    for a frame that is too long or no batch."""
     rest = bytearray()
     async for piece in pieces:
         rest += piece

@@ -1,8 +1,8 @@
 """The workers as a front sees them: which exist, where a request goes, and what comes back.
 
-Workers are added and removed by what has started them (`launch`, a cluster's scheduler), not by
-time-outs. For each kind of worker a `BoundedAffinityRouter`, which follows the cache events of
-each, chooses one. The stream of these events is also the worker's sign of life: while it is silent,
+What has started the workers (`launch`, a cluster's scheduler) adds and removes them, not a
+time-out. For each kind of worker a `BoundedAffinityRouter`, which follows the cache events of each,
+chooses one. The stream of these events is also the worker's sign of life: while it is silent,
 requests go elsewhere; where there is no other, they wait for it until it is given up. Where a role
 has no worker, requests wait as long as one is being started. Used on one event loop.
 """
@@ -72,7 +72,7 @@ class WorkerLostError(Exception):
 
 
 class Start(NamedTuple):
-    """A worker that is being started. It is expected in `left_s` seconds; where it `is_late`,
+    """A worker that is being started, and expected in `left_s` seconds; where it `is_late`,
     requests do not wait for it any more."""
 
     left_s: float
@@ -80,14 +80,9 @@ class Start(NamedTuple):
 
 
 class _Member:
-    """A worker, and whether it is silent.
-
-    Silence is counted in ticks of the event loop, not in clock time: if this process or the whole
-    machine stands still, that is no silence of the worker.
-
-    Args:
-        has_others: whether another worker of its role answers.
-    """
+    """A worker, and whether it is silent. Silence is counted in ticks of the event loop: if this
+    process or the whole machine stands still, that is no silence of the worker. `has_others`:
+    whether another worker of its role answers."""
 
     def __init__(self, info: WorkerInfo, has_others: Callable[[], bool]) -> None:
         self.info = info
@@ -100,7 +95,6 @@ class _Member:
         self._quiet_ticks = 0
 
     async def mark_alive(self, pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-        """Yield the pieces of a fleet worker's event stream; each is a sign of life."""
         async for piece in pieces:
             self._quiet_ticks = 0
             if self.silent:
@@ -110,12 +104,12 @@ class _Member:
 
     @property
     def given_up(self) -> bool:
-        """True if the worker has been silent for so long that no request waits for it."""
+        """True if no request waits for the worker any more."""
         return self._quiet_ticks >= _GIVEN_UP_TICKS
 
     async def watch(self) -> None:
-        """Mark the worker silent after `_QUIET_TICKS` without a sign of life, for as long as it is
-        here. What waits for it is ended once it can go elsewhere, or it is given up."""
+        """Mark the worker silent after `_QUIET_TICKS` without a sign of life. What waits for it is
+        ended once it can go elsewhere, or it is given up."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._quiet_ticks += 1
@@ -134,8 +128,8 @@ class _Member:
 
 
 class _WorkerPair:
-    """The two workers of one attempt at a request, counted in their routers until `end`. Without a
-    prefill worker the decode worker answers alone."""
+    """The two workers of one attempt, counted in their routers until `end`. Without a prefill
+    worker the decode worker answers alone."""
 
     def __init__(self, fleet: Fleet, decode: Route, prefill: Route | None) -> None:
         self._fleet = fleet
@@ -157,12 +151,10 @@ class _WorkerPair:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the pair's workers, decode's first."""
         return tuple(route.worker for route in self._routes)
 
     async def first(self, stream: AsyncGenerator[TokenEvent, None]) -> TokenEvent:
-        """Return the first output of the pair's attempt. Raises WorkerLostError if either worker
-        falls silent before, and another answers or it is given up."""
+        """Raises WorkerLostError if a worker falls silent and another one can answer."""
         try:
             # No time limit of its own: the prompt may take long. Only silence ends the wait.
             async with asyncio.timeout(None) as patience:
@@ -178,7 +170,6 @@ class _WorkerPair:
             raise WorkerLostError(f"{' and '.join(silent)} did not answer") from None
 
     def end(self) -> None:
-        """Release the count of the pair's attempt in the routers."""
         now_s = time.monotonic()
         # Decode's router is the first.
         for router, route in zip(self._fleet.routers.values(), self._routes, strict=False):
@@ -186,11 +177,7 @@ class _WorkerPair:
 
 
 class Fleet:
-    """The workers and the routers over them; the module docstring has the rules.
-
-    Args:
-        api_key: the key that workers require.
-    """
+    """The workers and the routers over them. `api_key` is what workers require."""
 
     def __init__(self, api_key: str = "") -> None:
         self.workers: dict[str, WorkerInfo] = {}
@@ -216,11 +203,8 @@ class Fleet:
     # --- which there are --------------------------------------------------------------------------
 
     def add(self, info: WorkerInfo) -> None:
-        """Add a worker: requests may go to it from now on. It replaces a worker of the same name.
-
-        Raises ConfigError, with nothing changed, if it cannot work with the others. After `close`:
-        no-op.
-        """
+        """Add a worker, or replace one of the same name. Raises ConfigError, with nothing changed,
+        if it cannot work with the others. After `close`: no-op."""
         if self._closed:
             return
         # Models must agree over the whole fleet; page sizes within a role, since its router keys
@@ -253,8 +237,8 @@ class Fleet:
         )
 
     def remove(self, name: str, life: str = "") -> bool:
-        """Remove a worker: it gets no more requests, and those in progress end by themselves. With
-        `life`, only if it is in that life. Returns False if it is not here."""
+        """Send a worker no more requests; those in progress end by themselves. With `life`, only if
+        it is in that life. Returns False if it is not here."""
         info = self.workers.get(name)
         if info is None or (life and info.life != life):
             return False
@@ -265,7 +249,7 @@ class Fleet:
         return True
 
     async def _apply_events(self, member: _Member) -> None:
-        """Apply a worker's cache events to the router of its role, for as long as it is here."""
+        """Apply a worker's cache events to its router, for as long as it is here."""
         info = member.info
         router = self.routers[info.role]
         while True:
@@ -282,9 +266,9 @@ class Fleet:
     # --- lives that are over ----------------------------------------------------------------------
 
     async def fence(self, name: str, life: str) -> None:
-        """State that a life of a worker is certainly dead. The statement is sent to every worker,
-        present and future, until it confirms. What was held for that life is then reused: were it
-        alive after all, its writes would land in pages of other requests."""
+        """State that a life of a worker is certainly dead, to every worker, present and future,
+        until it confirms. What was held for that life is then reused: were it alive after all, its
+        writes would land in pages of other requests."""
         async with self._any_fenced:
             self._fenced.append(FenceRequest(name, life))
             self._any_fenced.notify_all()
@@ -307,8 +291,7 @@ class Fleet:
                 await asyncio.sleep(_AGAIN_S)
 
     async def lost(self) -> dict[str, list[LostPeer]]:
-        """Return, by worker, the lost peers that it holds pages or rooms for. Workers that do not
-        answer are left out."""
+        """Return, by worker that answers, the lost peers that it holds pages or rooms for."""
         found: dict[str, list[LostPeer]] = {}
 
         async def ask(info: WorkerInfo) -> None:
@@ -322,14 +305,12 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """True if there is a worker of each kind that is not silent, or a decode worker that
-        answers alone."""
+        """True if a worker of each kind is not silent, or a decode worker that answers alone."""
         return not self._missing(self._answering)
 
     async def wait_for_workers(self) -> None:
-        """Return once there are workers to which a request may go: at once, unless one is being
-        started. Raises ApiError 503 if a role has none, and none is being started, or that is
-        late."""
+        """Wait for workers that are being started. Raises ApiError 503 if a role has none, and none
+        is being started, or that is late."""
         while missing := self._missing(self._usable):
             starts = [self.next_start(role) for role in missing]
             if any(start is None or start.is_late for start in starts):
@@ -349,18 +330,15 @@ class Fleet:
 
     @property
     def takes_requests(self) -> bool:
-        """True if there are workers to which a request may go."""
         return not self._missing(self._usable)
 
     def _missing(self, found: Callable[[str], list[str]]) -> list[str]:
-        """Return the roles that an answer lacks with the workers that are `found` of each."""
         roles = [role for role in self.routers if not found(role)]
         alone = any(self.workers[name].alone for name in found("decode"))
         return [] if alone else roles
 
     @property
     def silent(self) -> list[str]:
-        """Names of the workers that are here and do not answer."""
         return [name for name, member in self.members.items() if member.silent]
 
     def _answering(self, role: str) -> list[str]:
@@ -370,8 +348,7 @@ class Fleet:
         ]  # fmt: skip
 
     def _usable(self, role: str) -> list[str]:
-        """Return the workers of one role to which a request may go: those that are not silent;
-        where all are, those that are not given up."""
+        """Return the workers that are not silent; where all are, those that are not given up."""
         return self._answering(role) or [
             name for name, member in self.members.items()
             if member.info.role == role and not member.given_up
@@ -384,7 +361,7 @@ class Fleet:
 
     @property
     def vocab_size(self) -> int:
-        """Bound of token ids, which are below it on every worker; 0 without a worker."""
+        """Bound of token ids on every worker; 0 without a worker."""
         return min((info.vocab_size for info in self.workers.values()), default=0)
 
     # --- requests ---------------------------------------------------------------------------------
@@ -392,14 +369,14 @@ class Fleet:
     async def generate(
         self, ask: Ask, on_attempt: Callable[[str, str], object] = lambda decode, prefill: None
     ) -> AsyncGenerator[TokenEvent, None]:
-        """Have workers answer a request, and yield its outputs to the ends of all its samples.
-        Chooses `prefill` and `prefill_url` of the `Ask`. Closing the generator aborts the request.
+        """Yield the outputs of a request to the ends of all its samples. Chooses `prefill` and
+        `prefill_url` of the `Ask`. Closing the generator aborts the request.
 
         An attempt that fails before its first output is repeated on other workers. `on_attempt`
-        gets the names of the decode and the prefill worker of each.
+        gets the names of each attempt's decode and prefill worker.
 
         Raises: ApiError 400 if a worker refuses the request; 500 if what was computed first is not
-            finite; 503 if none accepts it or its worker is lost.
+        finite; 503 if none accepts it or its worker is lost.
         """
         lost: set[str] = set()
         for attempt in range(_ATTEMPTS):
@@ -445,9 +422,8 @@ class Fleet:
                 pair.end()
 
     def _choose_pair(self, ask: Ask, lost: Collection[str]) -> _WorkerPair:
-        """Choose a decode and a prefill worker for an attempt, by their routers: only a decode
-        worker, among those that answer alone, where no prefill worker answers. After
-        `wait_for_workers`."""
+        """Choose a decode and a prefill worker; only a decode worker, among those that answer
+        alone, where no prefill worker answers. After `wait_for_workers`."""
         routes: list[Route] = []
         now_s = time.monotonic()
         data = RadixKey(ask.tokens).data
@@ -469,8 +445,8 @@ class Fleet:
     async def _stream(
         self, ask: Ask, pair: _WorkerPair, attempt: int, headers: Mapping[str, str]
     ) -> AsyncGenerator[TokenEvent, None]:
-        """Yield the outputs of one attempt, as the decode worker of a pair streams them. `headers`
-        carry its trace. Raises WorkerLostError, or ApiError if the worker refuses the request."""
+        """Yield the outputs of one attempt; `headers` carry its trace. Raises WorkerLostError, or
+        ApiError if the worker refuses the request."""
         body = msgspec.json.encode(
             msgspec.structs.replace(
                 # A rid per attempt: an earlier one may still be ending on the same worker.
@@ -502,8 +478,7 @@ class Fleet:
             raise WorkerLostError(f"{pair.decode.name} ended before its answer did")
 
     def stats(self) -> dict[str, int]:
-        """Return the number of repeats and silent workers, and the counters of each role's
-        router."""
+        """Return the numbers of repeats and silent workers, and each router's counters."""
         counts = {"retried": self.retried, "silent": len(self.silent)}
         for role, router in self.routers.items():
             router.expire(time.monotonic())
@@ -511,7 +486,6 @@ class Fleet:
         return counts
 
     async def close(self) -> None:
-        """End all streams and remove all workers. Idempotent."""
         self._closed = True
         for name in list(self.workers):
             self.remove(name)
@@ -519,8 +493,8 @@ class Fleet:
 
 
 def _refusal_error(worker: str, status: int, body: bytes) -> Exception:
-    """Return the error for a refusal by a worker: ApiError if the request itself is wrong, in the
-    worker's words if they are fit for a client; else WorkerLostError."""
+    """Return ApiError if the request itself is wrong, in the worker's words if they are fit for a
+    client; else WorkerLostError."""
     try:
         error = msgspec.json.decode(body)["error"]
         message, code = str(error["message"]), error["code"]

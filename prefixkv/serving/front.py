@@ -68,19 +68,16 @@ _MESSAGE: Final = 64  # template time of one message, in characters of tokenizer
 
 
 class Front:
-    """OpenAI's interface over a fleet; the module docstring has the rules. Used on one event loop.
+    """Used on one event loop. Raises ConfigError if an address cannot be bound.
 
     Args:
-        fleet: its workers.
-        texts: the tokenizer of their model.
+        texts: the tokenizer of the model.
         name: what clients call the model.
-        listen: where it serves.
         answer_tokens: most tokens of a chat's answer if its request sets no bound; 0: all the room
             there is.
         defaults: how tokens are drawn for requests that do not say.
         routes: further ones, of Starlette; the paths in `open_paths` need no key. `status_routes`
             go to the status port.
-    Raises: ConfigError if an address cannot be bound.
     """
 
     def __init__(
@@ -126,7 +123,6 @@ class Front:
             raise
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether the front accepts requests, and the state of its fleet's workers."""
         ok = self.fleet.ready and not self.draining
         silent = self.fleet.silent
         state = (
@@ -145,8 +141,7 @@ class Front:
         return ok, {"status": state, "model": self.name, "workers": workers}
 
     async def stop(self, grace_s: float) -> None:
-        """Have the front accept no more requests, and give those in progress `grace_s` seconds to
-        end."""
+        """Accept no more requests, and give those in progress `grace_s` seconds to end."""
         self.draining = True
         # The server first: its answers still come from the fleet.
         await self.server.stop(grace_s)
@@ -182,13 +177,11 @@ class Front:
         return json_response(model(self.name, self._created, context, self._defaults.temperature))
 
     async def _show_health(self, _: Request) -> Response:
-        """Answer GET /health on the port of its clients, with the status of that on the status
-        port. Load balancers carry no key, so its workers are not listed here."""
+        """Load balancers carry no key, so the workers are not listed here."""
         ok, state = self.health()
         return json_response({"status": state["status"]}, 200 if ok else 503)
 
     async def _chat(self, request: Request) -> Response:
-        """Answer POST /v1/chat/completions: tokenize the messages, and have the fleet answer."""
         body = await read_body(request, self._limits)
         asked, num_bytes = parse(body, ChatRequest), len(body)
         del body
@@ -211,8 +204,6 @@ class Front:
         return await self._answer(request, asked, [tokens], "messages")
 
     async def _complete(self, request: Request) -> Response:
-        """Answer POST /v1/completions: tokenize its prompts or check their tokens, and have the
-        fleet answer."""
         body = await read_body(request, self._limits)
         asked = parse(body, CompletionRequest, self.fleet.context or None)
         # A prompt of many tokens takes as much again as JSON: drop that before it waits for its
@@ -239,8 +230,7 @@ class Front:
 
     @contextlib.contextmanager
     def _untokenized(self, num_bytes: int) -> Iterator[None]:
-        """Count the bytes of a body whose texts wait for workers, or to be tokenized. Raises
-        ApiError where too many wait."""
+        """Count the bytes of a body whose texts wait. Raises ApiError where too many do."""
         most = BODIES * self._limits.max_body_bytes
         if self._waiting_bytes and self._waiting_bytes + num_bytes > most:
             raise ApiError(503, "too many long prompts wait", "server_error", "overloaded")
@@ -251,9 +241,8 @@ class Front:
             self._waiting_bytes -= num_bytes
 
     async def _tokens(self, encode: Callable[..., list[int]], size: int, param: str) -> list[int]:
-        """Tokenize a text from the client that costs the time of `size` characters. A long text
-        takes time and memory: it is tokenized in a thread, as long as its client is there, until it
-        is certain not to fit. Raises ApiError 400."""
+        """Tokenize a text that costs the time of `size` characters. A long one is tokenized in a
+        thread, while its client is there, until it is certain not to fit. Raises ApiError 400."""
         if size <= _SHORT:
             return encode()
         context, has_left = self.fleet.context, False
@@ -274,8 +263,8 @@ class Front:
                 await asyncio.wait((work,))
 
     async def _check(self, name: str) -> None:
-        """Raise ApiError if the front does not serve the named model, or cannot serve at the
-        moment. Waits for workers that are being started."""
+        """Raise ApiError for another model, or if nothing can be served at the moment. Waits for
+        workers that are being started."""
         if name != self.name:
             raise unknown_model(name)
         if self.draining:
@@ -290,8 +279,7 @@ class Front:
         prompts: list[list[int]],
         param: str,
     ) -> Response:
-        """Bound the answers' length by the fleet's context, and have the fleet answer the client.
-        Raises ApiError."""
+        """Bound the answers' length by the fleet's context, and answer. Raises ApiError."""
         # What follows is of the workers that are there now: they may have gone meanwhile.
         await self._check(asked.model)
         if not all(token < self.fleet.vocab_size for token in asked.stop_token_ids or ()):
@@ -330,8 +318,7 @@ class Front:
     def _most_tokens(
         self, num_prompt: int, asked: ChatRequest | CompletionRequest, param: str
     ) -> int:
-        """Return the most tokens of each answer to a prompt of `num_prompt` tokens. Raises ApiError
-        if the fleet's context has no room for it."""
+        """Raises ApiError if the context has no room for an answer."""
         if not num_prompt:
             raise refused(param, "has no tokens")
         most, least = asked.most_tokens, asked.min_tokens or 0
@@ -342,18 +329,15 @@ class Front:
         return most if most is not None else min(room, max(least, self._answer_tokens or room))
 
     def _new_rid(self, request_id: str) -> str:
-        """Return the id of a request in the logs of the front and of the fleet's workers: it begins
-        with the one in its header, and is unique, even if clients use that again."""
+        """It begins with the id in the header, and is unique, even if clients use that again."""
         self._num += 1
         # Workers separate the parts of their own ids by "/".
         return f"{request_id.replace('/', '%2F')}-{self._prefix}-{self._num}"
 
 
 class _FrontRequest:
-    """One request that is being answered: its outputs, its usage and its metrics.
-
-    It has one `Ask` per prompt. Answer number `i * n + sample` is of prompt `i`, as OpenAI counts.
-    """
+    """One request that is being answered. It has one `Ask` per prompt. Answer number `i * n +
+    sample` is of prompt `i`, as OpenAI counts."""
 
     def __init__(
         self, front: Front, asks: list[Ask], answers: Answers,
@@ -385,7 +369,6 @@ class _FrontRequest:
         self._line.add(attempts=1)
 
     async def whole(self) -> Response:
-        """Return the answer in one body, once the fleet has ended it."""
         texts: list[list[str]] = [[] for _ in range(self._num)]
         finishes: list[str | None] = [None] * self._num
         bodies: list[list[dict[str, Any]]] = [[] for _ in range(self._num)]
@@ -405,8 +388,7 @@ class _FrontRequest:
         return None if self._extras is None else self._extras.show(output)
 
     async def stream(self) -> Response:
-        """Return the answer as server-sent events, once the fleet's first output has arrived: a
-        failure before it is still an answer of its own, with its own status."""
+        """Begin once the first output has arrived: a failure before it has its own status."""
         try:
             # The status line is sent with the first piece, so wait until the first output is known.
             first = await anext(self._outputs)
@@ -420,8 +402,7 @@ class _FrontRequest:
         )
 
     async def _events(self, first: TokenEvent) -> AsyncGenerator[bytes, None]:
-        """Yield the server-sent events of the answer. A failure midway ends them by an error event,
-        without `DONE`."""
+        """A failure midway ends the events by an error event, without `DONE`."""
         begun: set[int] = set()
         async with contextlib.aclosing(self._outputs):
             try:
@@ -440,8 +421,7 @@ class _FrontRequest:
         yield DONE
 
     def _event(self, output: TokenEvent, begun: set[int]) -> bytes:
-        """Return the server-sent events of one output of the fleet: the sample's opening, if it is
-        the first, and its text."""
+        """Return one output's events: its text, behind the sample's opening if it is the first."""
         text, finish, logprobs = output.text, output.finish, self._logprobs(output)
         usage = self._usage if self._tells_always else None
         opening = b"" if output.sample in begun else self._answers.begin(output.sample, usage)
@@ -453,8 +433,7 @@ class _FrontRequest:
     async def _measured(
         self, stream: AsyncGenerator[tuple[int, TokenEvent], None], num_samples: int
     ) -> AsyncGenerator[TokenEvent, None]:
-        """Yield the fleet's outputs, with their samples numbered over all prompts, and count
-        tokens, hits and the outcome."""
+        """Number samples over all prompts, and count tokens, hits and outcome."""
         metrics, outcome, begun = self._metrics, "aborted", False
         trace, ttft_s, finishes = current(), None, []
         try:
@@ -539,7 +518,6 @@ class _FrontMetrics:
         self.collectors = [self.requests, self.ttft, self._tokens, self]
 
     def count(self, usage: Usage) -> None:
-        """Add a request's usage to the front's token counters."""
         for kind, number in (
             ("prompt", usage.prompt_tokens), ("answer", usage.completion_tokens),
             ("decode_hit", usage.decode_hit_tokens), ("prefill_hit", usage.prefill_hit_tokens),
@@ -549,7 +527,6 @@ class _FrontMetrics:
             self._tokens.labels(kind).inc(number)
 
     def collect(self) -> list[Metric]:
-        """Return the counters of the front's routers, for prometheus_client."""
         family = GaugeMetricFamily(
             "prefixkv_front_routing", "What the routers count, by worker's kind.", labels=["what"]
         )

@@ -1,9 +1,9 @@
-"""Common ground of prefixkv's HTTP servers: bounds on bodies and times, and errors in OpenAI's
-form.
+"""Common ground of the HTTP servers: bounds on bodies and times, and errors in OpenAI's form.
 
 A handler takes a Starlette `Request` and returns a `Response`. `read_body` reads what was sent,
 `Stream` sends an answer piece by piece, `run_until_disconnect` computes an answer in one body; the
-last two cancel the work for a client that leaves."""
+last two cancel the work for a client that leaves.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ T = TypeVar("T")
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return any value that msgspec encodes as a JSON answer over HTTP."""
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
@@ -84,8 +83,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_failure(_: Request, error: Exception) -> Response:
-    """Answer an exception that no HTTP handler expects; the log has it, the client gets no
-    detail."""
+    """The log has the exception, the client gets no detail."""
     logger.error("request %s failed", current_id(), exc_info=error)
     status = HTTPStatus.INTERNAL_SERVER_ERROR
     return ApiError(status, "the server failed; its log says why", "server_error").response()
@@ -98,10 +96,9 @@ def make_app(
     routes: Sequence[BaseRoute], api_key: str = "", open_paths: Sequence[str] = (),
     max_requests_per_client: int = 0,
 ) -> ASGIApp:  # fmt: skip
-    """Make the application of an HTTP server, with a key, bounds, and errors in OpenAI's form.
+    """Add a key, bounds, and errors in OpenAI's form.
 
     Args:
-        routes: of Starlette.
         api_key: what `Authorization: Bearer ...` must carry. "": no key; then only programs of this
             machine and pages of this server itself are answered.
         open_paths: paths that need no key.
@@ -171,7 +168,7 @@ def _name_of(host: str) -> str:
 
 
 class ApiKeyRequired:
-    """An application that requires an API key, except on its open paths."""
+    """An application that requires a key, except on its open paths."""
 
     def __init__(self, app: ASGIApp, api_key: str, open_paths: frozenset[str]) -> None:
         self._app, self._open_paths = app, open_paths
@@ -189,9 +186,9 @@ class ApiKeyRequired:
 
 
 class PerClientLimit:
-    """An application that answers at most `most` requests of one client at once, and of those that
-    have several samples at most `most` samples (0: any number). More are refused: with 429, or with
-    400 where one request alone asks for more."""
+    """Answers at most `most` requests of one client at once, and of those with several samples at
+    most `most` samples (0: any number). More get 429, or 400 where one request alone asks for
+    more."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app, self._most = app, most
@@ -241,23 +238,22 @@ class PerClientLimit:
 
 
 def count_samples(request: Request, num: int) -> None:
-    """Count an HTTP request as one of `num` samples until it is answered. Raises ApiError 429 if
-    these are too many for its client now, 400 if they always are (`PerClientLimit`). Once a
-    request."""
+    """Count a request, once, as `num` samples until it is answered. Raises ApiError 429 if these
+    are too many for its client now, 400 if they always are (`PerClientLimit`)."""
     request.scope[_CLIENT](num)
 
 
 class _ArrivingBodies:
-    """Bytes of one server's bodies that are not parsed yet, by the time-out of each reader; the
-    body that has been arriving for longest comes first. Used on one event loop."""
+    """Bytes of bodies that are not parsed yet, by the time-out of each reader, the body that has
+    been arriving for longest first. Used on one event loop."""
 
     def __init__(self) -> None:
         self.sizes: dict[asyncio.Timeout, int] = {}
         self._num_bytes = 0
 
     def grow(self, reader: asyncio.Timeout, num_bytes: int, most: int) -> None:
-        """Count `num_bytes` more of a body. Beyond `most` in sum, the reading that has begun first
-        ends: a client that sends slowly keeps no other out. No-op for a body that was dropped."""
+        """Beyond `most` in sum, the reading that has begun first ends: a client that sends slowly
+        keeps no other out. No-op for a body that was dropped."""
         if reader not in self.sizes:
             return
         self.sizes[reader] += num_bytes
@@ -269,14 +265,13 @@ class _ArrivingBodies:
                 oldest.reschedule(asyncio.get_running_loop().time())
 
     def drop(self, reader: asyncio.Timeout) -> None:
-        """Stop to count a body. No-op if it does not count."""
+        """No-op for a body that does not count."""
         self._num_bytes -= self.sizes.pop(reader, 0)
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """Return an HTTP request's body, to be parsed at once: from here on its bytes do not count.
-    Raises ApiError: 413 if it is too large, 408 if it does not come in time or others need its
-    room, 400 if its sender leaves.
+    """Return a body, to be parsed at once: from here on its bytes do not count. Raises ApiError:
+    413 if it is too large, 408 if it is late or others need its room, 400 if its sender leaves.
 
     A body that is too large is still read to its end, and dropped: a client that is still sending
     would not read the answer.
@@ -319,8 +314,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """Decode the JSON body of an HTTP request as `kind`. Raises ApiError 400, which names the place
-    of the error."""
+    """Raises ApiError 400, which names the place of the error."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -332,7 +326,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 
 def no_json(error: Exception) -> ApiError:
-    """Make the ApiError for an HTTP body that is not read as JSON, with the place."""
+    """Make the error for a body that is not read as JSON, with the place."""
     if isinstance(error, RecursionError):
         return ApiError(400, "the body is nested too deeply")
     if isinstance(error, UnicodeDecodeError):
@@ -343,16 +337,9 @@ def no_json(error: Exception) -> ApiError:
 
 
 class Stream(Response):
-    """An answer sent piece by piece. If the client leaves or stops reading, the generator is
-    cancelled at its `yield` or `await`.
-
-    Args:
-        pieces: of the body.
-        limits: how long sending one piece may take.
-        media_type: of HTTP.
-        end: gives back what the pieces need. Called once at the end, also if the client left before
-            the generator had begun: its `finally` does not run then.
-    """
+    """An answer sent piece by piece, each in the time of `limits`. If the client leaves or stops
+    reading, the generator is cancelled at its `yield` or `await`. `end` is called once at the end,
+    also if the client left before the generator had begun: its `finally` does not run then."""
 
     def __init__(
         self, pieces: AsyncGenerator[bytes, None], limits: Limits, media_type: str,
@@ -383,15 +370,14 @@ class Stream(Response):
 
 
 async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Return the result of `work`, the answer of an HTTP handler. If the client leaves first,
-    `work` is cancelled."""
+    """Cancel `work` if the client leaves first."""
     # Status 499 is never seen: the client has left.
     task = asyncio.create_task(work)
     return await _first_of(task, request.receive) or Response(status_code=499)
 
 
 async def _first_of(task: asyncio.Task[T], receive: Receive) -> T | None:
-    """Return the task's result, or None, with the task ended, if the HTTP client left before."""
+    """Return the task's result, or None, with the task ended, if the client left before."""
 
     async def leave() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -416,16 +402,9 @@ async def _first_of(task: asyncio.Task[T], receive: Receive) -> T | None:
 
 
 class HttpServer:
-    """One listening socket, served in tasks of the running loop. It accepts connections while they,
-    and what is opened for them, leave two thirds of the descriptors that were free at its start.
-
-    Args:
-        app: as `make_app` makes it.
-        host, port: where it binds; port 0 picks a free one.
-        limits: of its clients.
-
-    Raises: ConfigError if the address cannot be bound.
-    """
+    """One listening socket, served in tasks of the running loop; port 0 picks a free one. It
+    accepts connections while they, and what is opened for them, leave two thirds of the descriptors
+    that were free at its start. Raises ConfigError if the address cannot be bound."""
 
     share = 1 / 3
     """Share of the free descriptors that is in use when no more connections are accepted. What is
@@ -458,13 +437,11 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Address of the HTTP server for clients on this machine: a wildcard host is shown as
-        loopback."""
+        """For clients on this machine: a wildcard host is shown as loopback."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     async def start(self) -> None:
-        """Begin to serve HTTP; returns once connections are accepted."""
         most = allow_connections()
         used = _lowest_free(self._socket)
         self._task = asyncio.create_task(self._server.serve([]))
@@ -477,14 +454,13 @@ class HttpServer:
         self._listen()
 
     def _listen(self) -> None:
-        """Accept HTTP connections from now on, unless the server is to stop."""
         if self._socket.fileno() >= 0:
             asyncio.get_running_loop().add_reader(self._socket, self._accept)
 
     def _accept(self) -> None:
-        """Accept one HTTP connection, while fewer than `_most` descriptors of this process are
-        open; the loop calls again if there are more. Others wait in the kernel. asyncio's own
-        server would take all there are, and then log each that it cannot take, again and again."""
+        """Accept one connection, while fewer than `_most` descriptors are open; the loop calls
+        again if there are more. Others wait in the kernel. asyncio's own server would take all
+        there are, and then log each that it cannot take, again and again."""
         loop = asyncio.get_running_loop()
         try:
             if _lowest_free(self._socket) >= self._most:
@@ -505,8 +481,8 @@ class HttpServer:
         task.add_done_callback(self._connecting.discard)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Accept no more HTTP connections, and wait at most `grace_s` for the answers in progress.
-        A further call, even during the first, ends with its own wait."""
+        """Accept no more, and wait at most `grace_s` for the answers in progress. A further call,
+        even during the first, ends with its own wait."""
         if self._task is None:
             self.close()
             return
@@ -522,33 +498,29 @@ class HttpServer:
             await asyncio.wait((self._task,))
 
     def close(self) -> None:
-        """Release the address of an HTTP server that does not accept connections."""
         self._socket.close()
 
 
 class StatusServer(HttpServer):
-    """An HTTP server of probes, which are answered also where clients have all the connections that
-    they may have."""
+    """Probes are answered also where clients have all the connections that they may have."""
 
     share = 2 / 3
 
 
 class _Uvicorn(uvicorn.Server):
-    """A uvicorn server that leaves signals to the process it runs in."""
+    """Leaves signals to the process it runs in."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     def make_protocol(self) -> asyncio.Protocol:
-        """Make the protocol of a new HTTP connection."""
         made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         return made
 
     def cut(self) -> None:
-        """End every HTTP connection and every answer now."""
         self.force_exit = True
         for connection in list(self.server_state.connections):
             connection.transport.abort()
@@ -558,8 +530,8 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Wire:
-    """A connection's transport, but for writes once it is closing: the pieces of a stream whose
-    client has left, for each of which asyncio would log a line."""
+    """Drops writes once the connection is closing: asyncio would log a line for each piece of a
+    stream whose client has left."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -568,14 +540,13 @@ class _Wire:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Write to the connection, unless it is closing."""
         if not self._transport.is_closing():
             self._transport.write(data)
 
 
 class _BoundedHeads(h11.Connection):
-    """An HTTP connection that takes no head of more than `_HEAD_BYTES`, also where it comes at
-    once: h11 looks at heads that have not come to their end."""
+    """Takes no head of more than `_HEAD_BYTES`, also where it comes at once: h11 looks only at
+    heads that have not come to their end."""
 
     def next_event(self) -> Any:
         if self.their_state is not h11.IDLE:
@@ -588,8 +559,8 @@ class _BoundedHeads(h11.Connection):
 
 
 class _Protocol(H11Protocol):
-    """An HTTP connection that is closed if the head of a request does not arrive in time. Without
-    it a client that sends single bytes holds a connection as long as it likes."""
+    """Closes a connection if the head of a request does not arrive in time: a client that sends
+    single bytes would hold it as long as it likes."""
 
     head_timeout_s = 10.0
     _late: asyncio.TimerHandle | None = None
@@ -600,8 +571,6 @@ class _Protocol(H11Protocol):
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """Pass an HTTP connection's data to uvicorn, and time the arrival of each request's
-        head."""
         super().data_received(data)
         # 1. The head is complete: `read_body` has the time-out from here on.
         # 2. A later head on a kept connection has begun: its time starts with its first byte, since
@@ -616,7 +585,6 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _wait(self) -> None:
-        """Start the time in which the head of an HTTP request must arrive on the connection."""
         self._late = self.loop.call_later(self.head_timeout_s, self.transport.abort)
 
     def _stop_waiting(self) -> None:
@@ -626,8 +594,7 @@ class _Protocol(H11Protocol):
 
 
 def allow_connections() -> int:
-    """Raise this process's limit on open files to 65,536, or as far as allowed: each HTTP
-    connection is one. Returns the limit."""
+    """Raise the limit on open files, one per connection, as far as 65,536, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -638,8 +605,7 @@ def allow_connections() -> int:
 
 
 def _lowest_free(one: socket.socket) -> int:
-    """Return the lowest descriptor that is free: almost all below are open. Raises OSError if none
-    is. `one`: any that is open."""
+    """Return the lowest free descriptor; `one` is any that is open. Raises OSError without one."""
     # O(1), where counting the open ones would look at each.
     free = os.dup(one.fileno())
     os.close(free)

@@ -1,8 +1,7 @@
 """The id of a request, by which the logs of a front and of its workers can be searched.
 
 A client may name its request by the header `x-request-id`; else an id is made. Every answer carries
-it in the same header, errors and streams as well. Two requests may come with one id, so it is only
-a part of the ids that the workers use.
+it. Two requests may come with one id, so it is only a part of the ids that the workers use.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _current: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class RequestIds:
-    """An application whose requests have ids; the module docstring has the rules."""
+    """An application whose requests have ids."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -47,14 +46,12 @@ class RequestIds:
 
 
 def id_of(scope: Scope) -> str:
-    """Return the id of a request to an application with `RequestIds`."""
     found: str = scope[_KEY]
     return found
 
 
 def take_id(scope: Scope, given: str | None) -> None:
-    """Take the id that a request's body gives, if its header gave none and it is one that a header
-    could carry."""
+    """Take the id in a body, if the header gave none and could carry this one."""
     has_header = any(k == HEADER.encode() for k, _ in scope["headers"])
     if given is not None and not has_header and _TAKEN.fullmatch(given):
         scope[_KEY] = given

@@ -18,8 +18,6 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     the middle of making or closing the loop, whose destructor then prints an error of its own. Here
     it comes as a cancellation of the coroutine, also where it was early, or at the end. A second
     one comes at once, wherever that is.
-
-    Raises: KeyboardInterrupt; what the coroutine raises.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -1,7 +1,5 @@
-"""`prefixkv serve`: workers as child processes, a fleet of them, and a front, on this machine.
-
-A worker that dies is restarted. No worker outlives this process, however it ends.
-"""
+"""`prefixkv serve`: workers as child processes, a fleet of them, and a front, on this machine. A
+worker that dies is restarted. No worker outlives this process, however it ends."""
 
 from __future__ import annotations
 
@@ -51,8 +49,8 @@ class WorkerFailedError(PrefixKVError):
 
 
 class StartClock:
-    """When a worker that is being started is expected to serve: as long after its start has begun
-    as it took the last time. Seconds of time.monotonic()."""
+    """When a worker is expected to serve: as long after its start has begun as it took the last
+    time. Seconds of time.monotonic()."""
 
     def __init__(self) -> None:
         self._took_s = _FIRST_START_S
@@ -61,21 +59,18 @@ class StartClock:
         self._gone_s: float | None = self._begun_s
 
     def begin(self, in_s: float = 0.0) -> None:
-        """Take note that the worker is started, `in_s` seconds from now."""
+        """The worker is started `in_s` seconds from now."""
         self._begun_s = time.monotonic() + in_s
         self._gone_s = time.monotonic() if self._gone_s is None else self._gone_s
 
     def served(self) -> None:
-        """Take note that the worker serves."""
         self._took_s, self._gone_s = time.monotonic() - self._begun_s, None
 
     def give_up(self) -> None:
-        """Take note that the worker is not started any more."""
         self._gone_s = None
 
     def start(self, timeout_s: float) -> Start | None:
-        """Return the start that is under way, late after `timeout_s` without the worker; None if
-        none is."""
+        """Return the start that is under way, late after `timeout_s`."""
         if self._gone_s is None:
             return None
         now_s = time.monotonic()
@@ -87,9 +82,8 @@ class Child:
     """One worker as a child process, restarted until `end`. Used on one event loop.
 
     Args:
-        role: "prefill" or "decode".
         environ: its whole environment, with its settings.
-        on_ready, on_gone: called with its `WorkerInfo` each time it begins to serve, and has ended.
+        on_ready, on_gone: called each time it begins to serve, and has ended.
         within: a command that runs the rest of its command line, e.g. "ip netns exec NAME".
     """
 
@@ -107,8 +101,7 @@ class Child:
         self._task = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
-        """Run the child process's lives, and report an error to `ready`, or to the log after the
-        first start."""
+        """Report an error to `ready`, or to the log after the first start."""
         try:
             await self._live_on()
         except Exception as error:
@@ -120,8 +113,7 @@ class Child:
             self.clock.give_up()
 
     async def _live_on(self) -> None:
-        """Start the child process again and again until `end`. A first start that fails is not
-        repeated."""
+        """A first start that fails is not repeated."""
         pause_s = _FIRST_PAUSE_S
         while not self._ending:
             info = await self._live()
@@ -138,8 +130,7 @@ class Child:
             await asyncio.sleep(pause_s)
 
     async def _live(self) -> WorkerInfo | None:
-        """Run one life of the worker, a child process. Returns its info, or None if it never
-        served."""
+        """Run one life of the worker. Returns None if it never served."""
         # A session of its own: Ctrl-C in a terminal reaches this process alone, which then drains.
         try:
             process = self._process = await asyncio.create_subprocess_exec(
@@ -190,8 +181,7 @@ class Child:
         return info
 
     async def end(self, grace_s: float) -> None:
-        """Drain the child process, and kill it after `grace_s`. A further call ends with its own
-        wait."""
+        """Drain the process, and kill it after `grace_s`. A further call ends with its own wait."""
         self._ending = True
         if self._process is not None:
             _signal(self._process, signal.SIGTERM if grace_s else signal.SIGKILL)
@@ -214,13 +204,8 @@ def _signal(process: Process, number: int) -> None:
 
 
 class Launch:
-    """`prefixkv serve`: its workers, their fleet and the front. Used on one event loop.
-
-    Args:
-        config: its settings.
-        tables: settings of its workers alone, by role and name (`plan`).
-        say: gets each line that is meant for a person.
-    """
+    """The workers, their fleet and the front. Used on one event loop. `tables`: settings of the
+    workers alone, by role and name (`plan`). `say` gets each line that is meant for a person."""
 
     def __init__(
         self, config: ServeConfig, tables: Mapping[str, Mapping[str, Any]] | None = None,
@@ -236,20 +221,18 @@ class Launch:
         self._clocks: dict[str, list[StartClock]] = {"prefill": [], "decode": []}
 
     def stop(self) -> None:
-        """Drain and end all that `prefixkv serve` has launched. A second call ends it at once."""
+        """Drain and end everything. A second call ends it at once."""
         if self._stop.is_set():
             self._at_once.set()
         self._stop.set()
 
     def heed_signals(self) -> None:
-        """Let SIGTERM and SIGINT call `stop` of this launch. On the event loop of the main
-        thread."""
+        """Let SIGTERM and SIGINT call `stop`. On the event loop of the main thread."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop)
 
     async def run(self) -> int:
-        """Launch workers, fleet and front, and serve until `stop`. Returns the exit status. Raises
-        ConfigError, WorkerFailedError."""
+        """Serve until `stop`. Returns the exit status. Raises ConfigError, WorkerFailedError."""
         config = self.config
         models, listen = config.models, config.listen
         if models.model:
@@ -322,7 +305,7 @@ class Launch:
         await asyncio.gather(*(child.end(_END_S) for child in self._children))
 
     def _next_start(self, role: str) -> Start | None:
-        """Return the start of the first worker of a role that will serve. See `Fleet`."""
+        """Return the start of the first worker of a role that will serve."""
         clocks = self._clocks[role]
         starts = (clock.start(self.config.start_timeout_s) for clock in clocks)
         # One that is not late goes before one that is.
@@ -337,20 +320,17 @@ class Launch:
         return []
 
     async def _open(self, name: str) -> None:
-        """Prepare the launch, before the first worker starts. `name` is what clients call the
-        model."""
+        """Called before the first worker starts. `name` is what clients call the model."""
 
     def _child(self, role: str, number: int, fleet: Fleet) -> Any:
-        """Launch a worker as a child process. The result has `ready`, `clock` and `end` like a
-        `Child`."""
+        """Start a worker. The result has `ready`, `clock` and `end` like a `Child`."""
         return Child(role, self._environ(role, number), fleet.add, _forget(fleet))
 
     async def _close(self) -> None:
-        """Clean up the launch, after the last worker has ended."""
+        """Called after the last worker has ended."""
 
     def _environ(self, role: str, number: int) -> dict[str, str]:
-        """Return the environment of one worker: this process's without settings, and all settings
-        of the worker."""
+        """Return this process's environment without settings, and all settings of the worker."""
         config, models = self.config, self.config.models
         num = config.prefill if role == "prefill" else config.decode
         # What serve has for all its workers; their own settings go before it.
@@ -384,7 +364,6 @@ class Launch:
         return without_settings(os.environ) | as_environ(KINDS[role], settings)
 
     def _threads(self) -> int:
-        """Return the number of torch threads per worker, if the settings name none."""
         return max(1, (os.cpu_count() or 1) // (self.config.prefill + self.config.decode))
 
 
@@ -396,8 +375,7 @@ def run_serve(
     config: ServeConfig, tables: Mapping[str, Mapping[str, Any]] | None = None,
     kind: type[Launch] = Launch,
 ) -> int:  # fmt: skip
-    """Launch and run `prefixkv serve` until SIGTERM or SIGINT. Returns the exit status. Raises
-    ConfigError, WorkerFailedError."""
+    """Serve until a signal; return the exit status. Raises ConfigError, WorkerFailedError."""
     log_to_stderr()
     # This process computes nothing with torch, but transformers takes it along where it finds it:
     # 180 MiB, and as long as all else at the start.

@@ -22,7 +22,7 @@ _NO_CHARACTER: Final = "\ufffd"
 
 
 class TokenTexts:
-    """The text and the bytes of single tokens, by a model's tokenizer. Used on one event loop.
+    """The text and the bytes of single tokens. Used on one event loop.
 
     A token's text is what it adds to a text before it, so a space before a word belongs to it. A
     token that is a part of a character has no text: its bytes are written out, as OpenAI does it.
@@ -34,7 +34,7 @@ class TokenTexts:
         self._found: dict[int, bytes] = {}  # at most the vocabulary
 
     def data(self, token: int) -> bytes:
-        """Return the bytes of a token in UTF-8, or its part of a character."""
+        """Return UTF-8, or a part of a character."""
         if token not in self._found:
             self._found[token] = self._data(token)
         return self._found[token]
@@ -48,7 +48,6 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def is_shown(self, token: int) -> bool:
-        """Return False for a special token, which has no part in an answer's text."""
         added = self._added.get(token)
         return added is None or not added.special
 
@@ -81,7 +80,6 @@ class _Offsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, token: int) -> int:
-        """Return the place of the next token of a text whose log-probabilities are told."""
         at = self.num_chars
         if self._texts.is_shown(token):
             self.num_chars += len(self._decoder.decode(self._texts.data(token)))
@@ -89,21 +87,14 @@ class _Offsets:
 
 
 class AnswerLogprobs:
-    """Log-probabilities beside the texts of a request's answers. Made only for requests that ask
-    for them.
-
-    Args:
-        texts: of the model's tokenizer.
-        chat: True for the form of /v1/chat/completions, False for that of /v1/completions.
-    """
+    """Made only where asked for. `chat`: in the form of chat completions, not of completions."""
 
     def __init__(self, texts: TokenTexts, chat: bool) -> None:
         self._texts, self._chat = texts, chat
         self._offsets: dict[int, _Offsets] = {}  # by sample
 
     def show(self, output: TokenEvent) -> dict[str, Any] | None:
-        """Return the log-probabilities of the next output of a sample in OpenAI's form; None: it
-        has none."""
+        """Return those of the next output of a sample; None: it has none."""
         one = output.logprob
         if one is None:
             return None
@@ -119,7 +110,7 @@ class AnswerLogprobs:
         return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(data)}
 
     def _legacy(self, one: Logprob, offsets: _Offsets) -> dict[str, list[Any]]:
-        """Return log-probabilities in the form of completions, which is one list per quantity."""
+        """Return the form of completions, which is one list per quantity."""
         text = self._texts.text
         # The token itself too, as OpenAI has it; of two with one text the likelier counts.
         likely: dict[str, float] = {}
@@ -132,7 +123,7 @@ class AnswerLogprobs:
 
 
 def joined(bodies: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return log-probabilities of neighbouring pieces of a sample as those of one piece."""
+    """Join those of neighbouring pieces of a sample."""
     whole: dict[str, Any] = {name: None for body in bodies for name in body}
     for name in whole:
         lists = [body[name] for body in bodies if body.get(name) is not None]

@@ -87,8 +87,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters that both kinds of request have. `parse` makes them: a field of each is a
-    parameter, and its type what is taken."""
+    """Parameters of both kinds of request: a field is a parameter, and its type what is taken."""
 
     model: Text
     max_tokens: int | None = None
@@ -111,22 +110,18 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_samples(self) -> int:
-        """Number of answers to each prompt that OpenAI's `n` asks for."""
         return 1 if self.n is None else self.n
 
     @property
     def streams(self) -> bool:
-        """True if `stream` asks for the answer as events."""
         return bool(self.stream)
 
     @property
     def streams_usage(self) -> bool:
-        """True if `stream_options` ask for an event with the usage at the end."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def streams_usage_always(self) -> bool:
-        """True if vLLM's `continuous_usage_stats` ask for the usage so far in every event."""
         options = self.stream_options
         return options is not None and bool(options.continuous_usage_stats)
 
@@ -135,20 +130,18 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of likeliest tokens per position with their log-probabilities; None: none."""
+        """Number of likeliest tokens per position; 0: only the chosen token's; None: none."""
         raise NotImplementedError
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of an answer, by OpenAI's `max_tokens`; None: as many as there is room
-        for."""
+        """None stands for as many as there is room for."""
         return self.max_tokens
 
     def sampling(
         self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
     ) -> SamplingParams:
-        """Return how the answer's tokens are sampled. The arguments count where the request has
-        none: without a temperature OpenAI's tokens are drawn."""
+        """The arguments count where the request has none of its own."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             temperature=temperature if self.temperature is None else self.temperature,
@@ -198,8 +191,7 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(_RequestBase, frozen=True, kw_only=True):
-    """A body of /v1/chat/completions. `messages` are as chat templates take them
-    (`_decode_messages`)."""
+    """A body of /v1/chat/completions; `_decode_messages` makes `messages`."""
 
     LOGPROBS = "top_logprobs"
 
@@ -215,7 +207,6 @@ class ChatRequest(_RequestBase, frozen=True, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of likeliest tokens per position of a chat's answer. See `CompletionRequest`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -230,7 +221,6 @@ class ChatRequest(_RequestBase, frozen=True, kw_only=True):
         return given | (self.chat_template_kwargs or {})
 
     def check(self) -> None:
-        """Check a chat's parameters."""
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", "needs logprobs to be true")
@@ -241,21 +231,18 @@ class ChatRequest(_RequestBase, frozen=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of a chat's answer; the newer of OpenAI's two parameters counts."""
+        """The newer of OpenAI's two parameters counts."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionRequest(_RequestBase, frozen=True, kw_only=True):
-    """A body of /v1/completions. `prompt` lists its prompts, texts or lists of tokens
-    (`_decode_prompts`), also where there is one."""
+    """A body of /v1/completions; `_decode_prompts` makes the list `prompt`, also of one."""
 
     prompt: list[str] | list[list[int]]
     logprobs: int | bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of likeliest tokens per position with their log-probabilities; 0: only the chosen
-        token's; None: none."""
         # Clients of both endpoints send true and false here too.
         if isinstance(self.logprobs, bool):
             return 1 if self.logprobs else None
@@ -263,11 +250,10 @@ class CompletionRequest(_RequestBase, frozen=True, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of a completion, never None."""
+        """It is never None."""
         return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
 
     def check(self) -> None:
-        """Check a completion's parameters, and bound its prompts."""
         super().check()
         num = len(self.prompt)
         if num * self.num_samples > MAX_SAMPLES:
@@ -285,8 +271,7 @@ _EXTRAS: Final = ("tools", "documents", "chat_template_kwargs")
 
 
 def parse(body: bytes, kind: type[T], context: int | None = None) -> T:
-    """Decode and check a request in OpenAI's form, of `kind`. Raises ApiError 400, which names the
-    wrong parameter.
+    """Decode and check a request. Raises ApiError 400, which names the wrong parameter.
 
     Only parameters that are served are decoded, and only once a prompt of tokens is known to have
     at most `context`: a body may hold millions of other values.
@@ -342,8 +327,7 @@ def _check_neutral(name: str, found: dict[str, bytes], kind: type[Any]) -> None:
 
 
 def _decode_parameter(name: str, raw: bytes, kind: Any) -> Any:
-    """Decode the JSON of parameter `name` as `kind`. Raises ApiError 400, which names the place of
-    an error."""
+    """Raises ApiError 400, which names the place of an error."""
     if len(raw) > _OTHER_BYTES and name not in ("prompt", "messages", *_EXTRAS):
         raise refused(name, f"has {len(raw)} bytes, at most {_OTHER_BYTES} are taken")
     try:
@@ -362,8 +346,7 @@ _PROMPT: Final = "has to be a text, a list of texts, a list of tokens, or a list
 
 
 def _decode_prompts(raw: bytes, context: int | None) -> list[str] | list[list[int]]:
-    """Decode `prompt` into a list of prompts. Raises ApiError 400, before it is decoded where it
-    has too many prompts, or more tokens than `context`."""
+    """Raises ApiError 400 for too many prompts, or for more tokens than `context`, undecoded."""
     if raw.startswith(b'"'):
         return [_decode_parameter("prompt", raw, str)]
     if not raw.startswith(b"["):
@@ -418,8 +401,7 @@ _OTHER_NAMES: Final = {
 
 
 def _decode_messages(raw: bytes) -> list[dict[str, Any]]:
-    """Decode `messages` into messages as chat templates take them, with all their fields. Raises
-    ApiError 400."""
+    """Return messages as chat templates take them, with all their fields. Raises ApiError 400."""
     messages: list[dict[str, Any]] = _decode_parameter("messages", raw, list[dict[str, Any]])
     if not messages:
         raise refused("messages", "is empty")
@@ -431,8 +413,7 @@ def _decode_messages(raw: bytes) -> list[dict[str, Any]]:
 
 
 def _plain_message(where: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a chat's message as chat templates take it. Raises ApiError, with `where` it stands,
-    for one without a role, and for parts that are no text."""
+    """Raises ApiError, with `where`, for a message without a role, and for parts without text."""
     role = fields.get("role")
     if not isinstance(role, str) or not role or len(role) > 64:
         raise refused(f"{where}.role", "has to be a role, such as system, user, assistant or tool")
@@ -453,8 +434,8 @@ def _plain_message(where: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(where: str, fields: dict[str, Any]) -> str | None:
-    """Return the text of a chat's message, its parts joined. None where an assistant said nothing,
-    for instance since it called tools, or a tool answered nothing. Raises ApiError."""
+    """Return the text of a message, its parts joined. None where an assistant said nothing, for
+    instance since it called tools, or a tool answered nothing. Raises ApiError."""
     content = fields.get("content")
     if content is None:
         if fields["role"] not in ("system", "developer", "user"):
@@ -481,9 +462,8 @@ def _text_of(where: str, fields: dict[str, Any]) -> str | None:
 
 
 def _calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Return the tool calls of a chat's message. OpenAI has their arguments as a text of JSON;
-    templates write them as JSON themselves, so an object in such a text is decoded. Raises
-    ApiError."""
+    """Return the tool calls of a message. OpenAI has their arguments as a text of JSON; templates
+    write them as JSON themselves, so an object in such a text is decoded. Raises ApiError."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise refused(where, "has to be a list of objects")
     found = []
@@ -507,7 +487,7 @@ def _calls_of(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _found_in(body: bytes, kind: type[Any]) -> dict[str, bytes]:
-    """Return the parameters in a body as raw JSON, by name. Raises ApiError for an unknown one."""
+    """Return the parameters as raw JSON. Raises ApiError for an unknown one."""
     try:
         raw = msgspec.json.decode(body, type=_RAW[kind])
     except msgspec.ValidationError as error:
@@ -527,8 +507,7 @@ def _found_in(body: bytes, kind: type[Any]) -> dict[str, bytes]:
 
 
 def _raw(kind: type[Any]) -> Any:
-    """Make a type that takes the parameters of OpenAI's request `kind`, and the neutral ones, as
-    raw JSON."""
+    """Make a type that takes the parameters of `kind`, and the neutral ones, as raw JSON."""
     names = {field.name for field in msgspec.structs.fields(kind)} | set(_NEUTRAL) | _IGNORED
     fields = [(name, msgspec.Raw, msgspec.field(default=msgspec.Raw(b""))) for name in names]
     return msgspec.defstruct("_Body", fields, forbid_unknown_fields=True)
@@ -544,15 +523,14 @@ _TYPES: Final = {kind: get_type_hints(kind, include_extras=True) for kind in _NE
 
 
 def refused(name: str, why: str) -> ApiError:
-    """Make OpenAI's error for a request's parameter with a value that is not accepted."""
     return ApiError(400, f"{name} {why}", code="invalid_value", param=name)
 
 
 def too_long(
     num_prompt: int, num_answer: int, context: int, param: str, at_least: bool = False
 ) -> ApiError:
-    """Make OpenAI's error for a prompt that, with its answer, exceeds the model's context.
-    `at_least`: the prompt was not tokenized to its end, so its count is a lower bound."""
+    """Make the error for a prompt that, with its answer, exceeds the context. `at_least`: the
+    prompt was not tokenized to its end, so its count is a lower bound."""
     asked = f"{'at least ' * at_least}{num_prompt} tokens" + (
         f" and {num_answer} of an answer" if num_answer else ""
     )
@@ -563,7 +541,6 @@ def too_long(
 
 
 def unknown_model(name: str) -> ApiError:
-    """Make OpenAI's error for a model that is not served."""
     return ApiError(404, f"there is no model {name!r}", code="model_not_found", param="model")
 
 
@@ -577,13 +554,11 @@ _USAGE_PARTS: Final = (
 
 
 class Usage(msgspec.Struct):
-    """Tokens of a request, over all its answers. The prompt's KV came from four places:
-    `decode_hit_tokens` were cached on the decode worker, `shared_tokens` were arriving there for
-    another request, `decode_computed_tokens` were computed there, and the other `sent_tokens` were
-    sent. `prefill_hit_tokens` were cached on the prefill worker, which computed `computed_tokens`,
-    the others that decode did not compute; none if decode has computed all that it lacked.
-    `decode_host_tokens` are those of `decode_hit_tokens` that were loaded from the decode worker's
-    host memory."""
+    """Tokens of a request, over all its answers. Of the prompt's KV `decode_hit_tokens` were cached
+    on decode (`decode_host_tokens` of these were loaded from its host memory), `shared_tokens` were
+    arriving there for another request, `decode_computed_tokens` were computed there, and the other
+    `sent_tokens` were sent. `prefill_hit_tokens` were cached on prefill, which computed the others
+    that decode did not, `computed_tokens`; none if decode has computed all that it lacked."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -604,12 +579,11 @@ class Usage(msgspec.Struct):
         self.computed_tokens = not_here - self.prefill_hit_tokens if has_part else 0
 
     def add(self, other: Usage) -> None:
-        """Add the tokens of another prompt of OpenAI's call, and of its answers."""
         for name in self.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def body(self) -> dict[str, Any]:
-        """Return OpenAI's `usage`, with a field `prefixkv` beside OpenAI's own."""
+        """Return OpenAI's `usage`, with a field `prefixkv`."""
         prompt = self.prompt_tokens
         return {
             "prompt_tokens": prompt,
@@ -625,14 +599,8 @@ class Usage(msgspec.Struct):
 
 
 class Answers:
-    """Bodies of one request's answer, in one piece or as events.
-
-    Args:
-        rid: the request's, without OpenAI's prefix.
-        model: as the client named it.
-        created: seconds since 1970.
-        chat: True for /v1/chat/completions, False for /v1/completions.
-    """
+    """Bodies of one request's answer, in one piece or as events. `rid` is without OpenAI's prefix;
+    `created` is in seconds since 1970."""
 
     def __init__(self, rid: str, model: str, created: int, chat: bool) -> None:
         self.chat = chat
@@ -644,8 +612,7 @@ class Answers:
         self, texts: list[str], finishes: list[str | None], usage: Usage,
         logprobs: list[Any] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Return OpenAI's body of an answer that is not streamed. `logprobs` of each sample have
-        their final form (`AnswerLogprobs`)."""
+        """`logprobs` of each sample have their final form (`AnswerLogprobs`)."""
         choices = []
         for i, (text, finish) in enumerate(zip(texts, finishes, strict=True)):
             content: dict[str, Any] = (
@@ -659,8 +626,7 @@ class Answers:
         return {**self._head, "object": kind, "choices": choices, "usage": usage.body()}
 
     def begin(self, sample: int, usage: Usage | None = None) -> bytes:
-        """Return OpenAI's event that opens a sample of the answer, with the usage so far if that is
-        given; empty for /v1/completions."""
+        """Return the event that opens a sample; empty for /v1/completions."""
         # Completions have no role to announce.
         if not self.chat:
             return b""
@@ -672,14 +638,12 @@ class Answers:
         self, sample: int, text: str, finish: str | None, usage: Usage | None = None,
         logprobs: Any = None,
     ) -> bytes:  # fmt: skip
-        """Return OpenAI's event for text of the answer that has arrived, and for the end of a
-        sample; with the usage so far if that is given."""
+        """Return the event for text that has arrived, and for the end of a sample."""
         more = {} if usage is None else {"usage": usage.body()}
         delta = {"content": text} if text else {}
         return self._event([self._choice(sample, delta, finish, logprobs)], **more)
 
     def usage(self, usage: Usage) -> bytes:
-        """Return OpenAI's event with the answer's usage, which `include_usage` asks for."""
         return self._event([], usage=usage.body())
 
     def _choice(
@@ -699,17 +663,15 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 def event(body: Any) -> bytes:
-    """Encode one server-sent event of OpenAI's interface."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def models(name: str, created: int, context: int, temperature: float = 1.0) -> dict[str, Any]:
-    """Return OpenAI's body of /v1/models, with the one model that is served."""
     return {"object": "list", "data": [model(name, created, context, temperature)]}
 
 
 def model(name: str, created: int, context: int, temperature: float = 1.0) -> dict[str, Any]:
-    """Return OpenAI's body of /v1/models/NAME. `temperature` is that of requests without one."""
+    """`temperature` is that of requests without one."""
     return {
         "id": name, "object": "model", "created": created, "owned_by": "prefixkv",
         "max_model_len": context, "default_temperature": temperature,

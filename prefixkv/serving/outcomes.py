@@ -1,9 +1,8 @@
-"""How each HTTP request of a server ended: refusals counted by reason, and a line of the request
-log.
+"""How each HTTP request of a server ended: refusals by reason, and a line of the request log.
 
 `Outcomes.watch` wraps a whole application, its key and its bounds included, so that what is refused
-before any handler runs is counted too. A handler adds what it knows to the request's line by
-`line_of`; the line is written when the answer has been sent, or its client has left.
+before any handler runs is counted too. A handler adds what it knows to `line_of`; the line is
+written when the answer has been sent, or its client has left.
 """
 
 from __future__ import annotations
@@ -33,41 +32,35 @@ _REFUSED_PER_S: Final = 20.0
 
 
 class RequestLine:
-    """A request's line of the request log, while it is being answered. Owned by the event loop.
-
-    `fields` are its own; `mark` adds times, in seconds since the request arrived.
-    """
+    """A line of the request log, while the request is being answered. Owned by the event loop.
+    `mark` adds times, in seconds since the request arrived."""
 
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {}
         self.arrived_s, self.arrived_at = time.monotonic(), time.time()
 
     def mark(self, name: str) -> None:
-        """Write down in the request's line that something has happened, the first time that it
-        does: field `NAME_s`."""
+        """Write field `NAME_s` the first time that something has happened."""
         self.fields.setdefault(f"{name}_s", round(time.monotonic() - self.arrived_s, 6))
 
     def add(self, **numbers: int) -> None:
-        """Add to numbers of the request's line, which begin at 0."""
         for name, number in numbers.items():
             self.fields[name] = self.fields.get(name, 0) + number
 
 
 def line_of(scope: Scope) -> RequestLine:
-    """Return the line of the request log that an HTTP request has; one that is dropped where no
-    `Outcomes` watches."""
+    """Return a request's line; one that is dropped where no `Outcomes` watches."""
     line: RequestLine | None = scope.get(_LINE)
     return line if line is not None else RequestLine()
 
 
 class Outcomes(Collector):
-    """Refusals of one HTTP server, and its lines of the request log. Used on one event loop; any
-    thread may collect.
+    """Refusals of one server, and its lines. Used on one event loop; any thread may collect.
 
     Args:
         kind: "front", "proxy" or "worker": the metric is `prefixkv_KIND_refused_total`.
         who: fields that each line begins with.
-        file: of the request log; None: no lines.
+        file: None: no lines.
         refused_only: answered requests get no line here, since the node writes theirs.
     """
 
@@ -83,12 +76,10 @@ class Outcomes(Collector):
         self._left_out = 0
 
     def watch(self, app: ASGIApp) -> ASGIApp:
-        """Return the HTTP application `app`, with its outcomes counted and logged here."""
         return _WatchedApp(app, self)
 
     def refused(self, status: int, reason: str) -> None:
-        """Count a request that the HTTP server does not serve, by the answer's status and the
-        reason in it."""
+        """Count a request that is not served, by the answer's status and the reason in it."""
         # Codes of other servers come through here: they bound neither their form nor their number.
         key = str(status), reason if _REASON.fullmatch(reason) else "other"
         if key not in self._refused and len(self._refused) >= MAX_REASONS:
@@ -98,8 +89,7 @@ class Outcomes(Collector):
     def ended(
         self, scope: Scope, line: RequestLine, status: int, answer_bytes: int, whole: bool
     ) -> None:
-        """Write the line of an HTTP request that has ended. `status`: 0 if no answer was sent;
-        `whole`: the answer was sent to its end."""
+        """`status`: 0 if no answer was sent; `whole`: the answer was sent to its end."""
         if self._file is None:
             return
         # 1. A handler has said how it ended; but what its client left in the middle is aborted.
@@ -127,7 +117,6 @@ class Outcomes(Collector):
         )  # fmt: skip
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the refusals of the server by status and reason, for prometheus_client."""
         family = CounterMetricFamily(
             f"prefixkv_{self._kind}_refused",
             "Requests that were not served, by the answer's status and its error's code.",
@@ -182,7 +171,6 @@ class _WatchedApp:
 
 
 def _request_id(headers: Any) -> str:
-    """Return the `x-request-id` of an HTTP message for its line; "" without one, or if it is no
-    plain text."""
+    """Return the `x-request-id`; "" without one, or if it is no plain text."""
     found = next((value for name, value in headers if name.lower() == b"x-request-id"), b"")
     return found.decode() if _ID.fullmatch(found) else ""

@@ -35,7 +35,6 @@ _HEADERS: Final = {
 
 
 def page_routes() -> list[Route]:
-    """Return the HTTP routes of the chat page."""
     return [_route(path, *file) for path, file in _FILES.items()]
 
 

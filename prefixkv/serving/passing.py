@@ -1,5 +1,5 @@
-"""Pieces of the proxy: parameters of requests, decoded only as far as needed, and answers of
-servers, from which a client gets only what is meant for it."""
+"""Parameters of proxied requests, decoded only as far as needed, and answers of servers, from which
+a client gets only what is meant for it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Large(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class ServerAnswer:
-    """A server's answer: its head and first piece have arrived, the rest is still to be read."""
+    """Its head and first piece have arrived, the rest is still to be read."""
 
     # `stack` holds the connection; `close` gives it back, also where `rest` was not read.
     response: httpx.Response
@@ -60,25 +60,20 @@ class ServerAnswer:
 
     @property
     def packing(self) -> dict[str, str]:
-        """Content-encoding header of a server's answer that is compressed, though the proxy did not
-        ask for it."""
+        """Content-encoding of an answer that is compressed, though the proxy did not ask for it."""
         name = self.response.headers.get("content-encoding", "identity")
         return {} if name == "identity" else {"content-encoding": name}
 
     def whole(self, content: bytes) -> Response:
-        """Return `content` as the proxy's answer, with the status, type and encoding of the
-        server's."""
         return Response(content, self.status, self.packing, self.media_type)
 
     async def close(self) -> None:
-        """Close the server's connection to the proxy. What was not read of the answer is
-        dropped."""
+        """What was not read is dropped."""
         await self.stack.aclose()
 
 
 def parameters_of(body: bytes) -> dict[str, Any]:
-    """Decode the parameters of a request that the proxy passes on. Prompts, and values longer than
-    1 KiB, stay JSON (`msgspec.Raw`). Raises ApiError 400."""
+    """Prompts, and values longer than 1 KiB, stay JSON (`msgspec.Raw`). Raises ApiError 400."""
     large = msgspec.structs.asdict(decode_body(body, _Large))
     # Bound the small parameters in sum before any is decoded: as Python objects a few bytes of JSON
     # take many times their size.
@@ -96,8 +91,8 @@ def parameters_of(body: bytes) -> dict[str, Any]:
 
 
 def prompts_of(prompt: msgspec.Raw) -> list[Any]:
-    """Return the prompts of a request that the proxy passes on: one text or list of tokens, or
-    several of either. Raises ApiError if there are more than `BATCH` lists of tokens."""
+    """Return the prompts: one text or list of tokens, or several of either. Raises ApiError if
+    there are more than `BATCH` lists of tokens."""
     text = bytes(prompt)
     # The first character of the list tells the cases apart, without decoding it:
     # 1. "[": lists of tokens; counted by brackets first, since decoding them is the cost;
@@ -116,15 +111,14 @@ def prompts_of(prompt: msgspec.Raw) -> list[Any]:
 
 
 def data_of(prompt: Any) -> bytes:
-    """Return a prompt as bytes for the proxy's router, such that the next turn of the same chat
-    begins with them."""
+    """Return bytes for the router, with which the next turn of the same chat begins."""
     # JSON without its last character: the closing bracket or quote is what the next turn replaces.
     return bytes(prompt)[:-1] if isinstance(prompt, msgspec.Raw) else str(prompt).encode()
 
 
 def refusal_of(answer: ServerAnswer, asked: bytes) -> Response:
-    """Return the proxy's answer for a server's error. The server's own words are passed on if they
-    are about the request, and hold no address, path or trace that the client did not send."""
+    """Pass the server's own words on if they are about the request, and hold no address, path or
+    trace that the client did not send."""
     status, body = answer.status, answer.first
     detail = f"{answer.response.url} said {status}: {body[:1000]!r}"
     # A wrong key or a broken server is trouble between proxy and server: the client hears a number,

@@ -1,5 +1,4 @@
-"""Settings of the workers of `prefixkv serve`, of all that was said: each is used, or refused by
-name.
+"""Settings of the workers of `prefixkv serve`: each that was said is used, or refused by name.
 
 A worker has a setting of the first place that says it: an option or a variable of `serve`, a
 variable of the worker, its table [workers.ROLE], the file above the tables, the default. What
@@ -66,8 +65,8 @@ class ServePlan(NamedTuple):
 def find_workers(
     tables: Any, where: str, environ: Mapping[str, str]
 ) -> dict[str, dict[str, Found]]:
-    """Find the settings of the workers of `prefixkv serve`, by role, in the table `workers` of its
-    file, which `where` names, and in the environment. Raises ConfigError."""
+    """Find settings by role, in the table `workers` of the file, which `where` names, and in the
+    environment. Raises ConfigError."""
     if not isinstance(tables, Mapping):
         raise ConfigError(f"{where}: {TABLE}: {tables!r} is not a table")
     for role in tables:
@@ -83,15 +82,8 @@ def find_workers(
 
 
 def plan(found: Mapping[str, Found], workers: Mapping[str, Mapping[str, Found]]) -> ServePlan:
-    """Decide the settings of `prefixkv serve` and of its workers.
-
-    Args:
-        found: settings of `serve`, as `find` has found them.
-        workers: those of its workers, by role, from `find_workers`.
-
-    Raises ConfigError, with the place, for a setting that would be ignored, or that workers cannot
-    have.
-    """
+    """Decide the settings of `serve`, from `find`, and of its workers, from `find_workers`. Raises
+    ConfigError, with the place, for one that would be ignored, or that workers cannot have."""
     said = {role: dict(workers.get(role, {})) for role in KINDS}
     for role, given in said.items():
         for name, why in _SET_BY_SERVE.items():
@@ -130,7 +122,7 @@ def plan(found: Mapping[str, Found], workers: Mapping[str, Mapping[str, Found]])
 
 
 def own_names(role: str) -> dict[str, str]:
-    """Return the settings of a worker that `prefixkv serve` has too, with their names there."""
+    """Return the settings of a worker that `serve` has too, with their names there."""
     named = {name: name for name in _SHARED}
     named |= {"num_pages": f"{role}_pages", "window_pages": f"{role}_window_pages"}
     of_prefill = ("chunk_tokens", "checkpoints")
@@ -159,8 +151,8 @@ def numbered(values: Mapping[str, Any], role: str, number: int, num: int) -> dic
 
 
 def _addresses(role: str, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the setting and the address of each socket of a worker's node that is fixed, also those
-    that cache events have by default, where they are on."""
+    """Yield the setting and the fixed address of each socket of a node, that of cache events by
+    default included, where they are on."""
     events = any(name.startswith("kv_events_") for name in values)
     for setting in settings_of(KINDS[role]):
         name = setting.name
@@ -193,8 +185,7 @@ def _values(given: Mapping[str, Found]) -> dict[str, Any]:
 
 
 def _settle(given: dict[str, Found], mine: str, theirs: Found | None) -> None:
-    """Decide a setting that both `serve` and the workers of a role have: leave it in `given`, or
-    take it out. Raises ConfigError if a file has it twice, and not alike."""
+    """Leave a common setting in `given`, or take it out. Raises ConfigError for two unlike ones."""
     own = given.get(mine)
     if own is None or theirs is None or own.rank > theirs.rank:
         return
@@ -208,8 +199,8 @@ def _settle(given: dict[str, Found], mine: str, theirs: Found | None) -> None:
 
 
 def _give_host_memory(config: ServeConfig, theirs: Found | None, given: dict[str, Found]) -> None:
-    """Enter the size of decode workers' host memory that `serve` has into their own settings, where
-    it goes before what they say. Raises ConfigError if a file has both, and not alike."""
+    """Enter the size that `serve` has into decode workers' settings, where it goes before what they
+    say. Raises ConfigError if a file has both, and not alike."""
     size = config.host_size()
     if size is None or theirs is None:
         return
@@ -227,8 +218,7 @@ def _give_host_memory(config: ServeConfig, theirs: Found | None, given: dict[str
 
 
 def _agree(found: Mapping[str, Found], said: dict[str, dict[str, Found]]) -> Mapping[str, Found]:
-    """Give `serve` the settings of the workers' model, which all of them have alike. Raises
-    ConfigError for a table that has another model than the rest."""
+    """Give `serve` the model of the workers. Raises ConfigError for a table with another one."""
     defaults = {one.name: one.default for one in settings_of(ServeConfig)}
     agreed = dict(found)
     for name in _AGREED:
@@ -287,8 +277,7 @@ def _check_ports(
     said: Mapping[str, Mapping[str, Found]],
     nums: Mapping[str, int],
 ) -> None:
-    """Raise ConfigError if two processes of `prefixkv serve` would have one fixed port, or a port
-    would be too large."""
+    """Raise ConfigError if two processes would have one port, or a port would be too large."""
     # (place, first port, number of ports)
     taken = [
         (found[name].where if name in found else f"the front's {name}", port, 1)

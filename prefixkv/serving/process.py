@@ -31,8 +31,8 @@ _END_S: Final = 10.0
 
 
 def run_worker(config: WorkerConfig) -> int:
-    """Run a worker as this process until SIGTERM or SIGINT has drained it; a second signal ends it
-    at once. Returns the exit status. Raises ConfigError if it cannot start."""
+    """Run until SIGTERM or SIGINT has drained the worker; a second signal ends it at once. Returns
+    the exit status. Raises ConfigError if it cannot start."""
     if config.worker.parent:
         die_with(config.worker.parent)
     log_to_stderr()
@@ -47,7 +47,6 @@ def run_worker(config: WorkerConfig) -> int:
 
 
 async def _run_worker(config: WorkerConfig) -> int:
-    """Start this process's worker, print its ready line, and serve until it ends."""
     worker = make_worker(config)
     serving = False
     signals = 0
@@ -77,15 +76,14 @@ async def _run_worker(config: WorkerConfig) -> int:
 
 
 def keep_what_is_loaded() -> None:
-    """Leave all that this process has loaded out of later garbage collections. Each of these would
-    otherwise look at every object of the model's libraries, and all requests would wait for a
-    fifth of a second or more."""
+    """Leave all that is loaded out of later garbage collections: each would look at every object of
+    the model's libraries, and all requests would wait meanwhile."""
     gc.collect()
     gc.freeze()
 
 
 def die_with(parent: int) -> None:
-    """Have Linux kill this process when `parent`, which started it, is gone."""
+    """Have Linux kill this process when `parent` is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Asked after prctl: a parent that died before it sends no signal, but is no parent any more.
@@ -94,8 +92,6 @@ def die_with(parent: int) -> None:
 
 
 def log_to_stderr() -> None:
-    """Log warnings of all packages to this process's stderr, prefixkv's about its peers among
-    them."""
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -94,12 +94,11 @@ one token, which is never read, and decode is the server that reports an error i
 
 
 class _AloneError(Exception):
-    """Prefill refuses a request that decode may accept: decode is asked alone, and its answer
-    counts."""
+    """Prefill refuses a request that decode may accept: decode is asked alone."""
 
 
 class _RefusedError(Exception):
-    """Decode refuses one of a request's prompts: `answer` goes to the client."""
+    """Decode refuses one of the prompts: `answer` goes to the client."""
 
     def __init__(self, answer: ServerAnswer) -> None:
         super().__init__(answer)
@@ -107,8 +106,7 @@ class _RefusedError(Exception):
 
 
 class LostError(Exception):
-    """A failed attempt that another attempt may repair. `servers` are not asked again for the
-    request."""
+    """A failed attempt that another attempt may repair, without `servers`."""
 
     def __init__(self, why: str, *servers: str) -> None:
         super().__init__(why)
@@ -126,8 +124,7 @@ class _ServerSide:
 
     @classmethod
     def of(cls, role: Role, servers: Sequence[ServerAt]) -> _ServerSide:
-        """Make the proxy's side of `role`. Raises ConfigError if it has no server, or two of one
-        name."""
+        """Raises ConfigError if there is no server, or two of one name."""
         if not servers:
             raise ConfigError(f"there is no {role} server: --{role} URL=...")
         if len({server.name for server in servers}) < len(servers):
@@ -138,36 +135,26 @@ class _ServerSide:
         return cls(role, {server.name: server for server in servers}, router)
 
     def choose(self, keys: Sequence[bytes], lost: Collection[str]) -> ServerRoute | None:
-        """Return the server of this side for a proxied request, or None if all are lost. An avoided
-        server is taken only if every other one is lost or avoided too."""
+        """None if all are lost. An avoided server is taken only if no other one is left."""
         now_s = time.monotonic()
         left = [name for name in self.servers if name not in lost]
         well = [name for name in left if self.avoided.get(name, 0.0) <= now_s]
         return self.router.route(keys, now_s, among=well or left) if left else None
 
     def avoid(self, name: str) -> None:
-        """Have the proxy send no requests to a server for `_AVOIDED_S` while another one is
-        left."""
+        """Send nothing there for `_AVOIDED_S` while another one is left."""
         self.avoided[name] = time.monotonic() + _AVOIDED_S
 
     def is_avoided(self, name: str) -> bool:
         return self.avoided.get(name, 0.0) > time.monotonic()
 
     def states(self) -> dict[str, str]:
-        """Return the state of each server of this side for the proxy's /health, by name."""
         return {name: "avoided" if self.is_avoided(name) else "ok" for name in self.servers}
 
 
 class Proxy:
-    """OpenAI's interface over prefill and decode servers; the module docstring has the rules. Owned
-    by one event loop.
-
-    Args:
-        config: where it listens, and its limits.
-        prefill, decode: the servers of each role.
-    Raises: ConfigError if a role has no server, a server is named twice, or an address cannot be
-        bound.
-    """
+    """Owned by one event loop. Raises ConfigError if a role has no server, a server is named twice,
+    or an address cannot be bound."""
 
     def __init__(
         self, config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence[ServerAt]
@@ -223,22 +210,18 @@ class Proxy:
         self._log_limits: dict[str, tuple[float, int]] = {}
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether the proxy accepts requests, and the state of each prefill and decode
-        server."""
         states: dict[str, Any] = {role: side.states() for role, side in self.sides.items()}
         ok = not self.draining and "ok" in states["decode"].values()
         state = "draining" if self.draining else "ok" if ok else "no decode server"
         return ok, {"status": state, **states}
 
     async def start(self) -> None:
-        """Serve as the proxy. The status port opens first, so that probes see a proxy that is about
-        to start."""
+        """The status port opens first, so that probes see a proxy that is about to start."""
         await self.status.start()
         await self.server.start()
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Have the proxy accept no more requests, and give those in progress `grace_s` seconds to
-        end."""
+        """Accept no more requests, and give those in progress `grace_s` seconds to end."""
         self.draining = True
         await self.server.stop(grace_s)
         await self.status.stop()
@@ -255,8 +238,7 @@ class Proxy:
         return await self._pass_on(request)
 
     async def _pass_on(self, request: Request) -> Response:
-        """Forward a client's request to the first decode server that the proxy can reach, and
-        return its answer."""
+        """Forward a request to the first decode server that can be reached."""
         side = self.sides["decode"]
         body = b"" if request.method == "GET" else await read_body(request, self._limits)
         head = {"content-type": request.headers.get("content-type", "application/json")}
@@ -281,14 +263,11 @@ class Proxy:
         raise ApiError(503, "no decode server is reached", "server_error", "not_ready")
 
     async def _health(self, request: Request) -> Response:
-        """Answer a load balancer's probe of the proxy with a status alone; details are on the
-        status port."""
         return Response(status_code=200 if self.health()[0] else 503)
 
     def warn(self, server: str, why: str) -> None:
-        """Log what went wrong with a proxied server, at most one line per `_SAY_EACH_S` and server:
-        clients that retry at once would otherwise fill the log. The next line counts those left
-        out."""
+        """Log at most one line per `_SAY_EACH_S` and server: clients that retry at once would
+        otherwise fill the log. The next line counts those left out."""
         now_s = time.monotonic()
         until_s, unsaid = self._log_limits.get(server, (0.0, 0))
         if now_s < until_s:
@@ -305,8 +284,8 @@ class Proxy:
         return await self._serve(request, "prompt")
 
     async def _serve(self, request: Request, prompt_field: str) -> Response:
-        """Check the few parameters that steer the proxy itself, then answer. `prompt_field` names
-        the prompt's parameter. Raises ApiError 400, or 503 while the proxy ends."""
+        """Check the few parameters that steer the proxy itself. `prompt_field` names the prompt's
+        parameter. Raises ApiError 400, or 503 while the proxy ends."""
         if self._tracing is None:
             pass_on(request.headers)
         body = parameters_of(await read_body(request, self._limits))
@@ -332,8 +311,7 @@ class Proxy:
     async def _answer(
         self, request: Request, body: dict[str, Any], prompt_field: str, line: RequestLine
     ) -> Response:
-        """Have a decode server answer a client's request, with KV from a prefill server where it
-        helps, and count how it ended. Raises ApiError."""
+        """Have decode answer, with KV from prefill where it helps. Raises ApiError."""
         begun_s, path = time.monotonic(), request.url.path
         outcome = "aborted"
         try:
@@ -412,9 +390,8 @@ class Proxy:
     async def _bring(
         self, path: str, body: dict[str, Any], prompt_field: str, line: RequestLine
     ) -> int | None:
-        """Have a prefill server's KV of one prompt sent to a decode server's cache, by a proxied
-        request of its own. Returns how many of its tokens were there before, or None if decode does
-        not say. Raises _RefusedError, ApiError."""
+        """Have the KV of one prompt sent to decode's cache, by a request of its own. Returns how
+        many tokens were there before, if decode says so. Raises _RefusedError, ApiError."""
         data = data_of(body[prompt_field])
         run = _ProxiedRequest(self, path, body, data, line, transfers=True)
         answer = await run.answer()
@@ -428,9 +405,8 @@ class Proxy:
     async def _pieces(
         self, answer: ServerAnswer, cached: int | None, line: RequestLine
     ) -> AsyncGenerator[bytes, None]:
-        """Yield a decode server's streamed answer, with `cached` in its usage if that is known. If
-        the server is lost midway, the stream ends with an error event: its status has been sent
-        already."""
+        """Yield a streamed answer, with `cached` in its usage if that is known. If the server is
+        lost midway, the stream ends with an error event: its status has been sent already."""
 
         async def pieces() -> AsyncGenerator[bytes, None]:
             yield answer.first
@@ -463,10 +439,9 @@ class Proxy:
         self, role: Role, url: str, body: dict[str, Any], whole: bool, rid: str,
         sent: asyncio.Event | None = None,
     ) -> ServerAnswer:  # fmt: skip
-        """POST `body` to one server of `role`. Returns when the answer's first piece is here, or
-        all of it for `whole` and for errors. `rid` is the request's id there; `sent` is set once
-        the request has left. Raises httpx.HTTPError, or TooMuchError for more than
-        `ANSWER_BYTES`."""
+        """POST `body`, and return when the answer's first piece is here, or all of it for `whole`
+        and for errors. `rid` is the request's id there; `sent` is set once the request has left.
+        Raises httpx.HTTPError, or TooMuchError for more than `ANSWER_BYTES`."""
 
         async def trace(name: str, info: Any) -> None:
             if sent is not None and name.endswith("send_request_body.complete"):
@@ -523,8 +498,7 @@ class _ProxiedRequest:
         self._broke: set[str] = set()  # decode servers whose connection broke once
 
     async def answer(self) -> ServerAnswer:
-        """Return the decode server's answer to the request, also if it is an error of the client's.
-        Raises ApiError 502, 503."""
+        """Return decode's answer, also an error of the client's. Raises ApiError 502, 503."""
         lost: set[str] = set()
         # Attempts with prefill, if the request has a room, then one where decode computes the
         # prompt.
@@ -567,8 +541,7 @@ class _ProxiedRequest:
         raise AssertionError
 
     def _choose_server(self, role: Role, lost: Collection[str]) -> ServerAt | None:
-        """Choose a server of one role for the request and count the request there until
-        `_release_routes`. None if all are lost."""
+        """Count the request at the server until `_release_routes`. None if all are lost."""
         side = self._proxy.sides[role]
         with current().part("routing", {"prefixkv.role": role}) as step:
             route = side.choose(self._keys, lost)
@@ -579,8 +552,7 @@ class _ProxiedRequest:
         return side.servers[route.worker]
 
     async def _attempt(self, decode: ServerAt, prefill: ServerAt | None) -> ServerAnswer:
-        """Ask a decode server, and a prefill server once decode has the request. Raises LostError,
-        _AloneError."""
+        """Ask decode, and prefill once decode has the request. Raises LostError, _AloneError."""
         proxy, body, line = self._proxy, dict(self._body), self._line
         line.mark("asked")
         line.add(attempts=1)
@@ -648,8 +620,7 @@ class _ProxiedRequest:
         return answer
 
     def _schedule_prefill_end(self) -> None:
-        """Schedule the end of the request at the prefill server: decode has answered, or has begun
-        to."""
+        """Decode has answered, or has begun to."""
         if self._sending is not None:
             grace_s = 0.0 if self._whole else _GRACE_S
             self._letting_go = asyncio.create_task(_end_after(self._sending, grace_s))
@@ -660,9 +631,8 @@ class _ProxiedRequest:
         loading: asyncio.Task[ServerAnswer],
         prefill: ServerAt,
     ) -> None:
-        """Raise if the prefill server, which has answered before decode, did not compute the
-        prompt. Raises LostError where another prefill server may, _AloneError where decode is to be
-        asked alone."""
+        """Raise if prefill, which has answered before decode, did not compute the prompt: LostError
+        where another server may, _AloneError where decode is to be asked alone."""
         try:
             sent = sending.result()
         except TooMuchError as error:
@@ -688,8 +658,7 @@ class _ProxiedRequest:
         self._routes.clear()
 
     async def end(self, answer: ServerAnswer | None) -> None:
-        """End everything this proxied request holds on its prefill and decode servers.
-        Idempotent."""
+        """End everything that is held on either server. Idempotent."""
         # Take every resource out of `self` before the first await: a second call, or a cancellation
         # in between, then finds nothing to end twice.
         self._release_routes()
@@ -706,7 +675,7 @@ class _ProxiedRequest:
 
 
 async def _end_after(task: asyncio.Task[ServerAnswer], grace_s: float) -> None:
-    """End a request to a server after giving it `grace_s` seconds to end by itself."""
+    """End a request after giving it `grace_s` seconds to end by itself."""
     await asyncio.wait((task,), timeout=grace_s)
     await _end(task)
 
@@ -720,8 +689,7 @@ async def _first(wanted: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
 
 
 async def _end(task: asyncio.Task[ServerAnswer]) -> None:
-    """Cancel a request to a server that is no longer needed: closing its connection ends it
-    there."""
+    """Closing the connection ends the request at the server."""
     task.cancel()
     await asyncio.wait((task,))
     # It may have finished before the cancellation: then its answer holds an open connection.
@@ -730,13 +698,12 @@ async def _end(task: asyncio.Task[ServerAnswer]) -> None:
 
 
 def _is_unreached(error: httpx.HTTPError) -> bool:
-    """Return whether no connection to a server was made, so that it never saw the request."""
+    """Return whether the server never saw the request."""
     return isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
 
 
 def _for_prefill(body: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the request for a prefill server: the same prompt and one greedy token, which is never
-    read."""
+    """Ask for the same prompt and one greedy token, which is never read."""
     one = {"n": 1, "stream": False, "temperature": 0, "max_tokens": 1}
     if _is_chat(path):
         one["max_completion_tokens"] = 1
@@ -749,9 +716,9 @@ def _is_chat(path: str) -> bool:
 
 
 def _is_decodes_alone(body: dict[str, Any], path: str) -> bool:
-    """Return whether a vLLM decode server computes this prompt itself, whatever its cache holds.
-    Beams are separate requests without our parameters, and log-probabilities of a prompt need all
-    of it computed; a chat with `echo` computes them unless `top_logprobs` is null."""
+    """Return whether vLLM computes this prompt on decode, whatever its cache holds. Beams are
+    separate requests without our parameters, and log-probabilities of a prompt need all of it
+    computed; a chat with `echo` computes them unless `top_logprobs` is null."""
     number = body.get("top_logprobs", 0) if _is_chat(path) else body.get("logprobs")
     return bool(
         body.get("use_beam_search")
@@ -762,7 +729,7 @@ def _is_decodes_alone(body: dict[str, Any], path: str) -> bool:
 
 
 async def _unknown(request: Request) -> Response:
-    """Answer any path that the proxy does not know by an error that lists those that it knows."""
+    """Answer any other path by an error that lists those that there are."""
     known = "/v1/chat/completions, /v1/completions, /v1/models, /health, /ping"
     raise ApiError(
         404, f"the proxy does not pass on {request.url.path}; it knows {known}, "
@@ -801,8 +768,6 @@ class _ProxyMetrics:
             self.requests.labels(outcome)
 
     def collect(self) -> list[Metric]:
-        """Return the counters of the proxy's routers, and its waiting rooms, for
-        prometheus_client."""
         family = GaugeMetricFamily(
             "prefixkv_proxy_routing", "What the routers count.", labels=["role", "what"]
         )
@@ -830,8 +795,8 @@ class _ProxyMetrics:
 
 
 def run_proxy(config: ProxyConfig, prefill: Sequence[ServerAt], decode: Sequence[ServerAt]) -> int:
-    """Run `prefixkv proxy` until SIGTERM or SIGINT; requests in progress then may end, and a second
-    signal ends them at once. Returns the exit status. Raises ConfigError."""
+    """Run until SIGTERM or SIGINT; requests in progress then may end, and a second signal ends them
+    at once. Returns the exit status. Raises ConfigError."""
     log_to_stderr()
 
     async def main() -> int:

@@ -2,10 +2,9 @@
 
 Several processes append to one file. Lines reach it by single writes to a descriptor that was
 opened with O_APPEND, which Linux does not mix on a local file system. The file is opened for each
-batch of lines and closed after it: where logrotate has renamed it, the next batch makes a new one,
-without a signal.
+batch of lines: where logrotate has renamed it, the next batch makes a new one, without a signal.
 
-A thread writes. What it cannot keep up with, or cannot write (a full disk), is counted as lost, and
+What the writing thread cannot keep up with, or cannot write (a full disk), is counted as lost, and
 the first loss is logged; serving goes on.
 """
 
@@ -39,13 +38,8 @@ _NODES: Final = "prefixkv.requests"  # the logger of nodes, see runtime/request_
 
 
 class RequestFile(Collector):
-    """The file of `--request-log`, as one process writes it. Any thread may call it.
-
-    Args:
-        path: the file. One that is there is appended to, and keeps its mode; a new one is readable
-            by its owner alone.
-    Raises: ConfigError if it cannot be opened.
-    """
+    """Any thread may call it. A file that is there is appended to, and keeps its mode; a new one is
+    readable by its owner alone. Raises ConfigError if it cannot be opened."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -62,8 +56,7 @@ class RequestFile(Collector):
             raise ConfigError(f"request_log: {path!r} cannot be written: {why}") from None
 
     def write(self, line: dict[str, Any]) -> None:
-        """Queue one line of the request log. Neither blocks nor raises: a line that finds the queue
-        full is lost."""
+        """Queue one line. Neither blocks nor raises: a line that finds the queue full is lost."""
         try:
             if self._thread is None:
                 self._start()
@@ -72,14 +65,13 @@ class RequestFile(Collector):
             self._lose(1, "it cannot keep up")
 
     def close(self) -> None:
-        """Write what waits for the request log, for some seconds at most. Idempotent."""
+        """Write what waits, for some seconds at most. Idempotent."""
         if self._thread is not None and self._thread.is_alive():
             with contextlib.suppress(Full):
                 self._queue.put(None, timeout=_CLOSE_S)
             self._thread.join(_CLOSE_S)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the lines of the request log by what became of them, for prometheus_client."""
         family = CounterMetricFamily(
             "prefixkv_request_log_lines", "Lines of the request log's file.", labels=["outcome"]
         )
@@ -97,7 +89,6 @@ class RequestFile(Collector):
                 self._thread = thread
 
     def _run(self) -> None:
-        """Write the lines, as many at once as wait, until `close`."""
         ending = False
         while not ending:
             batch = [self._queue.get()]
@@ -116,8 +107,8 @@ class RequestFile(Collector):
                 self._lose(len(lines) - num_written, "the disk took a part of it")
 
     def _encode(self, line: dict[str, Any]) -> bytes:
-        """Return one line as JSON, with its texts cut to `MAX_CHARS`. A value that JSON has no form
-        for costs its own line alone: b""."""
+        """Return one line, with its texts cut to `MAX_CHARS`. A value that JSON has no form for
+        costs its own line alone: b""."""
         try:
             cut = {
                 name: value[:MAX_CHARS] if isinstance(value, str) else value
@@ -129,7 +120,7 @@ class RequestFile(Collector):
             return b""
 
     def _append(self, data: bytes) -> int:
-        """Append whole lines to the file by one write. Returns how many it took."""
+        """Append lines by one write. Returns how many it took."""
         if not data:
             return 0
         file = self._open()
@@ -158,14 +149,13 @@ class RequestFile(Collector):
 
 
 class _NodeLines(logging.Handler):
-    """Hands the request log of one node, which is a logger, to the process's file."""
+    """Hands the request log of one node, which is a logger, to the file."""
 
     def __init__(self, file: RequestFile, node: str, id_of: Callable[[str], str]) -> None:
         super().__init__(logging.INFO)
         self._file, self._node, self._id_of = file, node, id_of
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue one ended request of the node for the file."""
         line: dict[str, Any] = getattr(record, "request", {})
         # The logger is the whole process's, so another node's requests come here too.
         if line.get("node") == self._node:
@@ -173,12 +163,8 @@ class _NodeLines(logging.Handler):
 
 
 def follow_node(file: RequestFile, node: str, id_of: Callable[[str], str]) -> Callable[[], None]:
-    """Write the requests of a node to the file. Returns a function that ends it.
-
-    Args:
-        node: the worker's name, as its node's lines have it.
-        id_of: returns the id that the front gave a request, by the node's `rid`.
-    """
+    """Write the requests of a node, by its worker's name. Returns a function that ends it. `id_of`
+    returns the id that the front gave a request, by the node's `rid`."""
     requests = logging.getLogger(_NODES)
     handler = _NodeLines(file, node, id_of)
     before = requests.level, requests.propagate

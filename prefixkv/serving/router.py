@@ -8,11 +8,8 @@ busy.
     ...  # the request goes to route.worker
     router.ended(route, now_s)
 
-What a worker has in its host memory counts as what it has in its pool: it is loaded from there, and
-neither computed nor sent.
-
-A choice is only a hint: the worker matches again at admission, so a late event costs a hit, never
-an error.
+What a worker has in its host memory counts as what it has in its pool. A choice is only a hint: the
+worker matches again at admission, so a late event costs a hit, never an error.
 """
 
 from __future__ import annotations
@@ -64,8 +61,8 @@ class Route:
 
 
 class _HeldPages:
-    """Pages that one worker holds in one kind of memory, by its events. A worker always holds whole
-    prefixes there, so a match is found by bisection."""
+    """Pages that one worker holds in one kind of memory, by its events. They are whole prefixes, so
+    a match is found by bisection."""
 
     def __init__(self) -> None:
         self.in_sync = False
@@ -75,26 +72,22 @@ class _HeldPages:
         self._held: dict[Hashable, dict[bytes, float]] = {}
 
     def of(self, namespace: Hashable) -> dict[bytes, float]:
-        """Return until when each page of a namespace counts, on the routed worker; not to be
-        changed."""
+        """Return until when each page of a namespace counts; not to be changed."""
         return self._held.get(namespace, {})
 
     def depth(self, namespace: Hashable, keys: Sequence[bytes]) -> int:
-        """Count how many of these pages, from the first on, the routed worker holds in this kind of
-        memory. O(log pages)."""
+        """Count how many of these pages, from the first on, are held. O(log pages)."""
         held = self._held.get(namespace)
         if not held or not keys or keys[0] not in held:
             return 0
         return bisect_left(keys, True, 1, key=lambda page_key: page_key not in held)
 
     def forget(self) -> None:
-        """Forget all pages that the router knows of in this kind of a worker's memory."""
         self._held.clear()
         self.num_pages = self.skipped_pages = 0
 
     def store(self, event: Stored, room: int) -> bool:
-        """Add the pages of a worker's cache event to the router's index of it, `room` at most.
-        Returns False if its parent should be known and is not."""
+        """Add `room` pages at most. Returns False if their parent should be known and is not."""
         held = self._held.get(event.namespace, {})
         keys = event.page_keys
         # The parent is unknown. If any page was skipped before, the parent may be one of those, and
@@ -109,8 +102,7 @@ class _HeldPages:
         return True
 
     def remove(self, event: Removed) -> bool:
-        """Remove the pages of a worker's cache event from the router's index of it. Returns False
-        for a page that is neither known nor skipped."""
+        """Returns False for a page that is neither known nor skipped."""
         held = self._held.get(event.namespace, {})
         # From the end, so that what is left is a whole prefix at every moment.
         for key in reversed(event.page_keys):
@@ -123,15 +115,13 @@ class _HeldPages:
         return True
 
     def hold(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
-        """Set until when pages count in the router's index of a worker. `num_pages` counts those
-        that are new."""
+        """Set until when pages count. `num_pages` counts those that are new."""
         held = self._held.setdefault(namespace, {})
         before = len(held)
         held.update(dict.fromkeys(keys, until_s))
         self.num_pages += len(held) - before
 
     def drop(self, namespace: Hashable, key: bytes) -> None:
-        """Remove one page that is held from the router's index of a worker."""
         held = self._held[namespace]
         del held[key]
         self.num_pages -= 1
@@ -141,10 +131,7 @@ class _HeldPages:
 
 class WorkerIndex:
     """Pages that one worker holds, or is expected to hold soon, in its pool or in its host memory.
-    Bounded; about 150 bytes per page and kind of memory.
-
-    Of a path longer than the bound allows only the upper part is known.
-    """
+    Bounded; of a path longer than the bound allows only the upper part is known."""
 
     def __init__(self, max_pages: int) -> None:
         self.max_pages = max_pages
@@ -161,24 +148,21 @@ class WorkerIndex:
 
     @property
     def in_sync(self) -> bool:
-        """True if no event of the routed worker is missing."""
+        """True if no event is missing."""
         return self._pool.in_sync and (self._host is None or self._host.in_sync)
 
     @property
     def num_pages(self) -> int:
-        """Number of pages of the routed worker that are known; one in both kinds of memory counts
-        twice."""
+        """A page in both kinds of memory counts twice."""
         return self._pool.num_pages + (0 if self._host is None else self._host.num_pages)
 
     @property
     def skipped_pages(self) -> int:
-        """Number of pages that the routed worker has reported and that are not known, for the
-        bound."""
+        """Pages that were reported and that are not known, for the bound."""
         return self._pool.skipped_pages + (0 if self._host is None else self._host.skipped_pages)
 
     def apply(self, batch: EventBatch) -> bool:
-        """Follow a batch of the worker's cache events, for routing. Returns False if an event is
-        missing, until a `Cleared` begins a new snapshot."""
+        """Returns False if an event is missing, until a `Cleared` begins a new snapshot."""
         # 1. A late batch of an earlier incarnation, or one that was applied already: ignored.
         # 2. A new incarnation: its cache is another, so everything known is dropped.
         # 3. A gap in the numbers: out of sync. What is known stays, as it is better than nothing.
@@ -219,8 +203,7 @@ class WorkerIndex:
         return self.in_sync
 
     def _note_checkpoint(self, event: CheckpointStored | CheckpointRemoved) -> None:
-        """Add a checkpoint of the routed worker, or take it away. Of a worker that uses pages
-        without checkpoints none is kept."""
+        """Of a worker that uses pages without checkpoints none is kept."""
         if self._checkpoints is None:
             return
         # Of a page beyond the bound it is of no use, and costs as much.
@@ -234,13 +217,10 @@ class WorkerIndex:
             self._checkpoints.pop(event.namespace, None)
 
     def _forget_checkpoints(self) -> None:
-        """Forget all checkpoints of the routed worker."""
         if self._checkpoints is not None:
             self._checkpoints.clear()
 
     def _pages_of(self, event: Stored | Removed | Cleared) -> _HeldPages:
-        """Return what the router knows of the kind of memory that a worker's cache event is
-        about."""
         if not event.is_host:
             return self._pool
         if self._host is None:
@@ -248,12 +228,9 @@ class WorkerIndex:
         return self._host
 
     def depth(self, namespace: Hashable, keys: Sequence[bytes]) -> int:
-        """Count how many of these pages, from the first on, the routed worker holds, or is expected
-        to hold. O(log pages). Of a worker that goes on at checkpoints alone those up to the deepest
-        of them; O(pages behind it).
-
-        What is expected of such a worker counts in full: it saves a checkpoint at a prompt's end.
-        """
+        """Count how many of these pages, from the first on, are held or expected. O(log pages). Of
+        a worker that goes on at checkpoints alone those up to the deepest of them; O(pages behind
+        it). What is expected counts in full: a checkpoint is saved at a prompt's end."""
         depth = self._pool.depth(namespace, keys)
         if self._checkpoints is not None:
             ends, held = self._checkpoints.get(namespace, ()), self._pool.of(namespace)
@@ -264,8 +241,7 @@ class WorkerIndex:
         return depth if self._host is None else max(depth, self._host.depth(namespace, keys))
 
     def expect(self, namespace: Hashable, keys: Sequence[bytes], until_s: float) -> None:
-        """Count these pages, a prefix, as held until `until_s` by the worker that a request is
-        routed to, unless events say more by then."""
+        """Count these pages, a prefix, as held until `until_s`, unless events say more by then."""
         held = self._pool.of(namespace)
         # Pages that are reported must not be turned into expected ones, which expire.
         keys = [key for key in keys if held.get(key, 0.0) != _STORED]
@@ -276,8 +252,7 @@ class WorkerIndex:
         self._expected.append((until_s, namespace, keys))
 
     def expire(self, now_s: float) -> None:
-        """Forget pages that a routed request was to bring by now and that the worker has not
-        reported. Amortised O(pages expected)."""
+        """Forget pages that were expected by now and not reported. Amortised O(pages expected)."""
         while self._expected and self._expected[0][0] <= now_s:
             _, namespace, keys = self._expected.popleft()
             held = self._pool.of(namespace)
@@ -288,7 +263,6 @@ class WorkerIndex:
                     self._pool.drop(namespace, key)
 
     def forget(self) -> None:
-        """Forget all pages that the router knows of one worker."""
         self._expected.clear()
         self._forget_checkpoints()
         self._pool.forget()
@@ -298,15 +272,13 @@ class WorkerIndex:
 
 @dataclass(slots=True, eq=False)
 class _RoutedWorker:
-    """One worker's load and index."""
-
     index: WorkerIndex
     open_work: float = 0.0  # of requests in progress
     faded: float = 0.0  # of ended requests, as of `faded_at_s`
     faded_at_s: float = -math.inf
 
     def fade(self, now_s: float, fade_s: float) -> float:
-        """Return the routed worker's load now: open work, and ended work by its age."""
+        """Return the load now: open work, and ended work by its age."""
         if now_s > self.faded_at_s:
             if self.faded:
                 self.faded *= math.exp((self.faded_at_s - now_s) / fade_s)
@@ -317,7 +289,9 @@ class _RoutedWorker:
 @dataclass(kw_only=True, eq=False, repr=False)
 class BoundedAffinityRouter:
     """Affinity to cached prefixes, within a bound on load. Pure; one owner, no threads. Times come
-    from one monotonic clock of the caller's.
+    from one monotonic clock of the caller's. Raises ConfigError, which names the setting, the value
+    and the bound. Source: consistent hashing with bounded loads (Mirrokni, Thorup and
+    Zadimoghaddam, 2018).
 
     The *load* of a worker is the work (pages by default) of its requests in progress, and of ended
     ones, which fades with `fade_s`. Workers with a load within `bound` times the mean, plus `slack`
@@ -328,11 +302,9 @@ class BoundedAffinityRouter:
     workers the one with the longest match by worth is chosen; if that match is worth less than
     `min_worth` of the prompt, the least loaded worker is.
 
-    Fading makes balance a matter of minutes. The second turn of a chat may find its worker above
+    Fading makes balance a matter of minutes: the second turn of a chat may find its worker above
     the mean for a moment and still goes there, while a document that many chats ask about spreads
     to more workers as the first ones fill up.
-
-    A decision costs O(workers * log pages of the prompt).
 
     Args:
         bound: how far above the mean load a worker may be and still be chosen for what it holds.
@@ -344,9 +316,6 @@ class BoundedAffinityRouter:
         expect_s: how long the pages of a request count as held where it was sent, until the
             worker's events say so.
         max_pages: how many pages are remembered per worker.
-    Raises:
-        ConfigError: names the setting, the value and the bound.
-    Source: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018).
     """
 
     bound: Annotated[float, Meta(ge=1)] = 1.2
@@ -366,26 +335,24 @@ class BoundedAffinityRouter:
     # --- workers ----------------------------------------------------------------------------------
 
     def add_worker(self, name: str) -> None:
-        """Let the router choose a worker from now on. Raises CallerError if it was added before."""
+        """Raises CallerError if it was added before."""
         _check_name(name)
         if name in self._workers:
             raise CallerError(f"worker {name!r} is known already")
         self._workers[name] = _RoutedWorker(WorkerIndex(self.max_pages))
 
     def remove_worker(self, name: str) -> None:
-        """Forget in the router a worker that is lost or leaves, with what it held and did. O(1).
-        Raises CallerError if it is unknown."""
+        """Forget a worker, with what it held and did. O(1). Raises CallerError if it is unknown."""
         del self._workers[self._known(name)]
 
     def apply(self, batch: EventBatch) -> bool:
-        """Apply a batch of a worker's cache events to the router. Returns False if it is out of
-        sync: ask that worker for `EventFeed.take(snapshot=True)`.
+        """Apply a worker's cache events. Returns False if it is out of sync: ask that worker for
+        `EventFeed.take(snapshot=True)`.
 
         Until that comes, what was known of it still counts. A new incarnation starts from nothing.
         A batch that was applied already, or of a worker that was not added, is counted and dropped;
-        that returns True, since nothing is missing.
-
-        Raises CallerError, with nothing changed, for what is not as `EventBatch` declares it.
+        that returns True, since nothing is missing. Raises CallerError, with nothing changed, for
+        what is not as `EventBatch` declares it.
         """
         _check_batch(batch)
         worker = self._workers.get(batch.worker)
@@ -408,18 +375,16 @@ class BoundedAffinityRouter:
         work: float | None = None,
         among: Collection[str] | None = None,
     ) -> Route:
-        """Choose a worker for a request by affinity within the bound on load, and count the request
-        there until `ended`.
+        """Choose a worker, and count the request there until `ended`. O(workers * log pages of the
+        prompt).
 
         Args:
             keys: of the prompt's whole pages, `cache.events.page_keys`; empty for a request that is
                 not to be cached.
-            namespace: the request's.
             work: what it adds to a load; by default the pages of its prompt, plus one.
             among: only these workers may be chosen (the others drain, say).
-        Raises:
-            CallerError: no worker to choose from, or an unknown one; work below 0; a time that is
-                no number; page keys or a namespace that cannot be looked up. Nothing was changed.
+        Raises CallerError, with nothing changed: no worker to choose from, or an unknown one; work
+        below 0; a time that is no number; page keys or a namespace that cannot be looked up.
         """
         # All checks come before any change, so that an error leaves no count without an end.
         check_time(now_s)
@@ -456,9 +421,9 @@ class BoundedAffinityRouter:
         return Route(chosen, depths[chosen], work, worker)
 
     def ended(self, route: Route, now_s: float) -> bool:
-        """Move a routed request's work from open to fading, whatever became of the request. Returns
-        False, and does nothing, the second time or after its worker was removed. Raises
-        CallerError, with nothing changed, for a time that is no number."""
+        """Move a request's work from open to fading, whatever became of it. Returns False, and does
+        nothing, the second time or after its worker was removed. Raises CallerError, with nothing
+        changed, for a time that is no number."""
         check_time(now_s)
         if not isinstance(route, Route):
             raise CallerError(f"route is a {type(route).__name__}, a Route is needed")
@@ -475,19 +440,16 @@ class BoundedAffinityRouter:
         return True
 
     def expire(self, now_s: float) -> None:
-        """Forget pages expected on the routed workers that have not come by now, for `stats`;
-        `route` does it too."""
+        """Forget pages that have not come, for `stats`; `route` does it too."""
         check_time(now_s)
         for worker in self._workers.values():
             worker.index.expire(now_s)
 
     def loads(self, now_s: float) -> dict[str, float]:
-        """Return the load of each worker, as the router counts it."""
         check_time(now_s)
         return {name: worker.fade(now_s, self.fade_s) for name, worker in self._workers.items()}
 
     def stats(self) -> dict[str, int]:
-        """Return the router's counters, and how many pages are known over all workers."""
         indexes = [worker.index for worker in self._workers.values()]
         return {
             **self.counters,
@@ -498,8 +460,7 @@ class BoundedAffinityRouter:
         }
 
     def _choose(self, loads: dict[str, float], depths: dict[str, int], num_pages: int) -> str:
-        """Return the worker that the router chooses for a prompt of `num_pages`, given each one's
-        load and matched pages."""
+        """`loads` and `depths` are each worker's load and matched pages."""
         worths = _worths(list(depths.values()))
         limit = self.bound * sum(loads.values()) / len(loads) + self.slack * self._average_work
         idlest = min(loads, key=loads.__getitem__)
@@ -519,8 +480,6 @@ class BoundedAffinityRouter:
         return best
 
     def _known(self, name: str) -> str:
-        """Return the name of a worker that was added to the router. Raises CallerError for any
-        other."""
         _check_name(name)
         if name not in self._workers:
             raise CallerError(f"worker {name!r} is unknown")
@@ -528,7 +487,6 @@ class BoundedAffinityRouter:
 
 
 def _check_name(name: object) -> None:
-    """Raise CallerError for what cannot be the name of a routed worker."""
     if not isinstance(name, str):
         raise CallerError(f"the name of a worker is {shown(name)}, a string is needed")
 
@@ -553,8 +511,7 @@ def _worths(depths: list[int]) -> dict[int, float]:
 
 
 def _check_keys(namespace: Hashable, keys: Sequence[bytes]) -> None:
-    """Raise CallerError for a routed prompt's keys or namespace that are not as `page_keys` makes
-    them. O(pages)."""
+    """Raise CallerError for what is not as `page_keys` makes it. O(pages)."""
     try:
         hash(namespace)
         all_bytes = isinstance(keys, Sequence) and set(map(type, keys)) <= {bytes}
@@ -567,8 +524,8 @@ def _check_keys(namespace: Hashable, keys: Sequence[bytes]) -> None:
 
 
 def _check_batch(batch: EventBatch) -> None:
-    """Raise CallerError for a batch of cache events that is not as declared. Applying half of it to
-    the router would leave a worker that seems to be in sync and is not."""
+    """Raise CallerError for a batch that is not as declared: half of it would leave a worker that
+    seems to be in sync and is not."""
     if not isinstance(batch, EventBatch) or not isinstance(batch.events, tuple | list):
         raise CallerError(f"{shown(batch)} is no batch of events")
     if type(batch.incarnation) is not int or type(batch.seq) is not int:

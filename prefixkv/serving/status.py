@@ -22,15 +22,8 @@ def status_app(
     health: Health, nodes: Sequence[Any], listen: ListenSettings, collectors: Sequence[Any] = (),
     routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:  # fmt: skip
-    """Make the HTTP application of a process's status port: /health (200, or 503 while nothing is
-    accepted) and /metrics.
-
-    Args:
-        health: returns whether requests are accepted, and the body of /health.
-        nodes: nodes with metrics to show.
-        collectors: further ones, of prometheus_client.
-        routes: further ones, of Starlette.
-    """
+    """Make the application of a status port: /health (200, or 503 while nothing is accepted) and
+    /metrics. `health` returns whether requests are accepted, and the body of /health."""
     registry = CollectorRegistry(auto_describe=False)
     # Imported only here: a front and a proxy have no node, and need not load its runtime.
     if nodes:
@@ -56,15 +49,8 @@ def status_app(
 def bind(
     app: ASGIApp, status: ASGIApp, listen: ListenSettings, limits: Limits | None = None
 ) -> tuple[HttpServer, HttpServer]:
-    """Bind two HTTP servers of a process, the one for requests and the one for status, on their
-    ports.
-
-    Args:
-        app, status: the application of each.
-        listen: the addresses.
-        limits: of requests to `app`; by default those of `listen`.
-    Raises: ConfigError if an address cannot be bound, with neither left open.
-    """
+    """Bind the servers for requests and for status. `limits` of `app` are by default those of
+    `listen`. Raises ConfigError if an address cannot be bound, with neither left open."""
     asked = HttpServer(app, listen.host, listen.port, limits or listen.limits)
     try:
         return asked, StatusServer(status, listen.status_host, listen.status_port, listen.limits)

@@ -1,5 +1,4 @@
-"""Reading answers of other servers: with a bound on the bytes that are taken, and several at
-once."""
+"""Reading answers of other servers: with a bound on the bytes, and several at once."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ class TooMuchError(Exception):
 
 
 async def read_some(pieces: AsyncIterable[bytes], most: int) -> bytes:
-    """Return the first `most` bytes of another server's streamed answer; the rest is not read."""
+    """Return the first `most` bytes; the rest is not read."""
     found: list[bytes] = []
     left = most
     async for piece in pieces:
@@ -28,8 +27,7 @@ async def read_some(pieces: AsyncIterable[bytes], most: int) -> bytes:
 
 
 async def read_all(pieces: AsyncIterable[bytes], most: int) -> bytes:
-    """Return all bytes of another server's streamed answer. Raises TooMuchError for more than
-    `most`."""
+    """Raises TooMuchError for more than `most` bytes."""
     # One byte beyond the bound tells "exactly full" from "too much", and is all that is read.
     found = await read_some(pieces, most + 1)
     if len(found) > most:

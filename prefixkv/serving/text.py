@@ -46,7 +46,7 @@ class TooManyTokensError(CallerError):
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a tool call, and `json_text`, which they were decoded from."""
+    """Arguments of a tool call, and `json_text`, which they were decoded from."""
 
     __slots__ = ("json_text",)
 
@@ -67,7 +67,6 @@ class Texts:
     bound but `range`'s of 100,000 numbers a loop.
 
     Args:
-        tokenizer: of the package tokenizers.
         template: of Jinja, or several by name, "default" for that of most chats.
         tokens: special tokens that templates name, such as "bos_token".
 
@@ -107,23 +106,22 @@ class Texts:
         self, messages: Sequence[Mapping[str, Any]], most: int = 0,
         variables: Mapping[str, Any] = _NONE, go_on: Callable[[], None] = _go_on,
     ) -> list[int]:  # fmt: skip
-        """Return the tokens of a chat, rendered by the model's template, up to where the answer
-        begins. Raises TextError, with the line of the template, and as `plain`.
+        """Return the tokens of a chat up to where the answer begins. Raises TextError, with the
+        line of the template, and as `plain`.
 
         Args:
             messages: of any JSON values (`content`, `tool_calls`, ...). Keys that are None count as
                 missing, except for `content`.
-            most, go_on: see `plain`.
             variables: what a client gives the template: `tools`, `documents`, and others by name;
                 `chat_template` is the name of one of several templates.
         """
         return self._ids(self._render(messages, variables), False, most, go_on)
 
     def plain(self, text: str, most: int = 0, go_on: Callable[[], None] = _go_on) -> list[int]:
-        """Return the tokenizer's tokens of a text, with the special tokens that the model puts
-        before it. Raises TooManyTokensError if they are certain to be more than `most`, without
-        tokenizing all of a long text; 0 sets no bound. `go_on` is called between the pieces of a
-        long text: what it raises ends the work."""
+        """Return the tokens, with the special ones that the model puts before a text. Raises
+        TooManyTokensError if they are certain to be more than `most` (0: no bound), without
+        tokenizing all of a long text. `go_on` is called between its pieces: what it raises ends the
+        work."""
         return self._ids(text, True, most, go_on)
 
     # --- tokens -----------------------------------------------------------------------------------
@@ -233,7 +231,6 @@ def _with_content(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a chat's message with the arguments of its calls as text, where they are objects."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -253,7 +250,7 @@ def _to_json(value: Any) -> str:
 
 
 def _line(error: BaseException) -> int | None:
-    """Return the line of a chat template that an error comes from, None if from no line."""
+    """Return the line of a chat template that an error comes from; None: it comes from no line."""
     line = getattr(error, "lineno", None)
     if isinstance(line, int):
         return line
@@ -266,8 +263,7 @@ def _line(error: BaseException) -> int | None:
 
 
 def load_texts(folder: str) -> Texts:
-    """Return the tokenizer and chat templates of a model's folder, or of the small model for "".
-    Raises ConfigError."""
+    """Load a model's folder, or the small model for "". Raises ConfigError."""
     if not folder:
         from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
 

@@ -71,37 +71,31 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class TracedStep:
-    """One span while its work goes on; this one is not written.
-
-    `headers` carry the trace on, for a call to another process.
-    """
+    """One span while its work goes on, not written here. `headers` carry the trace on."""
 
     headers: Mapping[str, str] = {}
 
     def add(self, attributes: Attributes) -> None:
-        """Add attributes to the span of a step."""
+        """Add to the span of a step."""
 
     def fail(self, why: str, kind: str = "failed") -> None:
-        """Have the span of a step end as an error; the first call counts."""
+        """Have the span end as an error; the first call counts."""
 
 
 class RequestTrace(TracedStep):
-    """The trace of one request in a front or a proxy; this one is not written."""
+    """The trace of one request; this one is not written."""
 
     def part(
         self, name: str, attributes: Attributes = NO_FACTS
     ) -> AbstractContextManager[TracedStep]:
-        """Return a context: a span of this process's own work for the request."""
+        """Return a context: a span of this process's own work."""
         return _NO_STEP
 
     def call(
         self, name: str, attributes: Attributes = NO_FACTS, *, may_be_cut: bool = False
     ) -> AbstractContextManager[TracedStep]:  # fmt: skip
         """Return a context: a span of a request to another process, until its answer has ended.
-
-        Args:
-            may_be_cut: giving it up before its end is no error.
-        """
+        `may_be_cut`: giving it up before its end is no error."""
         return _NO_STEP
 
     def describe_ask(self, ask: Ask, model: str, chat: bool, streamed: bool) -> None:
@@ -111,31 +105,24 @@ class RequestTrace(TracedStep):
         """Add what a proxy's client has asked for."""
 
     def describe_answer(self, usage: Usage, finishes: Sequence[str], ttft_s: float | None) -> None:
-        """Add what a front's client has got. Of several answers to one request the tokens add
-        up."""
+        """Of several answers to one request the tokens add up."""
 
 
 class NodeSpans:
-    """Spans of the requests of a worker's node; this one writes none."""
+    """Spans of the requests of a node; this one writes none."""
 
     def follow(self, node: Any, loop: asyncio.AbstractEventLoop) -> None:
-        """Have a worker's node report requests that have ended. Before the engine's thread
-        starts."""
+        """Called before the engine's thread starts."""
 
     def begin(
         self, headers: Headers, rid: str, num: int = 1
     ) -> AbstractContextManager[TracedStep]:  # fmt: skip
-        """Return a context in which a request is handed to a worker's engine: an exception ends its
-        span, which otherwise ends with the last of its `num` answers.
-
-        Args:
-            headers: of the HTTP request.
-            rid: as a `Generate` or a `PrefillJob` has it.
-        """
+        """Return a context in which a request is handed to the engine: an exception ends its span,
+        which otherwise ends with the last of its `num` answers. `rid` is the engine's."""
         return _NO_STEP
 
     async def close(self) -> None:
-        """End what is open, and send the last spans of a worker. Idempotent."""
+        """End what is open, and send the last spans. Idempotent."""
 
 
 _NO_STEP: Final = nullcontext(TracedStep())
@@ -149,7 +136,7 @@ def current() -> RequestTrace:
 
 
 class _PassedTrace(RequestTrace):
-    """The trace of a request whose client is traced, in a process that writes no spans."""
+    """The client is traced; this process writes no spans."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         step = TracedStep()
@@ -163,8 +150,8 @@ class _PassedTrace(RequestTrace):
 
 
 def pass_on(headers: Headers) -> None:
-    """Have calls that this task makes carry its client's trace context as it is: a process that
-    writes no spans must not break the trace."""
+    """Have calls of this task carry the client's trace context as it is: a process that writes no
+    spans must not break the trace."""
     parent = headers.get("traceparent", "")
     if not _PARENT.fullmatch(parent):
         return
@@ -179,13 +166,12 @@ def pass_on(headers: Headers) -> None:
 
 
 def variables() -> dict[str, str]:
-    """Return OpenTelemetry's variables of this process: whether there are traces, and where spans
-    go. A process that does not inherit the environment needs them too."""
+    """Return OpenTelemetry's variables, for a process that does not inherit the environment."""
     return {name: text for name, text in os.environ.items() if name.startswith("OTEL_")}
 
 
 def asked_by() -> str:
-    """Return the variable of the environment that asks for traces; "" if none does.
+    """Return the variable that asks for traces; "" if none does.
 
     These are `OTEL_TRACES_EXPORTER`, unless it is "none", and the addresses of a collector;
     `OTEL_SDK_DISABLED=true` overrides them. Empty is the same as not set, by OpenTelemetry's rules.
@@ -201,13 +187,13 @@ def asked_by() -> str:
 
 
 def make_tracing(role: str, name: str = "") -> Tracing | None:
-    """Make what writes a process's spans, or None where no variable asks for traces.
+    """Return None where no variable asks for traces. Raises ConfigError if a package is missing, or
+    a variable has a value that cannot be used.
 
     Args:
         role: "front", "proxy", "decode" or "prefill": `service.name` is prefixkv-ROLE unless a
             variable names it.
         name: the worker's, the resource's `prefixkv.worker`.
-    Raises: ConfigError if a package is missing, or a variable has a value that cannot be used.
     """
     variable = asked_by()
     if not variable:
@@ -225,15 +211,13 @@ def make_tracing(role: str, name: str = "") -> Tracing | None:
 
 
 def make_node_spans(role: str, name: str) -> NodeSpans:
-    """Make what writes the spans of a worker's node, as the environment asks. Raises
-    ConfigError."""
+    """Raises ConfigError."""
     tracing = make_tracing(role, name)
     return NodeSpans() if tracing is None else _NodeSpans(tracing, role)
 
 
 def _provider(role: str, name: str) -> TracerProvider:
-    """Make the SDK's provider for a traced process, with its resource and exporters. Raises
-    ImportError, and what the SDK raises for a variable."""
+    """Raises ImportError, and what the SDK raises for a variable."""
     # Reads the variable of the propagators, and may raise: before anything has a thread.
     import opentelemetry.propagate  # noqa: F401
     from opentelemetry.sdk.resources import Resource
@@ -265,8 +249,7 @@ def _exporter_names() -> list[str]:
 
 
 def _exporter(name: str) -> Any:
-    """Return the class of one exporter of traces by its name in the environment. Raises ValueError
-    for one that is not installed."""
+    """Raises ValueError for an exporter that is not installed."""
     if name == "otlp":
         variables = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
         given = (os.environ.get(variable, "").strip() for variable in variables)
@@ -288,12 +271,8 @@ def _exporter(name: str) -> Any:
 
 
 class Tracing:
-    """The spans of one process. Used on one event loop, but for `provider`, which has a thread that
-    sends them: a collector that is slow or gone costs spans, and requests nothing.
-
-    Args:
-        provider: the SDK's, with its exporters.
-    """
+    """The spans of one process. Used on one event loop, but for the SDK's `provider`, which has a
+    thread that sends them: a collector that is slow or gone costs spans, and requests nothing."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry import propagate, trace
@@ -306,13 +285,11 @@ class Tracing:
             logging.getLogger(name).setLevel(logging.ERROR)
 
     def extract(self, headers: Headers) -> Context:
-        """Return the trace context that a client's headers carry, as the SDK's propagators take it;
-        an empty one if it is malformed."""
+        """Return the context that headers carry; an empty one if it is malformed."""
         names = [name for name in self._propagator.fields if name in headers]
         return self._propagator.extract({name: headers.getlist(name) for name in names})
 
     def inject(self, context: Context) -> dict[str, str]:
-        """Return the headers that carry a trace context to another process."""
         headers: dict[str, str] = {}
         self._propagator.inject(headers, context)
         return headers
@@ -321,11 +298,7 @@ class Tracing:
         self, name: str, context: Context, kind: SpanKind | None = None,
         attributes: Attributes = NO_FACTS, start_ns: int | None = None,
     ) -> OpenSpan:  # fmt: skip
-        """Start a span below `context`.
-
-        Args:
-            start_ns: when it began, in nanoseconds since 1970; by default now.
-        """
+        """Start a span below `context`, at `start_ns` since 1970 or now."""
         span = self._tracer.start_span(
             name, context, kind or self._trace.SpanKind.INTERNAL,
             attributes=_sendable(attributes), start_time=start_ns,
@@ -334,20 +307,18 @@ class Tracing:
 
     @property
     def kinds(self) -> type[SpanKind]:
-        """The SDK's kinds of spans."""
         return self._trace.SpanKind
 
     async def close(self) -> None:
-        """Send the spans that are left, for `_CLOSE_S` at most. Spans that end later are dropped.
-        Idempotent."""
+        """Send the spans that are left, for `_CLOSE_S` at most; later ones are dropped."""
         closing = self.give_up()
         until_s = time.monotonic() + _CLOSE_S
         while closing is not None and closing.is_alive() and time.monotonic() < until_s:
             await asyncio.sleep(0.01)
 
     def give_up(self) -> threading.Thread | None:
-        """Begin to close this process's tracing, without waiting: for one that does not start, and
-        so has no spans. Returns the thread that closes it, None if it was closed before."""
+        """Close without waiting: for a process that does not start, and so has no spans. Returns
+        the thread that closes it, None if it was closed before."""
         if self._closed:
             return None
         self._closed = True
@@ -358,8 +329,6 @@ class Tracing:
 
 
 class OpenSpan(TracedStep):
-    """A span that is written when it ends."""
-
     def __init__(self, tracing: Tracing, span: Span, context: Context) -> None:
         self.context, self._tracing, self._span = context, tracing, span
         self.failed = False
@@ -368,20 +337,16 @@ class OpenSpan(TracedStep):
 
     @property
     def is_recording(self) -> bool:
-        """True unless the sampler has left the span out."""
         return self._span.is_recording()
 
     def add(self, attributes: Attributes) -> None:
-        """Add attributes to an open span; values that cannot be sent are left out. See
-        `TracedStep.add`."""
+        """Values that cannot be sent are left out."""
         self._span.set_attributes(_sendable(attributes))
 
     def rename(self, name: str) -> None:
-        """Give an open span another name."""
         self._span.update_name(name)
 
     def fail(self, why: str, kind: str = "failed") -> None:
-        """Have an open span end as an error, of class `kind`. See `TracedStep.fail`."""
         if self.failed:
             return
         self.failed = True
@@ -390,13 +355,12 @@ class OpenSpan(TracedStep):
         self._span.set_status(self._tracing._trace.StatusCode.ERROR, text)
 
     def end(self, end_ns: int | None = None) -> None:
-        """End an open span, now or at a time in nanoseconds since 1970. It is written."""
+        """End and write the span, now or at a time in nanoseconds since 1970."""
         self._span.end(end_ns)
 
 
 def _sendable(attributes: Attributes) -> dict[str, Any]:
-    """Return a span's attributes without those that no protocol of OpenTelemetry carries: None, and
-    integers beyond 64 bits, one of which would cost the whole batch."""
+    """Leave out None and integers beyond 64 bits, one of which would cost the whole batch."""
     return {
         name: _clean(value) if isinstance(value, str) else value
         for name, value in attributes.items()
@@ -417,7 +381,7 @@ def _clean(text: str) -> str:
 
 
 def _why_cut(error: BaseException) -> tuple[str, str]:
-    """Return why a step's span fails, and the class of the error, for what ended it."""
+    """Return why a step's span fails, and the class of the error."""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         return "given up", "aborted"
     return str(error), type(error).__name__
@@ -427,14 +391,12 @@ def _why_cut(error: BaseException) -> tuple[str, str]:
 
 
 def traced(tracing: Tracing | None, handler: Handler) -> Any:
-    """Return an endpoint for Starlette's `Route`: `handler` itself, or, where spans are written, an
-    application that runs it within a span, `current`, until its answer has been sent."""
+    """Return `handler` itself, or, where spans are written, an application that runs it within a
+    span, `current`, until its answer has been sent."""
     return handler if tracing is None else _TracedEndpoint(tracing, handler)
 
 
 class _TracedEndpoint:
-    """An endpoint of a front or a proxy whose requests have a span each."""
-
     def __init__(self, tracing: Tracing, handler: Handler) -> None:
         self._tracing = tracing
         self._app: ASGIApp = request_response(handler)
@@ -484,8 +446,6 @@ def _end_answer(span: OpenSpan, status: int, is_whole: bool) -> None:
 
 
 class _SpanTrace(RequestTrace):
-    """The trace of a request whose spans are written."""
-
     def __init__(self, tracing: Tracing, span: OpenSpan) -> None:
         self._tracing, self._span = tracing, span
         self._tokens: dict[str, int] = {}
@@ -512,7 +472,7 @@ class _SpanTrace(RequestTrace):
     def _step(
         self, name: str, kind: SpanKind, attributes: Attributes, may_be_cut: bool
     ) -> Iterator[TracedStep]:
-        """Run a step of the traced request within a span; what ends it early is its error."""
+        """What ends the step early is its error."""
         step = self._tracing.start(name, self._span.context, kind, attributes)
         try:
             yield step
@@ -525,8 +485,6 @@ class _SpanTrace(RequestTrace):
             step.end()
 
     def describe_ask(self, ask: Ask, model: str, chat: bool, streamed: bool) -> None:
-        """Add the attributes of a traced request by the conventions for generative models. See
-        `RequestTrace.describe_ask`."""
         operation, sampling = "chat" if chat else "text_completion", ask.sampling
         self._span.rename(f"{operation} {model[:_NAME_CHARS]}")
         self.add(
@@ -547,8 +505,6 @@ class _SpanTrace(RequestTrace):
         )
 
     def describe_body(self, path: str, body: Attributes) -> None:
-        """Add the few attributes of a traced request that a proxy has decoded. See
-        `RequestTrace.describe_body`."""
         operation = "chat" if path.endswith("/chat/completions") else "text_completion"
         # A client's own values, which nothing has checked: of another type they are left out.
         model, most, n = (body.get(name) for name in ("model", "max_tokens", "n"))
@@ -565,8 +521,6 @@ class _SpanTrace(RequestTrace):
         )
 
     def describe_answer(self, usage: Usage, finishes: Sequence[str], ttft_s: float | None) -> None:
-        """Add the usage of a traced request: OpenAI's by the conventions, and ours. See
-        `RequestTrace.describe_answer`."""
         told = usage.body()
         found = {
             "gen_ai.usage.input_tokens": told["prompt_tokens"],
@@ -651,8 +605,6 @@ def phases_of(record: Attributes) -> list[tuple[str, float, float, Sequence[str]
 
 
 class _LiveRequest:
-    """One request of a worker that has not ended, and its span."""
-
     def __init__(self, span: OpenSpan, num: int) -> None:
         self.span, self.num = span, num
         self.left = num  # answers that have not ended
@@ -662,21 +614,13 @@ class _LiveRequest:
 
 
 class _NodeSpans(NodeSpans):
-    """Spans of a worker's requests. Used on its event loop, but for what `follow` hands to the
-    node, which the engine's thread calls.
-
-    Args:
-        tracing: what writes them.
-        role: "decode" or "prefill".
-    """
+    """Used on the event loop; the engine's thread calls only what `follow` hands to the node."""
 
     def __init__(self, tracing: Tracing, role: str) -> None:
         self._tracing, self._role = tracing, role
         self._live: dict[str, _LiveRequest] = {}
 
     def follow(self, node: Any, loop: asyncio.AbstractEventLoop) -> None:
-        """Have a traced worker's node report requests that have ended. See `NodeSpans.follow`."""
-
         def ended(record: dict[str, Any], arrived_s: float) -> None:
             # The engine goes on at once: spans are made on the event loop. It may have ended.
             with contextlib.suppress(RuntimeError):
@@ -686,7 +630,6 @@ class _NodeSpans(NodeSpans):
 
     @contextmanager
     def begin(self, headers: Headers, rid: str, num: int = 1) -> Iterator[TracedStep]:
-        """Start the span of a traced worker's request. See `NodeSpans.begin`."""
         tracing = self._tracing
         span = tracing.start(
             "generate" if self._role == "decode" else "prefill", tracing.extract(headers),
@@ -711,8 +654,7 @@ class _NodeSpans(NodeSpans):
                 span.end()
 
     def _write(self, record: dict[str, Any], arrived_s: float) -> None:
-        """Write the spans of one request of a node that has ended, and of the traced worker's
-        request with the last of its answers."""
+        """Write the spans of one record, and with the last answer that of the request."""
         rid, sample = record["rid"], ""
         if self._role == "decode":
             rid, _, sample = rid.rpartition("/")
@@ -739,8 +681,7 @@ class _NodeSpans(NodeSpans):
             live.span.end(live.end_ns)
 
     def _fill(self, span: OpenSpan, record: dict[str, Any], begun_ns: int) -> None:
-        """Write what a record says to its span, and the spans below it. An outcome that is an error
-        is one of the step that was under way too."""
+        """Write what a record says. An error is also one of the step that was under way."""
         # A room is a number of 64 bits without a sign, which the protocol does not carry.
         shown = {**record, "room": str(record["room"])}
         span.add({f"prefixkv.{name}": shown[name] for name in _SHOWN if name in shown})
@@ -758,8 +699,6 @@ class _NodeSpans(NodeSpans):
             step.end(to_ns)
 
     async def close(self) -> None:
-        """End the spans of what a traced worker has not answered, and send the last ones. See
-        `NodeSpans.close`."""
         live, self._live = self._live, {}
         for one in live.values():
             one.span.fail("the worker has ended", "aborted")

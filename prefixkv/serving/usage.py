@@ -19,8 +19,7 @@ _COUNTED: Final = b'"prompt_tokens"'
 
 
 def cached_tokens(answer: bytes) -> int | None:
-    """Return how many of the prompt's tokens decode had cached, as an answer reports it, or None if
-    it does not say."""
+    """Return how many of the prompt's tokens decode had cached; None if the answer does not say."""
     parsed = _decoded(answer)
     return None if parsed is None else _cached(parsed)
 
@@ -43,9 +42,9 @@ def of_answer(answer: bytes, cached: int | None) -> bytes:
 
 
 async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yield a proxied stream, which may end in its usage, cut into whole server-sent events. If it
-    breaks off by an exception within an event, that rest is left out: an error event sent after it
-    would be read as part of it. Raises TooMuchError for an event longer than `_EVENT_BYTES`."""
+    """Cut a stream into whole server-sent events. If it breaks off by an exception within an event,
+    that rest is left out: an error event sent after it would be read as part of it. Raises
+    TooMuchError for an event longer than `_EVENT_BYTES`."""
     rest = b""
     async for piece in pieces:
         events, end, rest = (rest + piece).rpartition(b"\n\n")
@@ -59,14 +58,12 @@ async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, No
 
 
 async def of_stream(events: AsyncIterator[bytes], cached: int) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a proxied stream (`whole_events`), with `cached` in each that has details
-    of usage."""
+    """Yield whole events, with `cached` in each that has details of usage."""
     async for event in events:
         yield b"\n".join(_of_line(line, cached) for line in event.split(b"\n"))
 
 
 def _of_line(line: bytes, cached: int) -> bytes:
-    """Return one line of an event, with `cached` in it if it is data with details of usage."""
     # Cheap test first: all lines but one or two of a stream are passed on without decoding.
     if not line.startswith(_DATA) or b"prompt_tokens_details" not in line:
         return line
@@ -80,14 +77,13 @@ def _of_line(line: bytes, cached: int) -> bytes:
 
 
 def _set(usage: dict[str, Any], cached: int) -> None:
-    """Set the cached tokens in an answer's usage, and keep its other details."""
+    """Keep the usage's other details."""
     details = usage.get("prompt_tokens_details") or {}
     usage["prompt_tokens_details"] = {**details, "cached_tokens": cached}
 
 
 def _cached(parsed: dict[str, Any]) -> int | None:
-    """Return the cached tokens that an answer reports. The connector comes first: it reports them
-    whatever options the server was started with."""
+    """The connector's report comes first: it comes whatever options the server was started with."""
     for found in (
         ((parsed.get("kv_transfer_params") or {}).get("prefixkv") or {}).get("cached_tokens"),
         ((parsed.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens"),
@@ -98,7 +94,7 @@ def _cached(parsed: dict[str, Any]) -> int | None:
 
 
 def _decoded(answer: bytes) -> dict[str, Any] | None:
-    """Return an answer or event, which may have usage, as a JSON object; None if it is none."""
+    """Return an answer or event as a JSON object; None if it is none."""
     try:
         parsed = msgspec.json.decode(answer)
     except msgspec.DecodeError:
@@ -123,8 +119,7 @@ class _WithCounts(msgspec.Struct):
 
 
 def counts_of(answer: bytes) -> dict[str, int]:
-    """Return the tokens that an answer, or one event's data, reports, by their names in the request
-    log; {} if it reports none."""
+    """Return the tokens that an answer, or an event, reports, by their names in the request log."""
     try:
         found = msgspec.json.decode(answer, type=_WithCounts).usage
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -139,9 +134,7 @@ def counts_of(answer: bytes) -> dict[str, int]:
 
 
 def counts_of_events(events: bytes) -> dict[str, int]:
-    """Return the tokens that whole events of a proxied stream (`whole_events`) report, by their
-    names in the request log; {} if none of them has usage. Of several reports the last one holds:
-    with `continuous_usage_stats` each is of the answer so far."""
+    """The last report holds: with `continuous_usage_stats` each is of the answer so far."""
     counts: dict[str, int] = {}
     # Cheap tests first, as in `_of_line`.
     if _COUNTED in events:

@@ -1,5 +1,4 @@
-"""The variables `PREFIXKV_...` of the environment that are settings of the commands of serving. All
-that are known stand in `prefixkv/variables.py`."""
+"""The variables `PREFIXKV_...` that are settings of serving. `prefixkv/variables.py` has all."""
 
 from __future__ import annotations
 
@@ -12,13 +11,11 @@ from prefixkv.spi import settings_of
 
 @cache
 def settings_variables() -> frozenset[str]:
-    """Return the variables that are settings of a command of serving."""
     kinds = (*KINDS.values(), ServeConfig, ProxyConfig)
     return frozenset(setting.variable for kind in kinds for setting in settings_of(kind))
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for a worker process, without the settings that the process which
-    starts it has for itself."""
+    """Return an environment for a worker, without the settings of the process that starts it."""
     ours = settings_variables()
     return {name: value for name, value in environ.items() if name not in ours}

@@ -11,8 +11,7 @@ import contextlib
 
 
 async def wait_set(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait on the event loop until an asyncio event is set, `timeout_s` seconds at most. A
-    cancellation is always raised."""
+    """Wait until an event is set. A cancellation is always raised."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()

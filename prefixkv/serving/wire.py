@@ -44,9 +44,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
     `url` is for requests, `status_url` for health and metrics. `endpoint` is the address of a
     prefill worker's node. `model` is the model's name for people, `identity` what its KV depends
-    on. `context` is the most tokens of a request here, prompt and answer together. `life` is its
-    node's incarnation in hexadecimal, another one each time the worker starts. `alone`: a decode
-    worker that also answers without a prefill worker.
+    on. `context` is the most tokens of a request, prompt and answer together. `life` is its node's
+    incarnation in hexadecimal, another one each time the worker starts. `alone`: a decode worker
+    that also answers without a prefill worker.
     """
 
     role: Literal["prefill", "decode"]
@@ -67,7 +67,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 # Requests: the engine's own classes as frozen structs, so that a front needs no engine.
 class SamplingParams(msgspec.Struct, frozen=True):
-    """Sampling parameters: a `Sampling` of the engine."""
+    """A `Sampling` of the engine."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -81,9 +81,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """A request for an answer: a `Generate` of the engine, with the address of its prefill worker's
-    node and that worker's URL; without both, the decode worker computes the prompt itself, if it is
-    one that is `alone`. Requests with different `salt` share no KV."""
+    """A `Generate` of the engine, with the address of its prefill worker's node and that worker's
+    URL; without both, the decode worker computes the prompt itself, if it is one that is `alone`.
+    Requests with different `salt` share no KV."""
 
     rid: Name
     tokens: list[int]
@@ -98,7 +98,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Log-probabilities at one position: a `TokenLogprob` of the engine."""
+    """A `TokenLogprob` of the engine."""
 
     token: int
     logprob: float
@@ -106,7 +106,7 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One output of a request: an `Output` of the engine."""
+    """An `Output` of the engine."""
 
     sample: int = 0
     position: int = 0
@@ -123,8 +123,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A prompt for prefill to compute: a `PrefillJob` of the engine. `sampling` and the three
-    fields behind it are its `Choice`."""
+    """A `PrefillJob` of the engine. `sampling` and the three fields behind it are its `Choice`."""
 
     rid: Name
     tokens: list[int]
@@ -160,8 +159,7 @@ class LostPeer(msgspec.Struct, frozen=True):
 
 
 class FenceRequest(msgspec.Struct, frozen=True):
-    """A statement that this life of a worker is certainly dead, so that what is held for it may be
-    used again."""
+    """This life of a worker is certainly dead, so what is held for it may be used again."""
 
     name: str
     life: str
@@ -179,7 +177,6 @@ def salt_digest(salt: str) -> str:
 
 
 def namespace_of(salt: str) -> Namespace | None:
-    """Return the cache namespace of a request on the wire with this salt; None without one."""
     return Namespace(salt=salt) if salt else None
 
 

@@ -82,11 +82,8 @@ T = TypeVar("T")
 
 
 class Worker:
-    """A worker that serves on the running event loop, from `start` to the end of `run`.
-
-    It may be made in any thread; everything else belongs to the loop. `info` exists once `start`
-    has returned.
-    """
+    """Serves on the running event loop, from `start` to the end of `run`. It may be made in any
+    thread; everything else belongs to the loop. `info` exists once `start` has returned."""
 
     role: str
     info: WorkerInfo
@@ -100,7 +97,7 @@ class Worker:
         self._spans = make_node_spans(self.role, config.node.name)
 
     async def start(self) -> None:
-        """Load the worker's model and serve. Raises ConfigError, with nothing left open."""
+        """Load the model and serve. Raises ConfigError, with nothing left open."""
         try:
             await self._start()
         except BaseException:
@@ -109,7 +106,6 @@ class Worker:
             raise
 
     async def _start(self) -> None:
-        """Load the worker's model and serve, or raise with nothing open but the spans."""
         # Loading takes seconds to minutes: in a thread, so that the loop answers signals meanwhile.
         self.engine = await asyncio.to_thread(self._make_engine)
         from prefixkv.engines.hf import EngineLoop
@@ -137,8 +133,7 @@ class Worker:
             raise
 
     def _bind(self) -> None:
-        """Bind the worker's two HTTP servers, and set `info`. Raises ConfigError where an address
-        cannot be bound."""
+        """Set `info`. Raises ConfigError where an address cannot be bound."""
         listen, engine = self.settings.listen, self.engine
         self._events = EventTap(engine.node.take_cache_events, self._asyncio.call_soon_threadsafe)
         routes = [
@@ -175,8 +170,7 @@ class Worker:
         )  # fmt: skip
 
     async def run(self) -> bool:
-        """Serve the worker's requests until drained or stopped. Returns False if the engine has
-        failed."""
+        """Serve until drained or stopped. Returns False if the engine has failed."""
         while self.loop.alive and not self._stop.is_set():
             # The engine's thread cannot set an event of this loop when it dies, so it is polled.
             await wait_set(self._stop, _TICK_S)
@@ -184,8 +178,8 @@ class Worker:
         return self.loop.error is None
 
     def drain(self) -> None:
-        """Have the worker accept no more requests; `run` returns when all in progress have ended,
-        or after `drain_timeout_s`. A second call ends the wait at once."""
+        """Accept no more requests; `run` returns when all in progress have ended, or after
+        `drain_timeout_s`. A second call ends the wait at once."""
         if self.loop.draining:
             self._stop.set()
             return
@@ -193,7 +187,7 @@ class Worker:
         self._asyncio.call_later(self.settings.listen.drain_timeout_s, self._stop.set)
 
     async def close(self) -> None:
-        """End the engine and HTTP servers now, after `start`. Idempotent."""
+        """End the engine and HTTP servers now. Idempotent."""
         self.loop.stop()
         if self.loop.alive:
             await asyncio.to_thread(self.loop.join, 10.0)
@@ -212,7 +206,6 @@ class Worker:
         await self._spans.close()
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether the worker accepts requests, and its state with its `info`."""
         state = (
             "failed" if self.loop.error is not None
             else "ended" if not self.loop.alive
@@ -231,11 +224,11 @@ class Worker:
         raise NotImplementedError
 
     def _after_step(self) -> None:
-        """Pass on what a step of the engine has produced. Called on the engine's thread."""
+        """Called on the engine's thread."""
         self._events.after_step()
 
     def _after_engine_end(self) -> None:
-        """Handle the end of the engine, after which it produces nothing more."""
+        """The engine produces nothing more."""
 
     @property
     def _limits(self) -> Any:
@@ -245,12 +238,10 @@ class Worker:
         return json_response(self.info)
 
     async def _audit(self, _: Request) -> Response:
-        """Answer POST /audit: check every invariant of its node. Slow."""
         await self._call(lambda engine: engine.audit())
         return Response(status_code=204)
 
     async def _stream_events(self, _: Request) -> Response:
-        """Answer GET /events by a stream of its cache's events."""
         limits = self.settings.listen.limits
         return Stream(self._events.frames(), limits, "application/octet-stream")
 
@@ -263,8 +254,7 @@ class Worker:
         return json_response(listed)
 
     async def _fence(self, request: Request) -> Response:
-        """Answer POST /fence: a process is dead, so what the node holds for it may be used
-        again."""
+        """A process is dead, so what the node holds for it may be used again."""
         asked = await self._read(request, FenceRequest)
         try:
             incarnation = int(asked.life, 16)
@@ -277,9 +267,8 @@ class Worker:
         return decode_body(await read_body(request, self._limits), kind)
 
     async def _call(self, call: Callable[[Any], T]) -> T:
-        """Run `call(engine)` on the thread of the engine and return its result. Raises ApiError for
-        errors of prefixkv: 503 for load and shutdown, 400 for a caller's mistake, 500 for
-        others."""
+        """Run `call(engine)` on the engine's thread. Raises ApiError for errors of prefixkv: 503
+        for load and shutdown, 400 for a caller's mistake, 500 for others."""
         done: asyncio.Future[T] = self._asyncio.create_future()
 
         def settle(result: Any, error: BaseException | None) -> None:
@@ -312,7 +301,7 @@ class Worker:
 
 
 class PrefillWorker(Worker):
-    """A worker that computes the prompts that decode workers send it."""
+    """Computes the prompts that decode workers send it."""
 
     role = "prefill"
     config: PrefillWorkerConfig
@@ -342,7 +331,6 @@ class PrefillWorker(Worker):
         ]
 
     async def _job(self, request: Request) -> Response:
-        """Answer POST /jobs: accept a prompt to compute."""
         sent = await self._read(request, Job)
         line_of(request.scope).fields["id"] = front_rid(sent.rid)
         job = _prefill_job(sent)
@@ -351,15 +339,14 @@ class PrefillWorker(Worker):
         return Response(status_code=202)
 
     async def _abort(self, request: Request) -> Response:
-        """Answer POST /abort: end jobs that are no longer needed. Unknown ids are ignored."""
+        """Ids that are unknown are ignored."""
         asked = await self._read(request, AbortJobs)
         await self._call(lambda engine: [engine.abort(rid) for rid in asked.rids])
         return Response(status_code=202)
 
 
 class _OpenRequest:
-    """One request that is being answered, from /generate to its last line. Owned by the event
-    loop."""
+    """One request, from /generate to its last line. Owned by the event loop."""
 
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
@@ -371,8 +358,7 @@ class _OpenRequest:
         self.headers: Mapping[str, str] = {}  # that carry its trace to prefill
 
     def queue_output(self, output: TokenEvent) -> None:
-        """Queue one output of the engine for the client. An abort that this worker caused becomes
-        an error with its cause."""
+        """An abort that this worker caused becomes an error with its cause."""
         if output.finish == "abort" and self.error:
             output = msgspec.structs.replace(output, finish="error", error=self.error)
         self.left -= output.finish is not None
@@ -381,7 +367,7 @@ class _OpenRequest:
 
 
 class DecodeWorker(Worker):
-    """A worker that answers requests, and sends their prompts to prefill workers as jobs."""
+    """Answers requests, and sends their prompts to prefill workers as jobs."""
 
     role = "decode"
     config: DecodeWorkerConfig
@@ -428,7 +414,6 @@ class DecodeWorker(Worker):
         return [Route("/generate", self._generate, methods=["POST"])]
 
     async def close(self) -> None:
-        """End a decode worker, and its messages to prefill workers."""
         await super().close()
         for task in list(self._tasks):
             task.cancel()
@@ -437,7 +422,6 @@ class DecodeWorker(Worker):
     # --- a request --------------------------------------------------------------------------------
 
     async def _generate(self, request: Request) -> Response:
-        """Answer POST /generate by a stream of `TokenEvent` lines."""
         ask = await self._read(request, Ask)
         line_of(request.scope).fields["id"] = front_rid(ask.rid)
         if ask.rid in self._open:
@@ -461,8 +445,7 @@ class DecodeWorker(Worker):
         )
 
     async def _lines(self, one: _OpenRequest) -> AsyncGenerator[bytes, None]:
-        """Yield the outputs of a request as they come, and an empty line as a sign of life after
-        `LIFE_SIGN_S` without one."""
+        """Yield outputs, and an empty line as a sign of life after `LIFE_SIGN_S` without one."""
         while True:
             await wait_set(one.has_output, LIFE_SIGN_S)
             # Cleared before the queue is read: an output that comes in between sets it again.
@@ -474,7 +457,7 @@ class DecodeWorker(Worker):
                 return
 
     async def _end_request(self, one: _OpenRequest) -> None:
-        """End a request after its stream. What has not finished is aborted here and at prefill."""
+        """What has not finished is aborted here and at prefill."""
         # Removed first: `_send_job` takes a missing entry as the sign to abort the job it has just
         # sent.
         if self._open.pop(one.ask.rid, None) is None or not one.left:
@@ -489,7 +472,6 @@ class DecodeWorker(Worker):
         self._outputs.append(output)
 
     def _after_step(self) -> None:
-        """Pass on what a decode step has produced: also its jobs and outputs, to the event loop."""
         super()._after_step()
         jobs = self.engine.take_prefill_jobs()
         outputs, self._outputs = self._outputs, []
@@ -498,8 +480,7 @@ class DecodeWorker(Worker):
             self._asyncio.call_soon_threadsafe(self._dispatch_step, jobs, outputs)
 
     def _dispatch_step(self, jobs: list[Any], outputs: list[Any]) -> None:
-        """Send a step's jobs to prefill workers, and hand its outputs to the requests that wait for
-        them."""
+        """Send jobs to prefill workers, and outputs to the requests that wait for them."""
         # A request that was given up meanwhile is not in `_open`: its jobs and outputs are dropped.
         for job in jobs:
             one = self._open.get(_rid_of(job.rid))
@@ -522,8 +503,7 @@ class DecodeWorker(Worker):
     # --- to prefill -------------------------------------------------------------------------------
 
     async def _send_job(self, one: _OpenRequest, job: Any) -> None:
-        """Send one job over HTTP to its prefill worker. If it is not accepted, abort the request,
-        or leave it to the node of a worker that computes prompts itself."""
+        """A job that is not accepted ends its request, unless the node computes prompts itself."""
         url, how = one.ask.prefill_url, "refused it"
         try:
             body = msgspec.json.encode(_job_of(job))
@@ -557,13 +537,12 @@ class DecodeWorker(Worker):
             self._spawn(self._send_abort(one.ask.prefill_url, rids))
 
     async def _send_abort(self, url: str, rids: list[str]) -> None:
-        """POST an abort to a prefill worker. Failures are ignored: prefill hears of it over the
-        node too, unless the two nodes have not met yet."""
+        """Failures are ignored: prefill hears of it over the node too, once the nodes have met."""
         with contextlib.suppress(httpx.HTTPError):
             await self._client.post(f"{url}/abort", content=msgspec.json.encode(AbortJobs(rids)))
 
     def _spawn(self, work: Any) -> None:
-        """Run a coroutine in a task that the worker keeps alive until it ends."""
+        """Keep the task alive until it ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -573,15 +552,13 @@ class DecodeWorker(Worker):
 
 
 def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
-    """Make the prefill or decode worker that a configuration describes."""
     if isinstance(config, PrefillWorkerConfig):
         return PrefillWorker(config)
     return DecodeWorker(config)
 
 
 def _keeps(settings: WorkerSettings) -> str:
-    """Tell by its config what keeps the worker's model from some settings (`PagedModel.keeps`),
-    before its weights are read, which may take minutes."""
+    """Tell `PagedModel.keeps` before the weights are read, which may take minutes."""
     from prefixkv.engines.hf.models import WINDOWS, folder_keeps, no_windows
 
     models = settings.models
@@ -613,10 +590,7 @@ def _model(settings: WorkerSettings) -> Any:
 
 
 def _pool(settings: WorkerSettings, model: Any, shared: bool = False, **windows: int) -> Any:
-    """Make a KV pool for the worker's model, in memory that peers may map if it is `shared`.
-
-    `windows`: what is said to `make_pool` of a group of layers with a window.
-    """
+    """`windows`: what is said to `make_pool` of a group of layers with a window."""
     return model.make_pool(
         settings.num_pages, settings.page_size, settings.layout, shared,
         window_pages=settings.window_pages, **windows,
@@ -631,8 +605,7 @@ def _tokenizer(folder: str) -> Any:
 
 
 def _generate_of(ask: Ask) -> Any:
-    """Return the decode engine's request for an `Ask` of the wire. Raises PrefixKVError for values
-    out of range."""
+    """Raises PrefixKVError for values out of range."""
     from prefixkv.engines.hf import Generate, Sampling
 
     return Generate(
@@ -663,8 +636,7 @@ def _job_of(job: Any) -> Job:
 
 
 def _prefill_job(job: Job) -> Any:
-    """Return a job from the wire as the prefill engine takes it. Raises ApiError 400 for values out
-    of range."""
+    """Raises ApiError 400 for values out of range."""
     from prefixkv.engines.hf import PrefillJob, Sampling
     from prefixkv.engines.hf.sampling import Choice
 
@@ -681,8 +653,7 @@ def _prefill_job(job: Job) -> Any:
 
 
 def _tokens(tokens: list[int]) -> Any:
-    """Return tokens from the wire as int64; the engine checks their range. Raises TokenError beyond
-    64 bits."""
+    """Return int64; the engine checks their range. Raises TokenError beyond 64 bits."""
     try:
         return np.array(tokens, np.int64)
     except OverflowError:
@@ -690,8 +661,7 @@ def _tokens(tokens: list[int]) -> Any:
 
 
 def _rid_of(job: str) -> str:
-    """Return the id of a prefill job's request on its decode worker, out of the worker's job id
-    "worker/request/sample.generation"."""
+    """Return the request of a job "worker/request/sample.generation"."""
     return job.rsplit("/", 2)[1]
 
 

@@ -1,5 +1,4 @@
-"""One run of one conformance scenario: prompts go to an engine, its passes are made, laws are
-checked."""
+"""One run of one scenario: prompts go to an engine, its passes are made, laws are checked."""
 
 from __future__ import annotations
 
@@ -47,9 +46,7 @@ class ScenarioRun:
 
     Args:
         name, seed: of the scenario; every choice of `random` follows from them.
-        settings: what the workers are like.
         factor: every number of tokens that a scenario says is multiplied by it.
-        make: makes them.
         patience_s: how long nothing at all may happen before the engine counts as stalled.
         probe: read and write bytes of pages, see `witness`.
     """
@@ -83,7 +80,6 @@ class ScenarioRun:
             self.sides.close()
 
     def _meet_decode(self) -> None:
-        """Put a witness around the decode node, and junk into its pool."""
         node = self.sides.decode
         if self._probe:
             fill_with_junk(node.pool, self.random)
@@ -107,7 +103,7 @@ class ScenarioRun:
         self, node: DecodeNode | PrefillNode, wanted: DecodeConfig | PrefillConfig, pages: int,
         side: Side,
     ) -> None:  # fmt: skip
-        """Tell if a node is not what the scenario's settings say: it would show something else."""
+        """A node that is not what the settings say would show something else."""
         for field in fields(wanted):
             got, given = getattr(node.config, field.name), getattr(wanted, field.name)
             if field.name not in _ENGINES_OWN and got != given:
@@ -131,8 +127,8 @@ class ScenarioRun:
         self, tokens: Sequence[int], max_new_tokens: int, *, end_at: int | None = None,
         namespace: Hashable = None, cacheable: bool = True, deadline_s: float | None = None,
     ) -> AnswerLog:  # fmt: skip
-        """Submit a prompt to the engine. `end_at`: the position of a token of the answer that is to
-        end it. `factor` multiplies both lengths of the answer."""
+        """Submit a prompt. `end_at`: the position of a token of the answer that is to end it.
+        `factor` multiplies both lengths of the answer."""
         max_new_tokens *= self.factor
         expected = self.sides.expected(tokens, max_new_tokens)
         end_token = None
@@ -149,15 +145,14 @@ class ScenarioRun:
         return answer
 
     def abort(self, answer: AnswerLog, side: Side = "decode") -> None:
-        """Abort a prompt on one side of the engine, wherever it is."""
+        """Abort a prompt on one side, wherever it is."""
         answer.may_fail = True
         if side == "decode" and not answer.ended:
             answer.aborted_at = len(answer.tokens)
         self._guarded(lambda: self.sides.abort(answer.prompt.rid, side))
 
     def restart(self, side: Side, may_fail: bool = True) -> None:
-        """End one worker of the engine at once, and start it again. `may_fail`: whether answers may
-        end with an error for it."""
+        """End one worker at once, and start it again. `may_fail`: answers may end with an error."""
         for answer in self.answers:
             if not answer.ended:
                 answer.may_fail |= may_fail
@@ -181,34 +176,30 @@ class ScenarioRun:
         return busy
 
     def steps(self, num: int) -> None:
-        """Make some passes of the engine's loops."""
         for _ in range(num):
             if not self.step():
                 time.sleep(_PAUSE_S)
 
     def finish(self, *answers: AnswerLog) -> None:
-        """Make passes of the engine until these answers have ended; all of them by default."""
+        """Make passes until these answers have ended; all of them by default."""
         waited = answers or tuple(self.answers)
         self.until(lambda: all(one.ended or one.lost for one in waited), "law 7")
 
     def stats(self, side: Side = "decode") -> dict[str, int]:
-        """Return the counters of one node of this run; none if it is in another process."""
+        """Return a node's counters; none of a node in another process."""
         node: DecodeNode | PrefillNode | None = (
             self.sides.decode if side == "decode" else self.sides.prefill
         )
         return {} if node is None else node.stats()
 
     def end_copies(self) -> None:
-        """Make passes of the engine until nothing is copied to or from its host memory."""
+        """Make passes until nothing is copied to or from host memory."""
         self.until(lambda: not self.stats()["host_copies"], "law 2")
 
     # --- passes -----------------------------------------------------------------------------------
 
     def until(self, done: Callable[[], bool], law: str) -> None:
-        """Make passes of the engine until it is so. `law` is broken if nothing happens any more.
-
-        Raises ScenarioOverError then.
-        """
+        """Make passes until `done`. Raises ScenarioOverError if nothing happens any more: `law`."""
         last: object = None
         since_s = answered_s = time.monotonic()
         passes, tokens = 0, -1
@@ -237,10 +228,7 @@ class ScenarioRun:
         return said, rooms, [one.get(name) for one in stats for name in names]
 
     def _stalled(self, law: str) -> None:
-        """Tell why nothing happens any more, as far as the witnesses know.
-
-        Raises ScenarioOverError.
-        """
+        """Tell why nothing happens any more, as witnesses know. Raises ScenarioOverError."""
         why = self._decode.explain()
         if self._prefill is not None:
             why += self._prefill.explain()
@@ -252,7 +240,7 @@ class ScenarioRun:
         raise ScenarioOverError
 
     def _tell_open(self, law: str) -> None:
-        """Tell of the answers that are open while no request of the engine's nodes waits."""
+        """Tell of the answers that are open while no request of the nodes waits."""
         waiting = [one.prompt.rid for one in self.answers if not (one.ended or one.lost)]
         decode, prefill = self._left("decode"), self._left("prefill")
         if not waiting or decode or prefill:
@@ -277,8 +265,7 @@ class ScenarioRun:
         return {name: stats[name] for name in names if stats.get(name)}
 
     def _guarded(self, call: Callable[[], object]) -> object:
-        """Make a call into the engine; tell what it raises, unless a witness has. Raises
-        ScenarioOverError then."""
+        """Make a call; tell what it raises, unless a witness has, and raise ScenarioOverError."""
         try:
             return call()
         except (NotImplementedError, ScenarioOverError):
@@ -301,7 +288,7 @@ class ScenarioRun:
             answer.faults.clear()
 
     def _check_given(self) -> None:
-        """Tell if a request that the engine added to a node is not as its prompt is."""
+        """Tell if a request on a node is not as its prompt is."""
         prompts = {one.prompt.rid: one.prompt for one in self.answers}
         rooms = self._decode.rooms
         given: list[tuple[Side, Request]] = [("decode", one) for one in self._decode.take_added()]
@@ -326,7 +313,7 @@ class ScenarioRun:
                 self.tell("order", f"{prompt.rid}: {side} was given {what} its prompt has{again}")
 
     def tell(self, law: str, what: str) -> None:
-        """Note a broken law of the engine, once for each text."""
+        """Note a broken law, once for each text."""
         finding = Finding(law, self.name, self.seed, what)
         if finding not in self.findings:
             self.findings.append(finding)
@@ -334,8 +321,7 @@ class ScenarioRun:
     # --- the end ----------------------------------------------------------------------------------
 
     def rest(self) -> None:
-        """Let the engine come to rest, by a drain of both nodes, and check what has to hold
-        then."""
+        """Drain both nodes, and check what has to hold then."""
         self.finish()
         nodes: list[DecodeNode | PrefillNode] = [self.sides.decode]
         if self.sides.prefill is not None:

@@ -67,12 +67,11 @@ class ConformanceReport:
 
     @property
     def ok(self) -> bool:
-        """True if no law was found broken."""
         return not self.findings
 
     @property
     def laws(self) -> set[str]:
-        """Laws that were found broken, as `LAWS` names them."""
+        """The broken laws, as `LAWS` names them."""
         return {found.law for found in self.findings}
 
     def __str__(self) -> str:
@@ -109,8 +108,7 @@ def _named(findings: Sequence[Finding]) -> str:
 
 
 class _HeldLog(logging.Handler):
-    """Keeps what the library logs while a scenario runs, instead of showing it: in many of them
-    something goes wrong on purpose."""
+    """Keeps what is logged, instead of showing it: many scenarios go wrong on purpose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +116,6 @@ class _HeldLog(logging.Handler):
         self._before: tuple[bool, list[logging.Handler]]
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record that a scenario has logged."""
         self.lines.append(f"{record.levelname} {record.name}: {record.getMessage()}")
 
     def __enter__(self) -> _HeldLog:
@@ -131,7 +128,7 @@ class _HeldLog(logging.Handler):
 
 
 class Case(NamedTuple):
-    """One scenario and one seed, as a test is parametrised with them."""
+    """One scenario and one seed, to parametrise a test with."""
 
     scenario: str
     seed: int
@@ -143,11 +140,8 @@ class Case(NamedTuple):
         self, make: MakeSides, *, patience_s: float = PATIENCE_S, probe: bool = True,
         backend: Backend = "nixl", page_size: int = _PAGE_SIZE,
     ) -> None:  # fmt: skip
-        """Run the case on an engine. Raises AssertionError, with the report, if a law is broken.
-
-        An engine that does not take part in the scenario (`make` raises NotImplementedError)
-        passes it.
-        """
+        """Raises AssertionError, with the report, if a law is broken. An engine that does not take
+        part in the scenario (`make` raises NotImplementedError) passes it."""
         report = run(
             make, only=[self.scenario], seeds=[self.seed], patience_s=patience_s, probe=probe,
             backend=backend, page_size=page_size,
@@ -157,7 +151,7 @@ class Case(NamedTuple):
 
 
 def scenarios(seeds: Iterable[int] = (0,)) -> list[Case]:
-    """Return every scenario with each of these seeds, to parametrise a test with."""
+    """Return every scenario with each of these seeds."""
     return [Case(name, seed) for name in SCENARIOS for seed in seeds]
 
 
@@ -175,10 +169,11 @@ def run(
     patience_s: float = PATIENCE_S, probe: bool = True, backend: Backend = "nixl",
     page_size: int = _PAGE_SIZE,
 ) -> ConformanceReport:  # fmt: skip
-    """Run an engine through the conformance scenarios. About a minute for all of them.
+    """Run an engine through the scenarios. What the library logs meanwhile is held back, and is in
+    the report where something was found; nothing is raised for what an engine does wrong.
 
     Args:
-        make: makes both workers of the engine; called once for each scenario and seed. It may raise
+        make: makes both workers; called once for each scenario and seed. It may raise
             NotImplementedError for settings that the engine does not know.
         only: names of scenarios (`SCENARIOS`); all of them by default.
         seeds: each scenario is run once with each.
@@ -191,11 +186,8 @@ def run(
         page_size: tokens per page in most scenarios, a multiple of 4; all other sizes grow with it.
             A few have pages of a quarter or of half of it, or twice as large.
 
-    What the library logs meanwhile is held back, and is in the report where something was found.
-
-    Returns: the report; nothing is raised for what an engine does wrong.
     Raises: ValueError for a scenario that there is not, or another page size; SidesError, a
-        TypeError, where `make` returns no EngineSides; what `make` raises.
+    TypeError, where `make` returns no EngineSides; what `make` raises.
     """
     _check_run(only, page_size)
     report = ConformanceReport()
@@ -258,7 +250,7 @@ class _MistakeError(Exception):
 
 
 def _imported(text: str) -> MakeSides:
-    """Return what MODULE:NAME stands for in the command. Raises _MistakeError."""
+    """Return what MODULE:NAME stands for. Raises _MistakeError."""
     module, _, name = text.partition(":")
     name = name or "make"
     try:
@@ -281,8 +273,7 @@ def _parents(module: str) -> set[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the conformance kit from a command line. Returns 1 if a law was found broken, 2 after a
-    mistake in the command, which is told in a line on stderr."""
+    """Returns 1 if a law was found broken, 2 after a mistake in the command (on stderr)."""
     parser = argparse.ArgumentParser(
         prog="python -m prefixkv.testing.conformance",
         description="Run an engine's two loops through the conformance scenarios.",

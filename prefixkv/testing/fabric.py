@@ -1,10 +1,10 @@
 """A transport in memory, as adversarial as the contract allows, and replayable from a seed.
 
-A `FakeFabric` joins the `FakeTransport`s of one process. Nothing happens by itself: each `step()`
-picks one of all actions that are possible now, at random, and performs it. A posted write is an
-object of its own. Any of its blocks may land at any later step, with the bytes that the source
-holds at that moment, even after the write has failed or the target was closed; only the end of the
-writer's transport stops it. Before blocks land, a guard of the test sees them, see `FakeFabric`.
+Nothing happens by itself: each `FakeFabric.step` picks one of all actions that are possible now, at
+random, and performs it. A posted write is an object of its own. Any of its blocks may land at any
+later step, with the bytes that the source holds at that moment, even after the write has failed or
+the target was closed; only the end of the writer's transport stops it. Before blocks land, a guard
+of the test sees them.
 """
 
 from __future__ import annotations
@@ -70,10 +70,8 @@ _DEFAULTS = TransportConfig()
 @dataclass(eq=False, slots=True)
 class _Write:
     """One posted part. `blocks` have not landed yet: (source address, target address, bytes, target
-    page).
-
-    The page is a block of the peer's staging area, or a slot of its state, if the job goes there.
-    """
+    page, which is a block of the peer's staging area, or a slot of its state, if the job goes
+    there)."""
 
     number: int
     writer: FakeTransport
@@ -89,7 +87,7 @@ class _Write:
 
 @dataclass(eq=False, slots=True)
 class _FakePeer:
-    """A peer of one transport. `routes` is None while it is not connected."""
+    """`routes` is None while the peer is not connected."""
 
     peer: PeerId
     metadata: bytes
@@ -146,17 +144,16 @@ class FakeFabric:
         staging: StagingArea | None = None, state: StateLayout | None = None,
         memory: object = None,
     ) -> FakeTransport:  # fmt: skip
-        """Make a fake transport on this fabric, see `make_transport`. `memory` owns the addresses
-        that the layouts describe; it is kept alive, since writes land late. Raises CallerError if
-        `me` has one."""
+        """Make a transport, see `make_transport`. `memory` owns the addresses that the layouts
+        describe; it is kept alive, since writes land late. Raises CallerError if `me` has one."""
         if me in self.transports:
             raise CallerError(f"{me} is on this fabric already")
         self.transports[me] = FakeTransport(self, me, layout, sink, config, staging, state, memory)
         return self.transports[me]
 
     def step(self) -> bool:
-        """Perform one possible action of the fake fabric, by chance. Returns False if there is
-        none: everything is quiet, held, not ready, or notifies a peer that expects nothing."""
+        """Perform one possible action, by chance. Returns False if there is none: everything is
+        quiet, held, not ready, or notifies a peer that expects nothing."""
         choices = self._choices()
         if not choices:
             return False
@@ -165,20 +162,17 @@ class FakeFabric:
         return True
 
     def run(self, max_steps: int = 100_000) -> int:
-        """Step the fake fabric until nothing is possible. Returns the number of steps. Raises
-        InterruptedError beyond `max_steps`."""
+        """Step until nothing is possible; return the steps. InterruptedError beyond `max_steps`."""
         for taken in range(max_steps):
             if not self.step():
                 return taken
         raise InterruptedError(f"something still happens after {max_steps} steps: {self.pending()}")
 
     def pending(self) -> list[Action]:
-        """Return the actions that are possible at the fake fabric's next step."""
         return [action for action, _ in self._choices()]
 
     def hold(self, matches: Predicate) -> Hold:
-        """Keep matching actions of the fake fabric from happening until the hold is released, e.g.
-        `lambda a: a.kind == "complete"`."""
+        """Keep actions from happening, e.g. `lambda a: a.kind == "complete"`, until `release`."""
         hold = Hold(matches, self._holds)
         self._holds.append(hold)
         return hold
@@ -191,16 +185,12 @@ class FakeFabric:
         *,
         lands: bool = True,
     ) -> None:
-        """Fail the next fake post that matches (an `Action` of kind "post"): refuse it, or fail its
-        check.
-
-        `lands`: whether the bytes of a part that fails at its check may still land.
-        """
+        """Fail the next post that matches (an `Action` of kind "post"): refuse it, or fail its
+        check. `lands`: whether the bytes of a part that fails at its check may still land."""
         self._faults.append(Fault(error, at, lands, matches))
 
     def lose(self, peer: PeerId) -> None:
-        """Cut a peer off as a target: writes in flight to it fail, and may land; new posts are
-        refused."""
+        """Writes in flight to a peer fail, and may land; new posts are refused."""
         self._lost.append(peer)
         # A write that is doomed already keeps its error and its fate.
         for write in self._writes:
@@ -208,12 +198,10 @@ class FakeFabric:
                 write.pending_error = _disconnect_error(peer)
 
     def restore(self, peer: PeerId) -> None:
-        """Undo `lose`: the fake fabric reaches the peer again."""
         self._lost.remove(peer)
 
     def kill(self, peer: PeerId) -> None:
-        """End a peer's process: its writes stop, its sink is silent, and nothing lands in its
-        memory any more."""
+        """End a peer's process: writes stop, its sink is silent, nothing lands in it any more."""
         self._lost.append(peer)
         self.transports[peer].die()
         # The memory is gone with the process, so the blocks of writes into it are dropped.
@@ -224,7 +212,6 @@ class FakeFabric:
         self._writes = [w for w in self._writes if w.blocks or not w.ended]
 
     def in_flight(self, writer: PeerId) -> int:
-        """Count the parts that a fake transport has posted and that have not ended."""
         return sum(1 for write in self._writes if write.writer.me == writer and not write.ended)
 
     # --- choices ----------------------------------------------------------------------------------
@@ -238,7 +225,6 @@ class FakeFabric:
         return [one for one in possible if not any(hold.matches(one[0]) for hold in self._holds)]
 
     def _notify_choices(self) -> Iterator[Choice]:
-        """Yield the notifications that can arrive, in any order among them."""
         for notification in self._notifications:
             writer, target, tag = notification
             # A real transport looks for notifications only while rooms are expected.
@@ -260,8 +246,7 @@ class FakeFabric:
             yield Action("complete", *names), partial(self._complete, write)
 
     def _land(self, write: _Write) -> None:
-        """Copy some blocks of a fake write, most often all that are left. `post` has shuffled their
-        order."""
+        """Copy some blocks, most often all that are left. `post` has shuffled their order."""
         if self.random.random() < 0.5:
             count = len(write.blocks)
         else:
@@ -275,8 +260,8 @@ class FakeFabric:
             self._writes.remove(write)
 
     def _check_landing(self, write: _Write, blocks: list[tuple[int, int, int, int]]) -> None:
-        """Call the test's guard of the memory where blocks land. For a staged write also check that
-        the area is still the target's, and that the blocks are the job's. Raises InternalError."""
+        """Call the test's guard. For a staged write also check that the area is still the target's,
+        and that the blocks are the job's. Raises InternalError."""
         pages = np.unique(np.array([page for *_, page in blocks], dtype=np.int32))
         peer, job = write.peer.peer, write.job.job
         if job.route != "staging":
@@ -302,8 +287,7 @@ class FakeFabric:
             self.staging_guard(peer, write.tag, pages)
 
     def _complete(self, write: _Write) -> None:
-        """End a write's part after its bytes have landed: notify the target, unless the
-        notification is lost by chance, and tell the writer."""
+        """Notify the target, unless the notification is lost by chance, and tell the writer."""
         self._writes.remove(write)
         write.ended = True
         target = self.transports.get(write.peer.peer)
@@ -313,7 +297,7 @@ class FakeFabric:
         write.writer.part_ended(write, None)
 
     def _fail(self, write: _Write) -> None:
-        """End a write's doomed part. Its blocks stay if they may still land."""
+        """End a doomed part. Its blocks stay if they may still land."""
         write.ended = True
         if not write.lands_after_error:
             write.blocks.clear()
@@ -331,14 +315,13 @@ class FakeFabric:
     # --- what the transports do -------------------------------------------------------------------
 
     def is_reachable(self, peer: PeerId) -> bool:
-        """Return whether a peer can be connected to and written to."""
         target = self.transports.get(peer)
         return target is not None and not target.closed and peer not in self._lost
 
     def post(
         self, writer: FakeTransport, peer: _FakePeer, job: ActiveJob, number: int
     ) -> Exception | None:
-        """Post a part of a fake transport's job. Returns the error if it is refused."""
+        """Returns the error if the part is refused."""
         part = job.parts[number]
         tag = job.part_tag(number)
         action = Action("post", writer.me, peer.peer, job.job.job_id, tag)
@@ -357,8 +340,7 @@ class FakeFabric:
         return None
 
     def _fault_for(self, action: Action) -> Fault | None:
-        """Return the fault for a post: one that a test asked for, which is used up, or one by
-        chance."""
+        """Return a fault that a test asked for, which is used up, or one by chance."""
         for fault in self._faults:
             if fault.matches is not None and fault.matches(action):
                 self._faults.remove(fault)
@@ -371,8 +353,7 @@ class FakeFabric:
         return None
 
     def end_former(self, transport: FakeTransport) -> None:
-        """End all posts of a fake transport because its agent is replaced: nothing of them lands
-        any more, and those that have not ended fail."""
+        """The agent is replaced: nothing of its posts lands; those that have not ended fail."""
         mine = [write for write in self._writes if write.writer is transport]
         self._writes = [write for write in self._writes if write.writer is not transport]
         for write in mine:
@@ -381,15 +362,14 @@ class FakeFabric:
                 transport.part_ended(write, TransferError("its agent was replaced"), may_land=False)
 
     def forget(self, transport: FakeTransport) -> None:
-        """Fence a fake transport: nothing that it has posted lands any more. Notifications it has
-        sent still arrive; those for it are dropped."""
+        """Nothing that the transport has posted lands any more. Notifications it has sent still
+        arrive; those for it are dropped."""
         self._writes = [write for write in self._writes if write.writer is not transport]
         self._notifications = [n for n in self._notifications if n[1] != transport.me]
 
 
 class FakeTransport:
-    """A transport that keeps the contract of `base.Transport` on a `FakeFabric`. Events reach the
-    sink during `step()`."""
+    """Keeps the contract of `base.Transport`. Events reach the sink during `step()`."""
 
     def __init__(
         self, fabric: FakeFabric, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
@@ -418,7 +398,6 @@ class FakeTransport:
 
     @property
     def metadata(self) -> bytes:
-        """Name of this life of the peer, where NIXL has an agent's metadata."""
         return f"fake {self.me.name}#{self.me.incarnation}".encode()
 
     def add_peer(
@@ -426,7 +405,6 @@ class FakeTransport:
         parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
         state: StateLink | None = None,
     ) -> None:  # fmt: skip
-        """Make a peer a target, and connect to it at once. See `base.Transport.add_peer`."""
         self._check_open()
         memory = PeerMemory(layout, parts, staging, state)
         if (known := self._peers.get(peer)) is not None:
@@ -440,8 +418,6 @@ class FakeTransport:
         self._connect(self._peers[peer])
 
     def remove_peer(self, peer: PeerId) -> None:
-        """Forget a peer of the fake fabric once none of its parts is in flight. See
-        `base.Transport.remove_peer`."""
         known = self._peers.get(peer)
         if known is not None:
             known.removed = True
@@ -449,8 +425,7 @@ class FakeTransport:
             self._forget_if_unused(known)
 
     def write(self, job: WriteJob) -> None:
-        """Queue a job for steps of the fake fabric, or park it until the peer is connected. See
-        `base.Transport.write`."""
+        """Queue a job, or park it until the peer is connected."""
         self._check_open()
         peer = self._peers.get(job.peer)
         # 1. Unknown or removed: refused. 2. Not connected: parked until it is. 3. Connected:
@@ -463,30 +438,23 @@ class FakeTransport:
             self._jobs.start(peer.outbox, peer.routes, job)
 
     def cancel(self, job_id: int) -> None:
-        """Cancel a job: nothing more of it is posted. See `base.Transport.cancel`."""
         if not self.closed:
             self._jobs.cancel(job_id)
 
     def expect(self, num_rooms: int) -> None:
-        """Set the number of rooms that peers may be writing; at 0 no notification of the fake
-        fabric arrives. See `base.Transport.expect`."""
         self._check_open()
         self.expected = num_rooms
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """Settle at once, since a fake transport has no kernels. See `base.Transport.settle`."""
         self._check_open()
         self._events.append(Settled(token))  # there are no kernels here
 
     def renew(self) -> None:
-        """Have a step of the fake fabric replace the agent, if there are unproven jobs. See
-        `base.Transport.renew`."""
+        """Have a step replace the agent, if there are unproven jobs."""
         if not self.closed:
             self._renewing = bool(self._unproven)
 
     def close(self) -> None:
-        """Fence this transport, and hand on the last events of its jobs. See
-        `base.Transport.close`."""
         if not self.closed:
             self.closed = True
             # The fence first: the jobs then end as drained, which is what their last events say.
@@ -498,7 +466,6 @@ class FakeTransport:
     # --- what the fabric does ---------------------------------------------------------------------
 
     def choices(self) -> Iterator[Choice]:
-        """Yield the actions of this fake transport that are possible now."""
         if self.closed:
             return
         if self._events:
@@ -543,12 +510,10 @@ class FakeTransport:
             self._ended(peer, job, job.parts[number], refused, may_land=False)
 
     def part_ended(self, write: _Write, error: Exception | None, may_land: bool = True) -> None:
-        """Take the end of a part that was posted. Called by the fake fabric."""
         self._ended(write.peer, write.job, write.part, error, may_land)
 
     def _renew(self) -> None:
-        """Replace the transport's agent: end its former posts, and report that unproven jobs are
-        drained."""
+        """End the former agent's posts, and report that unproven jobs are drained."""
         self._renewing = False
         # First: jobs that fail by it join `_unproven`, and are reported failed before drained.
         self._fabric.end_former(self)
@@ -557,7 +522,7 @@ class FakeTransport:
         self._unproven.clear()
 
     def _report(self, event: TransportEvent) -> None:
-        """Queue an event of the transport's jobs, and remember those that ended without proof."""
+        """Remember jobs that ended without proof."""
         if isinstance(event, WriteFailed) and not event.drained:
             self._unproven.add(event.job_id)
         self._events.append(event)
@@ -597,24 +562,20 @@ class FakeTransport:
         self._jobs.start_parked(peer.outbox, routes)
 
     def _lose(self, peer: _FakePeer, error: Exception) -> None:
-        """Disconnect the transport from a peer: its queued jobs fail, and its owner hears that it
-        is unreachable."""
         peer.routes = None
         self._jobs.drop(peer.outbox, error)
         if not peer.removed:
             self._events.append(PeerUnreachable(peer.peer, error))
 
     def _forget_if_unused(self, peer: _FakePeer) -> None:
-        """Delete a removed peer of the transport once none of its parts is in flight."""
         if peer.removed and not peer.in_flight and self._peers.get(peer.peer) is peer:
             del self._peers[peer.peer]
 
     def emit(self, event: TransportEvent) -> None:
-        """Hand an event of the transport to the sink now."""
         self._sink(event)
 
     def die(self) -> None:
-        """Stop the transport like a killed process: like `close`, but without events."""
+        """Stop like a killed process: without events."""
         self.closed = True
         self._events.clear()
         self._fabric.forget(self)
@@ -629,8 +590,7 @@ def _disconnect_error(peer: PeerId) -> FakeDisconnectError:
 
 
 def _blocks(job: ActiveJob, part: Part) -> list[tuple[int, int, int, int]]:
-    """Return the blocks of a part that the fake fabric copies: (source address, target address,
-    bytes, the target's own page)."""
+    """Return (source address, target address, bytes, the target's own page) of each block."""
     runs = job.runs
     src, dst = part_indices(runs, part, job.src_pages, job.dst_pages)
     units = job.dst_pages[np.arange(part.start, part.stop) % len(job.dst_pages)]
@@ -643,7 +603,6 @@ def _blocks(job: ActiveJob, part: Part) -> list[tuple[int, int, int, int]]:
 
 
 def _address(table: RunTable, index: int) -> int:
-    """Return the address of a write's block, counted as NIXL does: row by row, equally many in
-    each."""
+    """Count blocks as NIXL does: row by row, equally many in each."""
     row, block = divmod(index, int(table[0, 4]))
     return int(table[row, 0]) + block * int(table[row, 3])

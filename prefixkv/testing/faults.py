@@ -12,13 +12,12 @@ Kind = Literal["event", "connect", "post", "land", "complete", "fail", "notify",
 
 
 class FakeDisconnectError(Exception):
-    """The peer of a write is gone. Not a class of prefixkv, as NIXL's errors are not."""
+    """Not a class of prefixkv, as NIXL's errors are not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One possible action. `tag` names the part, if there is one; `number` is its write's, in order
-    of posting."""
+    """`tag` names the part, if there is one; `number` is its write's, in order of posting."""
 
     kind: Kind
     owner: PeerId
@@ -41,13 +40,12 @@ class Hold:
     _holds: list[Hold] = field(repr=False)
 
     def release(self) -> None:
-        """Let the fake fabric's held actions happen again. Idempotent."""
         if self in self._holds:
             self._holds.remove(self)
 
 
 class Fault(NamedTuple):
-    """The fate of a post. A fault by chance has no condition."""
+    """A fault by chance has no condition."""
 
     error: Exception
     at: Literal["post", "check"]

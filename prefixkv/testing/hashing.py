@@ -21,8 +21,7 @@ _START: Final = 0x243F6A8885A308D3
 
 
 def splitmix64(values: Hashes) -> Hashes:
-    """Mix uint64 hashes by a bijection: each output bit depends on all input bits. Returns a new
-    array of the same shape."""
+    """Mix hashes by a bijection: each output bit depends on all input bits. Returns a new array."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -30,8 +29,7 @@ def splitmix64(values: Hashes) -> Hashes:
 
 
 class PrefixHasher:
-    """Hashes of prefixes: `hashes[i]` depends on tokens 0 to i and on nothing else. Keeps a table
-    of powers."""
+    """`hashes[i]` depends on tokens 0 to i and on nothing else. Keeps a table of powers."""
 
     def __init__(self) -> None:
         self._powers = np.ones(1, dtype=np.uint64)  # _FACTOR ** i
@@ -63,12 +61,12 @@ def extend(hashes: Hashes, tokens: npt.NDArray[np.int32]) -> Hashes:
 
 
 def sample(hashes: Hashes) -> npt.NDArray[np.int32]:
-    """Return the token that follows each prefix, made from its hash; int32 in [0, VOCABULARY)."""
+    """Return the token that follows each prefix, int32 in [0, VOCABULARY)."""
     return (splitmix64(~hashes) % np.uint64(VOCABULARY)).astype(np.int32)
 
 
 def _powers(base: int, count: int) -> Hashes:
-    """Return a hash factor `base` to the powers 0 to `count` - 1, modulo 2**64."""
+    """Return `base` to the powers 0 to `count` - 1, modulo 2**64."""
     factors = np.full(count, base, dtype=np.uint64)
     factors[0] = 1
     return np.cumprod(factors, dtype=np.uint64)

@@ -1,6 +1,6 @@
 """A decode and a prefill worker in one process, over real NIXL, with an engine that has no model.
 
-`StandInPrefill` is prefill's engine wherever its bytes matter and its model does not: in
+`StandInPrefill` is prefill's engine where its bytes matter and its model does not: in
 `benchmarks/turns`, and in a `NodePair`, whose decode side the caller drives as its own engine
 would.
 """
@@ -25,12 +25,9 @@ _MESH: Final = Mesh(num_layers=2, num_kv_heads=2)
 
 
 class StandInPrefill:
-    """Prefill's engine without a model: computes prompts in order of arrival, chunk by chunk, and
-    sends each chunk as soon as it is computed. Belongs to one thread.
-
-    Computing means writing the pattern. The last chunk carries the first token: the int32 `sample`
-    of the prompt's hash.
-    """
+    """Computes prompts in order of arrival, chunk by chunk, by writing the pattern, and sends each
+    chunk at once. The last chunk carries the first token: the int32 `sample` of the prompt's hash.
+    Belongs to one thread."""
 
     def __init__(
         self,
@@ -39,8 +36,7 @@ class StandInPrefill:
         chunk_tokens: int,
         seconds_per_token: float = 0.0,
     ) -> None:
-        """Make the stand-in engine of a prefill node. `patterns`: one per rank's pool.
-        `seconds_per_token`: least time that computing takes."""
+        """`patterns`: one per rank's pool. `seconds_per_token`: least time that computing takes."""
         self.node = node
         self._patterns = patterns
         self._chunk_tokens = chunk_tokens
@@ -53,13 +49,11 @@ class StandInPrefill:
         self.hit_tokens = 0
 
     def add(self, request: Request) -> None:
-        """Submit a request to the prefill engine."""
         self.open[request.rid] = self._hasher.prefixes(request.key.tokens())
         self.node.add(request)
 
     def step(self) -> bool:
-        """Take one turn of the prefill's scheduler loop, and compute one chunk at most. Returns
-        False if there is none."""
+        """Compute one chunk at most. Returns False if there is none."""
         # Ended requests are taken out before a chunk is computed: none is computed for one that
         # failed.
         for req in self.node.pop_bootstrapped():
@@ -74,7 +68,6 @@ class StandInPrefill:
         return False
 
     def ended(self, req: PrefillRequest) -> None:
-        """Forget a request that the prefill has sent, or that has failed."""
         del self.open[req.rid]
         self._computed.pop(req.rid, None)
 
@@ -87,7 +80,6 @@ class StandInPrefill:
         self._ready.append(req)
 
     def _compute_chunk(self, req: PrefillRequest) -> None:
-        """Compute a request's next chunk, by writing the pattern, and send it to decode."""
         if req.rid not in self.open:  # failed meanwhile
             self._ready.popleft()
             return
@@ -110,16 +102,14 @@ class StandInPrefill:
 
 class NodePair:
     """Both workers, of any two meshes, with small pools and prefill's engine. Use as a context.
-
-    `decode` is for the caller's engine; `prefill.step()` gives prefill a turn and never blocks.
-    """
+    `decode` is for the caller's engine; `prefill.step()` gives prefill a turn and never blocks."""
 
     def __init__(
         self, mesh: Mesh = _MESH, prefill_mesh: Mesh | None = None, *,
         num_pages: int = 64, page_size: int = 16, head_dim: int = 16, chunk_tokens: int = 32,
         decode_config: DecodeConfig | None = None, prefill_config: PrefillConfig | None = None,
     ) -> None:  # fmt: skip
-        """Make both workers of the pair; `mesh` is decode's, and by default prefill's too."""
+        """`mesh` is decode's, and by default prefill's too."""
         meshes = mesh, prefill_mesh or mesh
         pools = [make_pools(one, num_pages, page_size, head_dim) for one in meshes]
         self._patterns = make_patterns(pools[0], meshes[0], salt=1)
@@ -135,15 +125,15 @@ class NodePair:
             self.close = closing.pop_all().close
 
     def submit(self, rid: str, tokens: Any, room: int, **options: Any) -> DecodeRequest:
-        """Submit a request to both sides of the pair; `options` are those of `Request`."""
+        """Submit to both sides; `options` are those of `Request`."""
         prefill, decode = self.prefill.node.endpoint, self.decode.peer_id.name
         request = Request(rid, tokens, room=room, prefill=prefill, decode=decode, **options)
         self.prefill.add(request)
         return self.decode.add(request)
 
     def arrived(self, patience_s: float = 60.0) -> list[DecodeRequest]:
-        """Give both sides of the pair turns until decode has the KV of requests, and pop these.
-        Raises the error of a request that failed, or TimeoutError."""
+        """Give both sides turns until decode has the KV of requests, and pop these. Raises the
+        error of a request that failed, or TimeoutError."""
         end_s = time.monotonic() + patience_s
         while not (found := self.decode.pop_transferred()):
             self.decode.pop_preallocated()
@@ -158,8 +148,7 @@ class NodePair:
         return found
 
     def count_wrong_pages(self, req: DecodeRequest) -> int:
-        """Count, over all ranks of the pair's decode side, a request's pages with a wrong byte in
-        its tokens' KV."""
+        """Count, over all ranks of decode, pages with a wrong byte in a token's KV."""
         # The token sampled last has no KV yet.
         output = np.array(req.output[:-1], dtype=np.int32)
         hashes = PrefixHasher().prefixes(np.concatenate([req.request.key.tokens(), output]))

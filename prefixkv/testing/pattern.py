@@ -3,9 +3,8 @@ the head.
 
 One word of KV is (hash of the prefix up to and including the token) XOR (a constant of its place in
 the token: layer, K or V, head, lane). A page that is stale, shifted, unwritten, of another prefix
-or of another layer thus differs in nearly every word. Writing and checking run at the speed of
-memory. The `salt` makes each pass over a pool different, so that bytes of an earlier pass are never
-right by luck.
+or of another layer thus differs in nearly every word. The `salt` makes each pass over a pool
+different, so that bytes of an earlier pass are never right by luck.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class _PatternSlabs(NamedTuple):
 def make_pools(
     mesh: Mesh, num_pages: int, page_size: int, head_dim: int, **options: Any
 ) -> list[KVPool]:
-    """Make the pools that a test fills with the pattern, one per rank, with its share of the mesh.
-    Raises what `KVPool.create` raises."""
+    """Make one pool per rank, with its share of the mesh. Raises what `KVPool.create` raises."""
     shards = [mesh.shard(rank) for rank in range(mesh.num_ranks)]
     return [
         KVPool.create(num_pages, page_size, shard.num_layers, shard.num_heads, head_dim, **options)
@@ -47,13 +45,12 @@ def make_pools(
 
 
 def make_patterns(pools: Sequence[KVPool], mesh: Mesh, salt: int) -> list[KVPattern]:
-    """Make the pattern of each rank's pool."""
     # Each rank gets the mesh and its number, so that it writes the bytes of its own share.
     return [pattern_in(pool, salt, (mesh, rank)) for rank, pool in enumerate(pools)]
 
 
 def pattern_in(pool: KVPool, salt: int, place: tuple[Mesh, int] | None = None) -> KVPattern:
-    """Make the pattern of a pool on any device; `place` as in `KVPattern`."""
+    """The pool is on any device; `place` as in `KVPattern`."""
     if pool.device == "cpu":
         return KVPattern(pool.layout, salt, pool, place)
     return MirroredPattern(pool, salt, place)
@@ -70,8 +67,7 @@ class KVPattern:
     def __init__(
         self, layout: KVLayout, salt: int, owner: object, place: tuple[Mesh, int] | None = None
     ) -> None:
-        """Make the pattern of a pool. `place`: the mesh, and the rank that the pool belongs to; by
-        default the pool holds the whole model."""
+        """`place`: the mesh, and the rank of the pool; None: the pool holds the whole model."""
         self._owner = owner
         self.page_size = layout.page_size
         self._salt = splitmix64(np.array([salt], dtype=np.uint64))
@@ -97,8 +93,7 @@ class KVPattern:
         ]
 
     def fill(self, pages: Pages, start: int, hashes: Hashes) -> None:
-        """Write the KV of tokens `start` to `len(hashes)`. Raises CallerError if `pages` has too
-        few."""
+        """Write tokens `start` to `len(hashes)`. Raises CallerError if `pages` has too few."""
         values = self._values(pages, hashes)
         for page_at, run, slot, count in _spans(pages, start, len(hashes), self.page_size):
             first = page_at * self.page_size + slot
@@ -109,15 +104,13 @@ class KVPattern:
                 np.bitwise_xor(own, places, out=view[:, page : page + run, slot : slot + count])
 
     def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Hashes) -> None:
-        """Write the KV of one token of each of several requests: the one with `hashes[i]` to slot
-        `slots[i]` of page `pages[i]`."""
+        """Write token `hashes[i]` to slot `slots[i]` of page `pages[i]`, for each i."""
         values = splitmix64(hashes ^ self._salt).astype(self._dtype).reshape(1, -1, 1, 1)
         for view, places in self._groups:
             view[:, pages, slots] = values ^ places[:, 0]
 
     def mismatches(self, pages: Pages, hashes: Hashes) -> int:
-        """Count the pages that differ from the pattern in a byte of any of tokens 0 to
-        `len(hashes)`."""
+        """Count the pages with a wrong byte in any of tokens 0 to `len(hashes)`."""
         values = self._values(pages, hashes)
         wrong = 0
         for page_at, run, slot, count in _spans(pages, 0, len(hashes), self.page_size):
@@ -139,7 +132,7 @@ class KVPattern:
         return wrong
 
     def _values(self, pages: Pages, hashes: Hashes) -> WordArray:
-        """Return the word of each token's prefix. Raises CallerError if `pages` has too few."""
+        """Raises CallerError if `pages` has too few."""
         needed = pages_for(len(hashes), self.page_size)
         if len(pages) < needed:
             raise CallerError(f"{len(pages)} pages, {len(hashes)} tokens need {needed}")
@@ -147,8 +140,8 @@ class KVPattern:
 
 
 class MirroredPattern(KVPattern):
-    """The pattern of a pool that the CPU cannot read. It works on a mirror of the same sizes in CPU
-    memory and copies whole pages to the pool and back; the copies are complete on return."""
+    """The pattern of a pool that the CPU cannot read. It works on a mirror in CPU memory and copies
+    whole pages to the pool and back; the copies are complete on return."""
 
     def __init__(self, pool: KVPool, salt: int, place: tuple[Mesh, int] | None = None) -> None:
         layout = pool.layout
@@ -160,14 +153,11 @@ class MirroredPattern(KVPattern):
         super().__init__(self.mirror.layout, salt, self.mirror, place)
 
     def fill(self, pages: Pages, start: int, hashes: Hashes) -> None:
-        """Write the pattern in the CPU's mirror, and copy its pages to the pool. See
-        `KVPattern.fill`."""
         touched = self.fill_mirror(pages, start, hashes)
         self._pool.write_pages(touched, self.mirror.read_pages(touched))
 
     def fill_mirror(self, pages: Pages, start: int, hashes: Hashes) -> Pages:
-        """Write the pattern in the mirror alone; its other slots are as in the pool. Returns the
-        pages touched."""
+        """Leave the other slots as in the pool. Returns the pages touched."""
         touched = pages[start // self.page_size : pages_for(len(hashes), self.page_size)]
         # Whole pages are copied back: fetch first, or other tokens of these pages would be
         # overwritten.
@@ -176,22 +166,17 @@ class MirroredPattern(KVPattern):
         return touched
 
     def fill_tokens(self, pages: Pages, slots: npt.NDArray[np.int64], hashes: Hashes) -> None:
-        """Write tokens of the pattern in the CPU's mirror, and copy their pages to the pool. See
-        `KVPattern.fill_tokens`."""
         touched = np.unique(pages)
         self._fetch(touched)
         super().fill_tokens(pages, slots, hashes)
         self._pool.write_pages(touched, self.mirror.read_pages(touched))
 
     def mismatches(self, pages: Pages, hashes: Hashes) -> int:
-        """Copy pages from the pool to the CPU's mirror, and count those that differ from the
-        pattern. See `KVPattern.mismatches`."""
         # Only the pages that hold these tokens: a pool of a GPU is slow to read.
         self._fetch(pages[: pages_for(len(hashes), self.page_size)])
         return super().mismatches(pages, hashes)
 
     def _fetch(self, pages: Pages) -> None:
-        """Copy pages from the pool into the mirror."""
         self.mirror.write_pages(pages, self._pool.read_pages(pages))
 
 
@@ -215,7 +200,7 @@ def _spans(
 
 
 def _word_dtype(layout: KVLayout) -> np.dtype[Any]:
-    """Return the word: the widest unsigned one that divides a head's bytes and every address."""
+    """Return the widest unsigned type that divides a head's bytes and every address."""
     steps = [layout.head_bytes]
     for slab in layout.slabs:
         steps += [slab.base, slab.page_stride, slab.token_stride, slab.head_stride]
@@ -224,8 +209,7 @@ def _word_dtype(layout: KVLayout) -> np.dtype[Any]:
 
 
 def _even_runs(layout: KVLayout) -> Iterator[tuple[int, int, Slab, int]]:
-    """Yield a pool's slabs as (start, end, first slab, bytes between two bases), in runs as long as
-    possible."""
+    """Yield slabs as (start, end, first slab, bytes between two bases), in the longest runs."""
     slabs = layout.slabs
     start = 0
     while start < len(slabs):
@@ -244,8 +228,7 @@ def _even_runs(layout: KVLayout) -> Iterator[tuple[int, int, Slab, int]]:
 def _as_array(
     layout: KVLayout, first: Slab, step: int, count: int, dtype: np.dtype[Any]
 ) -> WordArray:
-    """Return a writable view of `count` slabs that the pattern works on: [slab, page, token, head,
-    lane]."""
+    """Return a writable view of `count` slabs: [slab, page, token, head, lane]."""
     lanes = layout.head_bytes // dtype.itemsize
 
     # numpy views foreign memory through this interface; `owner` keeps the memory alive.

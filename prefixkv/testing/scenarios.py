@@ -22,8 +22,6 @@ _FAR_S: Final = 3600.0  # of prompts whose deadline has to be passed on, and nev
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One scenario: its name, what is done, and the workers that it is done to."""
-
     name: str
     about: str
     settings: ScenarioSettings
@@ -34,7 +32,7 @@ SCENARIOS: dict[str, Scenario] = {}
 
 
 def _scenario(name: str, settings: ScenarioSettings | None = None) -> Callable[[Play], Play]:
-    """Enter a function into SCENARIOS, under this name; its docstring says what it does."""
+    """Enter a function into SCENARIOS; its docstring says what it does."""
 
     def enter(play: Play) -> Play:
         about = " ".join((play.__doc__ or "").split())
@@ -56,8 +54,8 @@ def _hit_tokens(run: ScenarioRun, before: int, least: int, most: int, what: str)
 
 
 def _of_whole_hit(run: ScenarioRun, num_tokens: int) -> int:
-    """Return how many tokens decode hits of a prompt that is cached whole: where its engine
-    computes prompts (`DecodeConfig.compute`) it leaves the last page of one without a rest."""
+    """Return how many tokens of a prompt that is cached whole are hit: where the engine computes
+    prompts (`DecodeConfig.compute`) it leaves the last page of one without a rest."""
     size = run.settings.page_size
     leaves_last = run.sides.decode.config.compute is not None and num_tokens % size == 0
     return num_tokens // size * size - size * leaves_last
@@ -162,8 +160,8 @@ _NAMESPACES: Final[tuple[Hashable, ...]] = (None, "a", ("b", 1))
 
 
 def _many(run: ScenarioRun, num: int, *, cacheable: bool = True) -> list[AnswerLog]:
-    """Ask for `num` prompts of up to 16 tokens at once, some of them with a common beginning, most
-    in a namespace, some with a deadline that is far away."""
+    """Ask for prompts of up to 16 tokens at once, some with a common beginning, most in a
+    namespace, some with a deadline that is far away."""
     common = run.prompt(10)
     answers = []
     for i in range(num):
@@ -374,8 +372,7 @@ def host_memory_mixed(run: ScenarioRun) -> None:
 
 
 def _mixed(run: ScenarioRun, num: int, *, aborts: bool = True) -> None:
-    """Ask for `num` prompts over time: new ones, later turns, repeated ones, in three namespaces;
-    some are aborted."""
+    """Ask over time: new prompts, later turns, repeated ones, in three namespaces; abort some."""
     for i in range(num):
         namespace = _NAMESPACES[i % 3]
         done = [one for one in run.answers if one.ended and one.error is None]

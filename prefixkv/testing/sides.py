@@ -1,5 +1,4 @@
-"""What the conformance kit and an engine say to each other: the two workers, a prompt, its answer,
-and a finding."""
+"""What the conformance kit and an engine say to each other."""
 
 from __future__ import annotations
 
@@ -103,10 +102,8 @@ class Prompt:
 
 @dataclass(eq=False)
 class AnswerLog:
-    """The client of one prompt. An engine calls `token` for each token and `end` once.
-
-    `expected` is the right answer. `faults` has what an honest engine does not do: (law, text).
-    """
+    """The client of one prompt. An engine calls `token` for each token and `end` once. `expected`
+    is the right answer; `faults` has what an honest engine does not do: (law, text)."""
 
     prompt: Prompt
     expected: list[int]
@@ -120,7 +117,6 @@ class AnswerLog:
 
     @property
     def ended(self) -> bool:
-        """True once the engine has reported the answer's end."""
         return self.num_ends > 0
 
     def token(self, token: int) -> None:
@@ -159,7 +155,7 @@ class SidesError(TypeError):
 
 
 class EngineSides(Protocol):
-    """An engine's decode and prefill worker, as the conformance kit drives them.
+    """An engine's decode and prefill worker.
 
     The kit calls everything here from one thread, and looks at `decode` and `prefill` from it
     between two calls of `step`. An engine with threads of its own lets them make one pass in
@@ -203,8 +199,7 @@ _CALLS: Final = ("submit", "abort", "step", "expected", "restart", "close")
 
 
 def check_sides(sides: Any) -> None:
-    """Raise SidesError for what a scenario could not drive: it lacks an attribute, or has one of
-    another type."""
+    """Raise SidesError for a needed attribute that is missing or of another type."""
     kind = type(sides).__name__
     for name, wanted, may_be_none in (
         ("decode", DecodeNode, False), ("prefill", PrefillNode, True), ("vocabulary", range, False),

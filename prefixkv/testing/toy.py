@@ -1,8 +1,7 @@
 """A whole engine without weights: both loops on real nodes, in as few lines as an engine can have.
 
-Its model reads all KV of a request through the page table, and the next token follows from it. So
-a page that is stale, shifted or of another request makes a wrong answer, as with a real model. The
-documents run it, and the conformance kit is tested with it and with faulty versions of it.
+Its model reads all KV of a request through the page table, and the next token follows from it. So a
+page that is stale, shifted or of another request makes a wrong answer, as with a real model.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _MASK: Final = 2**64 - 1
 
 
 class ToyModel:
-    """A model with one layer, and 16 bytes of KV per token: K and V are a uint64 each."""
+    """One layer, and 16 bytes of KV per token: K and V are a uint64 each."""
 
     def __init__(self, num_pages: int, page_size: int, shared: bool = False) -> None:
         self.pool = KVPool.create(num_pages, page_size, 1, 1, 8, dtype="uint8", shared=shared)
@@ -64,13 +63,12 @@ def _chain(before: int, tokens: Sequence[int]) -> Hashes:
 
 
 def _next_token(k: Hashes, v: Hashes) -> int:
-    """Return the token that follows from all KV of a request."""
     weights = np.arange(1, 2 * len(k), 2, dtype=np.uint64)
     return int(sample(np.array([(k * weights).sum() ^ v.sum()]))[0])
 
 
 def toy_answer(tokens: Sequence[int], num_tokens: int) -> list[int]:
-    """Return what the toy model says after these tokens, without pages."""
+    """Return what the model says, without pages."""
     said = list(tokens)
     for _ in range(num_tokens):
         k = _chain(0, said)
@@ -79,7 +77,7 @@ def toy_answer(tokens: Sequence[int], num_tokens: int) -> list[int]:
 
 
 class ToyPrefill:
-    """The toy's prefill worker: one chunk of each prompt per pass."""
+    """One chunk of each prompt per pass."""
 
     def __init__(self, settings: ScenarioSettings) -> None:
         self.model = ToyModel(settings.prefill_pages, settings.prefill_page_size, settings.shared)
@@ -88,7 +86,7 @@ class ToyPrefill:
         self.computing: dict[PrefillRequest, int] = {}  # tokens with KV
 
     def step(self) -> bool:
-        """Make one pass of the toy's prefill loop. Returns True if it computed something."""
+        """Returns True if it computed something."""
         for req in self.node.pop_bootstrapped():
             self.begin(req)
         self.forget_ended()
@@ -97,17 +95,15 @@ class ToyPrefill:
         return bool(self.computing)
 
     def begin(self, req: PrefillRequest) -> None:
-        """Begin a toy prompt behind what this worker's own cache has of it."""
+        """Begin behind what this worker's own cache has."""
         self.computing[req] = req.prefix_len
 
     def forget_ended(self) -> None:
-        """Take out the toy prompts that were sent or have failed."""
         for req in [*self.node.pop_failed(), *self.node.pop_sent()]:
             self.computing.pop(req, None)
 
     def compute(self, req: PrefillRequest) -> None:
-        """Compute one chunk of a toy prompt, and hand it over; the last one with the first
-        token."""
+        """Compute one chunk, and hand it over; the last one with the first token."""
         start = self.computing[req]
         end = min(start + self.chunk_tokens, req.num_tokens)
         token = self.model.forward(req.pages, req.tokens[:end], start)
@@ -119,8 +115,8 @@ class ToyPrefill:
 
 
 class ToyDecode:
-    """The toy's decode worker: one step of the whole batch per pass, and one chunk of the oldest
-    prompt that it computes itself, if `DecodeConfig.compute` lets it."""
+    """One step of the whole batch per pass, and one chunk of the oldest prompt that it computes
+    itself, if `DecodeConfig.compute` lets it."""
 
     def __init__(self, settings: ScenarioSettings) -> None:
         self.model = ToyModel(settings.decode_pages, settings.page_size, settings.shared)
@@ -137,7 +133,7 @@ class ToyDecode:
         self.rooms = 0
 
     def add(self, prompt: Prompt, answer: AnswerLog, prefill: str) -> None:
-        """Take a prompt of the toy's client: a request for each side, under one room."""
+        """Make a request for each side, under one room."""
         self.rooms += 1
         request = Request(
             prompt.rid, prompt.tokens, prompt.max_new_tokens, room=self.rooms, prefill=prefill,
@@ -150,11 +146,10 @@ class ToyDecode:
             self.asked.append(request)
 
     def abort(self, rid: str) -> None:
-        """End a request whose toy client has left."""
         self.node.abort(rid)
 
     def step(self) -> bool:
-        """Make one pass of the toy's decode loop. Returns True if there was something to do."""
+        """Returns True if there was something to do."""
         node = self.node
         node.pop_preallocated()
         self.batch += node.pop_transferred()
@@ -176,8 +171,8 @@ class ToyDecode:
         return bool(self.batch or self.local)
 
     def compute(self, req: DecodeRequest) -> None:
-        """Compute a chunk of a toy prompt here, behind what is in its pages already; the last one
-        with the first token, unless the request ran before."""
+        """Compute a chunk behind what is in the pages already; the last one with the first token,
+        unless the request ran before."""
         start = self.local[req]
         end = min(start + self.node.chunk_tokens, req.fill_len)
         if start == end < req.fill_len:  # this step has to go without
@@ -191,8 +186,7 @@ class ToyDecode:
         self.node.computed(req, end, token.to_bytes(4, "little") if first else b"")
 
     def ask_again(self) -> None:
-        """Bring to prefill what it has to compute again: under another name, since the attempt
-        before may still live there."""
+        """Use another name, since the attempt before may still live on prefill."""
         for ask in self.node.pop_needs_prefill():
             self.asked.append(
                 Request(
@@ -204,7 +198,7 @@ class ToyDecode:
             )  # fmt: skip
 
     def sample(self, req: DecodeRequest) -> list[int]:
-        """Return the next tokens of a request, of which the first may come from prefill."""
+        """Return the next tokens, of which the first may come from prefill."""
         if not req.output:
             return [int.from_bytes(req.aux, "little")]
         # Its newest token has no KV yet: this step writes it.
@@ -254,26 +248,23 @@ class ToyDecode:
             }  # fmt: skip
 
     def retract(self, rid: str) -> None:
-        """Retract a running toy request. It comes back by itself."""
         self.node.retract(rid)
         self.batch = [req for req in self.batch if req.rid != rid]
         self.sampled = {req: tokens for req, tokens in self.sampled.items() if req.rid != rid}
 
     def is_done(self, req: DecodeRequest) -> bool:
-        """Return whether a toy request's answer is complete: by its end token, or by its
-        length."""
         end = self.answers[req.rid].prompt.end_token
         return req.output[-1:] == [end] or len(req.output) == req.max_new_tokens
 
     def finish(self, req: DecodeRequest) -> None:
-        """Finish a toy request: its KV stays, as the next turn's prefix."""
+        """The KV stays, as the next turn's prefix."""
         self.node.finish(req)
         self.batch.remove(req)
         self.answers.pop(req.rid).end()
 
 
 class ToySides:
-    """The toy engine as the conformance kit drives it: `conformance.run(ToySides)`."""
+    """The toy engine for the kit: `conformance.run(ToySides)`."""
 
     vocabulary = range(VOCABULARY)
     make_decode: type[ToyDecode] = ToyDecode
@@ -293,11 +284,10 @@ class ToySides:
         return self.p.node
 
     def submit(self, prompt: Prompt, answer: AnswerLog) -> None:
-        """Give a prompt to the toy's decode worker, which asks prefill."""
         self.d.add(prompt, answer, self.p.node.endpoint)
 
     def abort(self, rid: str, side: Side) -> None:
-        """Abort a toy request; on prefill in each attempt that may live there."""
+        """Abort a request; on prefill in each attempt that may live there."""
         if side == "decode":
             self.d.abort(rid)
         else:
@@ -306,7 +296,6 @@ class ToySides:
                     self.p.node.abort(req.rid)
 
     def step(self) -> bool:
-        """Make a pass of the toy's prefill, then one of its decode."""
         asked, self.d.asked = self.d.asked, []
         for request in asked:
             # A prefill worker that has gone takes nothing; decode finds out by itself.
@@ -316,11 +305,9 @@ class ToySides:
         return self.d.step() or busy
 
     def expected(self, tokens: Sequence[int], num_tokens: int) -> list[int]:
-        """Return what the toy model says."""
         return toy_answer(tokens, num_tokens)
 
     def restart(self, side: Side) -> None:
-        """Close one of the toy's workers, and start it again with an empty pool."""
         if side == "prefill":
             self.p.node.close()
             self.p = self.make_prefill(self.settings)
@@ -331,6 +318,5 @@ class ToySides:
             self.d.rooms = rooms  # its former numbers may be in use on prefill
 
     def close(self) -> None:
-        """Close both toy workers."""
         self.d.node.close()
         self.p.node.close()

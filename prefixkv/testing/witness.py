@@ -35,7 +35,7 @@ _JUNK_BYTES: Final = 0x40  # below it floats of every dtype are finite
 
 
 def fill_with_junk(pool: KVPool, random: np.random.Generator) -> None:
-    """Write junk into every page of a pool: what was never computed must not matter."""
+    """Fill every page: what was never computed must not matter."""
     pages = range(pool.layout.num_pages)
     data = pool.read_pages(pages)
     data.numpy()[:] = random.integers(0, _JUNK_BYTES, tuple(data.shape), np.uint8)
@@ -43,8 +43,7 @@ def fill_with_junk(pool: KVPool, random: np.random.Generator) -> None:
 
 
 def _token_bytes(pool: KVPool, pages: Pages | list[int], start: int, end: int) -> ByteArray:
-    """Return the KV of tokens [start, end) of a request as the witness compares it: [tokens,
-    bytes]."""
+    """Return the KV of tokens [start, end): [tokens, bytes]."""
     size = pool.layout.page_size
     first = start // size
     data = pool.read_pages(pages[first : pages_for(end, size)]).numpy()
@@ -54,10 +53,8 @@ def _token_bytes(pool: KVPool, pages: Pages | list[int], start: int, end: int) -
 
 
 class _Watch:
-    """The part that is alike on both sides: calls that are refused, and pages that no request has.
-
-    `probe` False: no byte is read or written, only calls are watched.
-    """
+    """What is alike on both sides: calls that are refused, and pages that no request has. `probe`
+    False: no byte is read or written, only calls are watched."""
 
     WATCHED: tuple[str, ...] = ()
     side = ""
@@ -109,7 +106,7 @@ class _Watch:
         return call
 
     def _short(self, error: OutOfPagesError, *args: Any, **options: Any) -> None:
-        """Note that the watched call found too few pages."""
+        """The watched call found too few pages."""
 
     def look(self, when: str) -> None:
         """Compare the bytes that the engine may not have changed since the last call."""
@@ -126,7 +123,7 @@ class _Watch:
             self._bytes = now
 
     def _note_unowned(self) -> None:
-        """Remember the bytes of the pages that no request has, as the watched call left them."""
+        """Remember the bytes of the pages that no request has, as the call left them."""
         if self.probe:
             state = self._scheduler.pages.allocator.state
             self._writing = [one for one in self._writing if not one[0].query()]
@@ -137,7 +134,7 @@ class _Watch:
             self._bytes = self._pool.read_pages(self._unowned).numpy()
 
     def _put_junk(self, pages: Iterable[int], slot: int) -> None:
-        """Fill a request's pages with junk, the first of them from `slot` on."""
+        """Fill pages with junk, the first of them from `slot` on."""
         for page in pages:
             data = self._pool.read_pages([page])
             part = data.numpy()[0, :, slot:]
@@ -146,8 +143,7 @@ class _Watch:
             slot = 0
 
     def _to_be_computed(self, req: PrefillRequest | DecodeRequest, num_tokens: int) -> None:
-        """Put junk where the engine has to write the KV of a request's tokens, up to
-        `num_tokens`."""
+        """Put junk where the engine has to write KV, up to `num_tokens`."""
         size, first = self._pool.layout.page_size, req.prefix_len
         if self.probe and first < num_tokens:  # else it lacks a state alone
             self._put_junk(req.pages[first // size :].tolist(), first % size)
@@ -156,8 +152,7 @@ class _Watch:
     def _check_computed(
         self, req: PrefillRequest | DecodeRequest, start: int, end: int, event: DeviceEvent | None
     ) -> None:
-        """Tell if a chunk that the engine says it has computed is not written. What a device has
-        not written before `event` cannot be looked at."""
+        """Tell if a chunk is not written, as far as `event` lets it be looked at."""
         junk, begin = self._junk.get(req), req.prefix_len
         if junk is None:
             return
@@ -173,13 +168,12 @@ class _Watch:
             self._tell("law 8", f"{what}{unwritten[0]} was not computed ({prefix})")
 
     def _never_called(self, *names: str) -> list[tuple[str, str]]:
-        """Name the watched calls that the engine never makes."""
         return [("calls", f"{self.side}'s engine never calls {name}") for name in names
                 if not self.calls[name]]  # fmt: skip
 
 
 class _Slot(NamedTuple):
-    """A slot of a request with junk in it, and the KV that it had before."""
+    """A slot with junk in it, and the KV that it had before."""
 
     position: int
     page: int
@@ -188,8 +182,6 @@ class _Slot(NamedTuple):
 
 
 class DecodeWitness(_Watch):
-    """The witness of a decode node."""
-
     WATCHED = ("add", "pop_preallocated", "pop_transferred", "pop_failed", "pop_needs_prefill",
                "pop_local", "computed", "append_many", "reserve_many", "finish", "retract",
                "abort")  # fmt: skip
@@ -199,8 +191,7 @@ class DecodeWitness(_Watch):
         self, node: DecodeNode, tell: Tell, random: np.random.Generator, probe: bool,
         one_token: bool,
     ) -> None:  # fmt: skip
-        """Watch a decode node. `one_token`: each step gives a request one token at most, so that
-        nothing behind the next slot is written yet."""
+        """`one_token`: one per request and step, so nothing behind the next slot is written."""
         super().__init__(node, tell, random, probe)
         self._one_token = one_token
         self._computes = node.config.compute is not None
@@ -221,7 +212,6 @@ class DecodeWitness(_Watch):
         self._added.append(request)
 
     def take_added(self) -> list[Request]:
-        """Return what was added to decode since the last call."""
         added, self._added = self._added, []
         return added
 
@@ -281,8 +271,7 @@ class DecodeWitness(_Watch):
                        f"it, at position {slot.position}, was not written")  # fmt: skip
 
     def _check_not_again(self) -> None:
-        """Put back the KV that junk has hidden since a step found no page; tell if that step was
-        made again."""
+        """Put back what junk has hidden since a step found no page; tell if it was repeated."""
         size = self._pool.layout.page_size
         for req, slot in self._written.items():
             if self._has_junk(req, slot):
@@ -298,8 +287,7 @@ class DecodeWitness(_Watch):
         self._written.clear()
 
     def _has_junk(self, req: DecodeRequest, slot: _Slot) -> bool:
-        """Return whether a decode request's slot still is as `_mark` has left it; False if it is
-        not the request's next one any more."""
+        """Return whether a slot is as `_mark` has left it, and still the request's next one."""
         size = self._pool.layout.page_size
         if req.pages_held is None or slot.position != req.kv_len:
             return False
@@ -358,13 +346,13 @@ class DecodeWitness(_Watch):
         self._forget_owed(rid)
 
     def _forget_owed(self, rid: str) -> None:
-        """Owe no token to a decode request that does not run any more."""
+        """Owe no token to a request that does not run any more."""
         for kept in (self._owed, self._slots, self._written):
             for req in [req for req in kept if req.rid == rid]:
                 kept.pop(req)
 
     def explain(self) -> list[tuple[str, str]]:
-        """Return the reasons for which decode may not come to rest: (law, text) each."""
+        """Return why decode may not come to rest: (law, text) each."""
         found: list[tuple[str, str]] = []
         for rid, times in self._named.items():
             what = f"{rid} was named for retraction {times} times, and was not retracted"
@@ -395,7 +383,7 @@ class DecodeWitness(_Watch):
 
 
 class PrefillWitness(_Watch):
-    """The witness of a prefill node. `asks` are decode's, which it takes out as they come."""
+    """`asks` are decode's, which it takes out as they come."""
 
     WATCHED = ("add", "pop_bootstrapped", "send_chunk", "pop_sent", "pop_failed", "abort")
     side = "prefill"
@@ -411,8 +399,6 @@ class PrefillWitness(_Watch):
         self._handed: dict[PrefillRequest, tuple[list[int], ByteArray]] = {}
 
     def take_added(self, rooms: Container[int]) -> list[Request]:
-        """Return what was added to prefill and not returned before, as far as its room is one of
-        these."""
         taken = [one for one in self.added if one.room in rooms]
         self.added = [one for one in self.added if one.room not in rooms]
         return taken
@@ -472,7 +458,6 @@ class PrefillWitness(_Watch):
                 self._handed[req] = pages, now
 
     def explain(self) -> list[tuple[str, str]]:
-        """Return the reasons for which prefill may not come to rest: (law, text) each."""
         found = self._never_called("pop_bootstrapped", "pop_sent", "pop_failed")
         for req, sent in self._sent.items():
             if req.state.value == "computing":

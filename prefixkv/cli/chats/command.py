@@ -62,11 +62,8 @@ def run(
     seed: int, caches: Sequence[bool], links: Sequence[LinkRate], console: Console,
     json_path: Path | None,
 ) -> int:  # fmt: skip
-    """Run the whole command `prefixkv demo`. Returns its exit status: 0, or 1 if anything is wrong
-    with a pass.
-
-    Raises: ConfigError before anything is started; ModelWorkerError, WorkerFailedError.
-    """
+    """Returns the exit status: 0, or 1 if anything is wrong with a pass. Raises ConfigError before
+    anything is started; ModelWorkerError, WorkerFailedError."""
     check_writable("--json", json_path)
 
     def print_it(what: Any) -> None:
@@ -87,17 +84,15 @@ def run_chats(
     seed: int, caches: Sequence[bool], say: Say, chats: Mapping[str, int] = CHATS,
     links: Sequence[LinkRate] = (), passes: int = PASSES,
 ) -> list[ChatsReport]:  # fmt: skip
-    """Play the chats on workers of their own and compare the answers. Returns a report for this
-    machine as it is, and one for each link.
+    """Play the chats and compare the answers. Returns a report for this machine as it is, and one
+    for each link. Raises ModelWorkerError, WorkerFailedError.
 
     Args:
         seed: of the model's weights and of the workload.
         caches: passes to run: decode's cache on, off.
-        say: gets a line for each step.
         chats: sizes of the workload, as in `chat`.
         links: further links to play them over.
         passes: of each kind over each link, turn about.
-    Raises: ModelWorkerError, WorkerFailedError.
     """
     from prefixkv.engines.hf.reference import Reference
     from prefixkv.engines.hf.small import small_model, small_tokenizer
@@ -145,8 +140,7 @@ def run_chats(
 async def _play_passes(
     folder: Path, caches: Sequence[bool], workload: Workload, say: Say, link: LinkRate, passes: int
 ) -> ChatsReport:
-    """Play the passes over one link, cache on and off, on worker processes that share one prefill
-    worker."""
+    """Play over one link, cache on and off, on workers that share one prefill worker."""
     from prefixkv.cli.chats.play import play
     from prefixkv.cli.chats.report import ChatsReport
     from prefixkv.cli.chats.workers import PREFILL, ModelWorkers
@@ -185,7 +179,6 @@ async def _play_passes(
 
 
 def small_vocabulary() -> Vocabulary:
-    """Return the chats' vocabulary: that of `small_tokenizer`."""
     from prefixkv.cli.chats.play import Vocabulary
     from prefixkv.engines.hf.small import WORDS, small_tokenizer
 
@@ -199,8 +192,7 @@ def _name(on: bool) -> str:
 
 
 async def _pages_left(workers: ModelWorkers, name: str, title: str) -> list[str]:
-    """Return a line for each page state in which a worker still holds pages after a pass of the
-    chats."""
+    """Return a line for each page state in which a worker still holds pages after a pass."""
     _, pages = await workers.settled(name)
     return [f"chats, {title}: {num} pages left {state} on {name}" for state, num in pages.items()]
 
@@ -210,7 +202,7 @@ def _bytes_sent(figures: dict[str, float]) -> float:
 
 
 def compare(reports: Sequence[ChatsReport], reference: Reference) -> None:
-    """Count in each report's `wrong` the answers of its chats that differ from the reference's."""
+    """Count in each report's `wrong` the answers that differ from the reference's."""
 
     @cache  # most prompts occur in all passes
     def expected(prompt: tuple[int, ...], max_new_tokens: int) -> list[int]:
@@ -226,7 +218,7 @@ def compare(reports: Sequence[ChatsReport], reference: Reference) -> None:
 
 
 def as_json(reports: Sequence[ChatsReport]) -> dict[str, Any]:
-    """Return the reports for `--json`: the first one whole, of the others their figures."""
+    """Return the first report whole, of the others their figures."""
     here, *others = reports
     links = {}
     for report in others:
@@ -239,7 +231,6 @@ def as_json(reports: Sequence[ChatsReport]) -> dict[str, Any]:
 
 
 def show(reports: Sequence[ChatsReport], print_it: Callable[[Any], object]) -> None:
-    """Print the figures on this machine, the TTFT over each link, and one conversation."""
     from prefixkv.cli.chats.report import links_table
     from prefixkv.engines.hf.small import small_tokenizer
 

@@ -19,23 +19,15 @@ turn."""
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One pass over a workload: the answers of each conversation, turn by turn."""
-
     answers: tuple[tuple[ChatAnswer, ...], ...]
     duration_s: float  # from the first turn's arrival to the last answer's end
 
     def all(self) -> list[ChatAnswer]:
-        """Return the answers of all conversations that were played."""
         return [answer for conversation in self.answers for answer in conversation]
 
 
 class Vocabulary:
-    """Chat texts in a vocabulary with words at [first, end) and marks.
-
-    Args:
-        first, end: ids of the words.
-        system, user, assistant, stop: ids of the marks that begin and end what each says.
-    """
+    """Chat texts of words at [first, end), and marks that begin and end what each says."""
 
     def __init__(
         self, first: int, end: int, system: int, user: int, assistant: int, stop: int
@@ -44,8 +36,8 @@ class Vocabulary:
         self._marks: Final = system, user, assistant, stop
 
     def __call__(self, turn: Turn, is_first: bool) -> list[int]:
-        """Return the tokens of a chat's turn that follow the answer before it, up to where the
-        model continues. The first run of the first turn is the system's."""
+        """Return the tokens that follow the answer before, up to where the model continues. The
+        first run of the first turn is the system's."""
         system, user, assistant, stop = self._marks
         tokens: list[int] = []
         runs = list(turn.text)
@@ -62,7 +54,6 @@ class Vocabulary:
         ]
 
     def _words(self, run: Run) -> list[int]:
-        """Return a run of the workload as word ids of the vocabulary."""
         return [int(token) % self._num + self._first for token in run.tokens()]
 
 
@@ -76,7 +67,8 @@ async def play(
     ignore_end: bool = False,
     on_answer: Callable[[], object] = lambda: None,
 ) -> Played:
-    """Play all conversations of a workload at once against one decode worker.
+    """Play all conversations at once against one decode worker. Raises ModelWorkerError; the other
+    conversations are ended.
 
     A turn arrives at its due time, or when the turn before it has been answered if that is later;
     its `ttft_s` counts from there.
@@ -85,7 +77,6 @@ async def play(
         due: as in `arrival_times`; None: as soon as the turn before is answered.
         salt: of all requests; passes with different salts share nothing.
         on_answer: called at the end of each answer.
-    Raises: ModelWorkerError; the other conversations are ended.
     """
     begun_s = time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""Rates of the links that the demo models by a transport that sends no faster than they take."""
+"""Rates of the links that the demo models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST_BITS: Final = 10**8
 
 
 class LinkRate(NamedTuple):
-    """A network that the KV travels on: its name, and its rate; 0: no limit."""
+    """A network that the KV travels on; a rate of 0: no limit."""
 
     name: str
     bytes_per_s: int

@@ -45,27 +45,25 @@ class ChatsReport:
     link: LinkRate = HERE
 
     def passes(self, cache: bool) -> list[Played]:
-        """Return all passes of the chats with the cache on, or off, the first one first."""
+        """The first pass comes first."""
         return [self.played[cache], *self.again.get(cache, ())]
 
     def ttft_p50s(self, cache: bool) -> list[float]:
-        """Return the median TTFT of the chats' turns, in seconds, of each pass of this kind."""
+        """Return the median TTFT of the turns, in seconds, of each pass of this kind."""
         return [
             statistics.median(answer.ttft_s for answer in played.all())
             for played in self.passes(cache)
         ]
 
     def ttft_in_words(self) -> str:
-        """Say how the chats' median TTFT with the cache on compares to that with it off: "alike" if
-        passes of one kind differ by as much, or they differ by less than a tenth; "" unless both
-        were played."""
+        """Compare the median TTFT with the cache on to that with it off: "alike" if passes of one
+        kind differ by as much, or they differ by less than a tenth; "" unless both were played."""
         if len(self.played) < 2:
             return ""
         on, off = self.ttft_p50s(True), self.ttft_p50s(False)
         return compared(on, off, "lower")
 
     def complaints(self) -> list[str]:
-        """Return one line of the report per kind of defect of the chats."""
         wrong = (
             f"chats, {self.link.name}, {CACHE_NAMES[cache]}: "
             f"{num} answers are not what generate() says"
@@ -75,8 +73,7 @@ class ChatsReport:
         return [*wrong, *self.left]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report of the chats for `--json`. `ratios` are cache_off / cache_on, None
-        unless both were run."""
+        """`ratios` are cache_off / cache_on, None unless both were run."""
         runs = {CACHE_NAMES[cache]: self._figures(cache) for cache in self.played}
         return {
             "recipe": self.recipe,
@@ -120,15 +117,13 @@ class ChatsReport:
         }
 
     def last_conversation(self) -> Sequence[ChatAnswer]:
-        """Return the turns of the last conversation of the chats, of the pass with the cache on if
-        it was run."""
+        """It is of the pass with the cache on, if that was run."""
         # The last one: by then the shared system prompt is cached, so its ranges show all kinds of
         # hits.
         played = self.played.get(True) or next(iter(self.played.values()))
         return played.answers[-1]
 
     def table(self) -> Table:
-        """Return the figures of the chats as a table for a terminal, one column per pass."""
         from rich.table import Table
 
         table = Table(title=f"chats over two processes, {self.link.name}")
@@ -147,8 +142,7 @@ class ChatsReport:
         return table
 
     def conversation(self, text_of: Callable[[list[int]], str]) -> Table:
-        """Return the last conversation of the chats as a table, one line per turn. `text_of`
-        decodes an answer's tokens."""
+        """Return the last conversation, one line per turn. `text_of` decodes an answer's tokens."""
         from rich.table import Table
 
         cache = "cache on" if True in self.played else "cache off"
@@ -169,7 +163,6 @@ class ChatsReport:
 
 
 def links_table(reports: Sequence[ChatsReport]) -> Table:
-    """Return the median TTFT of the chats over each link as a table for a terminal."""
     from rich.table import Table
 
     table = Table(title="TTFT P50 (ms), by what the KV travels on")
@@ -192,8 +185,7 @@ _OF_TURN: Final = (
 
 
 def _of_turn(answer: ChatAnswer) -> dict[str, tuple[int, int]]:
-    """Return half-open ranges of a chat turn's prompt tokens, by where their KV came from: on
-    decode, then on prefill."""
+    """Return ranges of prompt tokens, by where their KV came from: on decode, then on prefill."""
     end, hit = len(answer.prompt), answer.hit_tokens - answer.host_tokens
     # On decode: in its pool, then arriving for another request, then loaded from host memory, then
     # sent. On prefill: cached, computed.
@@ -218,7 +210,6 @@ def _of_turn(answer: ChatAnswer) -> dict[str, tuple[int, int]]:
 
 
 def _range(start: int, end: int) -> str:
-    """Format a range of tokens in the report; "-" if it is empty."""
     return f"{start}:{end}" if start < end else "-"
 
 

@@ -37,10 +37,9 @@ class ModelWorkerError(PrefixKVError):
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """Outcome of one request. Of its prompt, the KV of the first `hit_tokens` was cached on decode,
-    and that of the next `shared_tokens` was arriving there for another request. Of the cached ones
-    `host_tokens` were in decode's host memory. The KV of the first `prefill_hit_tokens` was cached
-    on prefill, which computed the rest."""
+    """Outcome of one request. Of its prompt, the KV of the first `hit_tokens` was cached on decode
+    (`host_tokens` of these in its host memory), and that of the next `shared_tokens` was arriving
+    there for another request. Prefill had that of the first `prefill_hit_tokens` cached."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -54,22 +53,19 @@ class ChatAnswer:
 
     @property
     def computed_tokens(self) -> int:
-        """Number of the chat prompt's tokens that the prefill worker computed."""
         return len(self.prompt) - self.prefill_hit_tokens
 
     @property
     def sent_tokens(self) -> int:
-        """Number of the chat prompt's tokens for which the prefill worker sent KV."""
         return len(self.prompt) - self.hit_tokens - self.shared_tokens
 
 
 class ModelWorkers:
-    """The workers. Use as an asynchronous context: entering waits for all of them, leaving ends
-    them.
+    """An asynchronous context: entering waits for all workers, leaving ends them.
 
     Args:
         folder: the model, as `prefixkv worker --model` takes it.
-        prefill: settings of the prefill worker by name, see `prefixkv worker prefill --help`.
+        prefill: settings by name, see `prefixkv worker prefill --help`.
         decode: settings of each decode worker, by its name. A request names the one it goes to.
         prefill_within: a command that runs the prefill worker's command line, see `Child`.
         decode_within: the same for each decode worker.
@@ -114,7 +110,7 @@ class ModelWorkers:
         await asyncio.gather(*(child.end(grace_s) for child in self._children))
 
     def _start(self, name: str) -> Child:
-        """Start one model worker as a child process, and keep the fleets that use it up to date."""
+        """Keep the fleets that use the worker up to date."""
         role = PREFILL if name == PREFILL else "decode"
         settings = {
             "name": name, "model": str(self._folder), "threads": 1, "api_key": self._key,
@@ -142,13 +138,13 @@ class ModelWorkers:
         self, decode: str, rid: str, prompt: Sequence[int], max_new_tokens: int, salt: str = "",
         ignore_end: bool = False,
     ) -> ChatAnswer:  # fmt: skip
-        """Send one chat request to a decode worker; its tokens are chosen greedily.
+        """Send one request; its tokens are chosen greedily. Raises ModelWorkerError if it does not
+        end as it should.
 
         Args:
             rid: unique among the requests in progress.
             salt: requests with different salts share nothing.
             ignore_end: True: the model's end tokens do not end the answer.
-        Raises: ModelWorkerError if it does not end as it should.
         """
         answer = ChatAnswer(list(prompt), max_new_tokens)
         how = SamplingParams(ignore_end=ignore_end)
@@ -178,19 +174,17 @@ class ModelWorkers:
 
     @property
     def retried(self) -> int:
-        """Number of chat requests that a worker did not answer at first."""
         return sum(fleet.retried for fleet in self._fleets.values())
 
     # --- figures ----------------------------------------------------------------------------------
 
     async def figures(self, name: str) -> dict[str, float]:
-        """Return a model worker's metrics now, by name and labels."""
         text = await asyncio.to_thread(_get, f"{self._infos[name].status_url}/metrics", self._key)
         lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
         return {metric: float(number) for metric, _, number in lines}
 
     async def settled(self, name: str) -> tuple[dict[str, float], dict[str, int]]:
-        """Return a model worker's metrics once no request uses pages there, or as they are after
+        """Return a worker's metrics once no request uses pages there, or as they are after
         `_SETTLE_S`, and the number of pages still in use by state."""
         end_s = time.monotonic() + _SETTLE_S
         # A request's pages are given back a moment after its last token.

@@ -1,8 +1,7 @@
 """Seeded conversations, as runs of tokens that are made on demand.
 
-A *session* is a chain of turns: each prompt is everything said so far plus the turn's own text, so
-a prompt is known only once the turn before it has been answered. Equal seeds give equal prompts
-whatever the engine does, as long as its answers depend on the prompt alone.
+A *session* is a chain of turns: each prompt is everything said so far plus the turn's own text.
+Equal seeds give equal prompts, as long as an engine's answers depend on the prompt alone.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Run(NamedTuple):
-    """`length` tokens that follow from `seed` alone; a shorter run of one seed is a prefix of a
-    longer one."""
+    """`length` tokens that follow from `seed` alone; a shorter run begins a longer one."""
 
     seed: int
     length: int
@@ -42,8 +40,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: `text` comes after all that was said before, `output_len` tokens are generated
-    (at least 1)."""
+    """`text` comes after all that was said before; `output_len` is at least 1."""
 
     text: tuple[Run, ...]
     output_len: int
@@ -55,8 +52,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Sessions of turns. `num_requests` counts turns; `max_request_tokens` is the longest prompt
-    with its answer."""
+    """`num_requests` counts turns; `max_request_tokens` is the longest prompt with its answer."""
 
     sessions: tuple[tuple[Turn, ...], ...]
 
@@ -81,11 +77,11 @@ def chat(
     output_tokens: int,
     requests: int | None = None,
 ) -> Workload:
-    """Make a workload of conversations that share a system prompt; user texts and answers have
-    log-normal lengths.
+    """Make conversations that share a system prompt; user texts and answers have log-normal
+    lengths.
 
     Args:
-        system_tokens: length of the shared system prompt, the first part of every first turn.
+        system_tokens: length of the system prompt, the first part of every first turn.
         user_tokens, output_tokens: medians; a draw is kept within a quarter and four times of its
             median.
         requests: cut to this many turns in all, the later turns of all conversations first.

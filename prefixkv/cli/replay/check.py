@@ -17,8 +17,7 @@ _SLOW_S: Final = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class TraceCheck:
-    """What a trace holds. Counts are of all its requests, those with `counted` of the requests that
-    do not only warm the cache."""
+    """Counts with `counted` are of the requests that do not only warm the cache."""
 
     trace: str
     kind: str
@@ -45,22 +44,18 @@ class TraceCheck:
 
     @property
     def block_bound(self) -> float:
-        """The greatest `block_hit_ratio` that any cache can have."""
+        """The greatest `block_hit_ratio` of any cache."""
         return self.counted_repeated_blocks / max(1, self.counted_asked_blocks)
 
     @property
     def token_bound(self) -> float:
-        """The greatest `token_hit_ratio` that any cache can have."""
+        """The greatest `token_hit_ratio` of any cache."""
         return self.counted_repeated_blocks * self.block_tokens / max(1, self.counted_tokens)
 
 
 def check_trace(trace: Trace, warm: float = 0.0) -> TraceCheck:
-    """Count what a trace holds and what repeats in it, and say what looks wrong. O(blocks), but
-    where nothing repeats O(blocks log blocks).
-
-    Args:
-        warm: share of the requests that only warm the cache, as of a replay.
-    """
+    """Count what a trace holds and what repeats in it. `warm`: share of the requests that only warm
+    the cache. O(blocks), but where nothing repeats O(blocks log blocks)."""
     begin = int(warm * len(trace.requests))
     seen: set[Any] = set()
     asked = whole = largest = without = repeated = 0
@@ -114,8 +109,7 @@ def _repeating_prompts(trace: Trace) -> int:
 
 
 def doubts(check: TraceCheck) -> list[str]:
-    """Return what looks wrong in a trace that can be replayed, a sentence each: its times, and
-    prompts shorter than a block."""
+    """Say what looks wrong though it can be replayed: times, and prompts shorter than a block."""
     found = []
     gap_s = check.seconds / max(1, check.requests - 1)
     if check.requests > 1 and not check.seconds:
@@ -146,8 +140,7 @@ def doubts(check: TraceCheck) -> list[str]:
 
 
 def why_nothing(trace: Trace, check: TraceCheck, warm: float = 0.0) -> list[str]:
-    """Return why no cache of any size can find a block in this trace, a sentence each; empty if one
-    can."""
+    """Say why no cache of any size can find a block; empty if one can."""
     # From the plainest reason to the one that is left over: the first that holds is said.
     if check.counted_repeated_blocks:
         return []
@@ -196,7 +189,7 @@ def why_nothing(trace: Trace, check: TraceCheck, warm: float = 0.0) -> list[str]
 
 
 def why_nothing_here(trace: Trace, check: TraceCheck, warm: float, capacity: int) -> list[str]:
-    """Return why policies find no block at this capacity, a sentence each."""
+    """Say why policies find no block at this capacity."""
     if check.why_nothing:
         return [*check.why_nothing]
     enough = enough_for_lru(trace, warm)
@@ -214,8 +207,7 @@ def why_nothing_here(trace: Trace, check: TraceCheck, warm: float, capacity: int
 
 
 def enough_for_lru(trace: Trace, warm: float = 0.0) -> int:
-    """Return a capacity, in blocks, at which lru finds at least one block; 0 if no cache does.
-    O(blocks)."""
+    """Return a number of blocks with which lru finds one; 0 if no cache does. O(blocks)."""
     begin = int(warm * len(trace.requests))
     paths = [block_names(request.whole_key, trace.page_size) for request in trace.requests]
     asked = [0, *accumulate(map(len, paths))]
@@ -247,20 +239,19 @@ def _smaller(trace: Trace) -> str:
 
 
 def _pages(trace: Trace, key: RadixKey) -> Iterator[bytes]:
-    """Yield the whole blocks of a trace's prompt, without what stands before them."""
+    """Yield whole blocks, without what stands before them."""
     size = TOKEN_BYTES * trace.page_size
     for at in range(len(key) // trace.page_size):
         yield key.data[at * size : (at + 1) * size]
 
 
 def _number_in_mix(key: RadixKey) -> int:
-    """Return the number of the trace that a prompt of a mix is from: equal blocks of two traces
-    mean nothing."""
+    """Equal blocks of two traces mean nothing."""
     return key.namespace[0] if isinstance(key.namespace, tuple) else 0
 
 
 def _repeats_across_namespaces(trace: Trace) -> int:
-    """Count the whole blocks of a trace that would be found if all requests shared a namespace."""
+    """Count blocks that would be found if all requests shared a namespace."""
     seen: set[Any] = set()
     found = 0
     for request in trace.requests:
@@ -273,7 +264,7 @@ def _repeats_across_namespaces(trace: Trace) -> int:
 
 
 def _repeats_elsewhere(trace: Trace) -> int:
-    """Count the whole blocks of a trace that an earlier request has too, wherever it has them."""
+    """Count blocks that an earlier request has too, wherever it has them."""
     seen: set[tuple[int, bytes]] = set()
     found = 0
     for request in trace.requests:
@@ -285,8 +276,7 @@ def _repeats_elsewhere(trace: Trace) -> int:
 
 
 def _common_tokens(trace: Trace) -> int:
-    """Return the most tokens that two prompts of a trace of token lists share from their
-    beginnings."""
+    """Return the most tokens that two prompts share from their beginnings."""
     # Sorted, the two that share most are neighbours. The order is that of bytes, which keeps equal
     # beginnings together as well as any other.
     keys = sorted((repr(one.key.namespace), bytes(one.key.data)) for one in trace.requests)

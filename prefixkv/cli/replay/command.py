@@ -190,7 +190,6 @@ def replay(
                 replays: Replays = replays,
                 trace_results: list[ReplayResult] = trace_results,
             ) -> None:
-                """Replay with one policy at one capacity, and print the result."""
                 task = progress.add_task(f"{trace.name} {name} {size}", total=len(trace.requests))
                 # Named as on the command line, with its settings: two settings of one policy are
                 # two curves.
@@ -244,8 +243,7 @@ def replay(
 
 @contextmanager
 def _per_request(path: Path | None) -> Iterator[Callable[[RequestHits], None] | None]:
-    """Write what each request of each replay finds to a file, as it is found: nothing is kept.
-    Raises OutputError."""
+    """Write what each request finds at once: nothing is kept. Raises OutputError."""
     if path is None:
         yield None
         return
@@ -266,7 +264,6 @@ def _per_request(path: Path | None) -> Iterator[Callable[[RequestHits], None] | 
 
 
 def _check(console: Console, traces: list[Trace], warm: float, json_file: Path | None) -> None:
-    """Print what each trace holds and what could be found in it, and write it to a file too."""
     rows = []
     for trace in traces:
         found = check_trace(trace, warm)
@@ -294,7 +291,7 @@ def _check(console: Console, traces: list[Trace], warm: float, json_file: Path |
 
 
 def _row(result: ReplayResult, bytes_per_token: int) -> str:
-    """Format a replay's result as a line of the table; * marks the default policy."""
+    """Format a line of the table; * marks the default policy."""
     name = result.policy + ("*" if result.policy == DEFAULT_POLICY else "")
     saved = amount(result.hit_tokens * bytes_per_token) if bytes_per_token else "-"
     return LAYOUT.format(
@@ -305,7 +302,7 @@ def _row(result: ReplayResult, bytes_per_token: int) -> str:
 
 
 def _makers(given: list[str]) -> dict[str, MakePolicy | None]:
-    """Return what makes each policy that the values of `--policy` name. Raises ConfigError."""
+    """Return what makes each policy of `--policy`. Raises ConfigError."""
     every = [*policy_names(), OPTIMUM]
     names = (name.strip() for text in given for name in text.split(","))
     chosen: dict[str, None] = {}

@@ -1,5 +1,4 @@
-"""Several policies at several capacities: the capacities, the recommendation in one sentence, and
-the plot of miss ratios."""
+"""Several policies at several capacities: the capacities, the recommendation, and the plot."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ def capacities_for(blocks: int) -> list[int]:
 
 
 def middle(capacities: Sequence[int]) -> int:
-    """Return the replayed capacity to recommend for if none is named: the middle one, the larger of
-    two."""
+    """Return the capacity in the middle, the larger of two."""
     return sorted(capacities)[len(capacities) // 2]
 
 
@@ -47,8 +45,8 @@ def amount(num_bytes: float) -> str:
 
 
 def best(results: Sequence[ReplayResult], capacity: int) -> ReplayResult | None:
-    """Return the result of the policy to use at this capacity: the one with the most hits, unless
-    the default, or else lru, is as good up to noise. None if no policy was run."""
+    """Return the result with the most hits, unless the default, or else lru, is as good up to
+    noise. None if no policy was run."""
     there = [one for one in results if one.capacity_blocks == capacity and one.policy != OPTIMUM]
     most_hit = max((one.block_hit_ratio for one in there), default=0.0)
     # Noise counts from both ends: near a hit rate of 1 a small share of the hits is most of the
@@ -69,8 +67,7 @@ def best(results: Sequence[ReplayResult], capacity: int) -> ReplayResult | None:
 def sentence(
     results: Sequence[ReplayResult], pool: int, bytes_per_token: int = 0, block_tokens: int = 0
 ) -> str:
-    """Return the recommendation for a pool of `pool` blocks, and what half or twice of it would
-    bring.
+    """Recommend for a pool of `pool` blocks, and say what half or twice of it would bring.
 
     Args:
         results: of one trace; at `pool` all policies, at half and twice of it that of `best`.
@@ -110,7 +107,7 @@ def _saved(num_tokens: int, bytes_per_token: int) -> str:
 
 
 def check_plot(path: Path | None) -> None:
-    """Raise ConfigError if a plot of the curves is requested and matplotlib is missing."""
+    """Raise ConfigError if a plot is requested and matplotlib is missing."""
     if path is not None:
         try:
             import matplotlib  # noqa: F401, ICN001
@@ -119,8 +116,7 @@ def check_plot(path: Path | None) -> None:
 
 
 def draw(results: Sequence[ReplayResult], path: Path) -> None:
-    """Draw the curves of miss ratio by capacity: one per policy, one panel per trace. Raises
-    ConfigError without matplotlib."""
+    """Draw one curve per policy, one panel per trace. Raises ConfigError without matplotlib."""
     check_plot(path)
     import matplotlib as mpl
 

@@ -1,8 +1,6 @@
 """A client that knows: at the end of each request it says whether the conversation comes back
-within some minutes, as `finish(continues=)` takes it.
-
-A conversation comes back with a prompt that begins with all whole blocks of this one.
-"""
+within some minutes, as `finish(continues=)` takes it: with a prompt that begins with all whole
+blocks of this one."""
 
 from __future__ import annotations
 
@@ -15,12 +13,8 @@ from prefixkv.cli.replay.trace import Trace, block_names
 def client_hints(
     trace: Trace, minutes: float, wrong: float = 0.0, seed: int = 0
 ) -> list[bool | None]:
-    """Return, for each request of a trace in order, its client's hint: whether the conversation
-    comes back in time; None for one without a whole block.
-
-    Args:
-        wrong: this share of them, drawn with the seed, says the opposite.
-    """
+    """Return, for each request in order, whether the conversation comes back in time; None for one
+    without a whole block. A share of `wrong`, drawn with the seed, says the opposite."""
     random = Random(seed)
     next_s: dict[Any, float] = {}  # by block: time of its next use
     hints: list[bool | None] = []

@@ -1,4 +1,4 @@
-"""Sizes of host tiers: as they are given, in blocks, and in the command's table."""
+"""Sizes of host tiers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _MOST_BLOCKS: Final = 10**9
 
 
 class HostSize(NamedTuple):
-    """The size of a host tier, as it was given: `number` of `unit`, which is "x" (times the
-    device's capacity), "blocks" or "bytes"."""
+    """`number` of `unit`: "x" (times the device's capacity), "blocks" or "bytes"."""
 
     text: str
     number: float
@@ -75,7 +74,7 @@ def _size(setting: str, given: str | int) -> HostSize:
 
 
 def host_row(host: HostResult, capacity: int, trace: Trace) -> str:
-    """Format what a host tier found as a line of the table, below that of its device."""
+    """Format a line of the table, below that of the device."""
     return (
         f"  + host {host.host_blocks:,} blocks{_size_in_words(host, capacity, trace)}: finds "
         f"{host.host_hit_ratio:.4f} more, {host.block_hit_ratio:.4f} in all; writes "
@@ -85,7 +84,7 @@ def host_row(host: HostResult, capacity: int, trace: Trace) -> str:
 
 
 def _amount(blocks: float, trace: Trace) -> str:
-    """Format an amount of KV: in bytes, or in tokens where those of a token are not known."""
+    """Format it in bytes, or in tokens where those of a token are not known."""
     tokens = blocks * trace.block_tokens
     if trace.bytes_per_token:
         return amount(tokens * trace.bytes_per_token)
@@ -97,6 +96,6 @@ def _times(host: HostResult, capacity: int) -> str:
 
 
 def _size_in_words(host: HostResult, capacity: int, trace: Trace) -> str:
-    """Format a host tier's size in capacities of the device, and in bytes where they are known."""
+    """Format it in capacities of the device, and in bytes where they are known."""
     size = f", {_amount(host.host_blocks, trace)}" if trace.bytes_per_token else ""
     return f" ({_times(host, capacity)}{size})"

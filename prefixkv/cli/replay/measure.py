@@ -1,5 +1,4 @@
-"""Replays of several policies at several capacities, from Python: `replay_curves`. The command
-makes its own by the same `Replays`."""
+"""`replay_curves`: several policies at several capacities, from Python."""
 
 from __future__ import annotations
 
@@ -37,16 +36,7 @@ class RequestHits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """Replays of one trace. They share all but policy and capacity.
-
-    Args:
-        warm: share of the requests that only warm the cache.
-        queue: how many following requests count as waiting.
-        hints: per request, what its client says at its end (`finish(continues=)`).
-        each: called with what each request of each replay finds.
-        running: requests that run at a time; their blocks count, and are not evicted.
-        hosts: sizes of host tiers.
-    """
+    """Replays of one trace. They share all but policy and capacity; see `replay_curves`."""
 
     trace: Trace
     warm: float = 0.0
@@ -63,8 +53,7 @@ class Replays:
         capacity: int,
         progress: Callable[[int], None] | None = None,
     ) -> ReplayResult:
-        """Replay the trace with one policy at one capacity (blocks), under this name; without a
-        policy, with the optimum."""
+        """Replay with one policy under this name; without a policy, with the optimum."""
         # The optimum knows the future: neither a queue nor hints could add to it. It is that of the
         # device alone.
         hosts = [] if make is None else self.host_blocks(capacity)
@@ -79,8 +68,7 @@ class Replays:
         return replace(result, policy=name)
 
     def host_blocks(self, capacity: int) -> list[int]:
-        """Return the sizes of host tiers, in blocks and rising, behind a device of this capacity.
-        Raises ConfigError if one is in bytes and the KV of a token is not known."""
+        """Rising. Raises ConfigError for bytes if the KV of a token is not known."""
         block_bytes = self.trace.block_tokens * self.trace.bytes_per_token
         return sorted({size.blocks(capacity, block_bytes) for size in self.hosts})
 
@@ -180,8 +168,7 @@ def replay_curves(
 
 
 def maker_of(name: str) -> MakePolicy | None:
-    """Return what makes the policy that a command line names; None for the optimum. Raises
-    ConfigError."""
+    """None stands for the optimum. Raises ConfigError."""
     if name == OPTIMUM:
         return None
     policy_of(name)  # what is wrong with it is found out before anything is replayed
@@ -208,8 +195,7 @@ def _makers(policies: Any) -> dict[str, MakePolicy | None]:
 
 
 def _name_of(make: Any) -> str:
-    """Return the name of the policies that a function makes. Raises ConfigError if it makes
-    none."""
+    """Raises ConfigError if the function makes no policy."""
     made = make() if callable(make) else make
     if not callable(make) or not isinstance(made, Policy):
         raise ConfigError(f"{make!r} is no function that makes an eviction policy")

@@ -28,8 +28,7 @@ def replay_optimum(
     each: Each | None = None,
     running: int = 1,
 ) -> ReplayResult:
-    """Replay a trace with the optimum, which evicts the furthest next use: no cache of this
-    capacity hits more often. O(blocks log blocks). Arguments are those of `replay_policy`."""
+    """No cache of this capacity hits more often. O(blocks log blocks). See `replay_policy`."""
     hits = Hits(trace, warm, each, running)
     paths = [block_names(request.whole_key, trace.page_size) for request in trace.requests]
     counted = running > 0
@@ -52,7 +51,6 @@ def replay_optimum(
     evicted = 0
 
     def end() -> None:
-        """End the request that has run longest: its blocks may go."""
         for depth, name in enumerate(paths[runs.popleft()]):
             holds[name] -= 1
             if not holds[name]:

@@ -25,14 +25,12 @@ def read_trace(
     block_tokens: int = 512,
     limit: int | None = None,
 ) -> Trace:
-    """Read the trace to replay from a file; its requests are ordered by time.
+    """Read a trace, ordered by time. Raises TraceError, which names the file and the line.
 
     Args:
         page_size: tokens per page, for token lists.
         block_tokens: tokens that a hash id stands for, if the file does not say.
         limit: read only this many entries.
-    Raises:
-        TraceError: names the file and the line.
     """
     path = Path(path)
     reader = _TraceReader(page_size, block_tokens)
@@ -45,7 +43,7 @@ def read_trace(
 
 
 def make_trace(name: str, entries: Iterable[dict[str, Any]], block_tokens: int = 512) -> Trace:
-    """Make a trace to replay of entries in memory. Raises TypeError or ValueError for a bad one."""
+    """Raises TypeError or ValueError for a bad entry."""
     reader = _TraceReader(1, block_tokens)
     for entry in entries:
         reader.add(entry)
@@ -53,7 +51,7 @@ def make_trace(name: str, entries: Iterable[dict[str, Any]], block_tokens: int =
 
 
 class _TraceReader:
-    """Builder of a trace from a file's entries. Raises TypeError for one that does not fit."""
+    """Raises TypeError for an entry that does not fit."""
 
     def __init__(self, page_size: int, block_tokens: int) -> None:
         self._page_size, self._block_tokens = page_size, block_tokens
@@ -64,7 +62,7 @@ class _TraceReader:
         self._recorded = True  # all entries have what a node's record says besides Mooncake's
 
     def add(self, entry: Any) -> None:
-        """Read one entry of a trace; the first decides the kind of all."""
+        """The first entry decides the kind of all."""
         kind = _kind(entry)
         # A file of two kinds would have two units of block and time.
         if self._kind == "":
@@ -77,7 +75,6 @@ class _TraceReader:
             self._add_blocks(entry)
 
     def trace(self, name: str) -> Trace:
-        """Return the trace of all entries that were read, in order of time."""
         if self._kind == "tokens":
             size = self._page_size
             return Trace(name, self._requests, size, size, kind=TOKENS).in_order()
@@ -109,7 +106,7 @@ class _TraceReader:
         self._add(self._time_s(entry), ids, length, self._block_tokens, namespace)
 
     def _time_s(self, entry: dict[str, Any]) -> float:
-        """Return the time of a trace's entry; without one, requests are a second apart."""
+        """Without a time, requests are a second apart."""
         stamped = {"timestamp": len(self._requests) * 1000} | entry
         return number_in(stamped, "timestamp", 0, 10**15 - 1, (int, float)) / 1000  # type: ignore[no-any-return]
 
@@ -130,8 +127,7 @@ class _TraceReader:
 
 
 def _kind(entry: Any) -> str:
-    """Return the kind of trace that a file's entry belongs to. Raises TypeError for one of no
-    kind."""
+    """Raises TypeError for an entry of no kind."""
     if isinstance(entry, list):
         return "tokens"
     if not isinstance(entry, dict):

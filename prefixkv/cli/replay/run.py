@@ -1,6 +1,5 @@
 """Replay of one policy at one capacity, through the real `RadixCache`: each request is matched and
-locked, room is made for the rest, and the rest is inserted. Policies know how many tokens a block
-stands for (`token_scale`).
+locked, room is made for the rest, and the rest is inserted.
 
 Blocks of requests that run cannot be evicted, and count against the capacity: those of each request
 until as many have come after it as run at a time. One that could not run in the pool at all is
@@ -26,8 +25,6 @@ behind them."""
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """Hit rates and costs of one replay."""
-
     trace: str
     policy: str
     capacity_blocks: int
@@ -45,8 +42,7 @@ class ReplayResult:
 
 
 class Hits:
-    """Counts of a replay. The first requests, a share of `warm`, warm the cache and do not
-    count."""
+    """The first requests, a share of `warm`, warm the cache and do not count."""
 
     def __init__(
         self,
@@ -63,17 +59,11 @@ class Hits:
         self._begin_s = time.perf_counter()
 
     def counts(self, at: int) -> bool:
-        """Return whether request number `at` counts, and does not only warm."""
         return at >= self._from
 
     def add(self, at: int, known: int, held: int = 0, behind: Sequence[int] = ()) -> None:
-        """Count the hits of request number `at`.
-
-        Args:
-            known: of its blocks, how many the device has.
-            held: blocks that running requests hold, its own included.
-            behind: for each host tier, how many blocks it has behind those.
-        """
+        """Count request number `at`: the device has `known` of its blocks, running requests hold
+        `held`, its own included, and each host tier has `behind` behind those."""
         if self._each is not None:
             self._each(at, known, behind)
         if at < self._from:
@@ -88,12 +78,12 @@ class Hits:
             host.load(blocks)
 
     def refuse(self, at: int) -> None:
-        """Count request number `at`, which does not fit the pool."""
+        """The request does not fit the pool."""
         self.add(at, 0, 0, (0,) * len(self._hosts))
         self._too_long += self.counts(at)
 
     def result(self, policy: str, capacity: int, evicted: int) -> ReplayResult:
-        """Return the hit rates and costs, with the time per request since this object was made."""
+        """The time per request counts since this object was made."""
         count = len(self._trace.requests)
         return ReplayResult(
             trace=self._trace.name,
@@ -134,8 +124,7 @@ def replay_policy(
     running: int = 1,
     hosts: Sequence[int] = (),
 ) -> ReplayResult:
-    """Replay a trace with one eviction policy at one capacity (blocks), through a real
-    `RadixCache`. Costs some ten microseconds per request, and as much for each host tier.
+    """Replay a trace with one policy at one capacity (blocks).
 
     Args:
         policy: a name, or an object, which serves one replay. Host tiers get others like it.
@@ -157,8 +146,6 @@ def replay_policy(
 
 
 class _Replay:
-    """One replay: the device's tier, host tiers behind it, and the requests that run."""
-
     def __init__(
         self,
         trace: Trace,
@@ -173,7 +160,6 @@ class _Replay:
         self._running: deque[_Running] = deque()
 
     def run(self, queue: int, progress: Callable[[int], None] | None) -> ReplayResult:
-        """Replay all requests, one after the other."""
         cache, requests = self._device.cache, self._trace.requests
         wants = deque(cache.want(cache.match_prefix(one.whole_key)) for one in requests[:queue])
         for at, request in enumerate(requests):
@@ -194,7 +180,7 @@ class _Replay:
         return self._hits.result(cache.policy.name, self._device.capacity, evicted)
 
     def _replay(self, at: int, request: TraceRequest) -> None:
-        """Replay one request: end those that make way for it, and admit it."""
+        """End the requests that make way for this one, and admit it."""
         device, key, now_s = self._device, request.whole_key, request.time_s
         page_size, counted = self._trace.page_size, self._most_running > 0
         total = len(key) // page_size
@@ -225,8 +211,7 @@ class _Replay:
             self._end(now_s)
 
     def _end(self, now_s: float) -> None:
-        """End the request that has run longest: what it held may be evicted, and hosts get what
-        they lack."""
+        """End the request that has run longest; hosts get what they lack."""
         one = self._running.popleft()
         cache, key = self._device.cache, self._trace.requests[one.at].whole_key
         cache.unlock(one.lock)

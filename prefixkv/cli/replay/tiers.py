@@ -1,9 +1,9 @@
 """The tiers of a replay: one tree each, over blocks that are numbered as they are needed.
 
 The device's tier holds what requests need while they run. A host tier lies behind it and is
-inclusive: it holds copies, of what the device has too. A request finds what the device has of its
-prompt, loads what the host has behind that, and when it ends what the host lacks is written there.
-So what the device keeps is the same with any host.
+inclusive: a request finds what the device has of its prompt, loads what the host has behind that,
+and when it ends what the host lacks is written there. So what the device keeps is the same with any
+host.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from prefixkv.spi import InsertResult, Policy, PrefixLock, RadixCache, RadixKey
 
 @dataclass(frozen=True, slots=True)
 class HostResult:
-    """What a host tier of one size found in a replay, behind the device, and what was copied."""
-
     host_blocks: int  # its size
     block_hit_ratio: float  # of all blocks asked for: found by the device or here
     host_hit_ratio: float  # of all blocks asked for: found here alone
@@ -32,13 +30,9 @@ class HostResult:
 
 
 class Tier:
-    """A tree of at most `capacity` blocks, with a policy of its own.
-
-    Args:
-        makes_room: True: room is made before blocks are inserted, so they never take more than the
-            capacity. False: what is over goes afterwards, the blocks just inserted included
-            (`trim`).
-    """
+    """A tree of at most `capacity` blocks, with a policy of its own. With `makes_room` room is made
+    before blocks are inserted, so they never take more than the capacity; else what is over goes
+    afterwards, the blocks just inserted included (`trim`)."""
 
     def __init__(self, trace: Trace, policy: Policy, capacity: int, makes_room: bool) -> None:
         policy.token_scale = trace.token_scale
@@ -49,7 +43,6 @@ class Tier:
         self._next_page = 0
 
     def lock(self, key: RadixKey, now_s: float, visit: bool | None = None) -> PrefixLock:
-        """Hold what the tier has of a prompt."""
         return self.cache.lock(self.cache.match_prefix(key), now_s, visit=visit)
 
     def store(
@@ -59,11 +52,7 @@ class Tier:
         now_s: float,
         visit: bool | None = None,
     ) -> InsertResult:
-        """Insert all of a prompt, of which `lock` holds what is there; then `lock` holds all of it.
-
-        Args:
-            visit: as for `RadixCache.insert`.
-        """
+        """Insert all of a prompt, of which `lock` holds what is there, and then all of it."""
         missing = (len(key) - lock.prefix_len) // self.cache.page_size
         if self._makes_room:
             self.trim(now_s, missing)
@@ -80,15 +69,14 @@ class Tier:
         return inserted
 
     def trim(self, now_s: float, more: int = 0) -> None:
-        """Evict what is over the capacity, or would be with `more` blocks; no block that is
-        held."""
+        """Evict what is over the capacity, or would be with `more` blocks."""
         over = self.cache.num_pages + more - self.capacity
         if over > 0:
             self._free += self.cache.evict(over, now_s).tolist()
 
 
 class SimulatedTier(Tier):
-    """A host tier of a replay, and counts of what is copied to and from it."""
+    """A host tier, and counts of what is copied to and from it."""
 
     def __init__(self, trace: Trace, policy: Policy, capacity: int, makes_room: bool) -> None:
         super().__init__(trace, policy, capacity, makes_room)
@@ -98,23 +86,17 @@ class SimulatedTier(Tier):
         self.loads = self.loaded_blocks = self.written_blocks = 0
 
     def begin(self, key: RadixKey, now_s: float) -> int:
-        """Return the number of blocks that the tier has of a prompt. Counts as its use."""
+        """Return the number of blocks here of a prompt. Counts as its use."""
         with self.lock(key, now_s) as lock:
             return lock.prefix_len // self._page_size
 
     def load(self, blocks: int) -> None:
-        """Count what a request loads."""
         self.loads += blocks > 0
         self.loaded_blocks += blocks
 
     def end(self, key: RadixKey, found: int, now_s: float, counted: bool) -> None:
-        """Write what the tier lacks of a prompt that ends; of one that it could not hold, the
-        beginning, where room is made before.
-
-        Args:
-            found: what `begin` returned for it.
-            counted: False: it only warms the cache.
-        """
+        """Write what is lacking of a prompt that ends, of which `begin` has `found` blocks; of one
+        that is too large, the beginning, where room is made before."""
         if not self.capacity:
             return
         # The request was seen when it began, unless nothing of it was there to be used.
@@ -127,8 +109,6 @@ class SimulatedTier(Tier):
             self.written_blocks += new
 
     def result(self, device_hits: int, asked: int) -> HostResult:
-        """Return what the tier found, beside the blocks that the device found, of those asked
-        for."""
         asked = max(1, asked)
         return HostResult(
             host_blocks=self.capacity,

@@ -23,7 +23,7 @@ TOKENS: Final = "token lists"
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request: its blocks as one token each, or its tokens."""
+    """A request: its blocks as one token each, or its tokens."""
 
     time_s: float
     key: RadixKey
@@ -33,8 +33,6 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests of one trace, and the sizes of its blocks."""
-
     name: str
     requests: list[TraceRequest]
     page_size: int  # tokens of a key per page
@@ -45,11 +43,11 @@ class Trace:
 
     @property
     def token_scale(self) -> int:
-        """Number of prompt tokens that one token of a key in the trace stands for."""
+        """Number of prompt tokens that one token of a key stands for."""
         return self.block_tokens // self.page_size
 
     def in_order(self) -> Trace:
-        """Return the trace with its requests by time; those of equal time keep their order."""
+        """Requests of equal time keep their order."""
         ordered = self.requests
         # Traces are mostly in order already: looking is cheaper than sorting.
         back = sum(later.time_s < earlier.time_s for earlier, later in pairwise(ordered))
@@ -59,7 +57,7 @@ class Trace:
 
 
 def block_names(key: RadixKey, page_size: int) -> list[Any]:
-    """Return a name for each whole block of a trace's key together with all blocks before it."""
+    """Return a name for each whole block together with all blocks before it."""
     names = []
     above = hash(key.namespace)
     size = TOKEN_BYTES * page_size
@@ -71,7 +69,7 @@ def block_names(key: RadixKey, page_size: int) -> list[Any]:
 
 
 def footprint(trace: Trace) -> int:
-    """Count the distinct whole blocks of a trace: a cache of this many never evicts."""
+    """A cache of this many blocks never evicts."""
     # By name, not by id: a block counts once per prefix that it follows.
     seen: set[Any] = set()
     for request in trace.requests:
@@ -80,11 +78,8 @@ def footprint(trace: Trace) -> int:
 
 
 def mix(traces: Sequence[Trace]) -> Trace:
-    """Merge traces to replay by time, each in a namespace of its own, so that they share nothing.
-
-    Raises:
-        ConfigError: blocks of different sizes.
-    """
+    """Merge traces by time, each in a namespace of its own, so that they share nothing. Raises
+    ConfigError for blocks of different sizes."""
     sizes = {(trace.page_size, trace.block_tokens) for trace in traces}
     if len(sizes) > 1:
         each = ", ".join(f"{trace.name} of {trace.block_tokens}" for trace in traces)

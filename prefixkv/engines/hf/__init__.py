@@ -1,9 +1,5 @@
-"""An engine for Hugging Face models: a prefill and a decode worker with attention that reads and
-writes the paged pool in place. The extra `hf`.
-
-No other part of the library imports transformers. This module imports it only when one of its names
-is used.
-"""
+"""Prefill and decode workers for Hugging Face models, with attention that uses the paged pool in
+place. The extra `hf`; transformers is imported only when one of these names is used."""
 
 from __future__ import annotations
 

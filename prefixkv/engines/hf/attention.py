@@ -1,10 +1,9 @@
 """Attention on the paged pool, as transformers' `AttentionInterface` calls it.
 
-A forward has the new tokens of several sequences, packed into one row: [1, N]. A `Plan` has the
-places to which their KV is written, and the pages that each sequence reads; it is made once and
-used by every layer. Sequences attend one after the other, on every device: the K and V of each
-are gathered into one small buffer, which on a CPU is still in the processor's cache when attention
-reads it.
+A forward has the new tokens of several sequences, packed into one row: [1, N]. A `Plan`, made once
+and used by every layer, has the places of their KV and the pages that each sequence reads.
+Sequences attend one after the other: the K and V of each are gathered into one small buffer, which
+on a CPU is still in its cache when attention reads it.
 """
 
 from __future__ import annotations
@@ -28,12 +27,10 @@ _QUERIES: Final = 256  # new tokens per mask: keys after the last of them are no
 class FlatPool:
     """A pool's memory as rows of pages, to gather from, and of tokens, to write to. One thread's.
 
-    Layers are numbered as the model's, of which only some may have KV. `pages[layer]` is
-    [R, page_size * heads * dim], and `tokens[layer]` the same memory as
-    [R * page_size, heads * dim]. The K of page p is row `k_row + p * page_rows`, its V is row
-    `v_row + p * page_rows`, in all layers.
-
-    `sliding` is the memory of the layers with a window, where those are a group of their own.
+    Layers are numbered as the model's. `pages[layer]` is [R, page_size * heads * dim], and
+    `tokens[layer]` the same memory as [R * page_size, heads * dim]. In all layers the K of page p
+    is row `k_row + p * page_rows`, its V row `v_row + p * page_rows`. `sliding` is the memory of
+    the layers with a window, where those are a group.
     """
 
     def __init__(
@@ -43,15 +40,13 @@ class FlatPool:
         window: int = 0,
         sliding: FlatPool | None = None,
     ) -> None:
-        """Make the flat views of a pool, by page and by token, without copies.
+        """Make the flat views, without copies.
 
         Args:
-            pool: the pool.
             layers: the model's layers whose KV it has, in the pool's order; None: all, from 0.
             window: tokens that a token of these layers sees, itself among them; 0: all before it.
-            sliding: see above.
         Raises ConfigError where a page of K is not one run of memory, token by token, or K and V
-        are not in one tensor: `KVPool.create` makes suitable pools; or for another number of
+        are not in one tensor (`KVPool.create` makes suitable pools); or for another number of
         layers.
         """
         self.pool, self.layout = pool, pool.layout
@@ -93,18 +88,12 @@ class FlatPool:
         self._buffer = flat.new_empty(0)
 
     def rows(self, pages: Pages) -> torch.Tensor:
-        """Return the pages' row numbers in the flat pool: of K, then of V.
-
-        Int64 [2, *pages.shape], on the CPU.
-        """
+        """Return int64 [2, *pages.shape], on the CPU: the row of each page's K, then of its V."""
         first = pages.astype(np.int64) * self.page_rows
         return torch.from_numpy(np.stack([first + self.k_row, first + self.v_row]))
 
     def scratch(self, num_rows: int) -> torch.Tensor:
-        """Return memory for rows that attention gathers: [num_rows, page_size * heads * dim].
-
-        Each call returns the same memory, until a call asks for more.
-        """
+        """Return [num_rows, page_size * heads * dim], the same memory as long as it is enough."""
         width = self._any.shape[1]
         if self._buffer.numel() < num_rows * width:
             self._buffer = self._any.new_empty(num_rows * width)
@@ -112,8 +101,7 @@ class FlatPool:
 
 
 class _Block(NamedTuple):
-    """Some new tokens of one sequence, and the keys that one of them sees at least: views of the
-    memory that they are gathered into, made once for all layers."""
+    """Some new tokens of one sequence, and the keys that one of them sees at least, as views."""
 
     k: torch.Tensor  # [1, heads, keys, dim]
     v: torch.Tensor
@@ -130,12 +118,10 @@ class Plan:
     """The places of one forward's KV, and the keys that each new token attends to.
 
     Args:
-        flat: the pool.
         rows: per sequence its page ids in order; they hold at least `ends` tokens.
         starts, ends: the new tokens of each sequence are [start, end), at least one. The KV of
             earlier tokens is in the pages.
-        device: the model's device.
-        states: the states of the sequences, where the model has recurrent layers.
+        states: where the model has recurrent layers.
         windows: per sequence its pages in the window group, where the model has layers with a
             window: they hold the tokens that the first new one sees, and those up to `ends`.
 
@@ -165,13 +151,10 @@ class Plan:
         self._of_layer = {layer: group for group in groups for layer in group.flat.pages}
 
     def group(self, layer: int) -> GroupPlan | None:
-        """Return the plan of the layers of a model that keep what this one keeps; None of a layer
-        without KV."""
+        """Return the plan of the layers that keep what this one keeps; None: it has no KV."""
         return self._of_layer.get(layer)
 
     def erase(self, new: torch.Tensor) -> None:
-        """Set the KV of some new tokens of a forward to zero, in all layers. See
-        `GroupPlan.erase`."""
         for group in self._groups:
             group.erase(new)
 
@@ -184,8 +167,6 @@ class Plan:
         scale: float | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the new tokens' KV of one layer of a model, and return their attention. See
-        `GroupPlan`."""
         group = self._of_layer[layer]
         # First, since a new token attends to itself, and is read from its page.
         group.write(layer, key, value)
@@ -199,8 +180,8 @@ def _seen_pages(
     window: int,
     page_size: int,
 ) -> tuple[list[Pages], list[int], list[int]]:
-    """Return of each sequence of a forward the window group's pages that its new tokens see, and
-    where these begin and end, counted from the first token of the first of those pages."""
+    """Return per sequence the pages of the window group that its new tokens see, and where these
+    tokens begin and end, counted from the first token of those pages."""
     rows, firsts, lasts = [], [], []
     for (first, ids), start, end in zip(windows, starts, ends, strict=True):
         begin, stop = max(0, start + 1 - window) // page_size, pages_for(end, page_size)
@@ -213,15 +194,8 @@ def _seen_pages(
 
 
 class GroupPlan:
-    """The part of a `Plan` that is about the layers of one pool. They keep all tokens, or, with
-    `flat.window`, the last ones.
-
-    Args:
-        flat: the pool of these layers.
-        rows, starts, ends: as of `Plan`. With a window all are counted from the first page that is
-            needed: the distance of two tokens is what it was.
-        device: the model's device.
-    """
+    """The part of a `Plan` for the layers of one pool. With `flat.window`, `rows`, `starts` and
+    `ends` are counted from the first page that is needed: the distance of two tokens stays."""
 
     def __init__(
         self,
@@ -263,19 +237,13 @@ class GroupPlan:
             self._parts.append(_Part(page_rows, copies, blocks))
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the new tokens' KV of one layer into the pages.
-
-        key, value: [1, heads, N, dim].
-        """
+        """key, value: [1, heads, N, dim]."""
         tokens = self.flat.tokens[layer]
         for to, new in ((self._k_to, key), (self._v_to, value)):
             tokens.index_copy_(0, to, new[0].transpose(0, 1).flatten(1))
 
     def erase(self, new: torch.Tensor) -> None:
-        """Set what was written of some new tokens, bool [N], to zero in these layers.
-
-        NaN must not stay where pages are free again: no mask hides it from a reader of whole pages.
-        """
+        """Set what was written of some new tokens, bool [N], to zero: no mask hides a NaN."""
         for tokens in self.flat.tokens.values():
             for to in (self._k_to, self._v_to):
                 tokens.index_fill_(0, to[new], 0)
@@ -287,11 +255,9 @@ class GroupPlan:
         scale: float | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention of each new token to its sequence up to itself, in one layer.
+        """Return [1, N, query heads, dim]: each new token attends to its sequence up to itself.
 
-        `write` comes first. query: [1, query heads, N, dim]; sinks: a logit of each query head,
-        [query heads], that takes its share of the attention and gives nothing. Returns
-        [1, N, query heads, dim].
+        `write` comes first. query: [1, query heads, N, dim]; sinks: see `_attend_with_sinks`.
         """
         source, outs = self.flat.pages[layer], list[torch.Tensor]()
         _, heads, num, dim = query.shape
@@ -307,10 +273,7 @@ def _mask(
     first: int, last: int, seen_from: int, window: int, device: torch.device | str
 ) -> torch.Tensor | None:
     """Return which keys, from `seen_from` on, the new tokens [first, last) of a sequence see; None
-    where all is plainly causal, which SDPA needs no mask for.
-
-    `window`: tokens that each of them sees, itself among them; 0: all.
-    """
+    where all is plainly causal, which SDPA needs no mask for."""
     if not (first or (window and last > window)):
         return None
     seen = torch.ones(last - first, last - seen_from, dtype=torch.bool, device=device)
@@ -321,8 +284,7 @@ def _mask(
 def _attend_block(
     q: torch.Tensor, block: _Block, scale: float | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the attention of a block's new tokens, shaped as q: [new, heads, group, dim], the
-    query heads of a group beside each other."""
+    """q and the result: [new, heads, group, dim], the query heads of a group beside each other."""
     k, v, mask = block
     num, kv_heads, group, dim = q.shape
     # 1. One token: its query heads as the queries of a group, so that K is read once.
@@ -353,11 +315,10 @@ def _attend_with_sinks(
     sinks: torch.Tensor,
     num: int = 1,
 ) -> torch.Tensor:
-    """Return attention with a sink: one more logit of each query head, [query heads], which takes
-    part in the softmax, and whose value is zero.
+    """Attend with a sink: one more logit of each query head, [query heads], of value zero.
 
-    q: [B, heads, group * num, dim], the queries of each head of a group beside each other; k, v:
-    [B, heads, keys, dim]; mask: bool, True where a query sees a key. Returns the shape of q.
+    q and the result: [B, heads, group * num, dim]; k, v: [B, heads, keys, dim]; mask: bool, True
+    where a query sees a key.
     """
     scores = (q @ k.transpose(2, 3)).float() * (q.shape[3] ** -0.5 if scale is None else scale)
     if mask is not None:
@@ -387,12 +348,9 @@ def _paged_attention(
     prefixkv_plan: Plan | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the new KV to the pool and attend, as transformers calls its attention functions.
-
-    query is [1, query heads, N, dim], key and value [1, heads, N, dim]; returns
-    [1, N, query heads, dim]. Raises ConfigError, which names the feature, for one that a layer asks
-    for and that is not supported.
-    """
+    """Write the new KV and attend: query is [1, query heads, N, dim], key and value [1, heads, N,
+    dim], the result [1, N, query heads, dim]. Raises ConfigError for a feature that is not
+    supported."""
     # 1. Refuse: a feature that is silently ignored would give wrong answers and wrong KV.
     name = type(module).__name__
     if prefixkv_plan is None:

@@ -29,16 +29,13 @@ _SIZES: Final[dict[str, Any]] = {
 
 @cache
 def _model() -> tuple[PagedModel, Reference]:
-    """Make the model that all scenarios run, and the same without pages."""
     model = make_model("llama", 1, **_SIZES)
     return model, Reference(model)
 
 
 class HFSides:
-    """Both workers with a model that computes in no time. See `EngineSides`.
-
-    Raises NotImplementedError for several tokens per step: the kit's model has no draft.
-    """
+    """Both workers with a model that computes in no time. Raises NotImplementedError for several
+    tokens per step: the kit's model has no draft."""
 
     def __init__(self, settings: ScenarioSettings) -> None:
         if settings.tokens_per_step > 1:
@@ -75,8 +72,6 @@ class HFSides:
         return self._prefill.node
 
     def submit(self, prompt: Prompt, answer: AnswerLog) -> None:
-        """Submit a prompt to the decode worker; its job for prefill goes with the next pass."""
-
         def on_output(output: Output) -> None:
             if output.token is not None:
                 answer.token(output.token)
@@ -94,7 +89,6 @@ class HFSides:
         self._decode.submit(ask, on_output)
 
     def abort(self, rid: str, side: Side) -> None:
-        """Abort a prompt on the decode worker, or each of its jobs on prefill."""
         if side == "decode":
             self._decode.abort(rid)
             return
@@ -103,7 +97,6 @@ class HFSides:
                 self._prefill.abort(name)
 
     def step(self) -> bool:
-        """Make one pass of each worker."""
         for job in self._decode.take_prefill_jobs():
             # A worker that has gone takes no job; decode finds out by itself.
             if job.prefill == self._prefill.endpoint:
@@ -113,11 +106,9 @@ class HFSides:
         return self._decode.step() or busy
 
     def expected(self, tokens: Sequence[int], num_tokens: int) -> list[int]:
-        """Return what transformers' own `generate` says."""
         return self._reference.answer(tokens, num_tokens)
 
     def restart(self, side: Side) -> None:
-        """Close one worker, and make it again with an empty pool."""
         if side == "prefill":
             self._prefill.close()
             self._start_prefill()
@@ -126,6 +117,5 @@ class HFSides:
             self._start_decode()
 
     def close(self) -> None:
-        """Close both workers."""
         self._decode.close()
         self._prefill.close()

@@ -1,10 +1,8 @@
-"""The decode worker: it answers prompts, one token per answer and step, all answers in one forward.
-With `DecodeConfig.compute` it also computes prompts of which little is missing, in chunks beside
-its answers.
+"""The decode worker: one token per answer and step, all answers in one forward. With
+`DecodeConfig.compute` it also computes prompts of which little is missing, in chunks.
 
-One thread owns an engine and calls it: `submit` and `abort` as requests arrive, `step` while it
-returns True, `wait` otherwise. `take_prefill_jobs` returns the jobs for prefill workers.
-`docs/engine.md` shows the loop.
+One thread owns it: `submit` and `abort` as requests arrive, `step` while it returns True, `wait`
+otherwise. `docs/engine.md` shows the loop.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ _Sampled = tuple[DecodeRequest, int, TokenLogprob | None]
 
 
 class _Chunk(NamedTuple):
-    """The tokens [start, end) of a prompt that one forward computes on decode."""
+    """The tokens [start, end) of a prompt that one forward computes."""
 
     req: DecodeRequest
     start: int
@@ -68,14 +66,11 @@ class _Chunk(NamedTuple):
 
     @property
     def gives_token(self) -> bool:
-        """True if the answer's first token is sampled behind this chunk of a prompt."""
         return self.end == self.req.fill_len and not self.req.resumed
 
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """One answer to a prompt: a request on the node."""
-
     ask: Generate
     sample: int
     on_output: OnOutput
@@ -90,7 +85,7 @@ class _Answer:
 
 @dataclass(slots=True, eq=False)
 class _HeldSamples:
-    """Samples of a client's request that are not on the node yet: those from `sample` on."""
+    """The samples of a request that are not on the node yet: those from `sample` on."""
 
     ask: Generate
     on_output: OnOutput
@@ -109,23 +104,21 @@ class DecodeEngine:
     turn with those of others: no other request waits behind all of them.
 
     Args:
-        model: the model; it belongs to this engine from now on.
-        pool: the KV memory, made by `model.make_pool`; it must outlive the engine.
-        config: the node's. Its `model` is replaced by the model's identity. With `compute`, prefill
-            is asked only for what this engine does not compute: the config's `ask` is "late".
+        model: belongs to this engine from now on.
+        pool: made by `model.make_pool`; it must outlive the engine.
+        config: its `model` is replaced by the model's identity. With `compute`, prefill is asked
+            only for what this engine does not compute: the config's `ask` is "late".
         tokenizer: from `load_tokenizer`: outputs then have text, and strings may end them.
         thinking: "on" or "off": whether the KV of a model's thinking is cached. The tokenizer's
             markers say where it begins; without any all is cached.
+        shared_states: True to have the states of recurrent layers in memory that prefill may map.
 
-        shared_states: True to have the states of recurrent layers in memory that prefill may map,
-            as `make_pool` has the KV.
-
-    `states` is the memory of the states of a model with recurrent layers, None of another. It has a
-    slot per request in transfer or running: as many as `max_running`, or as the pool has pages.
-    With `compute` the slots of `checkpoints` follow; 0 of them stands for as many as on prefill.
+    `states` is None for a model without recurrent layers. It has a slot per request in transfer or
+    running: as many as `max_running`, or as the pool has pages. With `compute` the slots of
+    `checkpoints` follow; 0 of them stands for as many as on prefill.
 
     Raises: ConfigError, as DecodeNode and FlatPool do, or for another word for `thinking`, or for
-        what a model with recurrent layers cannot have.
+    what a model with recurrent layers cannot have.
     """
 
     def __init__(
@@ -191,14 +184,10 @@ class DecodeEngine:
     # --- what a client asks -----------------------------------------------------------------------
 
     def submit(self, ask: Generate, on_output: OnOutput) -> None:
-        """Begin to answer a client's prompt on the decode engine.
-
-        `on_output` gets every token, and each answer's end once.
+        """Begin to answer a prompt. `on_output` gets every token, and each answer's end once.
 
         It is called at the end of `step`; it may call `submit` and `abort`, and must not raise.
-
-        Raises RequestError, TokenError or DrainingError, with nothing changed, for a request that
-        cannot be taken.
+        Raises RequestError, TokenError or DrainingError, with nothing changed.
         """
         self._check(ask)
         ends = ask.sampling.ends(self.model.end_tokens)
@@ -220,8 +209,7 @@ class DecodeEngine:
             self._held.append(held)
 
     def _add_sample(self, held: _HeldSamples) -> _Answer:
-        """Add the next one of the held samples to the node. Raises as `submit` does; the sample is
-        not held in any case."""
+        """Raises as `submit` does; the sample is not held in any case."""
         ask, i = held.ask, held.sample
         held.sample += 1
         deadline_s = ask.deadline_s
@@ -250,10 +238,9 @@ class DecodeEngine:
             self._jobs.append(self._job(answer))
 
     def _add_held(self, most: float = _MOST_WAITING) -> None:
-        """Add held samples to the node, one of each request in turn, while fewer than `most` wait
-        there for their prefill worker; only one, so that they go on, while one of those waits for
-        it that are never held. So a worker that stands still holds up its own alone. Cost:
-        O(answers)."""
+        """Add held samples, one of each request in turn, while fewer than `most` wait for their
+        prefill worker; only one, so that they go on, while a request that is never held waits for
+        that worker. So a worker that stands still holds up its own alone. O(answers)."""
         self._waiting = [req for req in self._waiting if _waits(req)]
         waiting = Counter(req.prefill for req in self._waiting)
         others = (one.req for one in self._answers.values() if one.sample < _AT_ONCE)
@@ -278,8 +265,6 @@ class DecodeEngine:
                 self._held.append(held)
 
     def _take_held(self, outputs: list[tuple[OnOutput, Output]]) -> None:
-        """Add some of the held samples to the node, and collect the ends of those that have ended
-        while they were held."""
         for _, output in self._held_ends:
             self._forget_name(output.rid, f"{output.rid}/{output.sample}")
         outputs += self._held_ends
@@ -294,10 +279,7 @@ class DecodeEngine:
         self._held_ends.append((held.on_output, output))
 
     def abort(self, rid: str) -> bool:
-        """End all of the decode engine's answers to a request; the next `step` reports it.
-
-        Returns False if the request is unknown or has ended.
-        """
+        """End all answers; the next `step` reports it. False if unknown or ended."""
         # The node must not reuse their pages before the device has finished with them.
         after = self.model.event()
         names = self._samples.get(rid, ())
@@ -312,19 +294,14 @@ class DecodeEngine:
         return bool(names)
 
     def take_prefill_jobs(self) -> list[PrefillJob]:
-        """Return the engine's jobs for prefill workers since the last call.
-
-        The caller brings each to the `PrefillEngine` at `job.prefill`.
-        """
+        """Return the new jobs; the caller brings each to the `PrefillEngine` at `job.prefill`."""
         jobs, self._jobs = self._jobs, []
         return jobs
 
     def give_up_job(self, job: PrefillJob, reason: str) -> bool:
-        """Tell the engine that a job did not reach its prefill worker, or was refused there: it is
-        tried again, computed here, or its answer fails, as the node's config says.
-
-        Returns False if the answer has ended, or the job is not its last attempt.
-        """
+        """Tell that a job did not reach its prefill worker, or was refused there: it is tried
+        again, computed here, or its answer fails, as the config says. False if the answer has
+        ended, or the job is not its last attempt."""
         name = "/".join(job.rid.rsplit("/", 2)[1:]).rpartition(".")[0]
         answer = self._answers.get(name)
         if answer is None or answer.req.generation != job.generation:
@@ -334,10 +311,7 @@ class DecodeEngine:
     # --- the loop ---------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Make one pass of the engine: take in arrivals, run one forward of all answers.
-
-        Returns True if there was something to do.
-        """
+        """Take in arrivals and run one forward of all answers. True if there was work to do."""
         # Clients are called at the end, since they may call `submit` and `abort`, which change the
         # state that a pass iterates over; and also after an error, so that no token is lost.
         outputs: list[tuple[OnOutput, Output]] = []
@@ -375,8 +349,7 @@ class DecodeEngine:
         return True
 
     def _next_chunks(self) -> list[_Chunk]:
-        """Return the chunks of prompts that the engine's next forward computes: the oldest first,
-        each as far as the node allows."""
+        """The oldest prompts come first, each as far as the node allows."""
         chunks: list[_Chunk] = []
         if not self._local:
             return chunks
@@ -391,7 +364,6 @@ class DecodeEngine:
         return chunks
 
     def _begin_local(self, req: DecodeRequest) -> None:
-        """Start to compute a request's prompt on decode, or what it had when it was retracted."""
         if req.prefix_len < req.fill_len:
             self._local[req] = req.prefix_len
             answer = self._answers[req.rid]
@@ -414,7 +386,6 @@ class DecodeEngine:
             self._begin(whole)
 
     def _begin(self, req: DecodeRequest) -> None:
-        """Start to decode a request that has all its KV here but the newest token's."""
         answer = self._answers[req.rid]
         try:
             # A resumed one continues from its newest token, which decode knows already.
@@ -433,8 +404,7 @@ class DecodeEngine:
         self.node.abort(answer.req.rid, self.model.event())
 
     def _forward(self, reqs: list[DecodeRequest], chunks: list[_Chunk]) -> None:
-        """Run the model once: write each newest token's KV and the chunks', and sample the next
-        tokens."""
+        """Write each newest token's KV and the chunks', and sample the next tokens."""
         # 1. What is sampled comes from the first rows of the logits: of those that run, then of the
         # chunks that complete a prompt.
         starts = [req.kv_len for req in reqs]
@@ -500,11 +470,8 @@ class DecodeEngine:
         return self._answers[req.rid].prefill_hit_tokens
 
     def _state_rows(self, reqs: list[DecodeRequest], chunks: list[_Chunk]) -> StateRows | None:
-        """Return the states of a forward: a step replaces each in its slot, and a prompt's first
-        chunk goes on from a checkpoint. Copies those that are kept of requests that run.
-
-        None for a model without any.
-        """
+        """A step replaces each state in its slot, and a prompt's first chunk goes on from a
+        checkpoint. Copies the states that are kept of requests that run."""
         if self.states is None:
             return None
         self.states.copy(self.node.save_states(reqs))
@@ -524,13 +491,11 @@ class DecodeEngine:
         return StateRows(self.states, sources, slots, saves)
 
     def _append(self, outputs: list[tuple[OnOutput, Output]]) -> bool:
-        """Append the tokens that the model sampled on the node, and report them to clients.
+        """Append the sampled tokens on the node, and report them to clients.
 
-        Requests are retracted until the others fit. Returns False, and keeps the tokens, if pages
-        are missing that will come back by themselves.
-
-        A retracted request loses the token that was sampled in this step. No client has seen it,
-        and it will be drawn again, with the same result.
+        Requests are retracted until the others fit; a retracted one loses the token of this step,
+        which no client has seen and which will be drawn again, with the same result. Returns False,
+        and keeps the tokens, if pages are missing that will come back by themselves.
         """
         # `append_many` is all or nothing, so it is tried again after each retraction.
         while True:
@@ -552,7 +517,7 @@ class DecodeEngine:
         return True
 
     def _retract(self, rid: str) -> None:
-        """Retract a running request: its pages are free once the device is done with them."""
+        """Its pages are free once the device is done with them."""
         self.node.retract(rid, self.model.event())
         self._counters["retractions"] += 1
         self._running = [req for req in self._running if req.rid != rid]
@@ -562,7 +527,6 @@ class DecodeEngine:
         self, req: DecodeRequest, token: int, logprob: TokenLogprob | None,
         outputs: list[tuple[OnOutput, Output]],
     ) -> None:  # fmt: skip
-        """Report a token to its client; finish the answer if the token ends it."""
         # In this order: a stop token, which is not shown; a stop string; the length.
         answer = self._answers[req.rid]
         finish: Finish | None = None
@@ -599,10 +563,7 @@ class DecodeEngine:
     # --- prefill ----------------------------------------------------------------------------------
 
     def _job(self, answer: _Answer) -> PrefillJob:
-        """Return the engine's first job for prefill, with an answer's prompt.
-
-        Generation 0 is the first attempt.
-        """
+        """Return the first job for prefill; generation 0 is the first attempt."""
         ask, req, decode = answer.ask, answer.req, self.node.peer_id.name
         return PrefillJob(
             f"{decode}/{req.rid}.0", req.request.key.tokens(), ask.prefill, decode, req.room,
@@ -651,7 +612,6 @@ class DecodeEngine:
         outputs.append((answer.on_output, output))
 
     def _forget(self, name: str, answer: _Answer) -> None:
-        """Forget an answer on decode; with its last one the client's id is free again."""
         del self._answers[name]
         self._with_logprobs.discard(name)
         self._forget_name(answer.ask.rid, name)
@@ -681,10 +641,7 @@ class DecodeEngine:
     def _check_tokens(
         self, ask: Generate, prompt: np.ndarray[tuple[int], np.dtype[np.int32]]
     ) -> None:
-        """Raise RequestError for a prompt that the engine's model cannot take.
-
-        It has tokens outside the vocabulary, or is longer, with its answer, than the context.
-        """
+        """Raise RequestError for tokens outside the vocabulary, or too many for the context."""
         if int(prompt.max()) >= self.model.vocab_size:
             raise RequestError(
                 f"token {prompt.max()} is not in the vocabulary of {self.model.vocab_size}"
@@ -699,10 +656,7 @@ class DecodeEngine:
     # --- the rest ---------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the engine may have something to do in `step`, at most `timeout_s`.
-
-        Returns True if so.
-        """
+        """Wait at most `timeout_s` until `step` may have something to do. Returns True if so."""
         # Blocked on pages: look again soon, with or without an event of the node.
         if self._sampled:
             self.node.wait(min(timeout_s, _BLOCKED_S))
@@ -711,32 +665,23 @@ class DecodeEngine:
         return bool(busy) or self.node.wait(timeout_s)
 
     def fileno(self) -> int:
-        """Return the engine's descriptor for a poller, while `step` is False.
-
-        See `DecodeNode`.
-        """
+        """Return a descriptor for a poller, to be polled while `step` is False."""
         return self.node.fileno()
 
     @property
     def idle_s(self) -> float:
-        """Longest time in seconds that a poller may wait for the engine."""
+        """Longest time in seconds that a poller may wait."""
         return _BLOCKED_S if self._sampled else _IDLE_S
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no more requests on the engine. Returns True once all have ended.
-
-        Call `step` and this until then.
-        """
+        """Take no more requests. Call `step` and this until it returns True: all have ended."""
         self._add_held(math.inf)  # the node takes none later
         busy = self._running or self._sampled or self._local or self._held_ends
         return self.node.drain(0.0 if busy else timeout_s) and not self._jobs
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of the engine and its node.
-
-        "steps", "tokens", "retractions", "blocked_steps", "running", and "thinking_tokens_left_out"
-        of the cache.
-        """
+        """Return the node's counters and these: "steps", "tokens", "retractions", "blocked_steps",
+        "running", and "thinking_tokens_left_out" of the cache."""
         return {
             **self.node.stats(),
             **self._counters,
@@ -744,11 +689,9 @@ class DecodeEngine:
         }
 
     def audit(self) -> None:
-        """Check every law of the node. Slow. Raises InternalError."""
         self.node.audit()
 
     def close(self) -> None:
-        """End all threads of the node. Idempotent."""
         self.node.close()
 
 
@@ -761,12 +704,7 @@ def _waits(req: DecodeRequest) -> bool:
 
 
 def check_decode_config(config: DecodeConfig, keeps: str) -> None:
-    """Raise ConfigError for settings that a model of this kind cannot have on decode.
-
-    Args:
-        config: the node's.
-        keeps: `PagedModel.keeps` of the model.
-    """
+    """Raise ConfigError for settings that a model with these `PagedModel.keeps` cannot have."""
     if config.checkpoints and not keeps:
         num = config.checkpoints
         raise ConfigError(

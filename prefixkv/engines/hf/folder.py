@@ -15,10 +15,8 @@ _OTHER_WEIGHTS: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "
 def check_folder(
     folder: str | Path, needed: tuple[str, ...] = (*MODEL_FILES, TOKENIZER_FILE)
 ) -> Path:
-    """Return the path of a model's folder that has all files of these names or patterns.
-
-    Reads no file. Raises ConfigError, which says what is missing.
-    """
+    """Return the path of a folder that has all files of these names or patterns. Reads none. Raises
+    ConfigError, which says what is missing."""
     if not isinstance(folder, str | Path):
         raise ConfigError(f"the model is {folder!r}, the path of a folder is needed")
     path = Path(folder)
@@ -45,5 +43,5 @@ def _why_no_folder(path: Path) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return another package's error about a model as one line, cut to 500 characters."""
+    """Return another package's error as one line, cut to 500 characters."""
     return " ".join(str(error).split())[:500] or type(error).__name__

@@ -32,7 +32,7 @@ _NOT_SERVED: Final[dict[str, tuple[Any, ...]]] = {
 
 
 class SamplingDefaults(NamedTuple):
-    """How tokens are drawn where a request does not say: a model's defaults, or OpenAI's."""
+    """How tokens are drawn where a request does not say."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -43,10 +43,7 @@ OPENAI: Final = SamplingDefaults()
 
 
 def load_sampling_defaults(folder: str | Path) -> SamplingDefaults:
-    """Return how a model's folder has tokens drawn.
-
-    Logs once what the folder says that is not served. Raises ConfigError for what is not read.
-    """
+    """Logs once what the folder says that is not served. Raises ConfigError for other forms."""
     file = check_folder(folder, ()) / _FILE
     if not file.is_file():
         return OPENAI
@@ -84,8 +81,8 @@ def load_sampling_defaults(folder: str | Path) -> SamplingDefaults:
 
 
 def end_tokens(path: Path, model: Any) -> list[int]:
-    """Return the tokens that end an answer of a model, by its generation config, its config or the
-    tokenizer in its folder, if there is one there. Raises ConfigError."""
+    """Return the tokens that end an answer, by the model's generation config, its config or the
+    tokenizer in its folder, if there is one. Raises ConfigError."""
     config = model.config
     parts = [model.generation_config, config, config.get_text_config()]
     if (path / TOKENIZER_FILE).is_file():

@@ -1,7 +1,7 @@
 """The identity of a model: a digest of its config, and one of every number of its weights.
 
 Two models may use each other's KV where both digests are equal. Neither depends on the location of
-the files, on the name of their folder, or on how the tensors are spread over them.
+the files, or on how the tensors are spread over them.
 """
 
 from __future__ import annotations
@@ -28,20 +28,14 @@ _NOT_THE_MODELS: Final = frozenset({"_name_or_path", "transformers_version", "ar
 
 
 def identity_of(model: Any) -> ModelConfig:
-    """Return the identity of a transformers model: name and version, by its config and weights.
-
-    Reads all weights; see `weights_digest` for the cost.
-    """
+    """Return name and version, by config and weights. Reads all weights: see `weights_digest`."""
     kind = type(model).__name__
     return ModelConfig(f"{kind} {config_digest(model.config)}", weights_digest(model))
 
 
 def with_model(config: _Config, identity: ModelConfig, name: str) -> _Config:
-    """Return a node's config with the identity of a model.
-
-    Its cache events get the model's name as topic, by which routers subscribe, unless a topic is
-    set.
-    """
+    """Return a config with the model's identity. Its cache events get the model's name as topic, by
+    which routers subscribe, unless a topic is set."""
     events = config.kv_events
     if events is not None and not events.topic:
         events = replace(events, topic=default_topic(config.name, name))
@@ -49,19 +43,14 @@ def with_model(config: _Config, identity: ModelConfig, name: str) -> _Config:
 
 
 def config_digest(config: Any) -> str:
-    """Return the part of a model's identity that its config gives, wherever it was loaded from."""
+    """Equal wherever the config was loaded from."""
     text = json.dumps(_without_origin(config.to_dict()), sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def weights_digest(model: Any) -> str:
-    """Return the part of a model's identity that its weights give: a digest of all tensors.
-
-    It covers their names, dtypes, shapes and bytes.
-
-    Costs one reading of all weights, by one thread per core (0.7 GB/s each); from another device
-    they are copied to the host, tensor by tensor.
-    """
+    """Return a digest of the names, dtypes, shapes and bytes of all tensors. Reads all weights, by
+    one thread per core; from a GPU they are copied to the host, tensor by tensor."""
     # Sorted by name: the order of a state dict is that of the model's construction.
     entries = sorted(model.state_dict().items())
     whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -80,7 +69,6 @@ def weights_digest(model: Any) -> str:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of one of a model's weights in row-major order, in pieces to hash."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     view = memoryview(raw)  # type: ignore[arg-type]  # numpy's stub says no Buffer
     for start in range(0, len(view), PIECE_BYTES):
@@ -88,10 +76,6 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def _hash_piece(piece: memoryview) -> bytes:
-    """Return the digest of one piece of a model's weights.
-
-    Hashing releases the GIL, so threads run in parallel.
-    """
     return hashlib.blake2b(piece, digest_size=_DIGEST_BYTES).digest()  # without the GIL
 
 
@@ -100,7 +84,7 @@ def _num_threads() -> int:
 
 
 def _without_origin(value: Any) -> Any:
-    """Return a model config's value without the keys that describe its origin, at any depth."""
+    """Return the value without the keys that describe its origin, at any depth."""
     if isinstance(value, dict):
         kept = {str(key): _without_origin(one) for key, one in value.items()}
         return {key: one for key, one in kept.items() if key not in _NOT_THE_MODELS}

@@ -1,9 +1,9 @@
 """What each layer of a model keeps of a text: KV, on the pages of a pool; a recurrent state, in a
-slot of a StatePool; or nothing, as experts by themselves. A layer may keep both.
+slot of a StatePool; both; or nothing, as experts by themselves.
 
-Models that only attend keep KV in every layer; their config says which of these see a window of the
-last tokens alone. Of others transformers' own cache says what a layer keeps, and a forward of two
-tokens shows the shapes, and which module reads and writes the state.
+The config of a model that only attends says which layers see a window of the last tokens alone. Of
+others transformers' own cache says what a layer keeps, and a forward of two tokens shows the
+shapes, and which module reads and writes the state.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ StateKind = Literal["conv", "recurrent"]
 
 
 class StatePart(NamedTuple):
-    """One tensor of one layer's state: the last inputs of a convolution, or what recurs.
-
-    `number` tells several of a kind apart. `shape` is that of one sequence.
-    """
+    """One tensor of one layer's state: the last inputs of a convolution, or what recurs. `number`
+    tells several of a kind apart; `shape` is that of one sequence."""
 
     layer: int
     kind: StateKind
@@ -55,7 +53,7 @@ class StatePart(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the part's tensor in a StatePool."""
+        """Name of the tensor in a StatePool."""
         return f"{self.layer}.{self.kind}.{self.number}"
 
 
@@ -84,10 +82,7 @@ class Layers:
 
     @property
     def tensors(self) -> list[StateTensor]:
-        """The tensors of a model's states as a StatePool has them.
-
-        A recurrent one has its heads; the inputs of a convolution have one.
-        """
+        """As a StatePool has them: a recurrent part has its heads, a convolution's has one."""
         tensors = []
         for part in self.parts:
             heads, head_shape = (
@@ -100,10 +95,10 @@ class Layers:
 
 
 def find_layers(model: Any, context: int) -> Layers:
-    """Return what the layers of a model keep of texts of at most `context` tokens.
+    """Return what the layers keep of texts of at most `context` tokens.
 
-    Costs a forward of two tokens where it is not attention alone. Raises ConfigError for a model
-    with layers that keep something else, or whose state is not in transformers' cache.
+    Costs a forward of two tokens where it is not attention alone. Raises ConfigError for a layer
+    that keeps something else, or whose state is not in transformers' cache.
     """
     config = model.config.get_text_config()
     kind = config.model_type
@@ -138,13 +133,13 @@ def find_layers(model: Any, context: int) -> Layers:
 
 
 def has_states(config: Any) -> bool:
-    """Tell by a text config of transformers whether a model has layers that do not attend."""
+    """Tell by a text config whether a model has layers that do not attend."""
     return bool({*(getattr(config, "layer_types", None) or ())} - ATTENTION)
 
 
 def find_windows(config: Any, context: int) -> tuple[int, tuple[int, ...]]:
-    """Return by a text config of transformers the tokens that a token sees in layers with a window,
-    itself among them, and these layers; 0 and () where no text of `context` tokens is longer."""
+    """Return by a text config the tokens that a token sees in layers with a window, itself among
+    them, and these layers; 0 and () where no text of `context` tokens is longer."""
     window = getattr(config, "sliding_window", None)
     if not window or window >= context or getattr(config, "use_sliding_window", True) is False:
         return 0, ()
@@ -156,8 +151,7 @@ def find_windows(config: Any, context: int) -> tuple[int, tuple[int, ...]]:
 
 
 def cache_argument(module: Any) -> str:
-    """Return the name of the argument by which a module of transformers takes its cache; "" if
-    there is none."""
+    """Return the name of the argument by which a module takes its cache; "" if there is none."""
     # A module that computes on slots already says it by itself.
     if said := getattr(module, "cache_argument", ""):
         return str(said)
@@ -166,8 +160,7 @@ def cache_argument(module: Any) -> str:
 
 
 def _find_mixers(model: Any, cache: Any, layers: Sequence[int]) -> dict[int, Any]:
-    """Return by layer the module of a model that writes its state, by a forward that fills the
-    cache."""
+    """Return by layer the module that writes its state, by a forward that fills the cache."""
     running: list[Any] = []
     found: dict[int, Any] = {}
 

@@ -1,8 +1,5 @@
-"""Log-probabilities of tokens under the model's own distribution: log_softmax of its logits in
-float32, before temperature, top_k and top_p, as OpenAI's interface has them.
-
-The first token's are computed where it is sampled, on prefill, and travel with it.
-"""
+"""Log-probabilities of tokens as OpenAI's interface has them: log_softmax of the logits in float32,
+before temperature, top_k and top_p. The first token's travel with it from prefill."""
 
 from __future__ import annotations
 
@@ -36,14 +33,11 @@ class TokenLogprob(NamedTuple):
 def logprobs_of(
     logits: torch.Tensor, tokens: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprob]:
-    """Return the log-probability of one token per row of logits, and those of the likeliest.
-
-    O(rows * vocabulary). At most `_ROWS` distributions are in memory.
+    """At most `_ROWS` distributions are in memory. O(rows * vocabulary).
 
     Args:
         logits: [len(tokens), vocabulary], any float type and device.
-        tokens: one per row, in [0, vocabulary).
-        num_top: the number of likeliest tokens per row, 0 or more; never more than there are.
+        num_top: the number of likeliest tokens per row; never more than there are are returned.
     """
     found: list[TokenLogprob] = []
     for begin in range(0, len(tokens), _ROWS):
@@ -65,16 +59,13 @@ def logprobs_of(
 
 
 def pack_logprob(one: TokenLogprob) -> bytes:
-    """Pack a token's log-probabilities, without the token itself: 4 bytes, and 8 per likely one."""
+    """Pack without the token itself: 4 bytes, and 8 per likely token."""
     return _CHOSEN.pack(one.logprob) + b"".join(_LIKELY.pack(*pair) for pair in one.top)
 
 
 def unpack_logprob(data: bytes, token: int, num_top: int, vocab_size: int) -> TokenLogprob:
     """Unpack what `pack_logprob` packed for `token`, with `num_top` likely tokens, or as many as
-    the vocabulary has.
-
-    Raises ValueError for another size, or numbers out of range.
-    """
+    the vocabulary has. Raises ValueError for another size, or numbers out of range."""
     # A peer's bytes: clients look the token ids up, and JSON takes no NaN.
     num = min(num_top, vocab_size)
     size = _CHOSEN.size + num * _LIKELY.size

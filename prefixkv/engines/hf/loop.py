@@ -1,5 +1,4 @@
-"""An engine on its own thread, for a process that serves: other threads post calls to it, and never
-wait for it."""
+"""An engine on its own thread: other threads post calls to it, and never wait for it."""
 
 from __future__ import annotations
 
@@ -17,8 +16,6 @@ _IDLE_MS: Final = 50  # the longest that an idle engine does not look, at deadli
 
 
 class SteppedEngine(Protocol):
-    """The methods that `PrefillEngine` and `DecodeEngine` have in common."""
-
     def step(self) -> bool: ...
     def fileno(self) -> int: ...
     @property
@@ -31,14 +28,12 @@ E = TypeVar("E", bound=SteppedEngine)
 
 
 class EngineLoop(Generic[E]):
-    """A thread that steps an engine until it is drained or stopped, and then closes it.
-
-    Every method may be called from any thread.
+    """A thread that steps an engine until it is drained or stopped, and then closes it. Every
+    method may be called from any thread.
 
     Args:
         engine: belongs to the loop's thread from `start` on.
         after_step: called on that thread after each step; carries prefill jobs, for instance.
-        name: the thread's name.
 
     `error` is the exception that the engine, a call or `after_step` raised: the loop ends with it.
     A call that may fail has to catch the errors that it expects.
@@ -58,32 +53,26 @@ class EngineLoop(Generic[E]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Start the engine loop's thread, which owns the engine from now on."""
         self._thread.start()
 
     def post(self, call: Callable[[E], object]) -> None:
-        """Queue `call(engine)` for the engine loop's thread, before its next step.
-
-        Raises ClosedError once the loop has ended. A call that was posted just before the end may
-        never be made.
-        """
+        """Queue `call(engine)` for before the next step. Raises ClosedError once the loop has
+        ended; a call that was posted just before the end may never be made."""
         with self._lock:
             if self._ended:
                 raise ClosedError("the engine has ended") from self.error
             self._inbox.put(call)
 
     def drain(self) -> None:
-        """Take no more requests on the engine, and end its loop when all live ones have ended.
-
-        Returns at once. Calls that were posted before are made first. Idempotent.
-        """
+        """Take no more requests, and end when all live ones have ended. Calls that were posted
+        before are made first. Returns at once. Idempotent."""
         with self._lock:
             if not self._ended and not self._draining:
                 self._draining = True
                 self._inbox.put(lambda engine: engine.drain())
 
     def stop(self) -> None:
-        """End the engine's loop after the current step. Live requests fail on the other side."""
+        """End after the current step. Live requests fail on the other side."""
         # The flag before the wake-up: the other way round the loop could see the wake-up, miss the
         # flag, and poll once more.
         self._stopping = True
@@ -92,27 +81,20 @@ class EngineLoop(Generic[E]):
                 self._inbox.notify()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end of the engine loop's thread.
-
-        Returns False if it has not ended in time.
-        """
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
     def alive(self) -> bool:
-        """True while the engine loop's thread runs: it was started, and has not ended."""
         return self._thread.is_alive()
 
     @property
     def draining(self) -> bool:
-        """True once the engine loop was told to drain."""
         return self._draining
 
     # --- the engine's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Run the engine's loop on its thread, and close the engine however the loop ends."""
         try:
             self._loop()
         except BaseException as error:
@@ -127,7 +109,6 @@ class EngineLoop(Generic[E]):
             self.engine.close()
 
     def _loop(self) -> None:
-        """Make posted calls and engine steps until drained or stopped; sleep while idle."""
         poller: Any = select.poll()
         for fd in (self._inbox.fd, self.engine.fileno()):
             poller.register(fd, select.POLLIN)

@@ -1,8 +1,7 @@
-"""The transformers models that the engine serves: loaded from a folder of safetensors, or made from
-a config and a seed. Nothing is downloaded.
+"""The transformers models that are served: from a folder of safetensors, or a config and a seed.
 
-A model that the engine would serve wrongly is refused by name: by its config where that is enough,
-and by a trial, which compares its logits on the paged pool with those of the plain model.
+A model that would be served wrongly is refused by name: by its config where that is enough, and by
+a trial, which compares its logits on the paged pool with those of the plain model.
 """
 
 from __future__ import annotations
@@ -67,14 +66,14 @@ class PagedModel:
     write slots of state pools. Owned by one thread.
 
     Args:
-        model: a transformers model, as `AutoModelForCausalLM` makes it; the engine takes it over.
+        model: as `AutoModelForCausalLM` makes it; it is taken over.
         context: limit of tokens per sequence; None: the number that the model was made for.
         identity: names all that its KV depends on, equal on every worker; see `ModelConfig`. None:
             it is computed from the config and all weights (`identity_of`).
         trial: True to compare it with the plain model first, on a few tokens.
         name: for display only. "": the kind of model.
 
-    Raises: ConfigError, which names the reason, for a model that the engine does not serve.
+    Raises: ConfigError, which names the reason, for a model that is not served.
     """
 
     def __init__(
@@ -121,38 +120,32 @@ class PagedModel:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of this model that keep the KV of every token: those of its pools.
-
-        Layers with a window are a group of their own there.
-        """
+        """Number of layers that keep the KV of every token; those with a window do not count."""
         return len(self.layers.full)
 
     @property
     def has_states(self) -> bool:
-        """True if this model has recurrent layers: its requests need slots of a StatePool."""
         return bool(self.layers.parts)
 
     @property
     def keeps(self) -> str:
-        """STATES or WINDOWS, by which this model does not go with some settings of workers; "" if
-        it goes with all."""
+        """STATES or WINDOWS, with which some settings of workers do not go; "" if all do."""
         return STATES if self.has_states else WINDOWS if self.window else ""
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one request's state in all layers of this model."""
+        """Bytes of one request's state in all layers."""
         return sum(one.num_heads * one.head_bytes for one in self.layers.tensors)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Token ids that end a text of this model, from its own settings."""
+        """Token ids that end a text, from the model's own settings."""
         ends = getattr(self.model.generation_config, "eos_token_id", None)
         return () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
 
     @property
     def window(self) -> int:
-        """Tokens that a token sees in the layers of this model that have a window, itself among
-        them; 0: there are none, or no text is longer."""
+        """Tokens that a token sees in layers with a window, itself among them; 0: none."""
         return self.layers.window
 
     def make_pool(
@@ -160,9 +153,9 @@ class PagedModel:
         shared: bool = False, *, step_tokens: int = 1, requests: int = 64, checkpoints: int = 0,
         window_pages: int = 0,
     ) -> KVPool:  # fmt: skip
-        """Create a KV pool that fits this model, on its device. Raises as `KVPool.create`.
+        """Create a pool on the model's device. Raises as `KVPool.create`.
 
-        What follows `shared` is about its window group, where the model has layers with a window:
+        What follows `shared` is about the window group, where the model has layers with a window:
 
         Args:
             step_tokens: the most tokens of a prompt per forward: `chunk_tokens` on prefill, 1 on
@@ -192,16 +185,14 @@ class PagedModel:
         return pool.with_groups(PoolGroup(SLIDING, last, window, step_tokens))
 
     def _window_needs(self, page_size: int, step_tokens: int) -> tuple[int, int]:
-        """Return the most pages of this model's window group that a request has, and those of a
-        checkpoint."""
+        """Return the most pages of a request in the window group, and those of a checkpoint."""
         window = self.layers.window
         of_one = (window + step_tokens + page_size - 3) // page_size + 1
         return of_one, pages_for(window - 1, page_size)
 
     def num_checkpoints(self, num_pages: int, page_size: int) -> int:
-        """Return the number of checkpoints that prefill keeps by default beside a pool of
-        `num_pages`: as many as a quarter of its bytes holds, 16 to 256; 0 for a model that needs
-        none."""
+        """Return the default beside a pool of `num_pages`: as many checkpoints as a quarter of its
+        bytes holds, 16 to 256; 0 for a model that needs none."""
         if not (self.has_states or self.window):
             return 0
         layer_bytes = 2 * page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
@@ -219,10 +210,7 @@ class PagedModel:
         return device.type if device.index is None else f"{device.type}:{device.index}"
 
     def flat_pool(self, pool: KVPool) -> FlatPool:
-        """Return a pool's memory as the attention of this model reads and writes it.
-
-        Raises as `FlatPool`, and for another window group than `make_pool` makes.
-        """
+        """Raises as `FlatPool`, and for another window group than `make_pool` makes."""
         groups = {group.name: (group.window, group.pool) for group in pool.groups}
         window, last = groups.pop(SLIDING, (0, None))
         if groups or window != self.window:
@@ -234,15 +222,11 @@ class PagedModel:
         return FlatPool(pool, self.layers.full, sliding=sliding)
 
     def window_pages(self, reqs: Iterable[DecodeRequest | PrefillRequest]) -> list[WindowPages]:
-        """Return the pages of requests in the window group, for a forward of this model; none where
-        it has no windows."""
+        """Return the requests' pages in the window group; none where the model has no windows."""
         return [req.window_pages(SLIDING) for req in reqs] if self.window else []
 
     def make_states(self, num_slots: int, shared: bool = False) -> StateMemory:
-        """Create a StatePool that fits this model, on its device, with a slot per request.
-
-        Raises as `StatePool.create`.
-        """
+        """Create the states on the model's device, one per slot. Raises as `StatePool.create`."""
         tensors = self.layers.tensors
         pool = StatePool.create(tensors, num_slots, device=self._device_name, shared=shared)
         return StateMemory(pool, self.layers)
@@ -261,24 +245,21 @@ class PagedModel:
         windows: Sequence[WindowPages] = (),
         not_finite: list[int] | None = None,
     ) -> torch.Tensor:
-        """Run the paged model once over new tokens of several sequences; their KV goes to pages,
-        and their states to slots.
+        """Run over new tokens of several sequences; their KV goes to pages, their states to slots.
 
         On a GPU it returns before the device has finished, unless `not_finite` is asked for.
 
         Args:
-            flat: the pool.
             tokens: the new tokens of all sequences, one sequence after the other: [N].
-            rows, starts, ends: see `Plan`.
+            rows, starts, ends, windows: see `Plan`.
             wanted: indices of the sequences that need logits; None: all.
             also: indices into `tokens` of further tokens that need logits.
             states: where each sequence's state is and goes, for a model with recurrent layers.
-            windows: each sequence's pages in the window group, for a model with windows.
             not_finite: gets the indices of the sequences of which a number is NaN or infinite: a
                 hidden state of any new token, or a logit (but -inf, by which a model rules a token
                 out). What was written of these is zero then. None: nothing is looked at.
         Returns: the logits after the last new token of each wanted sequence, and then after each
-            token of `also`: [wanted + also, vocabulary].
+        token of `also`: [wanted + also, vocabulary].
         """
         plan = Plan(flat, rows, starts, ends, self.device, states, windows)
         ids = torch.as_tensor(np.asarray(tokens, np.int64)).to(self.device)[None]
@@ -306,10 +287,7 @@ class PagedModel:
         return logits
 
     def event(self) -> torch.cuda.Event | None:
-        """Return a CUDA event after all work of the model so far, for `ready=` and `after=`.
-
-        None on the CPU, where all work is done.
-        """
+        """Return a CUDA event after all work so far, for `ready=` and `after=`; None on the CPU."""
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -320,8 +298,8 @@ class PagedModel:
 def _not_finite(
     plan: Plan, hidden: torch.Tensor, logits: torch.Tensor, keep: torch.Tensor
 ) -> list[int]:
-    """Return the sequences of a forward of which a number is not finite, and erase what they have
-    written. `keep`: the tokens that the logits follow."""
+    """Return the sequences of which a number is not finite, and erase what they have written.
+    `keep`: the tokens that the logits follow."""
     # A token attends to itself, so K or V of NaN shows in its own hidden state, whatever window
     # later tokens have. The largest logit is NaN where one is, and -inf where no token is left.
     most = logits.amax(1)
@@ -350,14 +328,11 @@ def make_model(
     trial: bool = True,
     **sizes: Any,
 ) -> PagedModel:
-    """Make a paged model with random weights.
-
-    Equal for equal seed and sizes (and version of torch).
+    """Make a model with random weights, equal for equal seed and sizes (and version of torch).
 
     Args:
         config: a transformers config, or a kind of one ("llama", "qwen3", "mistral") with the sizes
             of `SMALL`, replaced by those in `sizes`.
-        seed: seed of the weights.
         dtype: "float32", "bfloat16" or "float16".
         device: torch's name of it.
         context, trial: see `PagedModel`.
@@ -398,13 +373,10 @@ def load_model(
     context: int | None = None,
     trial: bool = True,
 ) -> PagedModel:
-    """Load a paged model from a folder that holds its config and its weights as safetensors.
+    """Load a model from a folder with its config and its weights as safetensors.
 
-    Its identity covers its config and every number of its weights, and costs one reading of all
-    weights: 0.7 GB/s per core.
-
-    An answer ends at each end token that the generation config, the config or the tokenizer in the
-    folder names.
+    Its identity covers its config and all weights, and costs one reading of them. An answer ends at
+    each end token that the generation config, the config or the tokenizer names.
 
     Args:
         folder: written by `save_pretrained`. Nothing outside is read, and no code in it is run.
@@ -441,11 +413,8 @@ def load_model(
 
 
 def folder_keeps(folder: str | Path, context: int | None = None) -> str:
-    """Tell by a folder's config what keeps its model from some settings of workers, before it is
-    loaded: see `PagedModel.keeps`. `context` as there.
-
-    Raises ConfigError for a config that is not read.
-    """
+    """Tell `PagedModel.keeps` by the folder's config, before the model is loaded. Raises
+    ConfigError for a config that is not read."""
     path = check_folder(folder, MODEL_FILES)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -459,13 +428,11 @@ def folder_keeps(folder: str | Path, context: int | None = None) -> str:
 
 
 def no_windows(window_pages: int) -> str:
-    """Say why a model without windows has no such pages."""
     return f"window_pages: {window_pages} are of layers with a window, and the model has none"
 
 
 def _element(dtype: object) -> torch.dtype:
-    """Return torch's dtype of this name for a model. Raises ConfigError for one that the engine
-    does not serve."""
+    """Raises ConfigError for a dtype that is not served."""
     names = {name: element for element, name in DTYPES.items()}
     if not isinstance(dtype, str) or dtype not in names:
         raise ConfigError(f"dtype is {dtype!r}, one of {', '.join(names)} is needed")
@@ -473,7 +440,6 @@ def _element(dtype: object) -> torch.dtype:
 
 
 def _moved(model: Any, device: str) -> Any:
-    """Return a model on a device. Raises CapacityError where the device has not enough memory."""
     try:
         return model.to(device)
     except RuntimeError as error:
@@ -495,7 +461,7 @@ def _named(kind: str) -> Iterator[None]:
 
 
 def unpaged_copy(model: PagedModel) -> Any:
-    """Return a copy of a paged model's own model and weights, with transformers' attention."""
+    """Return a copy of the model and its weights, with transformers' attention."""
     copy = deepcopy(model.model)
     _attend_plainly(copy)
     return copy
@@ -509,12 +475,10 @@ def _attend_plainly(model: Any) -> None:
 
 
 def check_served(model: Any, context: int | None) -> int:
-    """Return the longest context, in tokens, with which a transformers model is served here.
-
-    It is `context`, or the number that the model was made for.
+    """Return the longest context that is served: `context`, or what the model was made for.
 
     Raises ConfigError, which names the setting, for a model that needs more than attention to all
-    earlier tokens on pages of K and V, within `context` tokens.
+    earlier tokens on pages of K and V.
     """
     config = model.config.get_text_config()
     kind = config.model_type
@@ -564,11 +528,8 @@ def check_served(model: Any, context: int | None) -> int:
 
 
 def _run_trial(paged: PagedModel) -> None:
-    """Try a model before it is served: its logits on pages against those of the plain model.
-
-    On pages, two sequences are computed in chunks, packed, on pages out of order. Raises
-    ConfigError where the logits differ.
-    """
+    """Raise ConfigError where the logits on pages and those of the plain model differ. On pages,
+    two sequences are computed in chunks, packed, on pages out of order."""
     # 1. The plain model, one sequence at a time; one is longer than a window.
     model = paged.model
     _attend_plainly(model)

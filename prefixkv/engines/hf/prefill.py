@@ -1,8 +1,8 @@
 """The prefill worker: it computes prompts in chunks, several prompts per forward, and sends each
 chunk as soon as it is computed.
 
-One thread owns an engine and calls it: `submit` and `abort` as requests arrive, `step` while it
-returns True, `wait` otherwise. `docs/engine.md` shows the loop.
+One thread owns it: `submit` and `abort` as requests arrive, `step` while it returns True, `wait`
+otherwise. `docs/engine.md` shows the loop.
 """
 
 from __future__ import annotations
@@ -30,11 +30,8 @@ _STATE_SLOTS: Final = 32  # most prompts with a state that are computed or on th
 
 @dataclass(slots=True, eq=False)
 class _Computing:
-    """A prompt with computed KV up to token `done`; up to `hit_tokens` it was cached.
-
-    Of a model with recurrent layers `source` is the slot with its state behind `done` tokens, and
-    `slot` its own, which gets the next one.
-    """
+    """A prompt with KV up to token `done`; up to `hit_tokens` it was cached. With recurrent layers
+    `source` is the slot with the state behind `done`, `slot` the one for the next."""
 
     req: PrefillRequest
     job: PrefillJob
@@ -44,8 +41,8 @@ class _Computing:
     slot: int = NO_SLOT
 
     def chunk_end(self, limit: int, window: int) -> int:
-        """Return where a forward of at most `limit` tokens of this prompt ends: with a window where
-        a checkpoint is kept no later, since windows are those at a chunk's end."""
+        """Return where a forward of at most `limit` tokens ends: with a window where a checkpoint
+        is kept no later, since windows are those at a chunk's end."""
         end = min(self.done + limit, self.req.num_tokens)
         if window:
             end = next((at for at in self.req.stops if self.done < at <= end), end)
@@ -56,15 +53,15 @@ class PrefillEngine:
     """A model on a `PrefillNode`. Used from one thread.
 
     Args:
-        model: the model; it belongs to this engine from now on.
-        pool: the KV memory, made by `model.make_pool`; it must outlive the engine.
-        config: the node's. Its `model` is replaced by the model's identity. Of a model with
-            recurrent layers, or with windows, `checkpoints` of 0 stands for as many as a quarter of
-            the pool's bytes holds, 16 to 256; without a `cache` there are none.
+        model: belongs to this engine from now on.
+        pool: made by `model.make_pool`; it must outlive the engine.
+        config: its `model` is replaced by the model's identity. With recurrent layers or windows,
+            `checkpoints` of 0 stands for `PagedModel.num_checkpoints`; without a `cache` there are
+            none.
         chunk_tokens: limit of tokens per forward, over all its prompts. Of one prompt it is also
             the `step_tokens` of the pool's window group.
 
-    `states` is the memory of the states of a model with recurrent layers, None of another.
+    `states` is None for a model without recurrent layers.
 
     Raises: ConfigError, as PrefillNode and FlatPool do.
     """
@@ -108,11 +105,8 @@ class PrefillEngine:
         return self.node.endpoint
 
     def submit(self, job: PrefillJob) -> None:
-        """Queue a decode worker's job.
-
-        Raises RequestError or TokenError for one that cannot be taken. Decode is refused then,
-        unless the job itself is malformed.
-        """
+        """Queue a job. Raises RequestError or TokenError for one that cannot be taken; decode is
+        refused then, unless the job itself is malformed."""
         # The checks are on what a client sent; a bad token would index outside of the embedding.
         request = job.request()
         why = ""
@@ -127,17 +121,11 @@ class PrefillEngine:
         self._jobs[job.rid] = job
 
     def abort(self, rid: str) -> bool:
-        """End a job, and inform decode.
-
-        Returns False if it is unknown or has ended.
-        """
+        """End a job, and inform decode. False if it is unknown or has ended."""
         return self.node.abort(rid)
 
     def step(self) -> bool:
-        """Make one pass of the engine, with at most one forward.
-
-        Returns True if it computed something.
-        """
+        """Make one pass, with at most one forward. Returns True if it computed something."""
         node = self.node
         waiting = sum(one.req.num_tokens - one.done for one in self._computing.values())
         # 1. Begin prompts, but no more than the next forward needs: a prompt that has not begun
@@ -170,7 +158,7 @@ class PrefillEngine:
         self._computing[req] = one
 
     def _compute(self) -> None:
-        """Run the model once over the oldest prompts; send a chunk of each to decode."""
+        """Run the model over the oldest prompts; send a chunk of each."""
         # 1. The oldest prompts first, each as far as the budget goes. `parts` has the end of each.
         parts: list[tuple[_Computing, int]] = []
         left = self.chunk_tokens
@@ -228,8 +216,7 @@ class PrefillEngine:
                 del self._computing[one.req]
 
     def _state_rows(self, parts: list[tuple[_Computing, int]]) -> StateRows | None:
-        """Return the states of a forward's prompts, and where they are saved as checkpoints; None
-        for a model without any."""
+        """Return the prompts' states, and where they are saved as checkpoints; None without any."""
         if self.states is None:
             return None
         # The slots are asked for before the forward: once a chunk is sent its stops are over.
@@ -245,54 +232,35 @@ class PrefillEngine:
         return StateRows(self.states, sources, [one.slot for one, _ in parts], saves)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the engine may have something to do in `step`, at most `timeout_s`.
-
-        Returns True if so.
-        """
+        """Wait at most `timeout_s` until `step` may have something to do. Returns True if so."""
         return bool(self._computing) or self.node.wait(timeout_s)
 
     def fileno(self) -> int:
-        """Return the engine's descriptor for a poller, while `step` is False.
-
-        See `PrefillNode`.
-        """
+        """Return a descriptor for a poller, to be polled while `step` is False."""
         return self.node.fileno()
 
     @property
     def idle_s(self) -> float:
-        """Longest time in seconds that a poller may wait for the engine."""
+        """Longest time in seconds that a poller may wait."""
         return _IDLE_S
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no more jobs on the engine. Returns True once all have ended.
-
-        Call `step` and this until then.
-        """
+        """Take no more jobs. Call `step` and this until it returns True: all have ended."""
         return self.node.drain(0.0 if self._computing else timeout_s)
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of the engine and its node.
-
-        "forwards", "computed_tokens" and "computing" (prompts) are the engine's.
-        """
+        """Return the node's counters, "forwards", "computed_tokens" and "computing" (prompts)."""
         return {**self.node.stats(), **self._counters, "computing": len(self._computing)}
 
     def audit(self) -> None:
-        """Check every law of the node. Slow. Raises InternalError."""
         self.node.audit()
 
     def close(self) -> None:
-        """End all threads of the node. Idempotent."""
         self.node.close()
 
 
 def check_prefill_config(config: PrefillConfig, keeps: str) -> None:
-    """Raise ConfigError for settings that a model of this kind cannot have on prefill.
-
-    Args:
-        config: the node's.
-        keeps: `PagedModel.keeps` of the model.
-    """
+    """Raise ConfigError for settings that a model with these `PagedModel.keeps` cannot have."""
     if config.checkpoints and not keeps:
         raise ConfigError(
             f"checkpoints: {config.checkpoints} are of states and windows, and the model has "
@@ -303,11 +271,7 @@ def check_prefill_config(config: PrefillConfig, keeps: str) -> None:
 def _first_tokens(
     logits: torch.Tensor, ended: list[_Computing], end_tokens: Iterable[int]
 ) -> list[tuple[int, TokenLogprob | None]]:
-    """Sample the first tokens of the prompts that are computed to their ends.
-
-    logits: [ended, vocabulary]. Returns each token with its log-probabilities where they are
-    wanted.
-    """
+    """logits: [ended, vocabulary]. Tokens come with log-probabilities where they are wanted."""
     if not ended:
         return []
     choices = [one.job.choice for one in ended]

@@ -1,9 +1,8 @@
 """Recurrent layers on the slots of a StatePool.
 
-A forward has the new tokens of several sequences in one row. A recurrent layer must not carry one
-sequence's state into the next, so it computes them apart: those with one new token as a batch, the
-others one after the other. Each begins from a copy of the state in its source, and what it leaves
-goes to its slot; a source may thus be a checkpoint, which stays as it is.
+A recurrent layer must not carry one sequence's state into the next, so it computes those of a row
+apart: those with one new token as a batch, the others one after the other. Each begins from a copy
+of the state in its source, and what it leaves goes to its slot: a checkpoint stays as it is.
 """
 
 from __future__ import annotations
@@ -24,10 +23,8 @@ NO_SLOT: Final = -1
 
 
 class StateMemory:
-    """A StatePool by the layers of a model. One thread's.
-
-    `views[layer]` has each part of the layer's state with its memory, [slots, *part.shape].
-    """
+    """A StatePool by layers: `views[layer]` has each part of the layer's state with its memory,
+    [slots, *part.shape]. One thread's."""
 
     def __init__(self, pool: StatePool, layers: Layers) -> None:
         self.pool, self.cache = pool, layers.cache
@@ -37,7 +34,7 @@ class StateMemory:
             self.views.setdefault(part.layer, []).append((part, view))
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy states of a model from one slot to another each, all of them at once."""
+        """Copy states from one slot to another each, all of them at once."""
         if not copies:
             return
         sources, slots = np.array(copies).T
@@ -63,7 +60,7 @@ class StateRows(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Sequences of a forward that a recurrent layer computes in one call."""
+    """Sequences that a recurrent layer computes in one call."""
 
     tokens: torch.Tensor  # indices into the packed row: [sequences, new tokens of each]
     sources: torch.Tensor  # [sequences]; 0 for one that begins
@@ -73,13 +70,8 @@ class _Group(NamedTuple):
 
 
 class StatePlan:
-    """The states that one forward reads and writes, for every recurrent layer.
-
-    Args:
-        rows: the states.
-        starts, ends: the new tokens of each sequence are [start, end), as in `Plan`.
-        device: the model's.
-    """
+    """The states that one forward reads and writes, for every recurrent layer. The new tokens of
+    each sequence are [start, end), as in `Plan`."""
 
     def __init__(
         self, rows: StateRows, starts: Sequence[int], ends: Sequence[int],
@@ -117,8 +109,7 @@ class StatePlan:
         self, rows: StateRows, members: list[int], sources: list[int], firsts: list[int], num: int,
         save: int = NO_SLOT,
     ) -> _Group:  # fmt: skip
-        """Plan one call of each recurrent layer, for these sequences of a forward: `num` new tokens
-        of each, from `firsts` on in the packed row."""
+        """Plan one call of each layer: `num` new tokens of each member, from `firsts` on."""
         begins = [source == NO_SLOT for source in sources]
         return _Group(
             (torch.tensor(firsts)[:, None] + torch.arange(num)).to(self._device),
@@ -132,10 +123,9 @@ class StatePlan:
         self, mixer: Any, forward: Callable[..., torch.Tensor],
         hidden: torch.Tensor, options: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
-        """Return what a recurrent layer makes of the new tokens; their states go to the slots.
+        """Return what a layer makes of `hidden`, [1, N, size], as that; states go to the slots.
 
-        hidden: [1, N, size]; the result too. `forward` is the layer's own, and `options` are what
-        it is called with. Raises ConfigError for what cannot be computed by sequences.
+        `forward` is the layer's own. Raises ConfigError for what cannot be computed by sequences.
         """
         for name, value in options.items():
             if isinstance(value, torch.Tensor | tuple | list):
@@ -155,7 +145,6 @@ class StatePlan:
         self, mixer: Any, forward: Callable[..., torch.Tensor], group: _Group,
         rows: torch.Tensor, options: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
-        """Call a recurrent layer for some sequences: copies of their states in, its states out."""
         views = self._memory.views[mixer.layer_idx]
         layer = self._memory.cache.layers[mixer.layer_idx]
         for part, view in views:
@@ -175,20 +164,17 @@ class StatePlan:
 
 
 def _states(layer: Any, part: StatePart) -> dict[int, torch.Tensor]:
-    """Return the states of a part's kind that a layer of transformers' cache holds, by number."""
     states: dict[int, torch.Tensor] = getattr(layer, f"{part.kind}_states")
     return states
 
 
 class PagedMixer:
-    """Stands in front of a recurrent layer's class: with a plan it computes on slots, without one
-    as transformers does."""
+    """Stands in front of a recurrent layer's class: with a plan it computes on slots."""
 
     layer_idx: int
     cache_argument: str
 
     def forward(self, *args: Any, prefixkv_plan: Any = None, **options: Any) -> Any:
-        """Compute the layer for hidden states of [1, N, size]."""
         own: Callable[..., Any] = super().forward  # type: ignore[misc]
         if prefixkv_plan is None:
             return own(*args, **options)
@@ -204,17 +190,14 @@ class PagedMixer:
 
 
 def page_mixers(layers: Layers) -> None:
-    """Let the recurrent layers of a model compute on slots where they get a plan.
-
-    They keep their weights and their names. A copy of the model computes as before without a plan.
-    """
+    """Let the recurrent layers compute on slots where they get a plan; else they are as before."""
     for _, mixer in layers.mixers:
         if not isinstance(mixer, PagedMixer):
             mixer.__class__ = _paged(mixer)
 
 
 def _paged(mixer: Any) -> type:
-    """Return the class of a model's recurrent layer with `PagedMixer` in front."""
+    """Return the layer's class with `PagedMixer` in front."""
     kind = type(mixer)
     named = {"cache_argument": cache_argument(mixer), "__module__": kind.__module__}
     return type(kind.__name__, (PagedMixer, kind), named)

@@ -11,25 +11,18 @@ from prefixkv.engines.hf.models import PagedModel, unpaged_copy
 
 
 class Reference:
-    """A copy of a model with its own weights. Owned by one thread.
-
-    It computes with one thread. Several threads, on a machine that has other work, wait for each
-    other at every small kernel.
-    """
+    """A copy of a model with its own weights. Owned by one thread, and computes with one: several,
+    on a busy machine, wait for each other at every small kernel."""
 
     def __init__(self, model: PagedModel) -> None:
         self.model = unpaged_copy(model)
 
     def save(self, folder: Path) -> None:
-        """Write the reference model's config and weights to a folder, for `load_model`."""
         self.model.save_pretrained(folder)
 
     @torch.inference_mode()
     def answer(self, tokens: Sequence[int], max_new_tokens: int) -> list[int]:
-        """Return the reference answer to these tokens, greedy, by transformers' own `generate`.
-
-        An end token ends the answer, and is part of it.
-        """
+        """Return the greedy answer of transformers' own `generate`, its end token included."""
         prompt = torch.tensor([list(tokens)], device=self.model.device)
         # The number of threads is the process's, not this call's: put it back in any case.
         threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Inputs and outputs of the engines: plain values, which can be sent to another process."""
+"""Inputs and outputs of the engines: plain values, for another process too."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ class Generate:
     """A client's request to a decode worker.
 
     Args:
-        rid: its id, unique on the worker while it lives, without "/".
+        rid: unique on the worker while it lives, without "/".
         tokens: the prompt, ids in [0, vocabulary).
         prefill: address of the prefill worker, `PrefillEngine.endpoint`.
-        sampling: how tokens are drawn, and what ends an answer.
-        max_new_tokens: limit of tokens per answer.
+        max_new_tokens: limit per answer.
         num_samples: answers to this prompt. They share its whole pages; see docs/engine.md.
         namespace, cacheable, priority, deadline_s: see `Request`.
     """
@@ -80,8 +79,8 @@ class Output:
 class PrefillJob:
     """A decode worker's request to the prefill worker at `prefill`.
 
-    Prefill computes the prompt, sends its KV, and samples the next token, unless decode knows that
-    token already (`is_known`). A job that is not sent within `deadline_s` fails there.
+    Prefill computes the prompt, sends its KV, and samples the next token, unless decode knows it
+    already (`is_known`). A job that is not sent within `deadline_s` fails there.
     """
 
     rid: str
@@ -97,10 +96,7 @@ class PrefillJob:
     deadline_s: float | None = None
 
     def request(self) -> Request:
-        """Return the `Request` that an engine's prefill job is for `PrefillNode.add`.
-
-        Raises as `Request` does.
-        """
+        """Raises as `Request` does."""
         return Request(
             self.rid, self.tokens, room=self.room, generation=self.generation, decode=self.decode,
             namespace=self.namespace, cacheable=self.cacheable,
@@ -109,10 +105,8 @@ class PrefillJob:
 
 
 def pack_first(token: int, hit_tokens: int, logprob: TokenLogprob | None = None) -> bytes:
-    """Pack a job's first token and number of cached prompt tokens as a room's `aux`.
-
-    The token's log-probabilities follow where they are wanted: 172 bytes at most.
-    """
+    """Pack a room's `aux`: the first token, the number of cached prompt tokens, and the
+    log-probabilities where they are wanted; 172 bytes at most."""
     first = _FIRST.pack(token, hit_tokens)
     return first if logprob is None else first + pack_logprob(logprob)
 
@@ -120,11 +114,8 @@ def pack_first(token: int, hit_tokens: int, logprob: TokenLogprob | None = None)
 def unpack_first(
     aux: bytes, vocab_size: int, prompt_len: int, num_top: int | None = None
 ) -> tuple[int, int, TokenLogprob | None]:
-    """Unpack the first token and the hit tokens that a prefill job packed into `aux`, and the
-    token's log-probabilities with `num_top` likely tokens; None: it has none.
-
-    Raises ValueError for numbers out of range.
-    """
+    """Unpack the first token, the hit tokens, and the token's log-probabilities with `num_top`
+    likely tokens; None: it has none. Raises ValueError for numbers out of range."""
     # A peer's bytes: the token becomes an index into the embedding, so it is checked here.
     first, rest = aux[: _FIRST.size], aux[_FIRST.size :]
     if len(first) != _FIRST.size or (rest and num_top is None):

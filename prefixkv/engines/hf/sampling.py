@@ -1,9 +1,6 @@
 """The choice of tokens from logits: greedy, or drawn by a number that depends only on seed, sample
-and position.
-
-So an answer does not depend on the other requests of a batch, nor on the worker that draws its
-first token, and a retraction does not change it.
-"""
+and position. So an answer does not depend on the other requests of a batch, nor on the worker that
+draws its first token, and a retraction does not change it."""
 
 from __future__ import annotations
 
@@ -76,11 +73,11 @@ class Sampling:
             raise RequestError(f"stop is {self.stop!r}, strings that are not empty are needed")
 
     def ends(self, end_tokens: Iterable[int]) -> frozenset[int]:
-        """Return the tokens that end an answer of a model with these end tokens."""
+        """Return the tokens that end an answer, the model's among them unless `ignore_end`."""
         return frozenset(self.stop_tokens) | frozenset(() if self.ignore_end else end_tokens)
 
     def seeded(self, rid: str) -> int:
-        """Return the seed of an answer's sampling: `seed`, or one from the request's id."""
+        """Return `seed`, or one from the request's id."""
         # Derived, not random: prefill and decode, and a retried request, must draw alike.
         if self.seed is not None:
             return self.seed
@@ -89,7 +86,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The input to the choice of one token: token `position` of answer `sample` to a request."""
+    """The place of one token: number `position` of answer `sample` to a request."""
 
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
@@ -112,13 +109,8 @@ def draw(seed: int, sample: int, position: int) -> float:
 def choose(
     logits: torch.Tensor, choices: Sequence[Choice], end_tokens: Iterable[int] = ()
 ) -> list[int]:
-    """Choose one token per row of the model's logits: the greedy one, or a sampled one.
-
-    Args:
-        logits: [len(choices), vocabulary], any float type and device.
-        choices: one per row.
-        end_tokens: the model's, which are not chosen before an answer has its least tokens.
-    """
+    """Choose one token per row of `logits`, [len(choices), vocabulary] of any float type and
+    device. The model's `end_tokens` are not chosen before an answer has its least tokens."""
     logits = _without_early_ends(logits, choices, end_tokens)
     # 1. Greedy rows are done with one argmax over the whole batch.
     tokens: list[int] = logits.argmax(-1).tolist()
@@ -143,12 +135,7 @@ def choose(
 def chosen_logprobs(
     logits: torch.Tensor, tokens: Sequence[int], choices: Sequence[Choice]
 ) -> list[TokenLogprob | None]:
-    """Return the log-probabilities of the tokens that `choose` chose; None where none are wanted.
-
-    Args:
-        logits, choices: as for `choose`.
-        tokens: its result.
-    """
+    """Return the log-probabilities of what `choose` chose; None where none are wanted."""
     wanted = [
         (row, num) for row, one in enumerate(choices) if (num := one.sampling.logprobs) is not None
     ]
@@ -165,9 +152,8 @@ def chosen_logprobs(
 def _without_early_ends(
     logits: torch.Tensor, choices: Sequence[Choice], end_tokens: Iterable[int]
 ) -> torch.Tensor:
-    """Return the logits, with tokens that would end an answer before its `min_tokens` at -inf, so
-    that no sampling chooses them. It depends on the position alone, so a retraction changes
-    nothing."""
+    """Return the logits, with -inf for tokens that would end an answer before its `min_tokens`. It
+    depends on the position alone, so a retraction changes nothing."""
     rows: list[int] = []
     columns: list[int] = []
     for row, choice in enumerate(choices):
@@ -183,12 +169,8 @@ def _without_early_ends(
 
 
 def _probabilities(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Return the shares from which tokens are sampled, after temperature, top_k and top_p.
-
-    Each token's probability up to a factor per row, float64 [rows, vocabulary].
-
-    Tokens that top_k or top_p cut off have 0. Float64, for the sums over a large vocabulary.
-    """
+    """Return shares after temperature, top_k and top_p: the probabilities up to a factor per row, 0
+    where they cut off. Float64 [rows, vocabulary], for the sums over a large vocabulary."""
     device = logits.device
     heat = torch.tensor([s.temperature for s in samplings], dtype=torch.float64).to(device)
     shares = torch.softmax(logits.to(torch.float64) / heat[:, None], -1)

@@ -1,7 +1,7 @@
 """A small model and its tokenizer, made from a seed, to try everything without a download.
 
 Its answers are words of no language. All its tokens are whole words, so that an answer's text
-becomes the same tokens again in the next turn of a chat, as with real models.
+becomes the same tokens again in the next turn of a chat.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ _SHARPNESS: Final = 4.0  # logits of tokens that never occur are 0, those of wor
 
 
 def small_tokenizer() -> Tokenizer:
-    """Return the small model's tokenizer: 256 bytes, 256 words of two syllables, marks of a chat.
-
-    Any text can be encoded, and decodes to itself.
-    """
+    """256 bytes, 256 words of two syllables, marks of a chat. Any text decodes to itself."""
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces += ["Ġ" + "".join(both) for both in product(_SYLLABLES, repeat=2)]
     tokenizer = Tokenizer(
@@ -54,11 +51,8 @@ def small_tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(folder: str | Path) -> None:
-    """Write the small model's tokenizer and chat template as a folder that transformers' and
-    others' `AutoTokenizer.from_pretrained` read. The folder is made if it is not there.
-
-    Raises: ConfigError if files of another tokenizer are there, or nothing can be written.
-    """
+    """Write tokenizer and chat template for `AutoTokenizer.from_pretrained`. Raises ConfigError if
+    files of another tokenizer are there, or nothing can be written."""
     system, user, assistant = _SPECIAL[1:]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -97,15 +91,8 @@ def speak_words(head: Any, end: int) -> None:
 
 
 def small_model(seed: int = 0, **options: Any) -> Any:
-    """Return the small `PagedModel` for that tokenizer, equal for equal seeds (and torch versions).
-
-    It generates words, and sometimes an end.
-
-    Args:
-        seed: seed of the weights.
-        options: see `make_model`.
-    Raises: ConfigError.
-    """
+    """Return the `PagedModel` for that tokenizer, which generates words and sometimes an end. Equal
+    for equal seeds (and torch versions). `options`: see `make_model`. Raises ConfigError."""
     from prefixkv.engines.hf.models import PagedModel, make_model
 
     tokenizer = small_tokenizer()

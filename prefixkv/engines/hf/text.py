@@ -1,8 +1,8 @@
 """The text of an answer as its tokens arrive, and the strings that end it.
 
-The text continues the prompt's: it is the text of prompt and answer together, less what that has in
-common with the prompt's. So the space between two words is there, and a character that the prompt
-began belongs to the answer that completes it. A text that was given out is never taken back.
+It is the text of prompt and answer together, less what that has in common with the prompt's. So the
+space between two words is there, and a character that the prompt began belongs to the answer that
+completes it. A text that was given out is never taken back.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ _MOST_UNITS: Final = 2 * _CONTEXT
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Load the tokenizer that turns a model's answers into text, from its folder.
-
-    Raises ConfigError if it is missing or unreadable.
-    """
+    """Load the tokenizer of a model's folder. Raises ConfigError if it is missing or unreadable."""
     tokenizer: Tokenizer = load_auto_tokenizer(folder).backend_tokenizer
     return tokenizer
 
@@ -46,11 +43,8 @@ def template_renderer() -> Any:
 
 
 def load_auto_tokenizer(folder: str | Path) -> Any:
-    """Load a model's tokenizer from its folder as transformers does.
-
-    Nothing outside is read, and no code in it is run. Its `backend_tokenizer` neither cuts a text
-    nor fills it up, whatever the folder says. Raises as `load_tokenizer`.
-    """
+    """Nothing outside is read, and no code is run. The `backend_tokenizer` neither cuts a text nor
+    fills it up, whatever the folder says. Raises as `load_tokenizer`."""
     path = check_folder(folder, (TOKENIZER_FILE,))
     from transformers import AutoTokenizer
 
@@ -88,13 +82,12 @@ class AnswerText:
     character become U+FFFD, and never keep more than one character back. Text that may be the
     beginning of a stop string is kept back until that is decided. Special tokens have no text.
 
-    Text equals the tokenizer's `decode` of all tokens. Where tokens are bytes by name ("<0xE6>"),
-    that turns every byte of a run into U+FFFD if one of them is no character: here, the characters
-    of the run stand and each other byte is U+FFFD, so that no text has to wait for a run's end.
-    Source: SentencePiece, `DecodeSentencePieces`.
+    Text equals the tokenizer's `decode` of all tokens, except where tokens are bytes by name
+    ("<0xE6>"): there `decode` turns every byte of a run into U+FFFD if one of them is no character;
+    here the characters of the run stand, so that no text has to wait for a run's end. Source:
+    SentencePiece, `DecodeSentencePieces`.
 
     Args:
-        tokenizer: the result of `load_tokenizer`.
         stop: strings that end the answer, not empty. They are not part of the text.
         prompt: the tokens before the answer. O(1) of them are read, from the end.
     """
@@ -113,13 +106,8 @@ class AnswerText:
         self._read_prompt(prompt)
 
     def add(self, token: int, stops: bool = True) -> tuple[str, bool]:
-        """Add a token to the text of an answer.
-
-        Returns the text that is certain now, and True if a stop string ended it. `stops`: False
-        where the text of this token can be no part of a stop string.
-
-        O(tokens and characters that are kept).
-        """
+        """Return the text that is certain with this token, and True if a stop string ended it.
+        O(what is kept). `stops`: False where this token's text can be no part of a stop string."""
         # 1. Decode. A special token may come between the bytes of a character.
         if not (self._begun and self._silent(token)):
             self._take(token)
@@ -140,7 +128,7 @@ class AnswerText:
         return text[: len(text) - kept], False
 
     def end(self) -> str:
-        """Return the text of an answer that was kept back, at an end without a stop string."""
+        """Return the text that was kept back, at an end without a stop string."""
         self._units += self._broken()
         text, self._kept = self._kept + self._release(final=True), ""
         return text[: _until(text, self._stop)]
@@ -148,7 +136,6 @@ class AnswerText:
     # --- tokens to units --------------------------------------------------------------------------
 
     def _read_prompt(self, prompt: _Tokens) -> None:
-        """Take the end of a prompt as context of its answer's text."""
         tokens: list[int] = []
         for token in reversed(prompt):
             if not self._silent(int(token)):
@@ -162,7 +149,6 @@ class AnswerText:
         self._shown = self._whole + _NO_CHARACTER * len(self._begun)
 
     def _take(self, token: int) -> None:
-        """Add a token to the units of an answer, or to the character that it continues."""
         byte = self._no_character and _named_byte(self._tokenizer.id_to_token(token) or "")
         if not byte:
             self._units += [*self._broken(), [token]]
@@ -186,13 +172,13 @@ class AnswerText:
         self._units.append(self._no_character)
 
     def _broken(self) -> list[list[int]]:
-        """Return the units of an answer's bytes that no character came of, and forget them."""
+        """Return the bytes that no character came of, and forget them."""
         broken = [self._no_character] * len(self._begun)
         self._begun, self._bytes = [], b""
         return broken
 
     def _silent(self, token: int) -> bool:
-        """Return True if `decode` leaves a token of an answer out: a special one, or unknown."""
+        """Return True if `decode` leaves the token out: a special one, or unknown."""
         decode = self._tokenizer.decode
         if decode([token]):
             return False
@@ -204,7 +190,7 @@ class AnswerText:
     # --- units to text ----------------------------------------------------------------------------
 
     def _release(self, final: bool) -> str:
-        """Return the text of an answer that is certain and was not released."""
+        """Return the text that is certain and was not released."""
         before, self._whole = self._whole, self._decode()
         whole, end = self._whole, len(self._whole)
         # Units without a text would push the others out.
@@ -226,7 +212,7 @@ class AnswerText:
         return new
 
     def _trim(self, waiting: int) -> None:
-        """Forget an answer's oldest units. The last `waiting` characters are not released."""
+        """Forget the oldest units. The last `waiting` characters are not released."""
         del self._units[:-_CONTEXT]
         self._whole = self._decode()
         self._shown = self._whole[: len(self._whole) - waiting]

@@ -1,8 +1,7 @@
 """The part of an answer that its client will leave out of the next turn: a model's thinking.
 
-Most chat clients send an answer back without the thinking before it. All KV from the first token of
-that on is then a branch of the cache that nothing asks for again; it takes pages that other prompts
-could have. An agent, however, may send its thinking back between the calls of its tools.
+All KV from its first token on is then a branch of the cache that nothing asks for again. An agent,
+however, may send its thinking back between the calls of its tools.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ _PROMPT_END: Final = 8  # tokens of a prompt in which its template may begin a t
 
 
 class Markers:
-    """Token ids between which a model thinks, from its tokenizer's own vocabulary.
-
-    Args:
-        tokenizer: of `load_tokenizer`.
-    """
+    """Token ids between which a model thinks, from its tokenizer's own vocabulary."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._begins: list[list[int]] = []
@@ -51,15 +46,11 @@ class Markers:
                 self._ends.append(tokenizer.encode(end, add_special_tokens=False).ids)
 
     def __bool__(self) -> bool:
-        """True if the tokenizer has any marker of a thinking."""
         return bool(self._begins)
 
     def first_thought(self, prompt: Tokens, output: Sequence[int]) -> int | None:
-        """Return the place, in prompt and output, of the marker with which an answer's thinking
-        begins; None: it has none.
-
-        Some templates end a prompt with that marker, so the place may be in the prompt.
-        """
+        """Return the place, in prompt and output, of the marker with which the thinking begins;
+        None: there is none. Some templates end a prompt with it, so it may be in the prompt."""
         # The prompt first, and only its last tokens: further in front a marker that nothing ends is
         # of a former turn that was cut off.
         last = prompt[-_PROMPT_END:]
@@ -81,12 +72,10 @@ def _places(tokens: Tokens, marker: Sequence[int]) -> Any:
 
 
 def _first(tokens: Tokens, marker: Sequence[int]) -> int:
-    """Return the first place of a marker in tokens; -1: it is not there."""
     places = _places(tokens, marker)
     return int(places[0]) if len(places) else -1
 
 
 def _last(tokens: Tokens, marker: Sequence[int]) -> int:
-    """Return the last place of a marker in tokens; -1: it is not there."""
     places = _places(tokens, marker)
     return int(places[-1]) if len(places) else -1

@@ -2,9 +2,8 @@
 transfers, `--disaggregation-transfer-backend prefixkv`.
 
 SGLang finds `plugin.load` by the entry point group `sglang.srt.plugins`. All imports from SGLang
-are in `internals.py` and `internals_transfer.py`. These modules import nothing of it: for the tree
-`keys.py`, `slots.py`, `clock.py`, `waiting.py` and `joins.py`; for the transfers
-`memory.py`, `states.py`, `sends.py`, `receives.py`, `fences.py` and `transfer_options.py`.
+are in `internals.py` and `internals_transfer.py`; only `cache.py`, `events.py`, `plugin.py` and
+`transfer.py` use them.
 """
 
 TESTED = "0.5.23"

@@ -58,24 +58,16 @@ class Handle:
 
 
 def is_aborted(req: Any) -> bool:
-    """Return whether a request has ended by an abort: its client has left, or it failed."""
     return type(req.finished_reason).__name__ == "FINISH_ABORT"
 
 
 def is_spoilt(req: Any) -> bool:
-    """Return whether a request has ended since a token was drawn that is none; SGLang takes that
-    for NaN."""
+    """Return whether the last drawn token was none, which SGLang takes for NaN."""
     return getattr(req.finished_reason, "matched", None) == "NaN happened"
 
 
 class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
-    """The tree cache of one scheduler. See the module's text. Owner: the scheduler's thread.
-
-    Args:
-        params: SGLang's `CacheInitParams`.
-        policy: eviction policy, a name or an object.
-        clock: source of the time for the policy.
-    """
+    """The tree cache of one scheduler, whose thread owns it. `clock` is the policy's time."""
 
     def __init__(
         self,
@@ -125,7 +117,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- looking ----------------------------------------------------------------------------------
 
     def match_prefix(self, params: Any) -> Any:
-        """Return the longest cached prefix of whole pages. Changes nothing, recency included."""
+        """Return the longest prefix of whole pages. Changes nothing, recency included."""
         key, raw_len = params.key, _raw_len(params.key)
         if self.disable or raw_len < self.page_size:
             return self._nothing
@@ -141,13 +133,12 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.MatchResult(num_tokens, handle, handle, handle)
 
     def touch_prefix(self, key: Any) -> None:
-        """Count a use of the part of a key that is cached, but no visit."""
+        """Count a use of the cached part of a key, but no visit."""
         result = self.match_prefix(sgl.MatchPrefixParams(key=key)).last_device_node.result
         if result is not None:
             self.tree.unlock(self.tree.lock(result, self._clock.now_s, visit=False))
 
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
-        """Return the slots of a match, as `path_device_indices` does."""
         slots = self.path_device_indices(req.last_node)
         # Mostly the match is all of the path, and a slice of a tensor costs as much as the rest.
         if len(slots) == req.prefix_len:
@@ -160,26 +151,25 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return self._slots.slots_of_packed(b"" if node.result is None else node.result.packed)
 
     def dfs_weight_order(self, node_handles: Sequence[Handle]) -> list[int]:
-        """Return the indices of handles, depth first. See `waiting.weight_order`."""
         return weight_order([self._place(handle) for handle in node_handles])
 
     def root_node_handle(self, extra_key: str | None = None) -> Handle:
-        """Return the root's handle; all namespaces share it."""
+        """All namespaces share it."""
         return self.root_node
 
     # --- holding ----------------------------------------------------------------------------------
 
     def lock(self, node: Handle) -> Any:
-        """Lock a prefix for one holder. A request counts as a visit only at its first lock."""
+        """A request counts as a visit only at its first lock."""
         return sgl.TreeLock(self._lock(node), sgl.DecLockRefParams())
 
     def unlock(self, lock: Any) -> None:
-        """Release a `TreeLock`. No-op for one that was released already, or before a reset."""
+        """No-op for a lock that was released already, or before a reset."""
         if lock is not None and lock.node is not None and lock.node.held:
             self.tree.unlock(lock.node)
 
     def inc_lock_ref(self, node: Handle) -> Any:
-        """Lock a prefix without a lock object. The result has the change of evictable tokens."""
+        """Lock without a lock object. The result has the change of evictable tokens."""
         before = self.tree.evictable_pages
         lock = self._lock(node)
         if lock is not None:
@@ -187,8 +177,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         return sgl.IncLockRefResult(delta=(self.tree.evictable_pages - before) * self.page_size)
 
     def dec_lock_ref(self, node: Handle, params: Any = None) -> Any:
-        """Release one lock that `inc_lock_ref` took at this place. Raises LockError where there is
-        none."""
+        """Release one lock of `inc_lock_ref` at this place. Raises LockError without one."""
         before, place = self.tree.evictable_pages, self._place(node)
         if place is not None:
             held = self._held.get(place)
@@ -202,10 +191,10 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- adding -----------------------------------------------------------------------------------
 
     def checkpoint(self, req: Any, *, up_to: int, **_kwargs: Any) -> None:
-        """Hand the whole pages of a request's first `up_to` tokens to the tree. Pages that the tree
-        had already are freed, and the request's row then shows the tree's pages instead. The
-        request's lock moves to the end of these pages. Of a request that ends by an abort, or by
-        NaN, only the prompt is handed over, and that where a sound token came of it."""
+        """Hand the whole pages of a request's first `up_to` tokens to the tree, and move its lock
+        to their end. Pages that the tree had already are freed; the request's row then shows the
+        tree's. Of a request that ends by an abort, or by NaN, only the prompt is handed over, and
+        that where a sound token came of it."""
         if self.disable:
             return
         # 1. The lock tells whether the tree was reset, and how many pages it covers already.
@@ -259,8 +248,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         req.last_node = Handle(result, own_key) if end else self.root_node
 
     def insert(self, params: Any) -> Any:
-        """Insert slots under a key, for SGLang's tools and tests. SGLang's schedulers call only
-        `checkpoint`."""
+        """For SGLang's tools and tests: its schedulers call only `checkpoint`."""
         if self.disable:
             return sgl.InsertResult(prefix_len=0)
         key, slots = params.key.maybe_to_bigram_view(self.is_eagle, params.value)
@@ -275,8 +263,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
     # --- taking back ------------------------------------------------------------------------------
 
     def evict(self, params: Any) -> Any:
-        """Evict whole pages, and free their slots in the allocator. It takes at least `num_tokens`,
-        or all evictable ones."""
+        """Evict whole pages, at least `num_tokens` or all evictable ones, and free their slots."""
         if self.disable or params.num_tokens <= 0:
             return sgl.EvictResult()
         began = time.perf_counter()
@@ -296,7 +283,7 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         """Free a request's own part of its row. One range goes to the allocator as page ids,
-        without segments of slots in between, each of which is a slice of a tensor."""
+        without a slice of a tensor per segment of slots."""
         allocator, size = self.token_to_kv_pool_allocator, self.page_size
         (start, end), *others = ranges
         if others or start % size or not hasattr(allocator, "free_page_ids"):
@@ -307,15 +294,14 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
             allocator.free_page_ids(pages)
 
     def reset(self) -> None:
-        """Empty the tree cache, of locked pages too: its allocator is cleared as well. Locks from
-        before are no longer held, which `unlock` and `checkpoint` notice."""
+        """Empty the tree, of locked pages too: the allocator is cleared as well. `unlock` and
+        `checkpoint` notice that locks from before are no longer held."""
         self.tree.reset(forget_locks=True)
         self._held.clear()
 
     # --- telling ----------------------------------------------------------------------------------
 
     def take_events(self) -> list[Any]:
-        """Return the tree's changes since the last call, as SGLang's events."""
         if self._translator is None:
             return []
         self._translator.record(self.tree.drain_changes())
@@ -345,13 +331,11 @@ class PrefixKVCache(sgl.BasePrefixCache):  # type: ignore[misc]
         print(f"{self.total_size()} tokens, {dict(self.counters)}")
 
     def sanity_check(self) -> None:
-        """Raise InternalError for a law that does not hold. O(tree)."""
         self.tree.check_invariants()
 
     # --- shared -----------------------------------------------------------------------------------
 
     def key_of_waiting(self, req: Any) -> RadixKey:
-        """Return the key of a waiting request: its whole prompt, packed."""
         return self._key_of(req).cover(req.origin_input_ids, len(req.origin_input_ids))
 
     def _lock(self, node: Handle) -> PrefixLock | None:

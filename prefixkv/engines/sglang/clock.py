@@ -1,8 +1,8 @@
 """One time for all ranks of an engine.
 
-Each rank has its own tree and evicts by itself. The trees stay equal only while all ranks use equal
-times, since a policy that compares times would otherwise evict different pages. SGLang's rank that
-receives requests hands them to the others; the time travels with them, and stands still in between.
+Each rank has its own tree and evicts by itself, and a policy compares times: the trees stay equal
+only with equal times. The rank that receives requests hands them to the others; the time travels
+with them, and stands still in between.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TimeMark:
-    """The time for all ranks, in seconds; an element among the requests of a broadcast."""
+    """An element among the requests of a broadcast."""
 
     now_s: float
 
@@ -32,8 +32,8 @@ class RankClock:
         self._sent_s = float("-inf")
 
     def mark(self, requests: list[object], now_s: float) -> list[object]:
-        """Return the list to broadcast with the ranks' time, on the rank that gets requests.
-        Without it where there are no requests and a mark was sent less than `MARK_EVERY_S` ago."""
+        """Return the list to broadcast, on the rank that gets requests. It has no mark where there
+        are no requests and a mark was sent less than `MARK_EVERY_S` ago."""
         # An idle scheduler broadcasts an empty list all the time, which should stay cheap.
         if not requests and now_s - self._sent_s < self.MARK_EVERY_S:
             return requests
@@ -41,8 +41,7 @@ class RankClock:
         return [*requests, TimeMark(now_s)]
 
     def take(self, requests: list[object]) -> list[object]:
-        """Return the requests without time marks, and set the rank's clock to the newest. Called on
-        every rank."""
+        """Return the requests without marks, and set the clock to the newest, on every rank."""
         marks = [one for one in requests if isinstance(one, TimeMark)]
         if not marks:
             return requests

@@ -1,10 +1,8 @@
 """The tree's changes as SGLang's cache events.
 
-The hash of a page is SGLang's: SHA-256 of the hash before it and the page's tokens, or pairs, of
-four bytes each. The first page of a salted request follows a hash of the salt.
-
-Source: SGLang 0.5.23 `mem_cache/utils.py`, `mem_cache/cpp_utils/hash_binding.cpp`,
-`mem_cache/events.py`.
+A page's hash is SHA-256 of the hash before it and the page's tokens, or pairs, of four bytes each.
+The first page of a salted request follows a hash of the salt. Source: SGLang 0.5.23
+`mem_cache/utils.py`, `mem_cache/cpp_utils/hash_binding.cpp`, `mem_cache/events.py`.
 """
 
 from __future__ import annotations
@@ -40,17 +38,16 @@ _HASH_BYTES = 8
 
 
 def hash_page(before: bytes, page_tokens: bytes) -> bytes:
-    """Return SGLang's hash of a page in cache events, after the page with the hash `before`."""
+    """Return the hash of a page of tokens."""
     return sha256(before + np.frombuffer(page_tokens, np.int64).astype("<i4").tobytes()).digest()
 
 
 def hash_pairs(before: bytes, page_pairs: bytes) -> bytes:
-    """Return SGLang's hash of a page in cache events, where the tree is keyed by pairs."""
+    """Return the hash of a page of a tree that is keyed by pairs."""
     return sha256(before + page_pairs).digest()
 
 
 def before_first(namespace: Hashable) -> bytes:
-    """Return the hash that a namespace's first page follows."""
     _, salt = _parts(namespace)
     if salt is None:
         return NO_PARENT
@@ -62,15 +59,7 @@ def _parts(namespace: Hashable) -> tuple[str | None, str | None]:
 
 
 class EventTranslator:
-    """A translator from changes of the tree to events for SGLang's recorder.
-
-    The recorder joins neighbouring events.
-
-    Args:
-        recorder: takes the events.
-        page_size: tokens per page.
-        bigram: True where the tree is keyed by pairs.
-    """
+    """Gives SGLang's recorder the events; it joins neighbouring ones."""
 
     def __init__(self, recorder: KVCacheEventRecorder, page_size: int, bigram: bool) -> None:
         self._recorder = recorder
@@ -82,7 +71,6 @@ class EventTranslator:
         )  # fmt: skip
 
     def record(self, changes: Iterable[Change]) -> None:
-        """Record changes of the tree as events, in their order."""
         # The order matters: a removal is looked up among the pages that were inserted before.
         for change in changes:
             match change:

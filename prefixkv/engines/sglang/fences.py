@@ -1,9 +1,9 @@
 """A folder in which a server lists the peers that it has lost, and an operator names the dead ones.
 
-SGLang's HTTP routes cannot be extended by a plug-in. So each rank writes what it holds for silent
-or dead peers to `RANK.lost`, and reads `fences`: a line per dead process with its name and its
-life, as `RANK.lost` and the log have them. A user that can write there decides which pages are used
-again, so the folder must be accessible to its owner only.
+A plug-in cannot extend SGLang's HTTP routes. So each rank writes what it holds for silent or dead
+peers to `RANK.lost`, and reads `fences`: a line per dead process with its name and its life, as
+`RANK.lost` and the log have them. A user that can write there decides which pages are used again,
+so the folder must be accessible to its owner only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_BYTES: Final = 1 << 20
 
 
 class FencedTransfers(Protocol):
-    """The methods of `DecodeTransfers` and `PrefillTransfers` that are used here."""
+    """The part of `DecodeTransfers` and `PrefillTransfers` that is used here."""
 
     def fence(self, peer: str, incarnation: int) -> None: ...
 
@@ -35,14 +35,9 @@ class FencedTransfers(Protocol):
 
 
 class FenceFolder:
-    """The view of one rank on the folder. Owner: the scheduler's thread.
-
-    Args:
-        folder: shared by all ranks, and by any number of servers of one user.
-        rank: this rank's name.
-    Raises:
-        ConfigError: a folder that does not exist, or that other users than this process's may use.
-    """
+    """The view of one rank. All ranks, and any number of servers of one user, may share the folder.
+    Owner: the scheduler's thread. Raises ConfigError for a folder that does not exist, or that
+    other users than this process's may use."""
 
     def __init__(self, folder: str, rank: str) -> None:
         self._folder = Path(folder)
@@ -55,8 +50,7 @@ class FenceFolder:
         self._next_s = float("-inf")
 
     def poll(self, transfers: FencedTransfers) -> None:
-        """Fence the peers that the operator's folder names, and write the list of lost ones to it.
-        Cheap: looks once per second at most."""
+        """Cheap: looks once per second at most."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
@@ -121,8 +115,7 @@ class FenceFolder:
 
 
 def _open_to_others(path: Path, *, folder: bool) -> str:
-    """Return why others than this user and root could change a path of the fence folder. "" if they
-    could not."""
+    """Return why others than this user and root could change a path; "" if they could not."""
     # `lstat`, not `stat`: a link could lead to a file of another user.
     try:
         found = os.lstat(path)

@@ -85,7 +85,6 @@ def fake_host() -> str:
 
 
 def refuse_request(queue: Any, req: Any, reason: str) -> None:
-    """Refuse a request with status 400."""
     prepare_abort = import_module(TRANSFER_UTILS).prepare_abort
     prepare_abort(req, reason, status_code=HTTPStatus.BAD_REQUEST)
     queue.scheduler.output_streamer.stream_output([req], req.return_logprob)

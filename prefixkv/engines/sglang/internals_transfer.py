@@ -28,7 +28,7 @@ from sglang.srt.utils.network import get_local_ip_auto
 
 
 def gather(given: object) -> list[object]:
-    """Gather an object from all ranks that share a model's KV heads. See `rank_group.Gather`."""
+    """Gather from all ranks that share a model's KV heads. See `rank_group.Gather`."""
     parallel = get_parallel()
     if parallel.attn_tp_size == 1:
         return [given]

@@ -1,11 +1,10 @@
-"""Requests of decode's queue that wait for KV which another request brings, instead of a second
-transfer of it.
+"""Requests of decode's queue that wait for KV which another request brings.
 
-SGLang admits each request by itself: sixteen requests with one new prompt cause sixteen transfers.
+SGLang would admit each by itself: sixteen requests with one new prompt cause sixteen transfers.
 Here the first *brings* its missing pages, from its admission until they are in the tree or will not
-come. Others that lack them are kept back meanwhile, and then find them cached. A request is kept
-back only if at least half of the whole pages that it lacks come that way, so that it never waits
-for a transfer to save a small part of its own.
+come; others are kept back meanwhile, and then find them cached. A request is kept back only if at
+least half of the whole pages that it lacks come that way, so that it never waits for a transfer to
+save a small part of its own.
 """
 
 from __future__ import annotations
@@ -37,12 +36,7 @@ class _MissingPages:
 
 
 class Joins:
-    """The joins of one decode queue. Equal on all ranks that see the same queues and trees.
-
-    Args:
-        depths: the depths of prompts in decode's tree.
-        page_bytes: bytes per page of the tree's keys.
-    """
+    """The joins of one decode queue. Equal on all ranks that see the same queues and trees."""
 
     def __init__(self, depths: Depths, page_bytes: int) -> None:
         self._depths = depths
@@ -57,7 +51,7 @@ class Joins:
         self.num_joined = 0
 
     def begin(self, requests: Iterable[Any]) -> None:
-        """Record that these requests bring their missing pages, for others to join."""
+        """Record that these requests bring their missing pages."""
         for request in requests:
             found = self._missing_pages(request)
             if found is not None:
@@ -65,12 +59,8 @@ class Joins:
                 self._count += 1
 
     def requests_to_hold(self, ready: Sequence[Any], coming: Iterable[Any]) -> set[int]:
-        """Return the requests of `ready`, by id, that join another's transfer and have to wait now.
-
-        Args:
-            ready: requests that could be admitted, in order.
-            coming: all requests with KV on its way, or here and not in the tree yet.
-        """
+        """Return the ids of those of `ready` that join another's transfer and have to wait now.
+        `coming`: all requests with KV on its way, or here and not in the tree yet."""
         # 1. A request that is no longer coming brings nothing: its pages are in the tree, or it
         #    failed. Its followers are then free to go.
         if self._bringing:
@@ -108,8 +98,7 @@ class Joins:
         return held
 
     def _missing_pages(self, request: Any) -> _MissingPages | None:
-        """Return the pages that have to be sent for a request, which others may join. None where
-        that is no whole page."""
+        """Return None where no whole page is missing."""
         key, depth = self._depths.of(request)
         data, size = key.data, self._page_bytes
         end = len(data) // size

@@ -1,9 +1,9 @@
 """SGLang's token ids, packed as keys of prefixkv's tree.
 
-SGLang has a request's tokens in an `array('q')` that grows. A key has them as they lie there, eight
-bytes each: packing copies, converts nothing and has nothing to check. Added tokens are packed when
-the key is asked for. With EAGLE, SGLang keys its tree by pairs of neighbouring tokens, of four
-bytes each. So a token, or a pair, is two words of the tree's keys.
+A request's tokens are in an `array('q')` that grows. A key has them as they lie there, eight bytes
+each: packing converts nothing and has nothing to check. Added tokens are packed when the key is
+asked for. With EAGLE, the tree is keyed by pairs of neighbouring tokens, of four bytes each. So a
+token, or a pair, is two words of the tree's keys.
 """
 
 from __future__ import annotations
@@ -43,32 +43,20 @@ def namespace_of(extra_key: str | None, cache_salt: str | None) -> Hashable:
 
 
 class Packer:
-    """A converter from tokens to keys, for one thread.
-
-    It keeps its work memory: a new allocation per call costs more than the packing itself.
-
-    Args:
-        bigram: True where the tree is keyed by pairs.
-    """
+    """A converter from tokens to keys, for one thread. It keeps its work memory: a new allocation
+    per call costs more than the packing itself."""
 
     def __init__(self, bigram: bool) -> None:
         self.bigram = bigram
         self._words = np.empty(0, _LE_INT32)
 
     def pack(self, token_ids: Any, num_tokens: int, namespace: Hashable) -> RadixKey:
-        """Pack the first `num_tokens` tokens into a key of the tree.
-
-        Raises:
-            TokenError: see `words`.
-        """
+        """Raises TokenError: see `words`."""
         return RadixKey.of_packed(self.words(token_ids, 0, num_tokens), namespace)
 
     def words(self, token_ids: Any, start: int, end: int) -> bytes:
-        """Pack tokens `start` to `end` as they stand in a key: int64, or pairs of int32.
-
-        Raises:
-            TokenError: pairs are wanted, and a token is not in [0, 2**31).
-        """
+        """Pack tokens as they stand in a key: int64, or pairs of int32. Raises TokenError if pairs
+        are wanted, and a token is not in [0, 2**31)."""
         if not self.bigram:
             return as_buffer(token_ids)[start:end].tobytes()
         if end - start <= FEW:
@@ -98,8 +86,8 @@ class Packer:
 
 
 def as_buffer(token_ids: Any) -> memoryview:
-    """Return token ids as int64; those of an `array('q')` are not copied. The result must not be
-    kept: while it exists, the `array('q')` cannot grow."""
+    """Return token ids as int64; an `array('q')` is not copied. It cannot grow while the result
+    exists, so that must not be kept."""
     if isinstance(token_ids, array):
         return memoryview(token_ids)
     return np.ascontiguousarray(token_ids, np.int64).data
@@ -114,12 +102,7 @@ def _few_pairs(ids: Any) -> bytes:
 
 
 class RequestKey:
-    """The key of one request, which grows with the request.
-
-    Args:
-        namespace: the result of `namespace_of`.
-        packer: the tree's packer.
-    """
+    """The key of one request, which grows with the request. `namespace` is of `namespace_of`."""
 
     __slots__ = ("_ids", "_key", "_num_tokens", "_packer", "namespace", "seen")
 
@@ -132,16 +115,10 @@ class RequestKey:
         self._num_tokens = 0
 
     def cover(self, token_ids: Any, num_tokens: int) -> RadixKey:
-        """Return the key of a request's first tokens; do not change it.
+        """Return the key of the first `num_tokens` tokens, or of all; do not change it.
 
-        O(tokens not packed before).
-
-        Args:
-            token_ids: an array that only ever grows, as SGLang's do. All tokens are compared where
-                it is another object than at the last call.
-            num_tokens: limit of tokens; fewer where there are fewer.
-        Raises:
-            TokenError: see `Packer.words`. Nothing has changed then.
+        `token_ids` only ever grows; all tokens are compared where it is another object than before.
+        O(tokens not packed before). Raises TokenError, with nothing changed: see `Packer.words`.
         """
         packer, bigram = self._packer, self._packer.bigram
         num_tokens = min(num_tokens, len(token_ids))

@@ -1,7 +1,7 @@
 """Views of SGLang's KV memory and metadata rows, in the form that transfers take.
 
-SGLang gives a backend no tensors, but an address, a length and the bytes per page of each buffer.
-The content of a page is described by its pool (`shares.py`), or known to SGLang's kernels only.
+A backend gets no tensors, but an address, a length and the bytes per page of each buffer. The
+content of a page is described by its pool (`shares.py`), or known to SGLang's kernels only.
 """
 
 from __future__ import annotations
@@ -27,20 +27,15 @@ def pool_of(
     tag: str,
     share: Share = UNKNOWN,
 ) -> KVPool:
-    """Return a pool over the KV memory at SGLang's addresses, with bytes as elements.
-
-    Nothing is copied, and the buffers have to outlive the pool. Of opaque pages each buffer counts
-    as a layer, whatever it holds.
+    """Return a pool over the KV memory at these addresses, with bytes as elements. The buffers have
+    to outlive it. Of opaque pages each buffer counts as a layer, whatever it holds.
 
     Args:
-        addresses, lengths, page_bytes: per buffer its address, its length and its share of a page,
-            in bytes.
-        page_size: tokens per page.
+        addresses, lengths, page_bytes: per buffer; the last is its share of a page, in bytes.
         device: "cpu" or "cuda:INDEX".
         tag: names all that the bytes of an opaque page depend on; both servers' must be equal.
         share: layout of a page in the buffers.
-    Raises:
-        ConfigError: the buffers differ in the size or number of their pages.
+    Raises ConfigError if the buffers differ in the size or number of their pages.
     """
     # One page id addresses all buffers, so all of them must have the same number of pages; of one
     # size, since a pool has one shape per layer.
@@ -64,7 +59,7 @@ def pool_of(
 
 
 def bytes_at(address: int, length: int, device: str) -> torch.Tensor:
-    """Return a view uint8 [length] of memory that SGLang owns, by its address."""
+    """Return a view uint8 [length] of memory that SGLang owns."""
     if device == "cpu":
         return torch.frombuffer((ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8)
     return torch.as_tensor(_OnDevice(address, length), device=device)
@@ -97,8 +92,7 @@ class Rows:
     def __init__(
         self, addresses: Sequence[int], lengths: Sequence[int], row_bytes: Sequence[int]
     ) -> None:
-        """Take the memory of the metadata rows: per buffer its address and sizes in bytes. The
-        buffers have to outlive this."""
+        """Per buffer its address and sizes in bytes. The buffers have to outlive this."""
         self._buffers = [
             np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address)).reshape(-1, size)
             for address, length, size in zip(addresses, lengths, row_bytes, strict=True)
@@ -106,12 +100,11 @@ class Rows:
         self.row_bytes = sum(row_bytes)
 
     def read(self, row: int) -> bytes:
-        """Return one row of the metadata: that of every buffer, concatenated."""
+        """Return a row of every buffer, concatenated."""
         return b"".join(buffer[row].tobytes() for buffer in self._buffers)
 
     def write(self, row: int, data: bytes) -> None:
-        """Write one row of the metadata, as `read` returned it. Raises RequestError for another
-        size, and writes nothing."""
+        """Write what `read` returned. Raises RequestError for another size, and writes nothing."""
         if len(data) != self.row_bytes:
             raise RequestError(
                 f"prefill sent metadata of {len(data)} bytes, decode's rows have {self.row_bytes}"

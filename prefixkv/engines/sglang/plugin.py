@@ -37,8 +37,8 @@ _log = logging.getLogger("prefixkv.sglang")
 
 
 def load() -> None:
-    """Load the plug-in: register both backends with SGLang, and hook the methods that they need.
-    Only warns, and does nothing, under another version of SGLang than `TESTED`."""
+    """Register both backends with SGLang, and hook the methods that they need. Only warns, and does
+    nothing, under another version of SGLang than `TESTED`."""
     from importlib.metadata import version
 
     found = version("sglang")
@@ -68,12 +68,8 @@ def load() -> None:
 
 
 def build(context: Any) -> Any:
-    """Build the tree cache for `--radix-cache-backend prefixkv`, by the settings.
-
-    Raises:
-        ConfigError: names the option or the kind of model that is not supported, or a variable
-            PREFIXKV_... that nothing reads.
-    """
+    """Build the tree cache by the settings. Raises ConfigError, which names the option or the kind
+    of model that is not supported, or a variable PREFIXKV_... that nothing reads."""
     from prefixkv.engines.sglang.cache import PrefixKVCache
 
     check_environ(os.environ)
@@ -134,9 +130,8 @@ def _refusals(context: Any) -> list[str]:
 
 
 def _add_transfer_backend(sgl: Any) -> None:
-    """Register `--disaggregation-transfer-backend prefixkv` and its hooks. SGLang's list of names
-    can be extended, but its enumeration of backends is closed. So a member is put into it by
-    hand."""
+    """SGLang's list of names can be extended, but its enumeration of backends is closed. So a
+    member is put into it by hand."""
     # `object.__new__`, since the constructor of an Enum only looks members up. Both maps: SGLang
     # finds a backend by value, and lists them by name.
     kinds = import_module(sgl.TRANSFER_UTILS).TransferBackend
@@ -172,8 +167,8 @@ def _add_transfer_backend(sgl: Any) -> None:
 def _with_time(
     original: Any, receiver: Any, recv_reqs: list[Any] | None, *rest: Any, **named: Any
 ) -> list[Any]:
-    """Add the ranks' time to the broadcast of requests, and remove it on each rank. See `clock.py`.
-    Only the rank that receives requests has a list here; the others have None."""
+    """Add the time to the broadcast of requests, and remove it on each rank (`clock.py`). Only the
+    rank that receives requests has a list here; the others have None."""
     from prefixkv.engines.sglang.clock import CLOCK
 
     if recv_reqs is not None:
@@ -199,8 +194,8 @@ def _around_pop(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
 
 
 def _after_handshakes(_result: Any, queue: Any, *_args: Any, **_named: Any) -> None:
-    """Keep requests of decode's queue back that join another request. SGLang has just marked the
-    requests that could be admitted, and marks them again at each step."""
+    """Keep back requests that join another one. SGLang has just marked the requests that could be
+    admitted, and marks them again at each step."""
     cache = _enabled_cache(queue.tree_cache)
     if cache is None:
         return
@@ -260,8 +255,7 @@ def _after_receiver(item: Any, queue: Any, req: Any, *_args: Any, **_named: Any)
 def _after_add(
     _result: Any, queue: Any, req: Any, is_retracted: bool = False, is_rebootstrap: bool = False
 ) -> None:
-    """Inform prefill of a request that decode refused without a receiver. For instance a prompt
-    that is too long."""
+    """Inform prefill of a request that decode refused without a receiver, as for its length."""
     taken = bool(queue.queue) and queue.queue[-1].req is req
     if not (taken or is_retracted or is_rebootstrap):
         _decline(queue, req)
@@ -274,16 +268,16 @@ def _after_prefill_add(_result: Any, queue: Any, req: Any, *_args: Any, **_named
 
 
 def _before_bootstrapped(queue: Any, *_args: Any, **_named: Any) -> None:
-    """Take in decode's announcements at each step of prefill, also where no sender is polled: an
-    announcement may belong to a request that has ended here."""
+    """Take in decode's announcements at each step, also where no sender is polled: an announcement
+    may belong to a request that has ended here."""
     pump = getattr(queue.kv_manager, "prefixkv_pump", None)
     if pump is not None:
         pump()
 
 
 def _after_request(_result: Any, scheduler: Any, asked: Any, *_args: Any, **_named: Any) -> None:
-    """Inform the other server of a request refused on its way into the queue. A request that is in
-    a queue, or waits for its grammar to compile, is not refused."""
+    """Inform the other server of a request refused on its way into the queue. One that is in a
+    queue, or waits for its grammar to compile, is not refused."""
     queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     queue = queue or getattr(scheduler, "disagg_decode_prealloc_queue", None)
     manager: Any = getattr(queue, "kv_manager", None)
@@ -309,8 +303,7 @@ def _decline(queue: Any, req: Any) -> None:
 
 
 def _after_waiting_abort(_result: Any, _scheduler: Any, req: Any) -> None:
-    """Clear the sender of an aborted waiting request, which SGLang neither clears nor polls.
-    Otherwise the number of its room could never be used again."""
+    """SGLang never clears such a sender, so its room's number could not be used again."""
     if hasattr(req.disagg_kv_sender, "prefixkv_begin"):
         req.disagg_kv_sender.clear()
 
@@ -318,8 +311,7 @@ def _after_waiting_abort(_result: Any, _scheduler: Any, req: Any) -> None:
 def _around_capacity(original: Any, queue: Any, req: Any) -> bool:
     """Return whether decode can never admit a request; refuse it then. SGLang compares only the
     prompt with the pool here, but admits a request only where the tokens reserved for its output
-    fit too. A request in between would wait at the head of the queue without end, and all others
-    behind it."""
+    fit too. One in between would wait at the head of the queue for ever."""
     from prefixkv.engines.sglang import internals as sgl
 
     if original(queue, req):
@@ -344,9 +336,9 @@ def _around_capacity(original: Any, queue: Any, req: Any) -> bool:
 
 
 def _around_normalize(original: Any, asked: Any, *args: Any, **named: Any) -> Any:
-    """Refuse requests that cannot work with status 400, before a room is opened, by the same rules
-    on both servers. SGLang makes `n` requests of `n` samples, all with one room. Several prompts
-    have a room each: as listed, or consecutive numbers, as SGLang counts."""
+    """Refuse requests that cannot work before a room is opened, by the same rules on both servers.
+    SGLang makes `n` requests of `n` samples, all with one room. Several prompts have a room each:
+    as listed, or consecutive numbers."""
     from prefixkv.engines.sglang import internals as sgl
 
     result = original(asked, *args, **named)
@@ -365,8 +357,7 @@ def _around_normalize(original: Any, asked: Any, *args: Any, **named: Any) -> An
 
 
 def _check_rooms(asked: Any) -> None:
-    """Raise ValueError if `bootstrap_room` cannot be opened. A request without any room is left to
-    SGLang, which refuses it itself."""
+    """Raise ValueError if `bootstrap_room` cannot be opened. SGLang refuses one without any."""
     # 1. The shape: one number, or a list with one per prompt. 2. Each number: in range, and once.
     rooms = asked.bootstrap_room
     if not isinstance(rooms, list):
@@ -409,7 +400,7 @@ def _admission() -> str:
 
 
 def _number(name: str, default: float) -> float:
-    """Return a numeric setting from the environment. Raises ConfigError for other text."""
+    """Raises ConfigError for a text that is no number."""
     text = os.environ.get(name, "")
     try:
         return float(text) if text else default

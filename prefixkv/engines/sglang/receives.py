@@ -15,8 +15,7 @@ _log = logging.getLogger("prefixkv.sglang")
 
 @dataclass(slots=True, eq=False)
 class Receive:
-    """A request's room on decode. `held`: a peer may still write its pages. The first outcome
-    stays: SGLang may have seen it already."""
+    """A request's room. `held`: a peer may still write its pages. The first outcome stays."""
 
     room: int
     num_pages: int = 0
@@ -26,17 +25,13 @@ class Receive:
     held: bool = False
 
     def fail(self, reason: str) -> None:
-        """Set a failed outcome. No-op after an outcome. Does not end `held`."""
+        """No-op after an outcome. Does not end `held`."""
         if self.outcome is None:
             self.outcome, self.error = KVPoll.FAILED, reason
 
 
 class Receives:
-    """All rooms of a decode rank. Owner: the scheduler's thread.
-
-    Args:
-        transfers: closed by the caller.
-    """
+    """All rooms of a decode rank. Owner: the scheduler's thread. The caller closes `transfers`."""
 
     def __init__(self, transfers: DecodeTransfers) -> None:
         self.transfers = transfers
@@ -46,7 +41,6 @@ class Receives:
         return len(self._rooms)
 
     def is_held(self, room: int) -> bool:
-        """Return whether a peer may still write pages that decode promised for a room."""
         return room in self._rooms
 
     def answers(self, prefill: str) -> bool:
@@ -65,10 +59,9 @@ class Receives:
         windows: Sequence[PageIds] = (),
         state_slot: int = -1,
     ) -> Receive:
-        """Open decode's room for a request, and promise its pages to prefill. `num_tokens` are the
-        prompt's; promised are pages for those after its first `prefix_len`. If they cannot be
-        promised, the returned room has failed and is not held, and prefill is refused. `ticket`,
-        `windows` and `state_slot` are as for `DecodeTransfers.open`."""
+        """Open a room, and promise pages for the prompt's tokens after its first `prefix_len`. If
+        they cannot be promised, the returned room has failed and is not held, and prefill is
+        refused. `ticket`, `windows` and `state_slot` are as for `DecodeTransfers.open`."""
         receive = Receive(room, len(pages))
         try:
             self.transfers.open(
@@ -84,15 +77,14 @@ class Receives:
         return receive
 
     def refuse(self, room: int, prefill: str, reason: str, ticket: int) -> None:
-        """Tell prefill that decode promises no pages for a room. A failure is only logged."""
+        """Tell prefill that no pages are promised. A failure is only logged."""
         try:
             self.transfers.refuse(room, 0, prefill, reason, ticket)
         except PrefixKVError as error:
             _log.warning("room %d was not refused: %s", room, error)
 
     def abort(self, receive: Receive, reason: str) -> None:
-        """End a room of decode, which stays held until it is drained. No-op for a room that is
-        over."""
+        """End a room, which stays held until it is drained. No-op for one that is over."""
         receive.fail(reason)
         if receive.held:
             self.transfers.abort(receive.room, 0, reason)

@@ -1,12 +1,12 @@
 """Prefill's rooms in the form that SGLang needs: polled, and given page ids chunk by chunk.
 
-SGLang makes a sender when a request arrives, and knows a room's number and tokens, but not its
-decode worker. That worker announces itself (`announce`), before or after the request; then the room
-is added. Chunks are counted in pages: the last page of a prompt is sent whole.
+SGLang makes a sender when a request arrives, and does not know its decode worker. That worker
+announces itself (`announce`), before or after the request; then the room is added. Chunks are
+counted in pages: the last page of a prompt is sent whole.
 
 A request that ends here without a room (`decline`) has another half on decode, which is refused, so
-that it does not wait for its timeout. The other way round, decode reports the requests that it has
-ended before it promised anything (`withdraw`).
+that it does not wait for its timeout. Decode in turn reports the requests that it has ended before
+it promised anything (`withdraw`).
 """
 
 from __future__ import annotations
@@ -46,21 +46,20 @@ that has not announced itself yet (SILENT), or one that has (ANNOUNCED)."""
 
 
 class DeclinedHalf(NamedTuple):
-    """A request that has ended here before its decode worker announced itself. The digest is empty
-    where the prompt is not known; `since_s` is when its request ended here, if it had one."""
+    """A request that has ended before its decode worker announced itself. The digest is empty where
+    the prompt is not known; `since_s` is when the request ended here, if it was here."""
 
     digest: bytes
     reason: str
     since_s: float = -math.inf
 
     def is_half_of(self, announced: Announcement) -> bool:
-        """Return whether it is of an announcement's prompt. An unknown digest fits any."""
+        """An unknown digest fits any."""
         return b"" in (self.digest, announced.digest) or self.digest == announced.digest
 
 
 class Announcement(NamedTuple):
-    """An announcement by a decode worker that it has a request of this prompt. With a `reason` it
-    is a withdrawal: decode has ended the request, and had promised nothing."""
+    """Decode has a request of this prompt; or, with a `reason`, has ended it without a promise."""
 
     decode: str
     digest: bytes
@@ -70,9 +69,7 @@ class Announcement(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RoomSend:
-    """A request's room on prefill. `progress` is its state while it runs. `poll` is the state that
-    SGLang may see: a room is over only when no write reads its pages any more, since SGLang then
-    frees them."""
+    """A request's room; `progress` is its state while it runs."""
 
     room: int
     digest: bytes
@@ -96,25 +93,19 @@ class RoomSend:
 
     @property
     def poll(self) -> KVPoll:
-        """State of a sent room for SGLang; an outcome shows only when the pages are free."""
+        """An outcome shows only when no write reads the pages any more: SGLang then frees them."""
         if self.outcome is not None and self.free:
             return self.outcome
         return self.progress
 
     def fail(self, reason: str) -> None:
-        """Set a failed outcome. No-op after an outcome."""
+        """No-op after an outcome."""
         if self.outcome is None:
             self.outcome, self.error = KVPoll.FAILED, reason
 
 
 class RoomSends:
-    """All rooms of a prefill rank. Owner: the scheduler's thread.
-
-    Args:
-        transfers: closed by the caller.
-        page_size: tokens per page.
-        clock: returns seconds.
-    """
+    """All rooms of a prefill rank. Owner: the scheduler's thread. The caller closes `transfers`."""
 
     def __init__(
         self,
@@ -144,8 +135,8 @@ class RoomSends:
         return len(self._rooms)
 
     def begin(self, room: int, digest: bytes, num_tokens: int) -> RoomSend:
-        """Begin the room of a request, of a prompt this long, that has arrived on prefill. It fails
-        at once if a room of that number is not over, or if decode has ended its half."""
+        """Begin the room of a request that has arrived. It fails at once if a room of that number
+        is not over, or if decode has ended its half."""
         send = RoomSend(room, digest, num_tokens, pages_for(num_tokens, self._page_size))
         # 1. The number is in use. This request fails alone; its other half is refused as well.
         if room in self._rooms:
@@ -174,9 +165,8 @@ class RoomSends:
         return send
 
     def decline(self, room: int, digest: bytes, reason: str) -> None:
-        """Tell decode why a request with this number ends on prefill without a room. A room of that
-        number that is not over is not disturbed, and decode hears of this request when it is over.
-        An empty digest stands for any prompt."""
+        """Tell decode why a request with this number ends here without a room: after any room of
+        that number, which is not disturbed, is over. An empty digest stands for any prompt."""
         # 1. Another request has the number: see `_over`. 2. and 3. Decode has announced its half:
         # refuse it. 4. Decode has ended its half too: both are gone. 5. Decode will announce it.
         send = self._rooms.get(room)
@@ -191,9 +181,8 @@ class RoomSends:
             _remember(self._declined, room, DeclinedHalf(digest, reason, self._clock()))
 
     def announce(self, room: int, decode: str, digest: bytes) -> None:
-        """Take in that decode worker `decode` announces a room's other end. `digest` is of its
-        prompt. Any process that reaches the socket may send this; the digest ties it to a
-        prompt."""
+        """Take in a decode worker's announcement. Any process that reaches the socket may send one;
+        the digest ties it to a prompt."""
         # 1. The room waits for it. 2. The room has another decode worker: the later one is refused.
         # 3. The same worker again: it has finished with this use of the number. 4. Our half has
         # ended. The announcement may belong to the next use, so it waits for a short time. 5. Our
@@ -215,10 +204,9 @@ class RoomSends:
     def withdraw(
         self, room: int, decode: str, digest: bytes, reason: str, number_state: NumberState = ALONE
     ) -> None:
-        """Take in that decode has ended this number's request, with no promise. The other half
-        fails, now or when it arrives. An empty digest stands for any prompt. `number_state` is the
-        state of the number on decode: if SILENT, the room here may belong to the other request, so
-        it is not failed."""
+        """Decode has ended this number's request, with no promise; the other half fails, now or
+        when it arrives. An empty digest stands for any prompt. If decode's `number_state` is
+        SILENT, the room here may belong to the other request, so it is not failed."""
         withdrawn = Announcement(decode, digest, f"decode: {reason}", self._clock())
         send, gone = self._rooms.get(room), self._declined.get(room)
         if number_state == ALONE:
@@ -252,9 +240,8 @@ class RoomSends:
         return None
 
     def _pair(self, send: RoomSend, announced: Announcement) -> None:
-        """Pair a room with the decode worker that announced it. Both must mean the same prompt. If
-        not, one number was given to two requests. Then neither is served, nor are their other
-        halves."""
+        """Both must mean the same prompt. If not, one number was given to two requests; then
+        neither is served, nor are their other halves."""
         if DeclinedHalf(send.digest, "").is_half_of(announced):
             self._add(send, announced.decode)
             return
@@ -277,8 +264,7 @@ class RoomSends:
             self._over(send)
 
     def _over(self, send: RoomSend) -> None:
-        """Forget a room that is over, and answer what came meanwhile. Its number may then be used
-        again."""
+        """Forget a room and answer what came meanwhile. Its number may then be used again."""
         room = send.room
         del self._rooms[room]
         # An announcement is refused if its other half failed here. One without a half waits for it,
@@ -313,10 +299,9 @@ class RoomSends:
         windows: Sequence[PageIds] = (),
         state_slot: int = -1,
     ) -> None:
-        """Send the next pages of a request from prefill, once `ready` is. They follow decode's
-        prefix. A room that has ended sends nothing. With `last` the pages must complete the prompt;
-        and with it go `windows`, for each window group of the pool the pages of its last window,
-        and the state in `state_slot`."""
+        """Send the pages behind decode's prefix, once `ready` is; nothing for a room that has
+        ended. With `last` the pages must complete the prompt, and with it go `windows`, for each
+        window group the pages of its last window, and the state in `state_slot`."""
         send.pages += [int(page) for page in pages]
         if send.outcome is not None:
             return
@@ -340,7 +325,7 @@ class RoomSends:
             self.abort(send, str(error))
 
     def abort(self, send: RoomSend, reason: str) -> None:
-        """End a room; it polls FAILED once no write reads its pages. No-op where it is over."""
+        """It polls FAILED once no write reads its pages. No-op where it is over."""
         send.fail(reason)
         # 1. Added: writes may read the pages, so it is over with SourceFree. 2. Not added: nothing
         # reads them, so it is over now, and decode is refused as soon as it announces itself.

@@ -1,8 +1,7 @@
 """A rank's share of a model's KV, as far as SGLang's own pool describes it.
 
-SGLang gives a transfer backend addresses and sizes only. Where two servers differ in their number
-of ranks, pages are cut by heads, so the layout of heads is read from SGLang's pool. Pages of an
-unknown kind of pool are opaque: they move whole, between servers with equal numbers of ranks.
+Where two servers differ in their number of ranks, pages are cut by heads, so their layout is read
+from the pool. Pages of an unknown kind are opaque: they move whole, between equal numbers of ranks.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ class Share(NamedTuple):
     window: int = 0
 
     def mesh(self, num_buffers: int, size: int) -> Mesh:
-        """Return the mesh of a server with `size` ranks of such shares. Opaque pages count as one
-        head per rank. `num_buffers` are a rank's, which are layers; of MHA two buffers are one
-        layer."""
+        """Return the mesh of `size` ranks of such shares. Opaque pages count as one head per rank.
+        `num_buffers` are a rank's, which are layers; of MHA two buffers are one layer."""
         if self.kind == MHA:
             return Mesh(num_buffers // 2, self.total_heads, size)
         return Mesh(num_buffers, 1 if self.kind == MLA else size, size)
@@ -49,10 +47,9 @@ UNKNOWN: Final = Share()
 
 
 def share_of(pool: Any, total_heads: int) -> Share:
-    """Return the rank's share of a model's KV, as its `token_to_kv_pool` describes it.
-    `total_heads` are the model's KV heads. Only the exact classes are recognised: a derived class
-    may lay its pages out differently, and counts as opaque. A wrong guess would send wrong bytes,
-    an opaque page only needs equal ranks."""
+    """`total_heads` are the model's KV heads. Only the exact classes are recognised; a derived
+    class may lay its pages out differently, and counts as opaque: a wrong guess would send wrong
+    bytes, an opaque page only needs equal ranks."""
     name, module = type(pool).__name__, type(pool).__module__
     if module != "sglang.srt.mem_cache.memory_pool":
         return UNKNOWN
@@ -71,13 +68,12 @@ _CURRENT_SHARE: ContextVar[Share] = ContextVar("share of the manager that SGLang
 
 
 def current_share() -> Share:
-    """Return the rank's share of KV that `use_share` has set; `UNKNOWN` outside of it."""
     return _CURRENT_SHARE.get(UNKNOWN)
 
 
 @contextmanager
 def use_share(share: Share) -> Iterator[None]:
-    """Set the rank's share while a manager is made: its constructor has no argument for it."""
+    """Set the share while a manager is made: its constructor has no argument for it."""
     token = _CURRENT_SHARE.set(share)
     try:
         yield

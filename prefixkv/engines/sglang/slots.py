@@ -15,7 +15,7 @@ FEW_PAGES = 4
 
 
 def to_device(values: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Copy slots or page ids to the device, without waiting for the device."""
+    """Copy without waiting for the device."""
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
@@ -53,11 +53,11 @@ class SlotTable:
             self._table = torch.from_numpy(slots).to(self._device)
 
     def slots(self, pages: Pages) -> torch.Tensor:
-        """Return the slots of pages, a new tensor int64 [len(pages) * page_size] on the device."""
+        """Return a new tensor int64 [len(pages) * page_size] on the device."""
         return self.slots_of_packed(pages.tobytes())
 
     def slots_of_packed(self, packed: bytes | bytearray) -> torch.Tensor:
-        """Return the slots of pages, given as a result of the tree has them, as `slots` does."""
+        """Return slots as `slots` does, of pages as a result of the tree has them."""
         if not packed:
             return self._empty
         if self._host is None:
@@ -75,12 +75,11 @@ class SlotTable:
         return torch.from_numpy(slots.ravel())
 
     def on_device(self, pages: Pages) -> torch.Tensor:
-        """Return page ids on the device, a new tensor int64 [len(pages)], without a wait."""
+        """Return a new tensor int64 [len(pages)], without a wait."""
         return to_device(pages.astype(np.int64), self._device)
 
     def pages_of_row(self, table: torch.Tensor, row: int, start: int, end: int) -> Pages:
-        """Return the page ids of tokens `start` to `end` of a row of the table of slots. Waits for
-        a GPU."""
+        """Return the page ids of tokens `start` to `end` of a row. Waits for a GPU."""
         if self._host is None:
             return self.pages(table[row, start:end])
         if table is not self._rows_of:
@@ -94,8 +93,7 @@ class SlotTable:
         return (first // size).astype(np.int32, copy=False)
 
     def page_ids_of_row(self, table: torch.Tensor, row: int, start: int, end: int) -> torch.Tensor:
-        """Return the page ids of tokens `start` to `end` of a row of the table of slots, on the
-        device; `start` is a page's first. Waits for nothing."""
+        """Return the same on the device; `start` is a page's first token. Waits for nothing."""
         if self._host is not None:
             return self.on_device(self.pages_of_row(table, row, start, end))
         return table[row, start : end : self._page_size] // self._page_size

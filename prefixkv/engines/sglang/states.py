@@ -1,11 +1,10 @@
-"""What an SGLang model's requests keep beside the KV of all tokens: windows with a pool of their
-own, recurrent states, keys of an index. In the form that transfers take.
+"""What a request keeps beside the KV of all tokens, in the form that transfers take.
 
 SGLang calls each kind a *component*: it gives a backend the addresses of its buffers, and with each
-request the indices of what is to be sent. A window (`swa`) is a window group of the pool, a state
-(`mamba`) a slot of a StatePool, the keys of an index (`dsa`) an aligned group: they lie under the
-page ids of the KV, and are sent with it. Every buffer's bytes are SGLang's own, so two servers need
-equal numbers of ranks.
+request the indices of what is to be sent. A window (`swa`) is a window group of the pool, a
+recurrent state (`mamba`) a slot of a StatePool, the keys of an index (`dsa`) an aligned group: they
+lie under the page ids of the KV, and are sent with it. Every buffer's bytes are SGLang's own, so
+two servers need equal numbers of ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ INDEX: Final = "dsa"
 
 
 def state_refusals(args: Any, window: int) -> list[str]:
-    """Return why the transfer backend cannot send what a model keeps beside its KV, by SGLang's
-    arguments. `window` is that of `Share`. Empty where it can, or where there is nothing."""
+    """Return why what a model keeps beside its KV cannot be sent, by SGLang's arguments. `window`
+    is that of `Share`. Empty where it can, or where there is nothing."""
     kinds = [kind.value for kind in args.state_types]
     unknown = sorted({kind for kind in kinds if kind not in (WINDOW, STATE, INDEX)})
     found = {
@@ -49,8 +48,7 @@ def state_refusals(args: Any, window: int) -> list[str]:
 
 
 class OfRequest(NamedTuple):
-    """What a request has beside its KV: for each window group the pages of its window, and the slot
-    of its state, -1 without one."""
+    """For each window group the pages of its window, and the slot of the state, -1 without one."""
 
     windows: tuple[PageIds, ...] = ()
     state_slot: int = -1
@@ -60,17 +58,12 @@ NOTHING: Final = OfRequest()
 
 
 class Components:
-    """The components of a rank's memory beside its KV, and what a request has in each.
-
-    Args:
-        args: SGLang's `KVArgs`, without a reason in `state_refusals`.
-        window: as `Share` has it.
-        device: "cpu" or "cuda:INDEX".
-    """
+    """The components of a rank's memory, and what a request has in each. `args`: without a reason
+    in `state_refusals`."""
 
     def __init__(self, args: Any, window: int, device: str) -> None:
-        """Describe the components. Raises ConfigError for buffers of one component that differ in
-        the size or number of their items, and for a model without any KV."""
+        """Raises ConfigError for buffers of one component that differ in the size or number of
+        their items, and for a model without any KV."""
         self._kinds = [kind.value for kind in args.state_types]
         self._groups: list[PoolGroup] = []
         self._buffers: list[tuple[int, int, int]] = []  # of states: address, length, bytes a slot
@@ -89,13 +82,11 @@ class Components:
         self._device = device
 
     def pool_with(self, pool: KVPool) -> KVPool:
-        """Return the pool of KV with its windows and indices beside it. Raises ConfigError for
-        those that do not fit it."""
+        """Add windows and indices to a pool. Raises ConfigError for those that do not fit it."""
         return pool.with_groups(*self._groups) if self._groups else pool
 
     def state_pool(self, mesh: Mesh, rank: int) -> StatePool | None:
-        """Return the states of a rank, None without any. Each rank's share of a buffer counts as
-        one head."""
+        """Each rank's share of a buffer counts as one head. None without any state."""
         if not self._buffers:
             return None
         tensors = [
@@ -109,9 +100,8 @@ class Components:
         return StatePool(tensors, views, mesh, rank)
 
     def of_request(self, indices: Sequence[Any] | None, pages: Sequence[int]) -> OfRequest:
-        """Return what a request has in each component, by the indices that SGLang says of it.
-        `pages` are those of its KV, behind decode's prefix. Raises RequestError where the indices
-        are not of as many components, no single slot of a state, or other pages of an index."""
+        """`pages` are those of its KV, behind decode's prefix. Raises RequestError where the
+        indices are not of as many components, no single slot of a state, or other pages."""
         if not self._kinds:
             return NOTHING
         if indices is None or len(indices) != len(self._kinds):

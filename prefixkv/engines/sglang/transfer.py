@@ -1,11 +1,10 @@
-"""`--disaggregation-transfer-backend prefixkv`: SGLang's manager, sender, receiver and bootstrap
-server, built on `prefixkv.transfer`.
+"""SGLang's manager, sender, receiver and bootstrap server, built on `prefixkv.transfer`.
 
 A prefill rank registers its server's endpoint with SGLang's bootstrap server, beside its own
 address. A decode server announces itself by name at each prefill rank's socket, and its ranks
 promise pages at the endpoint. All ranks of a tensor-parallel server are one worker
 (`rank_group.py`); the two servers may differ in their number of ranks. SGLang makes the polls of a
-server's ranks agree. All calls come from SGLang's scheduler thread.
+server's ranks agree. All calls come from its scheduler thread.
 """
 
 from __future__ import annotations
@@ -67,9 +66,8 @@ POLLS: Final = {
 
 
 def prompt_of(req: Any) -> tuple[bytes, int]:
-    """Return the digest of a request's prompt, 32 bytes, and its number of tokens. Both servers
-    compute the same digest. It leaves adapters out, since each server draws its own numbers for
-    them."""
+    """Return the digest of a request's prompt, 32 bytes, equal on both servers, and its number of
+    tokens. It leaves adapters out, since each server draws its own numbers for them."""
     tokens = req.origin_input_ids
     if getattr(req, "pd_rebootstrap_in_progress", False):  # decode asks for its output's KV too
         tokens = [*tokens, *req.output_ids]
@@ -85,8 +83,7 @@ def why_ended(req: Any, default: str) -> str:
 
 
 def refusals(args: sgl.KVArgs, server_args: Any) -> list[str]:
-    """Return why this server cannot have the transfer backend. Each reason has what to leave
-    out."""
+    """Return why this server cannot have the transfer backend, each with what to leave out."""
     # Each would leave KV or state unsent, or change the memory that is registered for transfers.
     parallel = sgl.get_parallel()
     found = {
@@ -108,7 +105,8 @@ def refusals(args: sgl.KVArgs, server_args: Any) -> list[str]:
 
 
 class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
-    """The transfers of one rank, in SGLang's role of a manager. Owner: the scheduler thread."""
+    """The transfers of one rank. Owner: the scheduler thread. Raises ConfigError for an unsupported
+    server, with the option to leave out."""
 
     supports_deferred_decode_kv_release = True
     supports_host_destination = False
@@ -120,7 +118,6 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         server_args: Any,
         is_mla_backend: bool = False,
     ) -> None:
-        """Raises ConfigError for an unsupported server, with the option to leave out."""
         # 1. Refuse, and lay the pool out. Before SGLang's own constructor, so that a refusal leaves
         # nothing open.
         for reason in refusals(args, server_args):
@@ -175,8 +172,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- both sides -------------------------------------------------------------------------------
 
     def _gather_name(self) -> str:
-        """Return the name of this worker in transfers, which rank 0 makes. Ranks may be on several
-        hosts."""
+        """Rank 0 makes the worker's name: ranks may be on several hosts."""
         server = self._options.name or f"{self.local_ip}:{sgl.get_serving().port}"
         replica = f"dp{self.system_dp_rank or self.attn_dp_rank}"
         name = f"{server}-{self.disaggregation_mode.value}-{replica}"
@@ -206,7 +202,6 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         return {"model": model, "control": control, "transport": self._options.transport}
 
     def pump(self) -> None:
-        """Take in all events, and the operator's fences."""
         if self.receives is not None:
             self.receives.pump()
         if self.sends is not None:
@@ -219,10 +214,9 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     prefixkv_pump = pump
 
     def claim_room(self, room: int, who: Any) -> tuple[int, str]:
-        """Claim a number for a sender or receiver; return it, and an error. The number is its room,
-        or a private one with an error if another live object has the room. SGLang keeps the states
-        of rooms by number alone. Two requests of one number would change and clear each other's
-        entries, and the first `clear` would end the server."""
+        """Claim a number: the room, or a private one with an error if another live object has the
+        room. SGLang keeps the states of rooms by number alone, so two requests of one number would
+        clear each other's entries, and the first `clear` would end the server."""
         if room not in ROOMS:
             return next(self._private_rooms), f"room {room} is not between 1 and 2**63 - 1"
         if self._owners.setdefault(room, who) is not who:
@@ -233,7 +227,6 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         return self._owners.get(room)
 
     def release_room(self, who: Any) -> None:
-        """Give back the number of a sender or receiver that is cleared."""
         room: int = who.bootstrap_room
         if self._owners.get(room) is who:
             del self._owners[room]
@@ -246,8 +239,8 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- prefill ----------------------------------------------------------------------------------
 
     def register_to_bootstrap(self) -> None:
-        """Start prefill's transfers and register their endpoint with the bootstrap server. SGLang
-        calls this on prefill. All ranks call it together, since it gathers among them."""
+        """Start prefill's transfers and register their endpoint. All ranks call it together, since
+        it gathers among them."""
         self.name = self._gather_name()
         bind = self._options.address(self.local_ip)
         config = PrefillConfig(self.name, bind, **self._common())
@@ -270,9 +263,8 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         super()._register_topology_row(url, {**payload, FIELD: self.endpoint})
 
     def _read_announcements(self, sends: RoomSends) -> None:
-        """Read the messages of decode workers that wait at this prefill rank's socket. Anything
-        that reaches the socket can write there: a message of another form is logged and skipped,
-        and never ends the loop."""
+        """Anything that reaches the socket can write there: a message of another form is logged and
+        skipped, and never ends the loop."""
         while True:
             try:
                 frames = self.server_socket.recv_multipart(zmq.NOBLOCK)
@@ -296,8 +288,7 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
     # --- either side ends a request by itself -----------------------------------------------------
 
     def decline(self, req: Any) -> None:
-        """Tell the other server that this one refused a request before it had a room. Otherwise the
-        other one would wait for its timeout."""
+        """Tell the other server, which would wait, of a request refused before it had a room."""
         self.last_handled_rid = req.rid
         # 1. Prefill. The prompt may be missing or cut, so its digest is left open.
         if req.bootstrap_room not in ROOMS:
@@ -317,9 +308,8 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         receiver.clear()
 
     def _knows(self, address: str) -> bool:
-        """Return whether prefill's bootstrap server at this address has described prefill. One that
-        does not answer is asked again only every `ASK_AGAIN_S`: SGLang's scheduler blocks for the
-        time of the question."""
+        """Return whether the bootstrap server at this address has described prefill. One that does
+        not answer is asked again only every `ASK_AGAIN_S`: the scheduler blocks meanwhile."""
         now_s = time.monotonic()
         if now_s - self._asked_s.get(address, -ASK_AGAIN_S) < ASK_AGAIN_S:
             return address in self.prefill_info_table
@@ -349,16 +339,14 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
         _log.info("prefixkv's transfers: %s", self.rank_name)
 
     def ticket(self) -> int:
-        """Return the ticket of this decode server's next promise. It is equal on every rank,
-        unique, and unguessable. Equal, since all ranks get the same requests in one order and share
-        a secret."""
+        """Return the ticket of the next promise: unguessable, unique, and equal on every rank,
+        since all get the same requests in one order and share a secret."""
         drawn = blake2b(f"{next(self._uses)}".encode(), key=self._secret, digest_size=8)
         return int.from_bytes(drawn.digest(), "big") >> 1 or 1
 
     def forget_lost(self, bootstrap_addr: str) -> None:
-        """Forget the cached rows of prefill ranks that do not answer. SGLang keeps a row until some
-        heartbeats have failed. A rank that does not answer may be another process by now, at
-        another endpoint."""
+        """Forget the cached rows of prefill ranks that do not answer, which SGLang keeps for a
+        while: such a rank may be another process by now, at another endpoint."""
         assert self.receives is not None
         now_s = time.monotonic()
         with self.connection_lock:  # SGLang's heartbeat thread changes the pool too
@@ -371,15 +359,14 @@ class PrefixKVManager(sgl.CommonKVManager):  # type: ignore[misc]
                     del self.connection_pool[key]
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Return whether nothing writes the room's pages any more. SGLang asks its manager before
-        it frees them."""
+        """SGLang asks this before it frees the room's pages."""
         assert self.receives is not None
         self.pump()
         return not self.receives.is_held(bootstrap_room)
 
 
 class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
-    """The room of a prefill request, in SGLang's role of a sender."""
+    """The room of a prefill request."""
 
     kv_mgr: PrefixKVManager
     _early_send_wait_event: Any
@@ -407,7 +394,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
         return self.kv_mgr.sends
 
     def prefixkv_begin(self, req: Any) -> None:
-        """Begin the room for a request. A hook calls this before any other method."""
+        """A hook calls this before any other method."""
         self.kv_mgr.last_handled_rid = req.rid
         # First take in events: the room that had this number before may be over by now.
         self.kv_mgr.pump()
@@ -428,8 +415,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
         num_kv_tokens: int | None = None,
         indices_event: object | None = None,
     ) -> None:
-        """Send the pages of the next chunk. With the last one go the metadata row, and windows and
-        state of the request."""
+        """With the last chunk go the metadata row, and windows and state of the request."""
         # SGLang leaves here the event after which the pages hold their KV; it is for one call.
         ready, self._early_send_wait_event = self._early_send_wait_event, None
         if self.conclude_state is not None or self._send is None:
@@ -453,7 +439,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
         self._record_transfer_indices(kv_indices, state_indices if last else None)
 
     def poll(self) -> int:
-        """Return SGLang's state of the room. A final state is kept, and never changes."""
+        """A final state is kept, and never changes."""
         self.kv_mgr.pump()
         send = self._send
         if self.conclude_state is not None:
@@ -475,7 +461,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
     poll_pp_consensus = poll
 
     def abort(self) -> None:
-        """End the room; it polls Failed once no write reads the request's pages."""
+        """It polls Failed once no write reads the request's pages."""
         if self._send is not None:
             self.sends.abort(self._send, "Aborted by AbortReq.")
 
@@ -485,7 +471,7 @@ class PrefixKVSender(sgl.CommonKVSender):  # type: ignore[misc]
 
 
 class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
-    """The room of a decode request, in SGLang's role of a receiver."""
+    """The room of a decode request."""
 
     kv_mgr: PrefixKVManager
 
@@ -516,8 +502,8 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         return self.kv_mgr.receives
 
     def prefixkv_begin(self, req: Any, has_prompt: bool = True) -> None:
-        """Begin the room for a request. A hook calls this before any other method. `has_prompt` is
-        False where SGLang may have put a stub in the place of the prompt."""
+        """A hook calls this before any other method. `has_prompt`: False where SGLang may have put
+        a stub in the place of the prompt."""
         self._req, self._has_prompt = req, has_prompt
         self.kv_mgr.last_handled_rid = req.rid
         # First take in events: the room that had this number before may be over by now.
@@ -527,7 +513,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
             self._withdraw_second(req)
 
     def _withdraw_second(self, req: Any) -> None:
-        """Withdraw a request whose number another one on this server has. Its other half may be
+        """Withdraw a request whose number another one on this server has: its other half may be
         alone with the number on prefill, where it would wait."""
         # Only if both name the same prefill server: there the number could be mistaken. The rows
         # of the first receiver are borrowed, since this one never connects.
@@ -555,8 +541,8 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         super()._setup_bootstrap_infos()
 
     def _register_kv_args(self) -> bool:
-        """Check that this receiver can receive from the prefill server that was found. Returns
-        False, with the room failed, if it cannot. Nothing has been announced then."""
+        """Return whether this receiver fits the prefill server that was found; if not, the room has
+        failed, and nothing was announced."""
         info, size = self.prefill_info, self.kv_mgr.attn_tp_size
         infos = self.bootstrap_infos or []
         # With known heads each rank of the smaller server pairs with whole ranks of the larger one.
@@ -579,13 +565,11 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         return self.conclude_state is None
 
     def _announce(self, refusal: str = "", number_state: NumberState = ALONE) -> str:
-        """Announce the room to prefill's ranks, or withdraw it.
+        """Announce the room to prefill's ranks, or withdraw it with a `refusal`. Returns the
+        endpoint of prefill's transfers.
 
-        Returns the endpoint of prefill's transfers.
-
-        With a `refusal` nothing will be promised for the room, for that reason. Each prefill rank
-        gets the message from one decode rank. Raises zmq.ZMQError where prefill does not read, and
-        too much waits there: the scheduler must not block on it.
+        Each prefill rank gets the message from one decode rank. Raises zmq.ZMQError where prefill
+        does not read, and too much waits there: the scheduler must not block on it.
         """
         assert self.bootstrap_infos, "`_register_kv_args` has seen it"
         manager = self.kv_mgr
@@ -610,7 +594,6 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         destination: Any = sgl.KVTransferDestination.DEVICE,
         device_kv_indices: Any = None,
     ) -> None:
-        """Announce the room, and promise its pages to prefill."""
         if self.conclude_state is not None:
             return
         digest, num_tokens = prompt_of(self._req)
@@ -636,7 +619,7 @@ class PrefixKVReceiver(sgl.CommonKVReceiver):  # type: ignore[misc]
         self.init_time = time.time()  # SGLang's own timeout begins
 
     def poll(self) -> int:
-        """Return SGLang's state of the room, with its own timeouts."""
+        """The receiver has its own timeouts."""
         if self.conclude_state is None:
             self.kv_mgr.pump()
             self._conclude()
@@ -688,8 +671,7 @@ class PrefixKVBootstrapServer(sgl.CommonKVBootstrapServer):  # type: ignore[misc
         super().__init__(*args, **named)
 
     async def _handle_route_put(self, request: sgl.web.Request) -> sgl.web.Response:
-        """Register a rank as the bootstrap server does, and keep its endpoint. It is kept only if
-        SGLang accepted the row."""
+        """Keep the endpoint of a rank, only if SGLang accepted the row."""
         answer: sgl.web.Response = await super()._handle_route_put(request)
         row = await request.json()
         if answer.status == 200 and FIELD in row:

@@ -1,7 +1,4 @@
-"""The orders in which requests of a queue are tried.
-
-SGLang tries its decode queue in the order of arrival. A hook sorts the queue first (`plugin.py`).
-"""
+"""The orders in which requests of decode's queue are tried: SGLang's is the order of arrival."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ class Depths:
 
     @property
     def version(self) -> int:
-        """The tree's version: while it is unchanged, so are the depths."""
         return self._tree.version
 
     @property
@@ -36,8 +32,7 @@ class Depths:
         return self._tree.page_size
 
     def of(self, request: Any) -> tuple[RadixKey, int]:
-        """Return a waiting request's packed prompt, and how many of its pages are cached. The
-        prompt is not to be changed or kept."""
+        """Return the packed prompt, not to be changed or kept, and its number of cached pages."""
         if self._version != self._tree.version:
             self._version = self._tree.version
             self._found.clear()
@@ -50,8 +45,8 @@ class Depths:
 
 
 class NewPagesFirst:
-    """An order of a queue by the pages that would have to be sent, fewest first. Requests that have
-    waited for `patience_s` come before all others, in the order of arrival."""
+    """Fewest pages to send first. Requests that have waited for `patience_s` come before all
+    others, in the order of arrival."""
 
     def __init__(self, depths: Depths, patience_s: float = PATIENCE_S) -> None:
         self._depths = depths
@@ -59,8 +54,7 @@ class NewPagesFirst:
         self._since: dict[int, float] = {}  # by id(item): time at which it was first seen
 
     def order(self, queue: list[Any], request_of: Callable[[Any], Any], now_s: float) -> None:
-        """Sort the waiting queue in place, stably, fewest new pages first. `now_s` is the ranks'
-        common time, so all sort alike."""
+        """Sort in place, stably. `now_s` is the ranks' common time, so all sort alike."""
         # Forget items that left first: a new item may get the id of a former one.
         here = {id(item) for item in queue}
         for gone in self._since.keys() - here:
@@ -79,15 +73,10 @@ class NewPagesFirst:
 
 
 def weight_order(ends: Sequence[TreeNode | None]) -> list[int]:
-    """Return the indices of waiting requests in the order that shares prefixes best.
-
-    Depth first through the tree, at each node the branch with most requests first. O(requests *
-    nodes on their paths).
+    """Return the indices of `ends` (None: the root) in the order that shares prefixes best: depth
+    first, at each node the branch with most requests first. O(requests * nodes on their paths).
 
     Equal weights keep the order of `ends`, so that it is the same on every rank.
-
-    Args:
-        ends: per request the node at which its prefix ends; None: the root of the tree.
     """
     # 1. Weigh the nodes: each request counts for every node on its path to the root. Children are
     #    kept in dicts, not sets, so that their order does not depend on hashes.

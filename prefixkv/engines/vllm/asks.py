@@ -1,5 +1,5 @@
 """Requests for a transfer, read from `kv_transfer_params`, and the digest that names a prompt on
-both servers. Everything here comes from a client or a router, so all of it is checked."""
+both servers. All of it comes from a client or a router, so all of it is checked."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAX_NONCE_CHARS = 64
 
 @dataclass(frozen=True, slots=True)
 class LoadAsk:
-    """On decode: load the KV from the prefill server at the address `prefill`. `nonce` is the
-    secret of a room that prefill has drawn; "" where a router drew the room."""
+    """On decode: load from the prefill server at `prefill`. `nonce` is the secret of a room that
+    prefill has drawn; "" where a router drew the room."""
 
     room: int
     prefill: str
@@ -30,7 +30,7 @@ class LoadAsk:
 
 @dataclass(frozen=True, slots=True)
 class RoomSendAsk:
-    """On prefill: send the KV to the decode server named `decode`."""
+    """On prefill: send to the decode server named `decode`."""
 
     room: int
     decode: str
@@ -38,7 +38,7 @@ class RoomSendAsk:
 
 @dataclass(frozen=True, slots=True)
 class DrawAsk:
-    """On prefill: draw a room, and send the KV to the decode server that opens it."""
+    """On prefill: draw a room, and send to the decode server that opens it."""
 
 
 Ask = LoadAsk | RoomSendAsk | DrawAsk
@@ -114,9 +114,8 @@ def ends_in_media(request: Any) -> bool:
 
 def leave_out_last_token(request: Any, hash_size: int) -> None:
     """Take the last token of its prompt from a request that has computed nothing, and have it end
-    with the first token that it generates. `hash_size`: tokens of a block hash. Where a layer keeps
-    a state this is how the state behind the prompt is that of the tokens before its last one. The
-    answer is of the shorter prompt."""
+    with the first token that it generates. Where a layer keeps a state, that is then the state
+    before the last token. `hash_size`: tokens of a block hash."""
     # A new list: requests in vLLM's own process may share the old one.
     request.prompt_token_ids = request.prompt_token_ids[:-1]
     del request._all_token_ids[-1]
@@ -127,21 +126,18 @@ def leave_out_last_token(request: Any, hash_size: int) -> None:
 
 
 def computes_all(request: Any) -> bool:
-    """Return whether a request asks vLLM to compute its whole prompt, for log-probabilities. vLLM
-    then ignores its prefix cache, and also a connector's answer, "not yet" included."""
+    """Return whether vLLM is to compute the whole prompt, for log-probabilities. It then ignores
+    its prefix cache, and also a connector's answer, "not yet" included."""
     return bool(request.skip_reading_prefix_cache)
 
 
 def digest_of(request: Any, nonce: str = "") -> bytes:
-    """Return the digest of the prompt for which a request asks a transfer.
-
-    Both servers have to agree on it.
+    """Return the digest of a prompt, in which both servers have to agree. Raises RequestError for a
+    prompt of embeddings, or one that is still growing.
 
     It covers the tokens and all else that vLLM keys its own blocks by: LoRA adapter, cache salt,
-    and the content and place of images. With a `nonce` it is the digest of a room that prefill has
-    drawn: only a server that was given the nonce can prove it.
-
-    Raises RequestError for a prompt of embeddings, or one that is still growing.
+    and the content and place of images. With a `nonce` it is that of a room that prefill has drawn:
+    only a server that was given the nonce can prove it.
     """
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         raise RequestError("a prompt of embeddings cannot be transferred")
@@ -154,9 +150,8 @@ def digest_of(request: Any, nonce: str = "") -> bytes:
 
 
 def namespace_of(request: Any) -> tuple[Any, ...] | None:
-    """Return what a request's blocks depend on besides tokens: LoRA adapter, salt, images.
-    (adapter's name, salt, images), where an image is (hash, offset, length). None where the request
-    has none of the three, which is the namespace of plain prompts."""
+    """Return (adapter's name, salt, images), where an image is (hash, offset, length); None where
+    the request has none of the three, which is the namespace of plain prompts."""
     lora = request.lora_request.lora_name if request.lora_request else None
     media = tuple(
         (shortened(str(one.identifier)), int(one.mm_position.offset), int(one.mm_position.length))

@@ -1,7 +1,6 @@
-"""The connector's records about vLLM's blocks: references that keep blocks from reuse while a peer
-may still write or read them (`Holds`), and the blocks that are being loaded, by vLLM's hash, so
-that a request that lacks one of them waits for it instead of loading it a second time
-(`Flights`)."""
+"""References that keep blocks from reuse while a peer may still write or read them (`Holds`), and
+the blocks that are being loaded, by vLLM's hash, so that a request that lacks one of them waits for
+it instead of loading it a second time (`Flights`)."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from prefixkv.spi import InternalError, check_laws
 
 
 class BlockPool(Protocol):
-    """The part of vLLM's `BlockPool` that is used here: blocks that count their references."""
+    """The part of vLLM's `BlockPool` that is used here."""
 
     blocks: list[Any]
 
@@ -24,7 +23,7 @@ class BlockPool(Protocol):
 
 
 class Holds:
-    """The connector's own block references, by request. vLLM can hand a block out when both its own
+    """The connector's own references, by request. vLLM can hand a block out when both its own
     references and these are gone. Used by `SchedulerSide` alone, in the engine's loop."""
 
     def __init__(self, pool: BlockPool) -> None:
@@ -34,29 +33,28 @@ class Holds:
 
     @property
     def num_blocks(self) -> int:
-        """Number of references that hold blocks: one held for two requests counts twice."""
+        """A block that is held for two requests counts twice."""
         return sum(map(len, self._held.values()))
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that vLLM may hand out, those in the prefix cache included."""
+        """Blocks in the prefix cache are free too."""
         return self._pool.get_num_free_blocks()
 
     def is_cached(self, page: int) -> bool:
-        """Return whether vLLM finds this block by its hash."""
         return self._pool.blocks[page].block_hash is not None
 
     def hash_of(self, page: int) -> Hashable:
-        """Return the hash by which vLLM finds this block; None for one that is not cached."""
+        """None for a block that is not cached."""
         found: Hashable = self._pool.blocks[page].block_hash
         return found
 
     def num_references(self, page: int) -> int:
-        """Return how many references there are on this block, these included."""
+        """Return all references on this block, these included."""
         return int(self._pool.blocks[page].ref_cnt)
 
     def take(self, rid: str, pages: Iterable[int]) -> None:
-        """Hold more blocks for a request. They must be in use, or in the prefix cache."""
+        """The blocks must be in use, or in the prefix cache."""
         # `touch` takes a cached block out of the free queue as well. A block that is free and not
         # cached might have been handed to another request already: hence the precondition.
         blocks = [self._pool.blocks[page] for page in pages]
@@ -64,9 +62,8 @@ class Holds:
         self._held.setdefault(rid, []).extend(blocks)
 
     def release(self, rid: str) -> None:
-        """Give the blocks held for a request back, after proof that no peer uses them. Unknown id:
-        no-op. Reversed, so that the end of the prompt is evicted before its beginning, as in
-        vLLM."""
+        """Give blocks back, after proof that no peer uses them. No-op for an unknown id. Reversed,
+        so that the end of the prompt is evicted before its beginning, as in vLLM."""
         self._pool.free_blocks(reversed(self._held.pop(rid, [])))
 
     def check_invariants(self) -> None:
@@ -77,7 +74,7 @@ class Holds:
 
 
 class Flights:
-    """Index from a block's hash to the request that loads it: the one that began first."""
+    """From a block's hash to the request that loads it: the one that began first."""
 
     def __init__(self) -> None:
         self._carrier: dict[Hashable, str] = {}
@@ -87,7 +84,7 @@ class Flights:
         return len(self._carrier)
 
     def begin(self, rid: str, hashes: Iterable[Hashable]) -> None:
-        """Record that the request `rid` loads these blocks, until `land`."""
+        """The request loads these blocks until `land`."""
         mine = self._blocks.setdefault(rid, [])
         for block in hashes:
             # Two requests load one block where they do not join. The first stays its carrier, so
@@ -97,12 +94,11 @@ class Flights:
                 mine.append(block)
 
     def carrier(self, block: Hashable) -> str | None:
-        """Return the request whose load brings this block, or None."""
+        """Return the request whose load brings this block."""
         return self._carrier.get(block)
 
     def land(self, rid: str) -> None:
-        """Forget the blocks that a request loads: they have arrived, or will not. No-op for an
-        unknown id."""
+        """The blocks have arrived, or will not. No-op for an unknown id."""
         for block in self._blocks.pop(rid, ()):
             del self._carrier[block]
 

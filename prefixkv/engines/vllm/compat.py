@@ -92,8 +92,7 @@ check_takes(GovernedQueue.popleft_n, FreeKVCacheBlockQueue.popleft_n, "popleft_n
 
 
 def unwatched() -> AbstractContextManager[None]:
-    """Return a context in which the watch dog of 0.33 is off: it takes a resting engine for
-    stuck."""
+    """Return a context without the watch dog of 0.33, which takes a resting engine for stuck."""
     try:
         from vllm.utils.watch_dog import get_watch_dog
     except ImportError:
@@ -109,7 +108,6 @@ def reached_at(bind: str) -> str:
 
 
 def host_events(events: Iterable[HostEvent], block_size: int) -> list[Any]:
-    """Return events of host memory as vLLM's, with the medium "CPU"."""
     convert, found = maybe_convert_block_hash, []
     for event in events:
         hashes = [convert(one) for one in event.hashes]
@@ -139,10 +137,9 @@ def backends_of(config: Any, kv_cache: Any) -> list[str]:
 
 
 def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
-    """Return a tag of all that the bytes of blocks depend on besides shape and element type: the
-    version, the kernels of the layers, their packing (on CPUs it depends on the instructions),
-    quantization. Two servers must have equal tags; `OPTION_NAMES` maps each word to the option that
-    sets it."""
+    """Return a tag, equal on both servers, of all that the bytes of blocks depend on besides shape
+    and element type: the version, the kernels, their packing (on CPUs it depends on the
+    instructions), quantization. `OPTION_NAMES` maps each word to the option that sets it."""
     # The version too: kernels may pack differently in the next one, and no name would show it.
     # Blocks of all groups are alike, but for states.
     groups, of = BlockGroups.of(kv_cache), kv_cache.kv_cache_groups
@@ -177,7 +174,7 @@ def block_format(config: Any, kv_cache: Any, backends: list[str]) -> str:
 
 
 def gather(given: object) -> list[object]:
-    """Gather an object from all tensor parallel ranks. See `rank_group.Gather`."""
+    """Gather from all tensor parallel ranks. See `rank_group.Gather`."""
     # The CPU group: objects are gathered at start-up only, without use of a device.
     group = get_tp_group()
     found: list[object] = [None] * group.world_size

@@ -1,9 +1,9 @@
-"""Prompts that decode's own vLLM computes: the measurements from vLLM's steps by which `Sources`
-decides, the same rule as of a `DecodeNode`.
+"""Prompts that decode's own vLLM computes: the measurements by which `Sources` decides, the same
+rule as of a `DecodeNode`.
 
 A step ends when its result comes. It begins where the one before ended, or when it was scheduled,
-whichever is later, since vLLM may schedule a step while another one runs. The size of a step is
-vLLM's decision alone, so no share of a step bounds what is computed here.
+whichever is later, since vLLM may schedule a step while another one runs. vLLM alone decides the
+size of a step, so no share of a step bounds what is computed here.
 """
 
 from __future__ import annotations
@@ -32,14 +32,11 @@ class _VllmStep(NamedTuple):
 
 
 class OwnCompute:
-    """What decode computes of prompts, and what is left. Owned by the scheduler.
-
-    Every call costs O(1). With `below` 0 nothing is measured, and nothing is computed here.
+    """What decode computes of prompts, and what is left. The scheduler's. Every call is O(1).
 
     Args:
-        below: most missing tokens of a request that may be computed here.
+        below: most missing tokens of a request that may be computed here; 0: nothing is measured.
         step_tokens: the most that a step computes of prompts, at least 1.
-        now_s: seconds of a clock that never goes back.
         loads: True if there is host memory, whose loads are compared with what prefill takes.
     """
 
@@ -70,10 +67,9 @@ class OwnCompute:
     # --- the decision -----------------------------------------------------------------------------
 
     def is_here(self, rid: str, missing: int, address: str) -> bool:
-        """Decide whether decode computes a request's `missing` tokens, or the prefill server at
-        `address`, by the rule of `Sources`. vLLM asks in each step until it admits the request; it
-        is decided again where other tokens are missing, since the rule counts decisions as
-        requests."""
+        """Decide whether decode computes a request's `missing` tokens, or the prefill server. vLLM
+        asks in each step until it admits the request; it is decided again only where other tokens
+        are missing, since the rule counts decisions as requests."""
         if not self.is_on:
             return False
         last = self._decided.get(rid)
@@ -84,16 +80,16 @@ class OwnCompute:
         return last[1]
 
     def is_worth_loading(self, missing: int, num_loaded: int, load_s: float, address: str) -> bool:
-        """Return whether decode loads `num_loaded` of the `missing` tokens from host memory, which
-        takes `load_s`, rather than have the prefill server at `address` send them all."""
+        """Return whether to load `num_loaded` of the `missing` tokens from host memory, in
+        `load_s`, rather than have prefill send them all."""
         loaded = Lack(missing - num_loaded, num_loaded, load_s)
         return self.sources.worth_loading(Lack(missing), loaded, address, self.now_s())
 
     # --- requests ---------------------------------------------------------------------------------
 
     def admitted(self, rid: str, prompt_len: int, due: int) -> None:
-        """Note that a request was admitted, and `due` tokens of its prompt are computed here. Its
-        steps say so too; those who are admitted before the next one have to know it now."""
+        """`due` tokens of the prompt are computed here. Its steps say so too, but a request that is
+        admitted before the next one has to know it now."""
         if self.is_on:
             self._decided.pop(rid, None)
             self._prompt_lens[rid] = prompt_len
@@ -113,23 +109,22 @@ class OwnCompute:
     # --- transfers --------------------------------------------------------------------------------
 
     def promised(self, address: str, room: int, num_tokens: int, loaded: int = 0) -> None:
-        """Note that a prefill server was promised a room that a router has drawn, and is to send
-        the KV of `num_tokens` to decode, which loads that of `loaded` tokens meanwhile."""
+        """Prefill is to send the KV of `num_tokens` to a room that a router has drawn, while decode
+        loads that of `loaded` tokens."""
         if self.measures_prefill:
             self.sources.promised(address, RoomKey(room, 0), self.now_s(), num_tokens, loaded)
 
     def arrived(self, address: str, room: int, num_tokens: int) -> None:
-        """Note that the KV of a room has come."""
         self.sources.arrived(address, RoomKey(room, 0), num_tokens, self.now_s())
 
     def gave_up(self, address: str, room: int) -> None:
-        """Note that a room has failed: its time says nothing."""
+        """A room has failed: its time says nothing."""
         self.sources.gave_up(address, RoomKey(room, 0))
 
     # --- steps ------------------------------------------------------------------------------------
 
     def scheduled(self, rid: str, start: int, count: int) -> None:
-        """Note that the next step computes `count` tokens of a request from token `start` on."""
+        """The next step computes `count` tokens of a request from token `start` on."""
         prompt_len = self._prompt_lens.get(rid)
         if prompt_len is None:
             return
@@ -147,14 +142,13 @@ class OwnCompute:
             self._decoding.discard(rid)  # where it comes back after a preemption
 
     def step_scheduled(self) -> None:
-        """Note that all requests of the next step were named."""
         if self.is_on:
             step = _VllmStep(self.now_s(), self._prompts, self._prompt_tokens, self._running)
             self._steps.append(step)
             self._prompts = self._prompt_tokens = self._running = 0
 
     def step_ended(self) -> None:
-        """Note that the result of the oldest step has come."""
+        """The result of the oldest step has come."""
         if not self._steps:
             return
         step, now_s = self._steps.popleft(), self.now_s()

@@ -1,5 +1,4 @@
-"""`PrefixKVConnector`, the class that vLLM calls: each hook is passed on to the scheduler's side or
-the worker's side."""
+"""The class that vLLM calls: it passes each hook on to the scheduler's or the worker's side."""
 
 from __future__ import annotations
 
@@ -43,9 +42,8 @@ compat.KVConnectorWorkerMetadata.register(WorkerReport)
 
 
 class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
-    """The connector object: one in the scheduler, and one in each worker. See docs/vllm.md. Raises
-    ConfigError, which names the cause, for a wrong option, and for a model or parallel setup that
-    cannot be transferred."""
+    """One in the scheduler, and one in each worker. See docs/vllm.md. Raises ConfigError, which
+    names the cause, for a wrong option, model or parallel setup."""
 
     is_prefixkv = True
 
@@ -102,19 +100,18 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return False: a connector's transfers do not follow KV that is mapped elsewhere. vLLM
-        asks this from 0.33.0 on; `check_engine` refuses sleep mode in any version."""
+        """Transfers do not follow KV that is mapped elsewhere. vLLM asks this from 0.33.0 on;
+        `check_engine` refuses sleep mode in any version."""
         return False
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """True where layers keep a window: it then looks for prefixes as `bind_kv_cache_manager`
-        has it."""
+        """Prefixes are looked for as `bind_kv_cache_manager` has it."""
         return bool(self._groups.windows)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: the connector holds a preempted request's blocks until they are sent."""
+        """A preempted request's blocks are held until they are sent."""
         return False
 
     # --- in the scheduler -------------------------------------------------------------------------
@@ -132,7 +129,7 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             look_up_densely(kv_cache_manager, self._groups.full, self.scheduler.ignores_windows)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Take the block pool, and let a policy choose its victims if one is set."""
+        """A policy, if one is set, chooses its victims from now on."""
         shadow: Shadow | None = None
         # The queue is replaced before any block is cached, so the shadow misses none.
         if self._options.policy and not gpu_block_pool.enable_caching:
@@ -151,7 +148,7 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return self.scheduler.count_loadable(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Record that a request was given blocks; `num_external_tokens` tokens are to be loaded."""
+        """`num_external_tokens` tokens are to be loaded."""
         pages, windows = self._groups.tables(blocks.get_block_ids())
         hosted = self.scheduler.allocated(request, pages, num_external_tokens, windows)
         # Of what is loaded, `usage` says of tokens from host memory alone that they were cached.
@@ -182,8 +179,6 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return self.scheduler.busy
 
     def has_pending_block_frees(self) -> bool:
-        """Return True while copies to host memory keep blocks that vLLM may need: then it waits for
-        these, and preempts no running request for them."""
         return self.scheduler.keeps_blocks_shortly
 
     def reset_cache(self) -> bool:
@@ -191,8 +186,7 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return True
 
     def take_events(self) -> Iterable[Any]:
-        """Return the events of host memory, for vLLM's publisher: vLLM's own pool reports the
-        blocks that arrive there."""
+        """Those of host memory; vLLM's own pool reports the blocks that arrive there."""
         events = self.scheduler.take_host_events()
         return compat.host_events(events, self._block_size) if events else ()
 
@@ -200,7 +194,7 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @property
     def worker(self) -> WorkerSide:
-        """The worker's side; it exists from `register_kv_caches` on."""
+        """It exists from `register_kv_caches` on."""
         assert self._worker is not None, "a worker's connector, with its KV memory"
         return self._worker
 
@@ -232,9 +226,8 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._worker.register(pool_of(kv_caches, kv_cache, tag, plain=plain))
 
     def unregister_kv_caches(self) -> None:
-        """Refuse to have the KV memory given back. vLLM asks for it from 0.33.0 on. Raises
-        ConfigError for memory of a device: a peer may still read or write what is registered. On a
-        CPU vLLM releases nothing, and this does nothing."""
+        """Raises ConfigError for memory of a device: a peer may still read or write what is
+        registered. On a CPU vLLM releases nothing. vLLM asks for it from 0.33.0 on."""
         device = next(iter(self._kv_caches.values())).device.type if self._kv_caches else "cpu"
         if device != "cpu":
             raise ConfigError(
@@ -242,8 +235,8 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             )
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Carry out the orders that precede the forward pass. Here and not in `start_load_kv`,
-        which vLLM calls after the forward where nothing is loaded in this step."""
+        """Carry out the orders that precede the forward pass. Not in `start_load_kv`, which vLLM
+        calls after the forward where nothing is loaded in this step."""
         super().bind_connector_metadata(connector_metadata)
         orders = connector_metadata
         has_copies = bool(orders.copies or orders.before) or self.worker.has_work_after(NO_ORDERS)
@@ -281,7 +274,6 @@ class PrefixKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     # --- in both, and in the API server -----------------------------------------------------------
 
     def get_kv_connector_stats(self) -> PrefixKVStats | None:
-        """Return the counts of this process since the last call. None if nothing changed."""
         counts: dict[str, float] = {}
         if self._scheduler is not None:
             counts |= self._scheduler.take_counts() | self._scheduler.take_gauges()

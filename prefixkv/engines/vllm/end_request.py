@@ -1,5 +1,4 @@
-"""The end of requests within a step of the scheduler. A connector by itself can only say "not yet"
-of a request."""
+"""The end of requests within a step: a connector by itself can only say "not yet" of a request."""
 
 from __future__ import annotations
 
@@ -15,15 +14,14 @@ from prefixkv.engines.vllm.compat import (
 
 
 def end_request(scheduler: Any, rid: str, params: dict[str, Any], outputs: Any) -> None:
-    """End a request as if its client had left, and answer it; see `answer`."""
+    """End a request as if its client had left, and answer it."""
     for request in scheduler.finish_requests([rid], RequestStatus.FINISHED_ABORTED):
         answer(request, params, outputs)
 
 
 def answer(request: Any, params: dict[str, Any], outputs: Any) -> None:
-    """Answer a request that was ended here: vLLM answers only requests that it has computed. The
-    answer has no token, and `params` as its `kv_transfer_params`. It is added to `outputs`, which
-    maps each client to its outputs of this step."""
+    """Answer a request that was ended here, with no token: vLLM answers only what it has computed.
+    `outputs` maps each client to its outputs of this step."""
     output = EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],
@@ -38,10 +36,9 @@ def answer(request: Any, params: dict[str, Any], outputs: Any) -> None:
 def fail_requests(
     scheduler: Any, rids: Iterable[str], ended_hashes: set[Any]
 ) -> tuple[list[Any], set[int]]:
-    """End live requests with an error, and take all blocks that hold KV of their tokens out of the
-    prefix cache, with those of `ended_hashes`. Returns the requests that were ended, and these
-    blocks. All, their hits too: a block that was wrong before must not spoil every request that
-    finds it."""
+    """End live requests with an error, and take all blocks of their tokens out of the prefix cache,
+    with those of `ended_hashes`. All, their hits too: a block that was wrong before must not spoil
+    every request that finds it. Returns the requests that were ended, and these blocks."""
     manager = scheduler.kv_cache_manager
     live = [scheduler.requests[rid] for rid in rids if rid in scheduler.requests]
     # By hash: vLLM has taken back the blocks of a request that is preempted, and those that a

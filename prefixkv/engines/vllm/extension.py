@@ -2,8 +2,8 @@
 
     --worker-extension-cls prefixkv.engines.vllm.extension.WorkerExtension
 
-vLLM mixes the class into its workers, so `LLM.collective_rpc("prefixkv_fence", args=(peer, life))`
-reaches it, and, where vLLM's development routes are open, HTTP (docs/vllm.md).
+`LLM.collective_rpc("prefixkv_fence", args=(peer, life))` reaches them, and, where vLLM's
+development routes are open, HTTP (docs/vllm.md).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class WorkerExtension:
-    """Methods that vLLM mixes into each worker. Called between steps, in the worker's thread."""
+    """Mixed into each worker. Called between steps, in the worker's thread."""
 
     def prefixkv_lost_peers(self) -> list[dict[str, Any]]:
         """Return the peers that are silent or dead, and still hold something here. Per peer:
@@ -22,15 +22,15 @@ class WorkerExtension:
         return found
 
     def prefixkv_fence(self, peer: str, life: str) -> None:
-        """Free all that a process holds which the operator knows to be dead. `peer` and `life` are
-        as in `prefixkv_lost_peers` and the log. Fencing a live process loses its transfers, and may
-        let it write into blocks that belong to another request."""
+        """Free all that a process holds which the operator knows to be dead, named as in
+        `prefixkv_lost_peers` and the log. Fencing a live process loses its transfers, and may let
+        it write into blocks that belong to another request."""
         _side().fence(peer, life)
 
     def prefixkv_move_weights(self, weights_version: str) -> None:
-        """Move to the operator's weights version, after they were changed in place. Transfers under
-        way end, and none begins with a server of another version. For a server that vLLM's own
-        weight version does not reach; call it while nothing runs, with the prefix cache reset."""
+        """Move to another weights version, after weights were changed in place: transfers under way
+        end, and none begins with a server of another version. For a server that vLLM's own weight
+        version does not reach; call it while nothing runs, with the prefix cache reset."""
         _side().move_weights(weights_version)
 
 

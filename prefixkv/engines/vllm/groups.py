@@ -3,9 +3,8 @@ each token sees a window, and vLLM frees the blocks that have fallen out of it; 
 block holds a state, which is all that the layers keep.
 
 With windows or states a transfer ends before the prompt's last token, which vLLM computes in any
-case. Of windows it keeps what the first token that it computes reads, and for the last token of a
-prompt that is one token more than for the first new one. A state has no way back to an earlier
-token, so prefill computes no further either (`SchedulerSide`).
+case: the window of that token is one token longer than that of the first new one. A state has no
+way back to an earlier token, so prefill computes no further either (`SchedulerSide`).
 """
 
 from __future__ import annotations
@@ -42,9 +41,8 @@ Block = int
 
 class WindowLayers(NamedTuple):
     """A window group: its number among the groups, its name in the handshake, and the tokens that
-    its layers see, the own one included. Of a state `table_tokens` is the number of tokens that an
-    entry of its block table stands for, and `most_blocks` the most blocks that a request has at
-    once. 0: of a window."""
+    its layers see, the own one included. Of a state `table_tokens` is the number of tokens per
+    entry of its block table, and `most_blocks` the most that a request has at once; else 0."""
 
     number: int
     name: str
@@ -66,7 +64,7 @@ class Tables(NamedTuple):
 
 
 class WindowBlocks(NamedTuple):
-    """Consecutive blocks of a request in a window group, from its block number `first` on."""
+    """Consecutive blocks of a request, from its block number `first` on."""
 
     first: int
     blocks: tuple[Block, ...]
@@ -95,8 +93,7 @@ class BlockGroups(NamedTuple):
 
     @classmethod
     def of(cls, kv_cache: Any, step_tokens: int = 0) -> Self:
-        """Return the groups of a `KVCacheConfig`. Raises ConfigError, by name, for one whose blocks
-        are not transferred."""
+        """Raises ConfigError, by name, for a `KVCacheConfig` whose blocks are not transferred."""
         groups = kv_cache.kv_cache_groups
         kinds = [type(group.kv_cache_spec).__name__ for group in groups]
         # 1. Exactly one group keeps every token: a transfer has one list of blocks that both
@@ -136,30 +133,26 @@ class BlockGroups(NamedTuple):
 
     @property
     def has_states(self) -> bool:
-        """True where some layers keep a state."""
         return any(group.is_state for group in self.windows)
 
     def num_sent(self, num_prompt_tokens: int) -> int:
-        """Return the tokens of a prompt that a transfer carries: all, or with windows or states all
-        but the last one."""
+        """Return the tokens of a prompt that a transfer carries."""
         return num_prompt_tokens - 1 if self.windows else num_prompt_tokens
 
     def first_block(self, group: WindowLayers, num_tokens: int) -> int:
-        """Return the number of the first block that vLLM keeps in a window group behind
-        `num_tokens` tokens."""
+        """Return the number of the first block that vLLM keeps behind `num_tokens` tokens."""
         return max(0, num_tokens + 1 - group.window) // self.block_size
 
     def tables(self, block_ids: Sequence[Sequence[Block]]) -> Tables:
-        """Return a request's block tables, given those by group."""
         windows = tuple(list(block_ids[group.number]) for group in self.windows)
         return Tables(list(block_ids[self.full]), windows)
 
     def window_blocks(
         self, windows: Sequence[Sequence[Block]], num_tokens: int, first: int, stop: int
     ) -> tuple[WindowBlocks, ...]:
-        """Return, by window group, a request's blocks from number `first` to `stop`: those of them
-        that vLLM keeps behind `num_tokens` tokens, which both servers send and get. A state is
-        asked for when vLLM computes the last of them: its block has no other state then."""
+        """Return, by window group, those of a request's blocks `first` to `stop` that vLLM keeps
+        behind `num_tokens` tokens, which both servers send and get. A state is asked for when vLLM
+        computes the last of them: its block has no other state then."""
         found = []
         for group, table in zip(self.windows, windows, strict=True):
             start = min(max(first, self.first_block(group, num_tokens)), stop)
@@ -171,11 +164,11 @@ class BlockGroups(NamedTuple):
         return tuple(found)
 
     def blocks_to_compute(self, num_sent: int) -> int:
-        """Return the most blocks that a prompt has at once of which `num_sent` tokens are sent."""
+        """Return the most blocks at once of a prompt of which `num_sent` tokens are sent."""
         return self.blocks_of(num_sent + (1 if self.windows else 0))
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Return the most blocks that a request of `num_tokens` tokens has at once."""
+        """Return the most blocks that a request has at once."""
         num_blocks = pages_for(num_tokens, self.block_size)
         return num_blocks + sum(
             min(
@@ -188,9 +181,9 @@ class BlockGroups(NamedTuple):
 
 
 def look_up_densely(manager: Any, full: int, wanted: Callable[[Any], bool]) -> None:
-    """Have a `KVCacheManager` look for the prefix of each request that is `wanted` in the group
-    `full` alone, which keeps every token. The windows behind the whole prompt are loaded into new
-    blocks. vLLM itself looks for a prefix that ends where all groups have what comes before."""
+    """Have a `KVCacheManager` look for the prefix of each `wanted` request in the group `full`
+    alone: the windows behind the prompt are loaded into new blocks. vLLM itself looks for a prefix
+    that ends where all groups have what comes before."""
 
     def get_computed_blocks_for_connector(
         request: Any, max_cache_hit_length: int | None = None
@@ -256,8 +249,8 @@ def _state_layers(number: int, group: Any, first: Any) -> WindowLayers:
 def _check_alike(
     where: str, group: Any, first: Any, same: Sequence[str], instead: str = ""
 ) -> None:
-    """Raise ConfigError where a group's blocks do not lie in the memory of those of the group that
-    keeps every token, `first`. `instead`: what the error adds."""
+    """Raise ConfigError where a group's blocks do not lie in the memory of those of `first`, the
+    group that keeps every token. `instead`: what the error adds."""
     spec, kept = group.kv_cache_spec, first.kv_cache_spec
     for name in same:
         if getattr(spec, name) != getattr(kept, name):
@@ -273,6 +266,5 @@ def _check_alike(
 
 
 def _name_of(kind: str, number: int, parts: Sequence[str]) -> str:
-    """Return the name of a group in the handshake, in which both servers must agree: its layers
-    depend on how vLLM shares them out."""
+    """Both servers must agree in a group's name: its layers depend on how vLLM shares them out."""
     return f"{kind}-{number}-{blake2b(chr(10).join(parts).encode(), digest_size=4).hexdigest()}"

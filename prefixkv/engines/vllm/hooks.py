@@ -1,11 +1,9 @@
 """Three methods of vLLM that are wrapped, since its connector interface lacks the hook.
 
 `Scheduler.update_from_output`: says when a step's result has come, and ends requests that are not
-to be computed, or whose logits have NaN. A connector by itself can only answer "not yet" for a
-request, without an end.
-`EngineCoreProc._process_engine_step`: waits for a request or a ring where nothing can run; vLLM
-would sleep a millisecond and step again. `EngineCore.set_weight_version`: passes on the version of
-weights that were changed in place.
+to be computed, or whose logits have NaN. `EngineCoreProc._process_engine_step`: waits for a request
+or a ring where nothing can run; vLLM would sleep a millisecond and step again.
+`EngineCore.set_weight_version`: passes on the version of weights that were changed in place.
 
 All are wrapped when the scheduler's connector is made. They do nothing for another connector, nor
 where `MultiConnector` stands between.
@@ -20,7 +18,7 @@ from prefixkv.engines.vllm.scheduler import SchedulerSide
 
 
 def install(scheduler: Any, core: Any, process: Any) -> None:
-    """Wrap the methods of `Scheduler`, `EngineCore` and `EngineCoreProc`, once a process."""
+    """Wrap the methods, once a process."""
     if not hasattr(scheduler.update_from_output, "prefixkv"):
         scheduler.update_from_output = _wrap_update_from_output(scheduler.update_from_output)
         core.set_weight_version = _wrap_set_weight_version(core.set_weight_version)

@@ -1,10 +1,9 @@
 """Host memory behind vLLM's blocks, in its scheduler: what vLLM evicts stays there, and comes back
 when a request is admitted.
 
-The tier is the library's `HostTier`: the host's tree and pages, the copies, their laws. vLLM keeps
-the device's blocks itself, so the tier sees them through `DeviceBlocks`. In the host's tree a block
-has the name that vLLM's own hash gives it, which follows from all tokens up to its end, LoRA
-adapter, cache salt and images: two requests share there what they would share in vLLM's cache.
+The tier is the library's `HostTier`; it sees the device's blocks, which vLLM keeps itself, through
+`DeviceBlocks`. In the host's tree a block has the name that vLLM's own hash gives it, which follows
+from all tokens up to its end, LoRA adapter, cache salt and images.
 
     write   a request ends: its blocks that vLLM has cached are due, and are referenced until the
             copy has ended (`Holds`), so vLLM gives none of them to another request meanwhile.
@@ -39,7 +38,7 @@ _TOKEN_MASK: Final = 0x7FFF_FFFF
 
 
 def key_of(hashes: Iterable[bytes]) -> RadixKey:
-    """Return the key of a path in the host's tree of blocks. `hashes` are vLLM's, one per block."""
+    """Return the key of a path; `hashes` are vLLM's, one per block."""
     # Of a hash 124 bits count: a token has 31.
     cut = b"".join([one[:NAME_BYTES].ljust(NAME_BYTES, b"\0") for one in hashes])
     return RadixKey.of_packed((np.frombuffer(cut, "<u4") & _TOKEN_MASK).tobytes())
@@ -52,14 +51,13 @@ def _names(key: RadixKey) -> Iterator[bytes]:
 
 @dataclass(slots=True)
 class _BlockPath:
-    """Blocks that are cached of a path; see `DevicePath`."""
+    """The cached blocks of a path; see `DevicePath`."""
 
     blocks: list[int]
     unprotected_pages: int
 
     @property
     def depth(self) -> int:
-        """Number of blocks on the path."""
         return len(self.blocks)
 
     @property
@@ -69,7 +67,7 @@ class _BlockPath:
 
 @dataclass(slots=True, eq=False)
 class BlockLock:
-    """References on blocks for a write to host memory; see `DeviceLock`."""
+    """References for a write to host memory; see `DeviceLock`."""
 
     pages: Pages
     number: int
@@ -77,8 +75,8 @@ class BlockLock:
 
 
 class DeviceBlocks:
-    """Block pool as the device of a `HostTier`. It knows where requests that have ended left their
-    blocks, and asks vLLM whether each is still what it was. `epoch` counts the flushes, and
+    """The block pool as the device of a `HostTier`. It knows where requests that have ended left
+    their blocks, and asks vLLM whether each is still what it was. `epoch` counts the flushes, and
     `errors` has what a policy has raised."""
 
     page_size = _NAME_TOKENS
@@ -95,16 +93,16 @@ class DeviceBlocks:
 
     @property
     def available_pages(self) -> int:
-        """Blocks that it can hand out, once the request that just ends has let go of its own."""
+        """Blocks that a request will let go of as it ends are among them."""
         return self._holds.num_free + len(self._ending)
 
     @property
     def may_load(self) -> bool:
-        """True: vLLM bounds the loads by itself, since each takes its request's blocks."""
+        """vLLM bounds the loads by itself, since each takes its request's blocks."""
         return True
 
     def leave(self, key: RadixKey, blocks: Sequence[int]) -> None:
-        """Record that vLLM has cached these blocks of a path: as many as the key has names."""
+        """vLLM has cached these blocks of a path: as many as the key has names."""
         for name, block in zip(_names(key), blocks, strict=True):
             self._forget(block)
             if (before := self._left.get(name)) is not None:
@@ -114,8 +112,7 @@ class DeviceBlocks:
 
     @contextmanager
     def ending(self, blocks: Sequence[int]) -> Iterator[None]:
-        """While in it, count those of blocks as available that only the request which ends has
-        references on."""
+        """While in it, blocks that only the request that ends references count as available."""
         last = (block for block in blocks if self._holds.num_references(block) == 1)
         self._ending = frozenset(last)
         try:
@@ -124,7 +121,6 @@ class DeviceBlocks:
             self._ending = frozenset()
 
     def find(self, key: RadixKey) -> _BlockPath:
-        """Return the blocks that are still cached of a path, up to the first that is not."""
         found: list[int] = []
         unprotected = 0
         for name in _names(key):
@@ -141,14 +137,13 @@ class DeviceBlocks:
         return _BlockPath(found, unprotected)
 
     def pin_key(self, key: RadixKey, now_s: float) -> BlockLock:
-        """Reference the blocks that are cached of a path until `unpin`."""
+        """Reference the cached blocks of a path until `unpin`."""
         blocks = self.find(key).blocks
         self._num_locks += 1
         self._holds.take(_hold_name(self._num_locks), blocks)
         return BlockLock(np.array(blocks, np.int32), self._num_locks)
 
     def unpin(self, lock: BlockLock) -> None:
-        """Give the references of `pin_key` back."""
         lock.held = False
         self._holds.release(_hold_name(lock.number))
 
@@ -183,15 +178,13 @@ class _Load(NamedTuple):
 
 
 class HostBlocks:
-    """The host memory of one server, as its scheduler sees it. Owned by the engine's loop.
-
-    It is empty, and every call a no-op, until all workers have reported their memory.
+    """The host memory of one server. Owned by the engine's loop. It is empty, and every call a
+    no-op, until all workers have reported their memory.
 
     Args:
         spare_blocks: blocks that a write leaves available.
         policy: of eviction in host memory.
         num_ranks: workers, each of which copies its share of a block.
-        now_s: seconds of a clock that never goes back.
         tells: True if `take_events` is asked.
     """
 
@@ -223,7 +216,7 @@ class HostBlocks:
     # --- the workers ------------------------------------------------------------------------------
 
     def resize(self, sizes: dict[int, tuple[int, int]]) -> None:
-        """Note how much host memory the workers have: by rank, pages that are ready, and all."""
+        """`sizes`: by rank, pages that are ready, and all."""
         if not sizes:
             return
         self._sizes |= sizes
@@ -242,7 +235,6 @@ class HostBlocks:
         )
 
     def take_orders(self) -> list[CopyOrder]:
-        """Return the copies that the workers are to make, and forget them."""
         if self.tier is None:
             return []
         return [
@@ -281,8 +273,8 @@ class HostBlocks:
     # --- requests ---------------------------------------------------------------------------------
 
     def depth(self, rid: str, hashes: Callable[[], list[Any]], start: int) -> int:
-        """Return how many of a request's first blocks host memory has; 0 where that is not more
-        than `start`. `hashes` returns those of its whole blocks; they are the same each time."""
+        """Return how many of a request's first blocks are here; 0 where that is not more than
+        `start`. `hashes` returns those of its whole blocks; they are the same each time."""
         if self.tier is None or not self.tier.cache.num_pages:
             return 0
         # One load of a request's id at a time: that of an aborted one may still go on.
@@ -301,8 +293,8 @@ class HostBlocks:
     def load(
         self, rid: str, start: int, end: int, blocks: Sequence[int], hashes: Sequence[Any]
     ) -> None:
-        """Order the load of a request's blocks from number `start` up to `end`, which are `blocks`
-        of its pool and have these hashes. `depth` has found them in this very step."""
+        """Order the load of `blocks`, a request's from number `start` up to `end`. `depth` has
+        found them in this very step."""
         assert self.tier is not None
         key = self._keys[rid].prefix(end * _NAME_TOKENS)
         found = self.tier.find(key)
@@ -314,14 +306,13 @@ class HostBlocks:
         self._flights.begin(rid, hashes)
 
     def bar(self, rid: str) -> None:
-        """Load nothing more from host memory for a live request: a load of its has failed. vLLM
-        0.32 keeps the blocks that such a request needs reserved, also from itself, and would wait
-        for them for ever before it admits another load. And the error of a copy may be of just
-        these blocks."""
+        """Load nothing more for a live request: a load of its has failed. vLLM 0.32 keeps the
+        blocks that such a request needs reserved, also from itself, and would wait for them for
+        ever before it admits another load. And the error of a copy may be of just these blocks."""
         self._barred.add(rid)
 
     def carrier(self, block_hash: Any) -> str | None:
-        """Return the live request whose load copies this block just now, or None."""
+        """Return the live request whose load copies this block just now."""
         return self._flights.carrier(block_hash)
 
     def is_loading(self, rid: str) -> bool:
@@ -334,8 +325,7 @@ class HostBlocks:
     def finished(
         self, request: Any, hashes: list[Any], blocks: Sequence[int], num_tokens: int
     ) -> None:
-        """Record that a request ends, with these first blocks cached, whose hashes are `hashes`,
-        and whose KV is that of `num_tokens`: what host memory lacks of them is to be written."""
+        """Write what is lacking here of a request that ends, with these first blocks cached."""
         rid = request.request_id
         self._keys.pop(rid, None)
         self._barred.discard(rid)
@@ -363,7 +353,6 @@ class HostBlocks:
 
     @property
     def num_copies(self) -> int:
-        """Number of copies between blocks and host memory that are under way, or ordered."""
         return 0 if self.tier is None else len(self.tier)
 
     @property
@@ -376,11 +365,9 @@ class HostBlocks:
         return 0 if self.tier is None else self.tier.cache.num_pages
 
     def take_events(self) -> list[HostEvent]:
-        """Return what has come, and what has gone, since the last call."""
         return [] if self._events is None else self._events.take()
 
     def take_counts(self) -> dict[str, int]:
-        """Return what host memory has counted since the last call."""
         counts = {name.replace("pages", "blocks"): n for name, n in self._counts.items()}
         self._counts.clear()
         return counts

@@ -1,7 +1,7 @@
 """Cache events of vLLM's host memory: which blocks came there, and which have gone.
 
-The host's tree knows a block by its name. What an event says besides, vLLM's hashes and the tokens,
-is kept from when a request leaves the block until host memory has lost it.
+The host's tree knows a block by its name. vLLM's hashes and the tokens, which an event says
+besides, are kept from when a request leaves the block until host memory has lost it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,11 @@ class HostEvent(NamedTuple):
 
     @property
     def is_stored(self) -> bool:
-        """True where host memory has the blocks from now on."""
         return bool(self.tokens)
 
 
 class HostEvents:
-    """The events of one server's host memory. Owned by its engine loop.
-
-    Args:
-        cache: the host's tree.
-        name_bytes: of a block's name there.
-    """
+    """The events of one server. Owned by its engine loop. `name_bytes`: of a block's name."""
 
     def __init__(self, cache: RadixCache, name_bytes: int) -> None:
         self._cache, self._name_bytes = cache, name_bytes
@@ -56,8 +50,8 @@ class HostEvents:
     def left(
         self, key: RadixKey, hashes: Sequence[bytes], tokens: Sequence[int], request: Any
     ) -> None:
-        """Note what is to be said of a request's blocks once they are in host memory: their names
-        are `key`, and their KV is that of the first of its `tokens`."""
+        """Note what is to be said of blocks, named by `key`, once they are in host memory. Their KV
+        is that of the first of the `tokens`."""
         if not hashes:
             return
         size = self._name_bytes
@@ -73,7 +67,7 @@ class HostEvents:
             self._left.popitem(last=False)
 
     def take(self) -> list[HostEvent]:
-        """Return what has changed in host memory since the last call. O(blocks of it)."""
+        """Return what has changed since the last call. O(blocks of it)."""
         events: list[HostEvent] = []
         for change in self._cache.drain_changes():
             if isinstance(change, Inserted):
@@ -88,8 +82,7 @@ class HostEvents:
         return events
 
     def _stored(self, change: Inserted) -> list[HostEvent]:
-        """Return the event of new blocks in host memory; more than one where what is said of some
-        has been forgotten."""
+        """More than one event where what is said of some blocks has been forgotten."""
         size, runs = self._name_bytes, list[list[_HostBlock]]()
         last = None
         for i, page in enumerate(np.frombuffer(change.pages, np.int32).tolist()):

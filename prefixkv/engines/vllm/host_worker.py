@@ -10,15 +10,13 @@ from prefixkv.spi import DeviceEvent, HostCopy, HostCopyDone, HostMemory, Inbox
 
 
 class WorkerHost:
-    """The host memory of one worker. Its model thread makes every call.
+    """The host memory of one worker. Its model thread makes every call. Raises ConfigError for more
+    memory than the host has, or less than a block.
 
     Copies run on threads of their own. A load may begin once the device has done all that was
     queued before its order: a step that used its blocks before may still run. A write has to wait
     for the kernels of the step that brings its order as well, since vLLM gives a block its hash
     before they run.
-
-    Raises:
-        ConfigError: more memory than the host has, or less than a block.
     """
 
     def __init__(self, pool: KVPool, config: HostConfig, rank: int, name: str) -> None:
@@ -62,8 +60,8 @@ class WorkerHost:
         return bool(self._writes)
 
     def take_ends(self) -> tuple[list[CopyEnd], dict[str, str]]:
-        """Return the copies that have ended since the last call, and the requests whose loads are
-        among them, with the error of each; "": it has come."""
+        """Return the copies that have ended, and the requests whose loads are among them, with the
+        error of each; "": it has come."""
         ends: list[CopyEnd] = []
         loaded: dict[str, str] = {}
         for done in self._ends.drain():
@@ -74,8 +72,7 @@ class WorkerHost:
         return ends, loaded
 
     def take_size(self) -> dict[int, tuple[int, int]]:
-        """Return the host pages that are ready, and all of them, by its rank; nothing where no more
-        are ready than at the last call."""
+        """Return by rank the host pages that are ready, and all; nothing without news."""
         num_ready = self._memory.ready_pages
         if num_ready == self._num_reported:
             return {}
@@ -83,6 +80,6 @@ class WorkerHost:
         return {self._rank: (num_ready, self._memory.num_pages)}
 
     def close(self) -> None:
-        """Let the copies that run end, and give its host memory back. Idempotent."""
+        """Let the copies that run end, and give the memory back. Idempotent."""
         self._memory.close()
         self._ends.close()

@@ -1,10 +1,9 @@
 """vLLM's KV tensors as a pool of pages, and the refusal of caches that cannot be such a pool.
 
 vLLM gives a view [block, head, token, content] of each layer. Where the kernels are known to keep
-plain K and V (or a latent vector) there, the pool declares it, and servers may differ in block size
-and tensor parallelism. Otherwise only the kernels know how a block is packed, so it travels whole:
-one run of bytes per layer. A tag then names all that the bytes depend on; servers with different
-tags, block sizes or shares of heads refuse each other in the handshake.
+plain K and V (or a latent vector) there, servers may differ in block size and tensor parallelism.
+Otherwise a block travels whole, one run of bytes per layer; a tag names all that the bytes depend
+on, and servers with different tags, block sizes or shares of heads refuse each other.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ _PARALLEL: Final = {
 
 
 def check_config(parallel: Any, kv_cache: Any) -> None:
-    """Raise ConfigError, by name, for a setting of `ParallelConfig` or a kind of cache that is not
-    supported."""
+    """Raise ConfigError for an unsupported setting of `ParallelConfig` or kind of cache."""
     for name, feature in _PARALLEL.items():
         size = getattr(parallel, name, 1)
         if size > 1:
@@ -48,9 +46,8 @@ def check_config(parallel: Any, kv_cache: Any) -> None:
 
 
 def check_sleep(model: Any, device: str) -> None:
-    """Raise ConfigError if sleep mode may move the KV memory: NIXL has it registered. Never on a
-    CPU, where nothing moves. An allocator that could release the memory without sleep mode is only
-    warned of."""
+    """Raise ConfigError if sleep mode may move the KV memory, which NIXL has registered: never on a
+    CPU. An allocator that could release it without sleep mode is only warned of."""
     if device == "cpu":
         return
     if model.enable_sleep_mode:
@@ -66,7 +63,7 @@ def check_sleep(model: Any, device: str) -> None:
 
 
 def check_engine(config: Any, kv_cache: Any) -> None:
-    """Raise ConfigError for a server whose cache, ranks or model are not supported."""
+    """Raise ConfigError for an unsupported cache, ranks or model."""
     check_config(config.parallel_config, kv_cache)
     groups = BlockGroups.of(kv_cache)
     if groups.has_states:
@@ -90,8 +87,7 @@ def _check_states(cache: Any, block_size: int) -> None:
 
 
 def check_windows(options: ConnectorOptions, has_states: bool) -> None:
-    """Raise ConfigError for an option that is not for models whose layers keep a window, or a state
-    (`has_states`)."""
+    """Raise ConfigError for an option that is not for models with windows or states."""
     kept = "a state" if has_states else "a window"
     instead = "" if has_states else ", or start vLLM with --disable-hybrid-kv-cache-manager"
     for name in ("host_memory", "compute_below", "recompute_below", "policy"):
@@ -131,10 +127,9 @@ def is_plain(spec: Any, backends: Iterable[str]) -> bool:
 def pool_of(
     kv_caches: Mapping[str, torch.Tensor], kv_cache: Any, tag: str, *, plain: bool = False
 ) -> KVPool:
-    """Return a pool over vLLM's KV tensors, with block numbers as page numbers.
-
-    The layers that keep every token are the pool's own; each window group, and each group of
-    states, is a group of it, in the same memory.
+    """Return a pool with block numbers as page numbers. Its own layers are those that keep every
+    token; each window group, and each group of states, is a group of it, in the same memory. Raises
+    ConfigError if a block is not one run of bytes per layer.
 
     Args:
         kv_caches: by layer name, [kernel block, head, token, content]. A block of the manager is
@@ -143,8 +138,6 @@ def pool_of(
         tag: names all that the bytes of a block depend on.
         plain: the result of `is_plain`. Kernel blocks that do not form one array of tokens are
             opaque all the same.
-    Raises:
-        ConfigError: a block is not one run of bytes per layer.
     """
     groups, num_blocks = BlockGroups.of(kv_cache), kv_cache.num_blocks
     of = kv_cache.kv_cache_groups
@@ -198,9 +191,8 @@ def _pool_of_group(
 def _pool_of_states(
     kv_caches: Mapping[str, torch.Tensor], group: Any, full: KVPool, tag: str
 ) -> KVPool:
-    """Return a pool over the states of the layers of a group: of each layer the bytes of a block,
-    with those behind the state that fill it up to a block of `full`, in whose memory they lie.
-    Raises ConfigError as `pool_of`."""
+    """Return a pool over the states of a group: of each layer the bytes of a block, with those that
+    fill it up to a block of `full`, in whose memory they lie. Raises ConfigError as `pool_of`."""
     layout = full.layout
     num_blocks, block_bytes = layout.num_pages, layout.slab_page_bytes
     content = group.kv_cache_spec.state_content_size_bytes
@@ -227,8 +219,8 @@ def _pool_of_states(
 
 
 def _tokens(cache: torch.Tensor, num_blocks: int) -> torch.Tensor | None:
-    """Return a layer's tensor as a view [num_blocks, head, token of the block, content]. None where
-    the tokens of a block's kernel blocks are not consecutive in memory."""
+    """Return a view [num_blocks, head, token of the block, content]; None where the tokens of a
+    block's kernel blocks are not consecutive in memory."""
     cache = _as_known_dtype(cache)
     parts, (_, heads, tokens, content) = cache.shape[0] // num_blocks, cache.shape
     step, *inner = cache.stride()
@@ -264,7 +256,7 @@ def _as_known_dtype(cache: torch.Tensor) -> torch.Tensor:
 
 
 def num_kv_heads(config: Any, kv_cache: Any) -> int:
-    """Return the number of KV heads of the model, over all tensor parallel ranks."""
+    """Return the model's number, over all tensor parallel ranks."""
     group = kv_cache.kv_cache_groups[BlockGroups.of(kv_cache).full]
     if type(group.kv_cache_spec).__name__ == "MLAAttentionSpec":
         return 1

@@ -1,5 +1,5 @@
-"""Decode's half of the connector in vLLM's scheduler: the rooms whose prompts are loaded, from the
-request's arrival until every rank has settled.
+"""Decode's half in vLLM's scheduler: the rooms whose prompts are loaded, from the request's arrival
+until every rank has settled.
 
 The blocks of a load belong to its request. Where the load fails, vLLM takes them from the request
 at once; from then on they are held here until every worker reports that no peer writes them any
@@ -24,8 +24,6 @@ from prefixkv.spi import CallerError, RequestError, check_laws, pages_for
 
 @dataclass(slots=True)
 class _PendingLoad:
-    """One load on decode, from its admission until all ranks have settled it."""
-
     room: int
     prefill: str  # the server's address
     num_tokens: int  # to be loaded
@@ -45,12 +43,10 @@ class ScheduledLoads:
     """The loads of one engine. Used by its `SchedulerSide` alone.
 
     Args:
-        groups: KV cache groups.
         num_ranks: number of workers, each of which holds a share of every block.
         block_size: tokens of a block.
         counters: counts under `loads_refused`.
         draw: returns a new random ticket.
-        now_s: seconds since the epoch.
         most_blocks: limit of blocks of all loads together; None: no limit.
     """
 
@@ -72,7 +68,7 @@ class ScheduledLoads:
 
     def begin(self, request: Any, ask: LoadAsk, orders: StepOrders) -> None:
         """Register a load, or a follower of one. Raises CallerError for a prompt that cannot be
-        loaded. Prefill is then refused, unless the room belongs to another request."""
+        loaded; prefill is then refused, unless the room belongs to another request."""
         rid, known = request.request_id, self.rooms.get(ask.room)
         try:
             if rid in self.pending:
@@ -110,8 +106,7 @@ class ScheduledLoads:
         orders: StepOrders,
     ) -> None:
         """Order the load of a request that was wanted, and is admitted. `pages` are all its blocks,
-        `windows` its block tables in window groups; prefill sends the last `num_sent` tokens of
-        what a load brings."""
+        `windows` its block tables in window groups; prefill sends the last `num_sent` tokens."""
         (ask, digest), rid = wanted, request.request_id
         total = self.groups.num_sent(request.num_prompt_tokens)
         prefix_len = total - num_sent
@@ -132,7 +127,7 @@ class ScheduledLoads:
         )  # fmt: skip
 
     def refuse(self, ask: LoadAsk, reason: str, orders: StepOrders) -> None:
-        """Refuse prefill a room that was wanted, and will not be loaded."""
+        """Refuse prefill a room that was wanted."""
         del self.rooms[ask.room]
         self._order_refusal(ask, reason, orders)
 
@@ -141,8 +136,7 @@ class ScheduledLoads:
         self.counters.add("loads_refused")
 
     def finished(self, rid: str, orders: StepOrders) -> bool:
-        """Note that a request ends. Returns True if it was loading: the load and its room stay
-        known until proof."""
+        """A request ends. Returns True if it was loading: load and room stay known until proof."""
         self.followers.discard(rid)
         # Never admitted: no block was promised, and a refusal is all that prefill needs.
         if (wanted := self.wanted.pop(rid, None)) is not None:
@@ -163,12 +157,11 @@ class ScheduledLoads:
     # --- blocks of all loads together -------------------------------------------------------------
 
     def could_fit(self, num_blocks: int) -> bool:
-        """Return whether a prompt that takes `num_blocks` may be loaded at all."""
+        """Return whether a prompt of `num_blocks` may be loaded at all."""
         return self.most_blocks is None or num_blocks <= self.most_blocks
 
     def fits(self, num_blocks: int) -> bool:
-        """Return whether a prompt that takes `num_blocks` may be loaded now, beside what is loading
-        and what is not settled."""
+        """Return whether it may be loaded now, beside what is loading and what is not settled."""
         if self.most_blocks is None:
             return True
         loading = sum(load.num_blocks for load in self.pending.values())
@@ -181,43 +174,39 @@ class ScheduledLoads:
 
     @property
     def any_expected(self) -> bool:
-        """True while the scheduler expects the proof of a load: one that is overdue may not come
-        for a long time."""
+        """True while a proof is expected: an overdue one may not come for a long time."""
         return any(load.over and not load.overdue for load in self.pending.values())
 
     # --- reports ----------------------------------------------------------------------------------
 
     def failed(self, rid: str, error: str, refused: bool) -> bool:
-        """Note why a load has failed; `refused`: the two servers do not work with each other.
-        Returns False for an unknown one."""
+        """Note why; `refused`: the two servers do not fit. Returns False for an unknown load."""
         if (load := self.pending.get(rid)) is None:
             return False
         load.error, load.refused = error, refused
         return True
 
     def settled(self, rids: Iterable[str]) -> None:
-        """Note that a rank reports that no peer writes into the blocks of these loads any more,
-        each once per rank."""
+        """A rank reports, once, that no peer writes into the blocks of these loads any more."""
         for rid in rids:
             if rid in self.pending:
                 self.pending[rid].unsettled -= 1
 
     def overdue(self, rids: Iterable[str]) -> None:
-        """Note that a rank has waited for the proof of these loads beyond its time."""
+        """A rank has waited for the proof of these loads beyond its time."""
         for rid in rids:
             if rid in self.pending:
                 self.pending[rid].overdue = True
 
     def received(self, rid: str) -> _PendingLoad | None:
-        """Note that a load is over; return it, None for an unknown one."""
+        """Note that a load is over; return it."""
         load = self.pending.get(rid)
         if load is not None:
             load.over = True
         return load
 
     def settle(self, rid: str, holds: Holds) -> None:
-        """Forget a load that is over and that every rank has settled. What was held for it is
-        freed."""
+        """Forget a load that is over and settled by all, and free what was held for it."""
         load = self.pending.get(rid)
         # Both are needed. Only over: a peer may still write. Only settled: vLLM has not heard the
         # outcome yet, and `received` would not find the load.

@@ -1,5 +1,4 @@
-"""The connector's counters in the classes in which vLLM carries them to its log and to
-Prometheus."""
+"""Counters in the classes in which vLLM carries them to its log and to Prometheus."""
 
 from __future__ import annotations
 
@@ -62,7 +61,6 @@ class PrefixKVMetrics(KVConnectorPromMetrics):
                 gauge.labels(*labels).set(0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add an interval's counts, and set the gauges that it has."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, number in transfer_stats_data.items():
             if name in self._counters:

@@ -126,8 +126,7 @@ class ConnectorOptions:
 
     @property
     def host(self) -> HostConfig | None:
-        """Host memory of each worker; None where there is none. Raises ConfigError for what is no
-        size."""
+        """None where there is none. Raises ConfigError for what is no size."""
         if not self.host_memory:
             return None
         number, unit = parse_size(self.host_memory) or (0.0, "")
@@ -145,7 +144,7 @@ class ConnectorOptions:
 
     @property
     def reached_at(self) -> str:
-        """Address at which decode servers reach this prefill server; "" where no option has it."""
+        """Address for decode servers; "" where no option has it."""
         if self.advertise:
             return self.advertise
         has_port = self.bind.rpartition(":")[2] not in ("", "*", "0")
@@ -159,8 +158,7 @@ class ConnectorOptions:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], kv_port: int) -> ConnectorOptions:
-        """Build the options from `extra` settings. Raises ConfigError, which names the setting, for
-        one that is unknown or out of range, and where there is no name."""
+        """Raises ConfigError for a setting that is unknown or out of range, or without a name."""
         given = dict(extra)
         if not given.get("name"):
             raise ConfigError(

@@ -1,6 +1,5 @@
-"""Messages between the two sides of the connector, exchanged once per step of the engine. Plain
-data: they are pickled, since scheduler and workers are different processes. Loads and sends are
-named by request id (`rid`)."""
+"""Messages between the two sides, exchanged once per step. Plain data: scheduler and workers are
+different processes. `rid` is a request's id."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from prefixkv.spi import HostCopy
 @dataclass(frozen=True, slots=True)
 class Open:
     """On decode: promise `pages` for tokens `prefix_len` to `num_tokens` of a prompt. `ticket` is
-    the same on all workers, and never used again. `windows`: by window group, the blocks of the
-    window behind the prompt."""
+    unique, the same on all workers. `windows`: by window group, blocks behind the prompt."""
 
     rid: str
     room: int
@@ -30,7 +28,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """On decode: tell prefill that this room will not be opened here."""
+    """On decode: tell prefill that this room will not be opened."""
 
     room: int
     prefill: str
@@ -51,8 +49,6 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """On prefill: tell decode not to wait for this room, since its prompt is not sent."""
-
     room: int
     decode: str
     reason: str
@@ -60,10 +56,9 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """On prefill: this step computes the prompt up to token `end`. `end` is a multiple of the page
-    size, except in the last chunk. `pages` are the request's pages from its page number
-    `first_page` on. `windows`: by window group, those of the window behind the prompt that this
-    step completes."""
+    """On prefill: this step computes the prompt up to token `end`, a multiple of the page size
+    except in the last chunk. `pages` are those from page number `first_page` on. `windows`: by
+    window group, those behind the prompt that this step completes."""
 
     rid: str
     first_page: int
@@ -88,8 +83,7 @@ class OfferOrder:
 
 
 class CopyOrder(NamedTuple):
-    """On decode: copy blocks to or from host memory. `rid` is the request whose load it is, or a
-    part of it; "" for a write."""
+    """On decode: copy to or from host memory. `rid`: whose load it is; "" for a write."""
 
     copy: HostCopy
     rid: str = ""
@@ -106,7 +100,7 @@ class CopyEnd(NamedTuple):
 
 @dataclass(slots=True)
 class StepOrders:
-    """Orders of one step, from the scheduler to every worker.
+    """Orders of one step, to every worker.
 
     `abort_loads`, `abort_sends` and `withdrawals` map request ids to the reason. `bell` is the
     address at which a worker wakes the scheduler; "" for none. The orders in `before` are carried
@@ -154,16 +148,16 @@ NO_ORDERS = StepOrders()
 
 @dataclass(slots=True)
 class WorkerReport:
-    """Reports of one step, from the workers to the scheduler; each worker reports each thing once.
+    """Reports of one step, to the scheduler; each worker reports each thing once.
 
-    `failed`: loads that did not arrive, with the reason. `refused`: those failed loads for which
-    the two servers do not fit each other, which the log of peers reports once. `settled`: loads
-    into which no peer writes any more. `overdue`: loads that are not settled in time. `promised`:
-    sends for which decode has promised its pages. `unsent`: sends that failed, with the reason.
-    `freed`: sends from which no write reads any more. All are request ids. `bells`: the number of
-    workers that send wakeups from now on. `address`: the address at which prefill listens.
-    `copied`: copies to and from host memory that have ended. `host_pages`: by rank, pages of its
-    host memory that are ready, and all of them; only where that has changed.
+    `failed`: loads that did not arrive, with the reason. `refused`: those of them for which the two
+    servers do not fit each other, which the log of peers reports once. `settled`: loads into which
+    no peer writes any more. `overdue`: loads that are not settled in time. `promised`: sends for
+    which decode has promised its pages. `unsent`: sends that failed, with the reason. `freed`:
+    sends from which no write reads any more. All are request ids. `bells`: the number of workers
+    that send wakeups from now on. `address`: at which prefill listens. `copied`: copies to and from
+    host memory that have ended. `host_pages`: by rank, pages of its host memory that are ready, and
+    all of them; only where that has changed.
     """
 
     failed: dict[str, str] = field(default_factory=dict)
@@ -194,7 +188,7 @@ class WorkerReport:
         )
 
     def aggregate(self, other: Self) -> Self:
-        """Return the reports of two workers as one; vLLM folds all ranks into one this way."""
+        """vLLM folds the reports of all ranks into one this way."""
         # Lists keep an entry per rank: the scheduler counts down from `num_ranks`, and only the
         # last rank's report frees a block. Of errors one text per request is enough.
         return type(self)(

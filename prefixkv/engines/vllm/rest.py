@@ -1,4 +1,4 @@
-"""How long vLLM's engine may rest where its scheduler only waits: by itself it polls, a step each
+"""How long the engine may rest where its scheduler only waits: by itself vLLM polls, a step each
 millisecond. A worker's wakeup ends the rest (`wakeup.py`), as does a new request."""
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ LONGEST_REST_S: Final = 60.0  # no wait is without a limit
 
 
 class Rest:
-    """The quiet steps of one engine, and which of its `num_ranks` workers wake it. Used by its
-    `SchedulerSide` alone."""
+    """The quiet steps of one engine, and which workers wake it. Its `SchedulerSide`'s."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -28,7 +27,7 @@ class Rest:
         self.sent_by(0)
 
     def sent_by(self, num_senders: int) -> None:
-        """Note that `num_senders` more workers say that they wake the engine."""
+        """`num_senders` more workers say that they wake the engine."""
         self._num_senders += num_senders
         self.bell = self._address if self._num_senders < self._num_ranks else ""
 
@@ -38,7 +37,7 @@ class Rest:
         return bool(self._address) and self._num_senders >= self._num_ranks
 
     def stepped(self, is_quiet: bool) -> None:
-        """Note a step; `is_quiet`: nothing was ordered, computed or reported in it."""
+        """`is_quiet`: nothing was ordered, computed or reported in the step."""
         self._quiet_steps = self._quiet_steps + 1 if is_quiet else 0
 
     @property
@@ -48,6 +47,5 @@ class Rest:
 
     @staticmethod
     def limited(left_s: float | None) -> float:
-        """Return how many seconds one rest may last. `left_s`: until something happens that no
-        worker rings for; None: nothing does."""
+        """Return the seconds of one rest. `left_s`: until something that no worker rings for."""
         return min(max(left_s or 0.0, 0.0) or LONGEST_REST_S, LONGEST_REST_S)

@@ -1,9 +1,6 @@
 """The connector in vLLM's scheduler: it decides which prompts are loaded and sent, and holds the
-blocks that peers may still use. It runs in the engine's process, without access to KV memory.
-
-Freeing a block. Decode: see `loads`. Prefill: see `sends`. So neither a client that leaves nor a
-preemption frees a block into which a peer writes.
-"""
+blocks that peers may still use, so that no block is freed into which a peer writes (`loads`,
+`sends`). It runs in the engine's process, without access to KV memory."""
 
 from __future__ import annotations
 
@@ -61,8 +58,7 @@ NAN_LOG_EVERY_S: Final = 60.0
 
 
 class _HostPart(NamedTuple):
-    """What a request loads from host memory if it is admitted in this step: its blocks from number
-    `start` up to `end`."""
+    """Blocks `start` up to `end`, loaded from host memory if this step admits the request."""
 
     start: int
     end: int
@@ -73,12 +69,11 @@ class SchedulerSide:
 
     Args:
         block_size, hash_size: tokens of a block, and of each entry of `Request.block_hashes`.
-        groups: KV cache groups; None: one.
+        groups: None: one.
         num_ranks: number of workers, each of which holds a share of every block.
         max_len: tokens of the longest request that vLLM takes; 0: unknown.
         step_tokens: most tokens that a step computes.
         draw: returns a new random ticket.
-        now_s: seconds since the epoch.
         tells_host: True if `take_host_events` is asked.
     """
 
@@ -163,17 +158,16 @@ class SchedulerSide:
 
     @property
     def holds(self) -> Holds:
-        """References on blocks; they exist from `bind` on."""
+        """It exists from `bind` on."""
         assert self._holds is not None, "bind comes before any request"
         return self._holds
 
     # --- requests ---------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """Register a new request, and begin its transfer. If the transfer is refused, vLLM computes
-        the prompt, and the answer has the reason. A request that vLLM adds only to end it at once
-        stands for a client that has left: the peer is informed if the original request never came
-        here."""
+        """Register a request, and begin its transfer. If that is refused, vLLM computes the prompt,
+        and the answer has the reason. A request that vLLM adds only to end it at once stands for a
+        client that has left: the peer is informed if the original request never came here."""
         rid = request.request_id
         try:
             ask = ask_of(request.kv_transfer_params, *self._roles)
@@ -197,8 +191,7 @@ class SchedulerSide:
             self._record_error(rid, str(error))
 
     def _end_before_last(self, request: Any) -> None:
-        """Have prefill compute a prompt that is sent no further than what decode goes on with,
-        where layers keep a state: it has no way back to an earlier token."""
+        """Leave a prompt's last token out, where layers keep a state: it has no way back."""
         if self._groups.has_states:
             leave_out_last_token(request, self._hash_size)
 
@@ -213,9 +206,8 @@ class SchedulerSide:
         self._errors[rid] = error
 
     def ignores_windows(self, request: Any) -> bool:
-        """Return whether vLLM has to look for a prefix of a request in the group that keeps every
-        token alone: its windows are loaded with it, whatever the prefix is. Not where another
-        connector stands between, which may load the request from elsewhere."""
+        """Return whether vLLM has to look for a prefix in the group that keeps every token alone:
+        its windows are loaded with it. Not where another connector may load the request."""
         is_wanted = request.request_id in self.loads.wanted and self.sends.can_end
         if not self._groups.windows or not is_wanted:
             return False
@@ -223,8 +215,8 @@ class SchedulerSide:
 
     def count_loadable(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first `num_computed` can be loaded: (tokens,
-        asynchronous). (None, False): vLLM has to ask again later; (0, False): vLLM computes the
-        prompt. vLLM may ask any number of times before it admits the request."""
+        asynchronous). (None, False): vLLM has to ask again later; (0, False): it computes the
+        prompt. It may ask any number of times before it admits the request."""
         rid = request.request_id
         num_free = self.holds.num_free
         # Before all else: a preempted send holds blocks that any other request may lack.
@@ -297,8 +289,8 @@ class SchedulerSide:
         return missing, True
 
     def _in_host_memory(self, request: Any, num_computed: int) -> int:
-        """Return how many prompt tokens behind the first `num_computed` host memory has: whole
-        blocks, and never the prompt's last token, which vLLM computes in any case."""
+        """Return how many tokens behind the first `num_computed` host memory has: whole blocks, and
+        never the prompt's last token, which vLLM computes in any case."""
         rid = request.request_id
         self._host_parts.pop(rid, None)
         start, end = (
@@ -312,16 +304,15 @@ class SchedulerSide:
         return max(0, min(depth, end) - start) * self._block_size
 
     def _load_from_host(self, rid: str, num_computed: int, hosted: int) -> tuple[int, bool]:
-        """Remember that a request loads `hosted` tokens from host memory if it is admitted now.
-        Returns (tokens, asynchronous) where prefill sends nothing."""
+        """Load `hosted` tokens from host memory if the request is admitted now. Returns (tokens,
+        asynchronous) where prefill sends nothing."""
         if hosted:
             start, end = (num // self._block_size for num in (num_computed, num_computed + hosted))
             self._host_parts[rid] = _HostPart(start, end)
         return hosted, hosted > 0
 
     def _carrier(self, block_hash: Any, asks: bool) -> str | None:
-        """Return the request that brings this block, or None. `asks`: also where prefill sends it,
-        or a part of that load."""
+        """Return the request that brings this block. `asks`: also where prefill sends it."""
         copying = self._host.carrier(block_hash) if self._host is not None else None
         return self.flights.carrier(block_hash) if copying is None and asks else copying
 
@@ -329,21 +320,19 @@ class SchedulerSide:
         return 0.0 if self._host is None else self._host.load_s(hosted // self._block_size)
 
     def _may_compute(self, ask: LoadAsk) -> bool:
-        """Return whether measured cost decides where what a request lacks comes from. Not where
-        prefill has drawn the room: it has computed the prompt already, and would have done so in
-        vain."""
+        """Return whether measured cost decides where missing KV comes from. Not where prefill has
+        drawn the room: it has computed the prompt already."""
         return self.compute.is_on and not ask.nonce
 
     def _hashes_of_all(self, request: Any, num_blocks: int) -> list[Any]:
-        """Return the hash of each of a request's first blocks, those of what it has generated
-        included; fewer where vLLM has not made them."""
+        """Generated tokens included; fewer where vLLM has not made them."""
         per_block = self._block_size // self._hash_size
         num_blocks = min(num_blocks, len(request.block_hashes) // per_block)
         return [request.block_hashes[(block + 1) * per_block - 1] for block in range(num_blocks)]
 
     def _hashes(self, request: Any, start: int, end: int) -> list[Any]:
-        """Return the hash of each whole block of a prompt's tokens `start` to `end`. The last
-        blocks may be missing, where a hash depends on tokens after its block."""
+        """Return the hash of each whole block of tokens `start` to `end`. The last ones may be
+        missing, where a hash depends on tokens after its block."""
         size, per_block = self._block_size, self._block_size // self._hash_size
         end = min(end, request.num_prompt_tokens, len(request.block_hashes) * self._hash_size)
         blocks = range(start // size, end // size)
@@ -356,9 +345,9 @@ class SchedulerSide:
         num_external: int,
         windows: Sequence[Sequence[int]] = (),
     ) -> int:
-        """Record that a request was admitted, and order its load. `pages` are all its blocks,
-        `windows` its block tables in window groups; the KV of `num_external` prompt tokens behind
-        vLLM's hit is to be loaded. Returns how many of these come from host memory."""
+        """Order the load of a request that was admitted. `pages` are all its blocks, `windows` its
+        block tables in window groups; the KV of `num_external` prompt tokens behind vLLM's hit is
+        to be loaded. Returns how many of these come from host memory."""
         rid = request.request_id
         self.sends.allocated(rid)
         # The shadow enters whole blocks only, as vLLM hashes whole blocks only.
@@ -451,9 +440,8 @@ class SchedulerSide:
         return params
 
     def take_ended(self) -> dict[str, dict[str, Any]]:
-        """Return the requests that the scheduler is to end now, since decode does not want them.
-        Maps request ids to the `kv_transfer_params` of their answers. Nothing is forgotten here:
-        vLLM calls `finished` for each as it ends."""
+        """Return the requests that decode does not want, with the `kv_transfer_params` of their
+        answers. Nothing is forgotten here: vLLM calls `finished` for each as it ends."""
         ended = {rid: {"prefixkv": {"error": error}} for rid, error in self.sends.ending.items()}
         self.counters.add("requests_ended", len(ended))
         return ended
@@ -461,10 +449,9 @@ class SchedulerSide:
     def take_logits(
         self, step: Any, num_nans: Mapping[str, int]
     ) -> tuple[dict[str, str], set[Any]]:
-        """Take in how many NaN there were in the logits of each request of a step, before the
-        scheduler does. `step` is the `SchedulerOutput` that `orders` had. Returns the requests that
-        vLLM has to end with an error, and why; and the hashes of those that have ended meanwhile.
-        Nothing of them is sent, nor copied to host memory."""
+        """Take in how many NaN each request's logits had, before the scheduler does. `step` is the
+        `SchedulerOutput` that `orders` had. Returns the requests that vLLM has to end with an
+        error, and why; and the hashes of those that have ended meanwhile. None is sent."""
         hashes: set[Any] = set()
         for rid in self._in_flight.keys() & step.num_scheduled_tokens.keys():
             left, of_request = self._in_flight.pop(rid)
@@ -488,12 +475,11 @@ class SchedulerSide:
         return errors, hashes
 
     def spoilt(self, pages: Iterable[int]) -> None:
-        """Note blocks that may hold NaN: they are overwritten before vLLM uses them again
-        (`clear_spoilt`)."""
+        """Blocks may hold NaN: `clear_spoilt` has them overwritten before vLLM uses them again."""
         self._spoilt.update(pages)
 
     def clear_spoilt(self) -> None:
-        """Order that spoilt blocks are overwritten which vLLM may hand out from now on. To be
+        """Order that spoilt blocks which vLLM may hand out from now on are overwritten. To be
         called after each step's result, in which vLLM takes blocks back."""
         for page in [*self._spoilt]:
             if self.holds.num_references(page) == 0:
@@ -521,8 +507,7 @@ class SchedulerSide:
     # --- steps ------------------------------------------------------------------------------------
 
     def orders(self, step: Any) -> StepOrders:
-        """Return the scheduler's orders for the workers, for one step of the engine. `step` is a
-        `SchedulerOutput`."""
+        """Return the orders of one step; `step` is a `SchedulerOutput`."""
         scheduled = step.num_scheduled_tokens
         for new in step.scheduled_new_reqs:
             self._compute(new.req_id, new.num_computed_tokens, step)
@@ -630,13 +615,12 @@ class SchedulerSide:
 
     @property
     def keeps_blocks_shortly(self) -> bool:
-        """True while writes to host memory keep blocks that vLLM may need: they come back by
-        themselves, so that no running request has to give up its own."""
+        """True while writes to host memory keep blocks: they come back by themselves, so that no
+        running request has to give up its own."""
         return self._host is not None and self._host.is_writing
 
     def flush(self) -> None:
-        """Fail the loads under way and end all sends: the weights change. KV that was computed with
-        the former weights must not arrive any more."""
+        """Fail the loads and end all sends: KV of the former weights must not arrive any more."""
         self.loads.flush(self._orders)
         self.sends.flush(self._orders)
         if self._host is not None:
@@ -647,9 +631,8 @@ class SchedulerSide:
             self._shadow.flush()
 
     def move_weights(self, weights_version: str) -> None:
-        """Move to another weights version: loads under way fail, and sends end. From then on
-        servers of another version are refused. Raises ConfigError, with nothing changed, for a
-        string that is no version."""
+        """Flush, and refuse servers of another version from then on. Raises ConfigError, with
+        nothing changed, for a string that is no version."""
         check_version(weights_version)  # first, since it raises: nothing is flushed then
         self.flush()
         # Rooms that were ordered before belong to the former version, later ones to the new. The
@@ -666,8 +649,7 @@ class SchedulerSide:
         return self._rest.has_wakeups
 
     def rest_s(self) -> float:
-        """Return how many seconds the engine may rest if nothing wakes it; 0: it has to step. A new
-        request and a wakeup end the rest."""
+        """Return the seconds that the engine may rest unless something comes; 0: it has to step."""
         if self._orders or not self._rest.may_rest:
             return 0.0
         # The end of an offer's grace is the one event that no worker rings for: wake up for it.
@@ -677,7 +659,7 @@ class SchedulerSide:
     # --- counts -----------------------------------------------------------------------------------
 
     def take_counts(self) -> dict[str, int]:
-        """Return the counts since the last call. See `Counters.take`."""
+        """See `Counters.take`."""
         if self._host is not None:
             for name, number in self._host.take_counts().items():
                 self.counters.add(name, number)
@@ -695,8 +677,8 @@ class SchedulerSide:
         return gauges
 
     def gauges(self) -> dict[str, float]:
-        """Return the gauges, by the names of `stats.GAUGES`. Counts of what there is now; times are
-        those of the oldest one, in seconds since the epoch (0: there is none)."""
+        """Return `stats.GAUGES`: counts of what there is now; times of the oldest one, in seconds
+        since the epoch (0: there is none)."""
         loads = self.loads.waiting_since()
         unpromised = self.sends.waiting_since(offers=False)
         offers = self.sends.waiting_since(offers=True)

@@ -1,6 +1,6 @@
-"""Prefill's half of the connector in vLLM's scheduler: it decides which prompts may be computed,
-and holds blocks for decode. The order law: a side that waits for the other holds nothing that the
-other's progress may need. So there are two kinds of sends.
+"""Prefill's half in vLLM's scheduler: it decides which prompts may be computed, and holds blocks
+for decode. The order law: a side that waits for the other holds nothing that the other's progress
+may need. So there are two kinds of sends.
 
 *Promised*: a router has drawn the room. The prompt starts only after decode has promised its pages,
 and has no block before. Each block is held from the step that computes it until every worker
@@ -74,8 +74,7 @@ class _ScheduledSend:
 
     @property
     def is_preempted(self) -> bool:
-        """True where vLLM has preempted a prompt that is computed in part, and has not resumed it.
-        What was handed over stays held."""
+        """True of a prompt that is computed in part. What was handed over stays held."""
         return (
             self.num_pages > 0
             and not self.computed
@@ -99,13 +98,11 @@ class ScheduledSends:
     """The sends of one engine. Used by its `SchedulerSide` alone.
 
     Args:
-        groups: KV cache groups.
         num_ranks: number of workers, each of which holds a share of every block.
         most_blocks: limit of blocks per prompt that is computed for decode; None: no limit.
         offer_timeout_s: age at which an offer that no decode server has opened is withdrawn.
         offer_grace_s: age below which an offer keeps its blocks from requests for which no other
             server waits.
-        now_s: seconds since the epoch.
     """
 
     groups: BlockGroups
@@ -134,8 +131,8 @@ class ScheduledSends:
     # --- requests ---------------------------------------------------------------------------------
 
     def begin(self, request: Any, ask: RoomSendAsk, orders: StepOrders) -> None:
-        """Begin a promised send of a prompt. Raises CallerError for a prompt that is not sent.
-        Decode is then declined, unless the room belongs to another request."""
+        """Begin a promised send. Raises CallerError for a prompt that is not sent; decode is then
+        declined, unless the room belongs to another request."""
         rid, room = request.request_id, (ask.decode, ask.room)
         num_tokens = self.groups.num_sent(request.num_prompt_tokens)
         if rid in self.sends:
@@ -166,8 +163,7 @@ class ScheduledSends:
         orders.adds.append(Add(rid, ask.room, ask.decode, num_tokens, digest))
 
     def _check_size(self, request: Any) -> None:
-        """Raise RequestError for a prompt to be sent that is too large. It would take blocks which
-        loads count on. So does one of which nothing is sent."""
+        """Raise RequestError for a prompt that would take blocks which loads count on."""
         num_blocks = self.groups.blocks_of(request.num_prompt_tokens)
         self._check_end(request)
         if self.most_blocks is not None and num_blocks > self.most_blocks:
@@ -183,9 +179,9 @@ class ScheduledSends:
             raise RequestError("a prompt that ends in an image is computed where it is wanted")
 
     def draw(self, request: Any, ask: DrawAsk) -> None:
-        """Draw a room to send a prompt; a decode server that has its nonce may open it. Choices of
-        one request share one room. vLLM makes a request of each choice, with the id
-        "NUMBER_PARENT". Raises RequestError where the own address is not known."""
+        """Draw a room; a decode server that has its nonce may open it. Choices of one request,
+        which vLLM makes requests with the id "NUMBER_PARENT", share one room. Raises RequestError
+        where the own address is not known."""
         rid = request.request_id
         if rid in self.sends:
             raise RequestError(f"a request of the id {rid!r} is still being transferred")
@@ -229,10 +225,9 @@ class ScheduledSends:
     # --- the order law ----------------------------------------------------------------------------
 
     def may_start(self, rid: str, num_free: int, orders: StepOrders) -> bool | None:
-        """Return whether vLLM may give a request to be sent blocks; None: it is no promised send. A
-        prompt is started beside others only where all of them fit to their ends. A prompt that is
-        preempted keeps its blocks until they are sent, so two half-computed prompts could block
-        each other."""
+        """Return whether vLLM may give a promised send blocks; None: it is none. A prompt is
+        started beside others only where all of them fit to their ends: a preempted one keeps its
+        blocks until they are sent, so two half-computed prompts could block each other."""
         # 1. It will not be sent: refused here or by decode. Where this vLLM cannot end a request
         #    uncomputed, it is computed for the sake of its answer.
         if rid in self.ending:
@@ -259,10 +254,10 @@ class ScheduledSends:
         return not others or need <= num_free
 
     def must_yield(self, rid: str) -> bool:
-        """Return whether vLLM has to skip a waiting request, since a preempted send goes first. A
-        preempted prompt keeps the blocks that were handed over, until all of it is computed. A
-        request before it in vLLM's queue may need these blocks, and vLLM asks of no request behind
-        one for which blocks are lacking: so neither of them would ever go on."""
+        """Return whether a waiting request is skipped for a preempted send. That keeps the blocks
+        that were handed over until all of it is computed. A request before it in vLLM's queue may
+        need these blocks, and vLLM asks of no request behind one for which blocks are lacking: so
+        neither of them would ever go on."""
         preempted = {
             one for one, send in self.sends.items() if send.is_preempted and one not in self.ending
         }
@@ -270,16 +265,14 @@ class ScheduledSends:
 
     @property
     def has_promised_uncomputed(self) -> bool:
-        """True where decode has promised its pages for a send that vLLM has not computed."""
         return any(one.unpromised <= 0 and not one.computed for one in self.sends.values())
 
     def make_room(self, num_blocks: int, grace_s: float, orders: StepOrders) -> None:
-        """Withdraw offers to send, older than `grace_s`, until enough blocks come back.
+        """Withdraw the oldest offers, beyond an age of `grace_s`, until `num_blocks` come back.
 
-        The oldest come first, until `num_blocks` will come back. The blocks are released when the
-        workers report it, not here: a decode server may have opened the room meanwhile. A decode
-        server that comes later is refused, and computes the prompt itself. Callers pass a grace of
-        0 while a promised send or a load waits for this server, `offer_grace_s` otherwise.
+        They are released when the workers report it: a decode server may have opened the room
+        meanwhile. One that comes later is refused, and computes the prompt itself. Callers pass a
+        grace of 0 while a promised send or a load waits for this server, `offer_grace_s` otherwise.
         """
         if num_blocks <= 0:
             return
@@ -297,7 +290,7 @@ class ScheduledSends:
 
     @property
     def next_grace_s(self) -> float | None:
-        """End of the grace of the oldest offer, in seconds since the epoch. None: no offer."""
+        """End of the grace of the oldest offer, in seconds since the epoch."""
         return next(
             (one.since_s + self.offer_grace_s for one in self.sends.values()
              if one.is_offer and not one.withdrawn),
@@ -307,7 +300,7 @@ class ScheduledSends:
     # --- steps ------------------------------------------------------------------------------------
 
     def allocated(self, rid: str) -> None:
-        """Mark a send as started: vLLM has given its request blocks."""
+        """vLLM has given the request blocks."""
         if rid not in self.ending and (send := self.sends.get(rid)) is not None:
             send.started = True
 
@@ -315,9 +308,8 @@ class ScheduledSends:
         self, rid: str, start: int, count: int, tables: Callable[[], Tables], holds: Holds,
         orders: StepOrders,
     ) -> None:  # fmt: skip
-        """Order the sends and offers that follow from a step that computes `count` tokens from
-        token `start` on. `tables` returns the request's block ids; it is called only where they are
-        needed."""
+        """Order what follows from a step that computes `count` tokens from token `start` on.
+        `tables` returns the request's block ids; it is called only where they are needed."""
         if (drawn := self._drawn.get(rid)) is not None:
             if start + count >= drawn.num_tokens:
                 self._offer(rid, self._drawn.pop(rid), tables(), holds, orders)
@@ -328,9 +320,9 @@ class ScheduledSends:
         self, rid: str, send: _ScheduledSend, end: int, tables: Callable[[], Tables],
         holds: Holds, orders: StepOrders,
     ) -> None:  # fmt: skip
-        """Hold the blocks of a send that a step completes, and order them to be sent. A preempted
-        request is computed again from its beginning. Its blocks up to `send.end` have been held and
-        handed over, so its new blocks for these tokens are ignored."""
+        """Hold the blocks that a step completes, and order them to be sent. A preempted request is
+        computed again from its beginning; its blocks up to `send.end` have been held and handed
+        over, so its new blocks for these tokens are ignored."""
         end = min(end, send.num_tokens)
         if end <= send.end:
             return
@@ -354,9 +346,8 @@ class ScheduledSends:
     def _offer(
         self, rid: str, drawn: _DrawnOffer, tables: Tables, holds: Holds, orders: StepOrders
     ) -> None:
-        """Hold the blocks of a prompt that a step completes, and offer to send it. Not from the
-        first chunk on: a prompt that is preempted begins again, and meanwhile keeps no block from
-        others."""
+        """Hold the blocks of a prompt that a step completes, and offer to send it. Not before: a
+        preempted prompt begins again, and meanwhile keeps no block from others."""
         room = "", int(drawn.params["room"])
         num_pages = pages_for(drawn.num_tokens, self.groups.block_size)
         pages = tuple(tables.pages[:num_pages])
@@ -416,8 +407,7 @@ class ScheduledSends:
                 orders.abort_sends[rid] = reason
 
     def finished(self, rid: str, orders: StepOrders) -> dict[str, Any] | None:
-        """End a request to be sent, finished or not. Returns its answer's parameters for a decode
-        server."""
+        """End a request, finished or not. Returns its answer's parameters for a decode server."""
         self.ending.pop(rid, None)
         self._choices.pop(rid, None)
         drawn = self._drawn.pop(rid, None)
@@ -436,7 +426,7 @@ class ScheduledSends:
     # --- what workers say -------------------------------------------------------------------------
 
     def promised(self, rid: str) -> None:
-        """Count one rank that has received decode's promise for a send."""
+        """One rank has received decode's promise."""
         if (send := self.sends.get(rid)) is not None:
             send.unpromised -= 1
 
@@ -458,7 +448,7 @@ class ScheduledSends:
                 self.ending[rid] = error
 
     def freed(self, rid: str, holds: Holds) -> None:
-        """Count one rank in which no write reads a send's blocks. The last one releases them."""
+        """In one rank no write reads a send's blocks any more. The last rank releases them."""
         send = self.sends.get(rid)
         if send is None:
             return
@@ -474,7 +464,7 @@ class ScheduledSends:
     # --- the whole --------------------------------------------------------------------------------
 
     def flush(self, orders: StepOrders) -> None:
-        """Order the end of all sends, since the weights change. `freed` follows for each."""
+        """End all sends, since the weights change. `freed` follows for each."""
         # An offer that waits for its step's logits is withdrawn, and dropped with them.
         self._unproved = [one for one in self._unproved if isinstance(one[1], OfferOrder)]
         for rid, send in self.sends.items():
@@ -486,8 +476,8 @@ class ScheduledSends:
                 orders.abort_sends[rid] = "the cache is being reset"
 
     def waiting_since(self, offers: bool) -> list[float]:
-        """Return when each send began to wait for decode, in seconds since the epoch. Promised
-        sends wait for the promise, offers (`offers`) for a server that opens the room."""
+        """Return when each send began to wait, in seconds since the epoch: promised ones for the
+        promise, offers for a server that opens the room."""
         return [
             send.since_s
             for send in self.sends.values()

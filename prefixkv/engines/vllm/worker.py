@@ -1,8 +1,8 @@
 """The connector in a vLLM worker: it has the KV memory, opens rooms and sends chunks.
 
-Each worker does the same with its share of every block. It is called from the thread that runs the
-model; transfers run on threads of their own (`prefixkv.transfer`). No error of a transfer leaves
-this side as an exception: a room that cannot be opened is reported as a load that failed.
+Each worker does the same with its share of every block. The thread that runs the model calls it;
+transfers run on threads of their own (`prefixkv.transfer`). No error of a transfer leaves this side
+as an exception: a room that cannot be opened is reported as a load that failed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _ComputedOffer:
 
 
 class WorkerSide:
-    """The worker's side of one worker process. Its model thread makes every call.
+    """One worker process. Its model thread makes every call.
 
     Args:
         model: what both servers have to agree on besides the layout.
@@ -145,9 +145,9 @@ class WorkerSide:
     # --- memory -----------------------------------------------------------------------------------
 
     def register(self, pool: KVPool) -> None:
-        """Register the KV memory, and start the transfers of its roles. All workers of the server
-        call this at the same time. Raises ConfigError for a pool that cannot be registered or an
-        address that cannot be bound; nothing is left open then."""
+        """Register the KV memory, and start the transfers of its roles; all workers at the same
+        time. Raises ConfigError, with nothing left open, for a pool that cannot be registered or an
+        address that cannot be bound."""
         try:
             self._register(pool)
         except BaseException:
@@ -205,8 +205,7 @@ class WorkerSide:
         return self._prefill
 
     def close(self) -> None:
-        """End the transfers and the wakeup sender. Idempotent; each is closed even if another
-        raises."""
+        """Idempotent; each part is closed even if another raises."""
         with ExitStack() as stack:
             for side in (self._decode, self._prefill, self._host):
                 if side is not None:
@@ -218,9 +217,9 @@ class WorkerSide:
     # --- orders -----------------------------------------------------------------------------------
 
     def before_forward(self, orders: StepOrders, ready: DeviceEvent | None = None) -> None:
-        """Carry out the orders that open and end rooms, and begin the loads from host memory.
-        Before the forward, so that peers learn of new rooms while the model computes. `ready`
-        stands behind the kernels of the steps before; None: they are done."""
+        """Open and end rooms, and begin the loads from host memory: before the forward, so that
+        peers learn of new rooms while the model computes. `ready` stands behind the kernels of the
+        steps before; None: they are done."""
         # 1. Orders from before a change of weights belong to the former version. And the chunks
         # there are of steps before.
         if orders.before is not None:
@@ -380,7 +379,7 @@ class WorkerSide:
     # --- outcomes ---------------------------------------------------------------------------------
 
     def take_results(self) -> Results:
-        """Return the loads that are over since the last call. All events until now are taken in."""
+        """Return the loads that are over since the last call. Takes in all events until now."""
         if self._decode is not None:
             for event in _events(self._decode.take_events):
                 self._take_decode_event(event)
@@ -491,7 +490,7 @@ class WorkerSide:
                 self._report.freed.append(order.rid)
 
     def take_report(self) -> WorkerReport | None:
-        """Return the worker's report since the last call. None: there is nothing to report."""
+        """Return the report since the last call; None: there is nothing to report."""
         if not self._report:
             return None
         report, self._report = self._report, WorkerReport()
@@ -500,8 +499,7 @@ class WorkerSide:
     # --- an operator's ----------------------------------------------------------------------------
 
     def lost_peers(self) -> list[dict[str, Any]]:
-        """Return the silent or dead peers, and what they hold. See
-        `extension.WorkerExtension.prefixkv_lost_peers`."""
+        """See `extension.WorkerExtension.prefixkv_lost_peers`."""
         return [
             {"peer": peer.name, "life": f"{peer.incarnation:x}", "why": why, "held": held}
             for side in (self._decode, self._prefill)
@@ -510,9 +508,9 @@ class WorkerSide:
         ]
 
     def fence(self, peer: str, life: str) -> None:
-        """End and settle all of the rooms of a process that is known to be dead. See
-        `extension.WorkerExtension.prefixkv_fence` for the danger of fencing a live one. Raises
-        RequestError for a life that is no hexadecimal number."""
+        """End and settle all rooms of a dead process; see
+        `extension.WorkerExtension.prefixkv_fence`. Raises RequestError for a life that is no
+        hexadecimal number."""
         try:
             incarnation = int(life, 16)
         except ValueError:
@@ -522,8 +520,7 @@ class WorkerSide:
                 side.fence(peer, incarnation)
 
     def move_weights(self, weights_version: str) -> None:
-        """Move the transfers to this weights version. Raises ConfigError for a string that is
-        none."""
+        """Raises ConfigError for a string that is no version."""
         for side in (self._decode, self._prefill):
             if side is not None:
                 side.move_weights(weights_version)
@@ -531,7 +528,7 @@ class WorkerSide:
     # --- counts -----------------------------------------------------------------------------------
 
     def take_counts(self) -> dict[str, int]:
-        """Return the counts since the last call, `bytes_sent` of its rank included."""
+        """`bytes_sent` of its rank is included."""
         if self._prefill is not None:
             # The transfer's number only grows; vLLM adds up intervals, so report the difference.
             sent = self._prefill.bytes_sent
