@@ -116,8 +116,7 @@ class RadixCache(RadixTree):
     # --- looking ---------------------------------------------------------------------------------
 
     def match_prefix(self, tokens: TokensLike, namespace: Hashable = None) -> MatchResult:
-        """Find the longest prefix of the tokens in this radix cache. Changes nothing, recency
-        included.
+        """Find the longest prefix of the tokens. Changes nothing.
 
         O(nodes on the path), and one memcmp over the tokens that match.
 
@@ -142,11 +141,10 @@ class RadixCache(RadixTree):
     # --- hashes of paths -------------------------------------------------------------------------
 
     def keep_hash(self, lock: PrefixLock, depth: int, path_hash: Any) -> None:
-        """Keep a hash of a lock's path, of its namespace and its first `depth` pages. It goes with
-        the path's pages.
+        """Keep a hash of a lock's namespace and first `depth` pages; it goes with the pages.
 
-        A prompt that goes on from there need not be hashed from its beginning. The tree looks at no
-        hash. Ignored unless the lock ends at `depth`. O(1).
+        A prompt that goes on from there need not be hashed from its beginning. Ignored unless the
+        lock ends at `depth`. O(1).
         """
         node = lock.node
         if node.end != depth or not lock.held or lock.cache is not self or node.parent is None:
@@ -157,12 +155,8 @@ class RadixCache(RadixTree):
             node.hashes.append((depth, path_hash))
 
     def hashed(self, result: MatchResult) -> tuple[int, Any] | None:
-        """Return the deepest hash that `keep_hash` has left on the path of a result, and its depth
-        in pages; None if the radix cache has none. O(nodes on the path).
-
-        Raises:
-            LockError: the result is another cache's.
-        """
+        """Return the deepest hash of `keep_hash` on a result's path, and its depth in pages, or
+        None. O(nodes on the path). Raises LockError for another cache's result."""
         node, depth = self.locate(result)
         while node is not None:
             for end, path_hash in reversed(node.hashes or ()):
@@ -180,8 +174,8 @@ class RadixCache(RadixTree):
 
         If pages came or went since the match, it walks again and locks what is there now, so read
         `prefix_len` of the lock, not of the match. An empty match gives an empty lock, which has to
-        be unlocked too. O(1) if the tree has not changed and the path is held already, else
-        O(nodes not yet held).
+        be unlocked too. O(1) if the tree has not changed and the path is held already, else O(nodes
+        not yet held).
 
         Args:
             result: a result of this cache.
@@ -215,8 +209,7 @@ class RadixCache(RadixTree):
         return lock
 
     def pin(self, result: MatchResult, now_s: float = 0.0) -> PrefixLock:
-        """Lock a prefix without counting a use, as for a copy of its pages, which is no sign that
-        they are wanted. Otherwise as `lock`."""
+        """Lock a prefix without counting a use, as for a copy of its pages. Otherwise as `lock`."""
         # The namespace may be empty: the lock then holds its root, so that it is not dropped.
         found, depth = self.locate(result)
         node = found if found is not None else self._root(result.namespace)
@@ -276,11 +269,8 @@ class RadixCache(RadixTree):
         priority: int | None,
         now_s: float,
     ) -> Use:
-        """Return the radix cache's next use: of `num_pages` pages, of which `old_pages` are in the
-        tree and end in `node`.
-
-        The object is the same for every use; policies copy what they keep.
-        """
+        """Return the next use; `old_pages` of its pages are in the tree and end in `node`. The
+        object is the same for every use; policies copy what they keep."""
         self.tick += 1
         # Callers' clocks may step back. For policies time only goes on, so no age is negative.
         if now_s > self._now_s:
@@ -494,7 +484,7 @@ class RadixCache(RadixTree):
         return ids
 
     def reset(self, forget_locks: bool = False) -> Pages:
-        """Empty the radix cache, and make the policy forget all it has learnt.
+        """Empty the cache, and make the policy forget all it has learnt.
 
         Locked paths live on as orphans that no match finds: the `unlock` that ends their last lock
         gives their pages back. Wants stay. O(tree).
@@ -598,11 +588,8 @@ class RadixCache(RadixTree):
         return self._last_want
 
     def unwant(self, number: int) -> None:
-        """End a want: its request waits no longer. O(wants of one prefix).
-
-        Raises:
-            CallerError: no want has this number, or it has ended already.
-        """
+        """End a want: its request waits no longer. O(wants of one prefix). Raises CallerError if no
+        want has this number, or it has ended."""
         number = whole_count("number", number)
         want = self._wants.pop(number, None)
         if want is None:
@@ -640,13 +627,12 @@ class RadixCache(RadixTree):
         return self._log.drain()
 
     def note_checkpoint(self, change: CheckpointSaved | CheckpointEvicted) -> None:
-        """Note for the radix cache's listeners, in the order of its own changes, that a checkpoint
-        beside it was saved or evicted: see `Checkpoints`."""
+        """Note a change of `Checkpoints` for listeners, in the order of the cache's own changes."""
         if self._log is not None:
             self._log.noted(change)
 
     def stats(self) -> CacheStats:
-        """Return a snapshot of the radix cache's sizes and counts. O(1)."""
+        """Return a snapshot of sizes and counts. O(1)."""
         return CacheStats(
             num_pages=self.num_pages,
             evictable_pages=self.evictable_pages,
@@ -662,47 +648,38 @@ class RadixCache(RadixTree):
 
     @property
     def num_wants(self) -> int:
-        """Number of requests that wait for a prefix."""
         return len(self._wants)
 
     @property
     def locks(self) -> frozenset[PrefixLock]:
-        """All locks on prefixes that are held, for audits."""
+        """All locks that are held, for audits."""
         return frozenset(self._locks)
 
     def oldest_lock(self) -> PrefixLock | None:
-        """Return, of the locks that hold pages, the one taken first by `now_s`. O(locks); from any
-        thread."""
+        """Return the lock that holds pages and was taken first. O(locks); from any thread."""
         # A copy, since the owner may lock and unlock meanwhile.
         holding = (lock for lock in self._locks.copy() if lock.prefix_len)
         return min(holding, key=attrgetter("taken_s"), default=None)
 
     def dump(self, max_nodes: int = 1000) -> str:
-        """Return the radix cache's tree as text, one node per line: depth, tokens, lock_ref, age in
-        uses, and what the policy adds."""
+        """Return the tree as text, one node per line: depth, tokens, lock_ref, age in uses, and
+        what the policy adds."""
         max_nodes = whole_count("max_nodes", max_nodes)
         return "\n".join(dump.lines(self, max_nodes))
 
     def check_invariants(self) -> None:
-        """Check the radix cache against its laws (`audit.py`). O(tree).
-
-        Raises:
-            InternalError: lists every law that is broken, and the state.
-        """
+        """Raise InternalError, with every broken law and the state. O(tree)."""
         if broken := audit.broken_laws(self, self._locks, self._epoch):
             check_laws(dict.fromkeys(broken, False), self.stats(), audit.picture(self))
 
     # --- shared ----------------------------------------------------------------------------------
 
     def locate(self, result: MatchResult) -> tuple[TreeNode | None, int]:
-        """Return where a result ends now: a node, and the depth in it (above its start, unless it
-        is a root).
+        """Return where a result ends now: a node, None if the namespace is gone, and the depth in
+        it (above its start, unless it is a root).
 
-        The node is None if the namespace is gone. O(1) if no page came or went since, apart from
-        splits.
-
-        Raises:
-            LockError: the result is another cache's.
+        O(1) if no page came or went since, apart from splits. Raises LockError for another cache's
+        result.
         """
         if not isinstance(result, MatchResult):
             raise LockError(f"a {type(result).__name__} is no result of a cache")

@@ -161,10 +161,9 @@ class OurSide(NamedTuple):
     """A prefill rank as the handshake needs it.
 
     `slot_bytes` is the size of a local slot that slices of heads are gathered into where the reader
-    has staging too; 0: none. `life` is this process,
-    `backend` the transport it writes by, `option_names` as of `ModelConfig`. `max_tokens` is what
-    its pool holds, 0 if that is not to be said. `libraries` are those
-    that load NIXL's metadata.
+    has staging too; 0: none. `life` is this process, `backend` the transport it writes by,
+    `option_names` as of `ModelConfig`. `max_tokens` is what its pool holds, 0 if that is not to be
+    said. `libraries` are those that load NIXL's metadata.
     """
 
     digest: ModelDigest

@@ -65,8 +65,8 @@ class AdmissionOrder:
 
     def renew(self, waiter: Waiter) -> bool:
         """Rank a waiter in line by its new estimate, and move it in its lane's order. Return True
-        if its place is behind the old one. Where the policy raises it keeps the rank that it has.
-        """
+        if its place is behind the old one. Where the policy raises it keeps the rank that it
+        has."""
         lane, before = waiter.lane, waiter.rank
         # Before the policy is called: one that raises each time would else stay the oldest, and get
         # all looks.

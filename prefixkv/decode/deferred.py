@@ -1,6 +1,5 @@
 """Pages of requests that have ended while the device may still read or write them: released once
-the request's event reports that the device is done.
-"""
+the request's event reports that the device is done."""
 
 from __future__ import annotations
 

@@ -173,8 +173,8 @@ class HostTier(Generic[LockT]):
 
     def load(self, found: MatchResult, key: RadixKey, device_pages: Pages, now_s: float) -> RoomKey:
         """Order the load of the last pages of `key` to these device pages, and return the key of
-        its flight. Host memory has all of `key`, and `found` is what was found of it, or of more.
-        """
+        its flight. Host memory has all of `key`, and `found` is what was found of it, or of
+        more."""
         end = len(key.data) // self._page_bytes
         if found.depth > end:
             found = self.cache.match_prefix(key)

@@ -5,8 +5,8 @@
 
 The request keeps each of these times, of the first time it happened. Between two of them lies a
 wait, named by its reason; "load" in place of "flight" where it waits for a copy from host memory. A
-request that joined no flight skips one: its engine's part begins when
-its pages are there, for the engine to pop.
+request that joined no flight skips one: its engine's part begins when its pages are there, for the
+engine to pop.
 """
 
 from __future__ import annotations

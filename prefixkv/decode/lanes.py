@@ -1,8 +1,8 @@
 """Requests that wait for pages, by the prefill worker that they go to: a lane each.
 
 A lane is open while its worker answers. In a closed one requests wait without pages, and hold up
-none of another lane; so a worker that has never answered, or answers no more, costs others
-nothing. The size of a worker's pool in tokens is known once it has answered.
+none of another lane; so a worker that has never answered, or answers no more, costs others nothing.
+The size of a worker's pool in tokens is known once it has answered.
 """
 
 from __future__ import annotations

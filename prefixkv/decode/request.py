@@ -187,10 +187,9 @@ class PrefillAsk:
 
     `tokens` are prompt and output but the last token: the KV that is needed; less the last ones
     where decode computes these itself. `known_token` is the next token if there is one already (it
-    must not be sampled again), else None. `namespace` and
-    `cacheable` are the request's: prefill's cache must not share it with another namespace's.
-    `decode` is this decode worker's name, `prefill` the address of the prefill worker to submit it
-    to.
+    must not be sampled again), else None. `namespace` and `cacheable` are the request's: prefill's
+    cache must not share it with another namespace's. `decode` is this decode worker's name,
+    `prefill` the address of the prefill worker to submit it to.
     """
 
     __slots__ = (

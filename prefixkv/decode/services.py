@@ -1,7 +1,6 @@
 """What prefill workers take to answer: the cost of a token, by the answers of all, and what each
 worker still has to answer. The choice of a source counts on it (`sources.py`), as on what a pass
-costs here (`costs.py`). Pure.
-"""
+costs here (`costs.py`). Pure."""
 
 from __future__ import annotations
 

@@ -80,9 +80,9 @@ class Source(enum.Enum):
 
 class Lack(NamedTuple):
     """What a request lacks on decode's device, in one of the ways to get it: `missing` tokens,
-    which have to be computed or sent, and `loaded` ones, which decode has elsewhere and are here
-    in `load_s` seconds. Before these decode has `again` tokens that it has computed itself, and
-    that prefill, where it is asked, has to compute as well."""
+    which have to be computed or sent, and `loaded` ones, which decode has elsewhere and are here in
+    `load_s` seconds. Before these decode has `again` tokens that it has computed itself, and that
+    prefill, where it is asked, has to compute as well."""
 
     missing: int
     loaded: int = 0

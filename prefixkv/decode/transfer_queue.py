@@ -2,9 +2,9 @@
 
 A flight is complete when its room has succeeded, or its copy from host memory, or this worker's
 engine has computed it, and the flight that it joined has been committed. What an engine is to
-compute it gets once the flight that this one joined has been committed: it reads that KV.
-To commit it is to give its pages to the tree. The flights that joined it then find there what they
-waited for.
+compute it gets once the flight that this one joined has been committed: it reads that KV. To commit
+it is to give its pages to the tree. The flights that joined it then find there what they waited
+for.
 
 Source: SGLang's `DecodeTransferQueue`; there a request waits for its own transfer only.
 """
@@ -93,8 +93,7 @@ class DecodeTransferQueue:
 
     def is_complete(self, flight: Flight) -> bool:
         """Return True if a flight has arrived and waits for no other, nor for the device, so that
-        `pop_transferred` will commit it.
-        """
+        `pop_transferred` will commit it."""
         has_arrived = not flight.is_open and flight.joined is None
         return has_arrived and not self._would_free_unwritten(flight)
 

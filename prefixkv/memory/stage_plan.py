@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class StagePlan:
     """The places of a part's rows: `row_bytes` that are contiguous in the pool and in the stage.
 
-    Row r of unit j of page p of slab s is at
-    `slabs[s].base + p * slabs[s].page_stride + j * unit_strides[s] + row_offsets[s, r]`.
+    Row r of unit j of page p of slab s is at `slabs[s].base + p * slabs[s].page_stride + j *
+    unit_strides[s] + row_offsets[s, r]`.
     """
 
     layout: KVLayout

@@ -36,8 +36,8 @@ class PageState(enum.IntEnum):
     """The holder of a page: see `PageAllocator` for what each state means.
 
     FREE: none. OWNED: a request, or the caller between two moves. CACHED: the tree. HELD: a room
-    that a peer may still write. QUARANTINED: such a room, after its deadline for proof.
-    RESERVED: the engine itself, for padding.
+    that a peer may still write. QUARANTINED: such a room, after its deadline for proof. RESERVED:
+    the engine itself, for padding.
     """
 
     FREE = 0

@@ -3,8 +3,8 @@ saves one, and when that is entered in the cache.
 
 A model with recurrent layers can go on computing behind a cached prefix only from a state. A state
 is saved where it will be wanted: at the end of each prompt, since the next turn goes on there; and
-where the path of a prompt leaves what is cached, since what branched there once may do so again.
-A request that waits for a prefix which another computes has it save one where they part.
+where the path of a prompt leaves what is cached, since what branched there once may do so again. A
+request that waits for a prefix which another computes has it save one where they part.
 
 Where layers keep a window, a checkpoint has the pages of the window before it. A request that goes
 on from it reads them where they are; what it computes goes to pages of its own.

@@ -1,6 +1,5 @@
 """Commands that a scheduler gives to its side's control object. Decode's commands travel to the
-other ranks as they are.
-"""
+other ranks as they are."""
 
 from __future__ import annotations
 

@@ -364,8 +364,8 @@ class Promise(RoomBody, frozen=True, tag="promise"):
         return _ids_of(self.pages)
 
     def window_ids(self) -> tuple[npt.NDArray[np.int32], ...]:
-        """Return the destination pages that a Promise message names in each window group. Raises
-        as `page_ids`."""
+        """Return the destination pages that a Promise message names in each window group. Raises as
+        `page_ids`."""
         return tuple(map(_ids_of, self.windows))
 
 

@@ -35,8 +35,7 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     The control object has checked it. `readers` are all ranks that will promise. `writes` is False
     for a reader that gets none of our KV and only has to know how the room ends. Extra state is
     wanted in `state_slot` (-1: none is); `takes_state` is False where none of ours goes there.
-    `digest` is that of the prompt.
-    `windows` are the pages promised in each window group.
+    `digest` is that of the prompt. `windows` are the pages promised in each window group.
     """
 
     peer: PeerId

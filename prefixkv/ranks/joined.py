@@ -51,7 +51,8 @@ _encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=encode_error)
 
 def pack_rank_events(rank: int, number: int, events: Sequence[Any]) -> bytes:
     """Return events of rank `rank` as the bytes of its message `number` to rank 0, counted from
-    0."""
+    0.
+    """
     return _encode(RankEvents(rank, number, list(events)))
 
 

@@ -1,6 +1,5 @@
 """Rank 0's scheduler among the ranks of a decode worker: it gets the events of rooms that all ranks
-together report, and its commands go to every rank. Pure.
-"""
+together report, and its commands go to every rank. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Messages between the ranks of a worker, which the engine carries: rank 0's log to the others, and
 their events back. What both sides check of each, before anything is changed: that it is one, and
-the next. Pure.
-"""
+the next. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The rooms of one number on all ranks of a prefill worker with one cache, joined at rank 0: its
-scheduler hears of a room what all ranks together say. Pure.
-"""
+scheduler hears of a room what all ranks together say. Pure."""
 
 from __future__ import annotations
 

@@ -572,8 +572,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
         The worker computes no more: every request ends with a PeerLostError and comes out of
         `pop_failed`, `add` takes none, and no page waits for that rank. So `drain` becomes True as
-        on a worker of the ranks that are left; these go on to get the log until then. What the
-        dead one said that comes later is left out.
+        on a worker of the ranks that are left; these go on to get the log until then. What the dead
+        one said that comes later is left out.
 
         Args:
             rank: from 1. Never one that lives: its pages would be used while prefill writes them.

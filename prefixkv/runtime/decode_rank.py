@@ -37,8 +37,7 @@ class DecodeRank(FollowingRank):
             this as well.
 
     Raises:
-        ConfigError: a pool that is not this rank's share or cannot be
-            registered.
+        ConfigError: a pool that is not this rank's share or cannot be registered.
     """
 
     leader = "DecodeNode"
@@ -77,8 +76,7 @@ class DecodeRank(FollowingRank):
             undo.pop_all()
 
     def apply(self, raw: bytes) -> None:
-        """Apply to this rank's rows and rooms what rank 0 did in one pass
-        (`DecodeNode.take_log`).
+        """Apply to this rank's rows and rooms what rank 0 did in one pass (`DecodeNode.take_log`).
 
         Raises:
             CallerError: a message that is none, names pages or rows that there are not, was left
@@ -99,13 +97,13 @@ class DecodeRank(FollowingRank):
 
     @property
     def page_table(self) -> Pages:
-        """Page ids of this rank, int32 [max_running, num_pages], by `DecodeRequest.row`, -1
-        where unused. Its memory never moves."""
+        """Page ids of this rank, int32 [max_running, num_pages], by `DecodeRequest.row`, -1 where
+        unused. Its memory never moves."""
         return self.follower.page_table
 
     def pages(self, row: int) -> Pages:
-        """Return this rank's page ids for the request in this row, in order: a read-only
-        view, valid until the next `apply`. Raises CallerError for a row without one."""
+        """Return this rank's page ids for the request in this row, in order: a read-only view,
+        valid until the next `apply`. Raises CallerError for a row without one."""
         return self.follower.pages(row)
 
     def window_pages(self, row: int, name: str) -> WindowPages:

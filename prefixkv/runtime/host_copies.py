@@ -80,8 +80,8 @@ class HostCopies:
                 the host pool's has.
             num_threads: on CUDA each has a stream, and uses twice `piece_bytes` of the device.
             sink: takes each order's end; it must not raise, nor wait.
-            piece_bytes: a piece is as many whole pages as fit, at least one. 0: 4 MiB, on CUDA
-                16 MiB, since a launch takes as long as some MiB there.
+            piece_bytes: a piece is as many whole pages as fit, at least one. 0: 4 MiB, on CUDA 16
+                MiB, since a launch takes as long as some MiB there.
         Raises:
             ConfigError: a value out of range, a host pool for other pages, or a device without a
                 copy.

@@ -216,7 +216,8 @@ class Node(OneThread, Generic[C, To, E]):
         (`BoundedAffinityRouter.apply`); behind it what its host memory did.
 
         The first batch, and one with `snapshot`, gives the whole content. Before the first call
-        nothing is recorded."""
+        nothing is recorded.
+        """
         check_flag("snapshot", snapshot)
         self._pump()
         batch = self._feed.take(snapshot)

@@ -1,5 +1,4 @@
-"""A prefill rank above 0: its own pool, agent and rooms; rank 0 decides
-what to do with them."""
+"""A prefill rank above 0: its own pool, agent and rooms; rank 0 decides what to do with them."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from prefixkv.settings import check_kind
 
 
 class PrefillRank(FollowingRank):
-    """A prefill rank above 0 that follows rank 0's log (`PrefillNode(ranks=RankLog())`). Used
-    from one thread.
+    """A prefill rank above 0 that follows rank 0's log (`PrefillNode(ranks=RankLog())`). Used from
+    one thread.
 
     Args:
         pool: this rank's share of the KV; as many pages, and of the same size, as rank 0's, in each

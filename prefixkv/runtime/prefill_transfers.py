@@ -249,9 +249,9 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 engine: the first token, say) and the extra state in `state_slot` go with it.
             ready: KV is read once its `query()` is True; None: it is there already.
             windows: for each window group of the pool, in order, the number of a page of the
-                request and the ids of that page and the following ones there: at least those of
-                the last window that this chunk completes. None: they all follow with a later chunk,
-                the last one at the latest.
+                request and the ids of that page and the following ones there: at least those of the
+                last window that this chunk completes. None: they all follow with a later chunk, the
+                last one at the latest.
 
         Raises:
             RequestError: a room that was not added or is over, an `end` out of order, fewer pages

@@ -1,6 +1,5 @@
 """The work of a transport's thread that does not depend on how bytes travel: its peers, its jobs,
-and what it tells the sink. `nixl/loop.py` and `shm/loop.py` add the transfers.
-"""
+and what it tells the sink. `nixl/loop.py` and `shm/loop.py` add the transfers."""
 
 from __future__ import annotations
 

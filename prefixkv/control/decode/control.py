@@ -2,8 +2,8 @@
 
 `DecodeControl.on` takes one input and the time, and returns effects: frames to send, what the
 transport and the copy threads have to do, and what became of rooms. It holds the rank's links to
-prefill workers (`links.py`) and the rooms that are open on them (`rooms.py`), each a state
-machine: `ReceiverMachine`, or `RefusalMachine` for a room that will not be opened.
+prefill workers (`links.py`) and the rooms that are open on them (`rooms.py`), each a state machine:
+`ReceiverMachine`, or `RefusalMachine` for a room that will not be opened.
 
 Inputs are the cases of `on`; effects are listed in `effects.py`.
 

@@ -279,8 +279,8 @@ class PrefillControl:
         return self._peers.states(now_s)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if what the `PrefillControl` counts for decode ranks differs
-        from what is held."""
+        """Raise AssertionError if what the `PrefillControl` counts for decode ranks differs from
+        what is held."""
         self._rooms.check_invariants(self._peers.all())
 
     def lost_peers(self, now_s: float) -> LostPeers:

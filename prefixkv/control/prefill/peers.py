@@ -46,10 +46,9 @@ class Peer:
 
     `readers` are the ranks of its worker that promise us pages. `writes` says whether we write KV
     to it, `staged` whether that goes through staging, `takes_state` whether we write extra state to
-    it. `num_parked` counts its promises that wait
-    for their request. `met_s` is when it was met; `succeeded` is its number among the peers met
-    (`Peers.num_met`) if it replaced a former life, else 0. `gone` is True once it has left or was
-    replaced, and its rooms have ended.
+    it. `num_parked` counts its promises that wait for their request. `met_s` is when it was met;
+    `succeeded` is its number among the peers met (`Peers.num_met`) if it replaced a former life,
+    else 0. `gone` is True once it has left or was replaced, and its rooms have ended.
     """
 
     id: PeerId
@@ -323,8 +322,8 @@ class Peers:
         The messages of refusals mention no other worker.
 
         Raises:
-            HandshakeError: its name and key do not fit the worker, a later process has its name,
-                or `max_peers` workers are known.
+            HandshakeError: its name and key do not fit the worker, a later process has its name, or
+                `max_peers` workers are known.
             FormerLifeError: that life of the worker is over.
         """
         # 1. Its name follows from the worker and the rank.

@@ -1,8 +1,8 @@
 """A peer as the writing side of the shm transport knows it: the connection, and its memory, mapped
 here. Owned by the transport's thread.
 
-The memory is a peer's file: it is checked before it is mapped (`wire.take`), and a hole in it
-is refused, since touching one would allocate memory on our side's account.
+The memory is a peer's file: it is checked before it is mapped (`wire.take`), and a hole in it is
+refused, since touching one would allocate memory on our side's account.
 """
 
 from __future__ import annotations
