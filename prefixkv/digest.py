@@ -26,14 +26,10 @@ updated."""
 def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
     """Return a digest of 32 bytes that names a prompt. About 4 us for 1,024 tokens.
 
-    It is the same in every process for equal tokens and namespaces, and for no others.
-
-    Args:
-        tokens: as of `RadixKey`; a key's own namespace counts if none is given.
-        namespace: None, an int, a str, bytes, or a tuple of these.
-    Raises:
-        TokenError: tokens that are not integers in [0, 2**31).
-        RequestError: another namespace: its bytes are not the same in every process.
+    It is the same in every process for equal tokens and namespaces, and for no others. `tokens`: as
+    of `RadixKey`; a key's own namespace counts if none is given. `namespace`: None, an int, a str,
+    bytes, or a tuple of these. Raises TokenError: tokens that are not integers in [0, 2**31).
+    RequestError: another namespace: its bytes are not the same in every process.
     """
     key = tokens if type(tokens) is RadixKey and namespace is None else RadixKey(tokens, namespace)
     key.check()

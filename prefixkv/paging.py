@@ -132,8 +132,8 @@ def page_table(rows: Sequence[Pages], width: int | None = None, pad: int = 0) ->
         width: columns; longer rows are cut off there. None: as many as the longest row has.
         pad: page id behind the end of a shorter row: a page that may be read, and counts for
             nothing.
-    Returns:
-        int32 [len(rows), width].
+
+    Returns int32 [len(rows), width].
 
     >>> page_table([np.array([7, 3], np.int32), np.array([5], np.int32)]).tolist()
     [[7, 3], [5, 0]]
@@ -153,14 +153,9 @@ def slot_mapping(
     """Return the slots for the KV of new tokens, one request after the other.
 
     Token i of a request is in slot `pages[i // page_size] * page_size + i % page_size` of its pool.
-
-    Args:
-        rows: for each request its page ids in order.
-        starts, ends: for each request the first new token, and the one behind the last.
-    Returns:
-        int64 [sum of ends - starts], slots in [0, num_pages * page_size).
-    Raises:
-        PageStateError: a range that its pages do not hold.
+    `rows`: for each request its page ids in order. `starts`, `ends`: for each request the first new
+    token, and the one behind the last. Returns int64 [sum of ends - starts], slots in [0, num_pages
+    * page_size). Raises PageStateError: a range that its pages do not hold.
 
     >>> slot_mapping([np.array([7, 3], np.int32)], [2], [5], page_size=4).tolist()
     [30, 31, 12]
@@ -188,8 +183,7 @@ def unit_pages(pages: Pages, fold: int, start: int, stop: int) -> Pages:
     >>> unit_pages(np.array([7, 3], np.int32), fold=4, start=2, stop=6).tolist()
     [30, 31, 12, 13]
 
-    Raises:
-        PageStateError: `pages` has no such units. ConfigError: one would not fit into an int32.
+    Raises PageStateError: `pages` has no such units. ConfigError: one would not fit into an int32.
     """
     if not 0 <= start <= stop <= len(pages) * fold:
         raise PageStateError(f"units {start} to {stop} of {len(pages)} pages of {fold}")

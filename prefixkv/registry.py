@@ -19,12 +19,8 @@ C = TypeVar("C", bound=type[Named])
 
 
 class Registry(Generic[T]):
-    """The classes of one kind, by name.
-
-    Args:
-        kind: what they are, for error texts.
-        base: the class that all of them derive from; it may be abstract.
-    """
+    """The classes of one kind, by name. `kind`: what they are, for error texts. `base`: the class
+    that all of them derive from; it may be abstract."""
 
     def __init__(self, kind: str, base: type[T]) -> None:
         self._kind = kind

@@ -52,9 +52,8 @@ class Request:
         may_compute: False where something else than its KV is wanted of prefill: decode does not
             compute it itself, whatever `DecodeConfig.compute` says.
 
-    Raises:
-        TokenError: tokens that are not integers in [0, 2**31).
-        RequestError: another argument of the wrong type or out of its range; names it.
+    Raises TokenError: tokens that are not integers in [0, 2**31). RequestError: another argument of
+    the wrong type or out of its range; names it.
 
     `digest` is the prompt's (`prompt_digest`), which both sides compare. A node works it out from
     what its tree knows of the prompt's beginning.

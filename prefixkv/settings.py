@@ -420,11 +420,8 @@ def find(
     but: Collection[str] = (),
 ) -> dict[str, Found]:
     """Return the settings that are set, by name, each from the place that goes before the others.
-
-    Args:
-        tables: of a file, which `where` names; `under` is the path of these tables in it, with a
-            dot at its end, or "".
-        environ, options, but: as for `load`.
+    `tables`: of a file, which `where` names; `under` is the path of these tables in it, with a dot
+    at its end, or "". `environ`, `options`, `but`: as for `load`.
 
     Raises ConfigError, with the place, for one that is unknown, of another type or out of its
     bounds.

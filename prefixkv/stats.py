@@ -58,10 +58,7 @@ class Histogram:
 
 class Tally:
     """Numbers by label, a row of `width` each. Labels beyond `max_labels` share the row `OTHER`.
-
-    Args:
-        name: returns the text of a label. Called once per row.
-    """
+    `name`: returns the text of a label. Called once per row."""
 
     def __init__(self, width: int, max_labels: int = 64, name: Callable[[Any], str] = str) -> None:
         self._width = width

@@ -401,12 +401,8 @@ class EventFeed:
 
 
 def page_keys(data: Packed, page_size: int, parent: bytes = NO_PARENT) -> list[bytes]:
-    """Return the keys of all whole pages of a prompt. One hash per page.
-
-    Args:
-        data: the packed tokens (`RadixKey.data`).
-        parent: the key of the page before them.
-    """
+    """Return the keys of all whole pages of a prompt. One hash per page. `data`: the packed tokens
+    (`RadixKey.data`). `parent`: the key of the page before them."""
     page_bytes = TOKEN_BYTES * page_size
     keys = []
     for start in range(0, len(data) - page_bytes + 1, page_bytes):
@@ -416,12 +412,8 @@ def page_keys(data: Packed, page_size: int, parent: bytes = NO_PARENT) -> list[b
 
 
 def page_key(parent: bytes, page_tokens: bytes) -> bytes:
-    """Return the key of a page, which depends on all tokens up to the page's end.
-
-    Args:
-        parent: the key of the page before it, NO_PARENT for the first.
-        page_tokens: packed (little-endian int32).
-    """
+    """Return the key of a page, which depends on all tokens up to the page's end. `parent`: the key
+    of the page before it, NO_PARENT for the first. `page_tokens`: packed (little-endian int32)."""
     return blake2b(parent + page_tokens, digest_size=PAGE_KEY_BYTES).digest()
 
 

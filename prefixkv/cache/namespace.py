@@ -78,9 +78,9 @@ class Namespace(_NamespaceFields):
         salt: any text that separates clients, such as a tenant's name. A secret: `repr` has a
             digest of it.
         images: (identifier, first token, number of tokens) of each.
-    Raises:
-        RequestError: all three are missing (the common namespace is None), or one has a wrong type,
-            or is nothing that an event carries.
+
+    Raises RequestError: all three are missing (the common namespace is None), or one has a wrong
+    type, or is nothing that an event carries.
 
     >>> Namespace(lora="legal")
     Namespace(lora='legal', salt=None, images=())

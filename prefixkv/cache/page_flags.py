@@ -63,10 +63,7 @@ def page_runs(packed: Packed, ids: bytes) -> Runs | None:
     to.
 
     One memcmp for a single run, else O(runs * pages). An id that is not in the pool is a run of its
-    own.
-
-    Args:
-        ids: the result of `packed_range` for the pool.
+    own. `ids`: the result of `packed_range` for the pool.
 
     >>> page_runs(np.array([7, 8, 9, 3], np.int32).tobytes(), packed_range(10))
     [(7, 10), (3, 4)]

@@ -73,8 +73,8 @@ class RadixCache(RadixTree):
         pool_pages: pages in the pool. If given, ids that are out of range or in the tree already
             are refused.
         errors: counts an exception of a user's policy. The cache goes on with `lru`, for good.
-    Raises:
-        ConfigError: names the setting, the value and the bound.
+
+    Raises ConfigError: names the setting, the value and the bound.
 
     A request finds what is cached of its prompt and holds it, computes the rest into pages 12 and
     13, and hands those over; 12 stays held while it runs:
@@ -118,11 +118,9 @@ class RadixCache(RadixTree):
     def match_prefix(self, tokens: TokensLike, namespace: Hashable = None) -> MatchResult:
         """Find the longest prefix of the tokens. Changes nothing.
 
-        O(nodes on the path), and one memcmp over the tokens that match.
-
-        Args:
-            tokens: 1-D; a RadixKey costs no packing. Cut to whole pages.
-            namespace: left out when `tokens` is a RadixKey, which carries its own.
+        O(nodes on the path), and one memcmp over the tokens that match. `tokens`: 1-D; a RadixKey
+        costs no packing. Cut to whole pages. `namespace`: left out when `tokens` is a RadixKey,
+        which carries its own.
 
         >>> cache = RadixCache(page_size=2)
         >>> _ = cache.insert([1, 2, 3, 4], [10, 11])
@@ -182,9 +180,9 @@ class RadixCache(RadixTree):
             now_s: the caller's clock, for policies that need one.
             visit: True if the request is seen for the first time, which policies count. By default
                 a lock of a match is a visit, and a lock of what was inserted is not.
-        Raises:
-            LockError: the result is another cache's. CallerError: the time is no number. Nothing
-                was changed.
+
+        Raises LockError: the result is another cache's. CallerError: the time is no number. Nothing
+        was changed.
 
         >>> cache = RadixCache(page_size=2)
         >>> lock = cache.lock(cache.insert([1, 2, 3, 4], [10, 11]))
@@ -228,8 +226,8 @@ class RadixCache(RadixTree):
         Returns:
             int32 ids of the pages of an orphan (see `reset`) that only this lock held, now the
             caller's; usually none.
-        Raises:
-            LockError: the lock was unlocked already, or is another cache's. Nothing was changed.
+
+        Raises LockError: the lock was unlocked already, or is another cache's. Nothing was changed.
         """
         if not isinstance(lock, PrefixLock):
             raise LockError(f"lock is a {type(lock).__name__}, a PrefixLock is needed")
@@ -440,13 +438,9 @@ class RadixCache(RadixTree):
 
         Each step takes the last page of the leaf that the policy ranks first, so what is left is
         still a set of prefixes. A batch takes the same pages as single steps would. O(log leaves)
-        per leaf and O(1) per page.
-
-        Returns:
-            int32 page ids, now the caller's, in no particular order.
-        Raises:
-            CallerError: a count that is negative or no whole number; a time that is no number.
-                Nothing was changed.
+        per leaf and O(1) per page. Returns int32 page ids, now the caller's, in no particular
+        order. Raises CallerError: a count that is negative or no whole number; a time that is no
+        number. Nothing was changed.
 
         >>> cache = RadixCache(page_size=1, policy="lru")
         >>> _ = cache.insert([1, 2, 3], [10, 11, 12])
@@ -487,11 +481,10 @@ class RadixCache(RadixTree):
         """Empty the cache, and make the policy forget all it has learnt.
 
         Locked paths live on as orphans that no match finds: the `unlock` that ends their last lock
-        gives their pages back. Wants stay. O(tree).
+        gives their pages back. Wants stay. O(tree). `forget_locks`: for an engine that takes all
+        pages back at once. Every lock ends here, those of orphans too (`held` is False, and
+        unlocking it raises LockError).
 
-        Args:
-            forget_locks: for an engine that takes all pages back at once. Every lock ends here,
-                those of orphans too (`held` is False, and unlocking it raises LockError).
         Returns:
             int32 page ids of all that was not locked, now the caller's; with `forget_locks` of
             everything, orphans included.
@@ -534,12 +527,8 @@ class RadixCache(RadixTree):
 
         Leaves of finished sessions go first and leaves of sessions that continue go last, until
         they are used again or `Policy.promise_s` have passed (eviction/hints.py). A target that is
-        gone, or where no use ended, is ignored.
-
-        Args:
-            continues: True, False, or None for unknown, which is ignored.
-        Raises:
-            LockError: the target is another cache's.
+        gone, or where no use ended, is ignored. `continues`: True, False, or None for unknown,
+        which is ignored. Raises LockError: the target is another cache's.
         """
         check_flag("continues", continues, or_none=True)
         # 1. Find the place. A lock of an earlier epoch, or after its end, may point to where
@@ -571,12 +560,8 @@ class RadixCache(RadixTree):
         """Register that a request waits for the tokens of `match`; soft, unlike a lock.
 
         Pages on the path of a waiting request are evicted after all others, also those inserted
-        while it waits. O(1), for a stale match O(nodes on the path).
-
-        Returns:
-            The number of the want, for `unwant`: 1, 2, 3, ...
-        Raises:
-            LockError: the result is another cache's.
+        while it waits. O(1), for a stale match O(nodes on the path). Returns the number of the
+        want, for `unwant`: 1, 2, 3, ... Raises LockError: the result is another cache's.
         """
         node, depth = self.locate(match)
         if node is None:

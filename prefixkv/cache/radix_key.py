@@ -38,12 +38,9 @@ class RadixKey:
     """The tokens of one request, packed, and the namespace they live in.
 
     Equal tokens in two namespaces (LoRA adapters, tenants, cache salts, images) are different keys.
-
-    Args:
-        tokens: 1-D; ints, or an integer array. Copied.
-        namespace: anything hashable; None is the common one.
-    Raises:
-        TokenError: floats, bools, or values beyond int32. `check` finds negative ones.
+    `tokens`: 1-D; ints, or an integer array. Copied. `namespace`: anything hashable; None is the
+    common one. Raises TokenError: floats, bools, or values beyond int32. `check` finds negative
+    ones.
 
     >>> key = RadixKey([1, 2, 3])
     >>> key.append(4)

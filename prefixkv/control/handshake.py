@@ -64,11 +64,8 @@ def check_pair(
     ours: ModelDigest, our_topology: Topology, theirs: ModelDigest, their_topology: Topology
 ) -> None:
     """Check in the handshake that two workers can exchange KV at all: model, meshes and page sizes.
-
-    Raises:
-        HandshakeError: for the first thing that keeps them apart.
-        ConfigError: a mesh cannot be.
-    """
+    Raises HandshakeError: for the first thing that keeps them apart. ConfigError: a mesh cannot
+    be."""
     # The model first: meshes and page sizes mean something only for the same model.
     ours.check(theirs)
     our_mesh, their_mesh = our_topology.mesh(ours), their_topology.mesh(theirs)
@@ -99,10 +96,8 @@ def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, s
     """Return, by rank, the address that a prefill leader told in the handshake for each rank that
     our pages are promised to.
 
-    `address` is that of rank 0, the leader, which answered with `reply`.
-
-    Raises:
-        HandshakeError: the reply names fewer endpoints than the worker has ranks.
+    `address` is that of rank 0, the leader, which answered with `reply`. Raises HandshakeError: the
+    reply names fewer endpoints than the worker has ranks.
     """
     theirs = reply.topology.mesh(reply.digest)
     if len(reply.endpoints) < theirs.num_ranks:
@@ -127,10 +122,8 @@ def staging_plan(
     """Return, from the handshakes, how the prefill worker of `leader` stages what it writes to us;
     None if nothing is staged.
 
-    `replies` are by rank, of all ranks that write to us.
-
-    Raises:
-        HandshakeError: some of them stage and others do not.
+    `replies` are by rank, of all ranks that write to us. Raises HandshakeError: some of them stage
+    and others do not.
     """
     theirs, ours = leader.topology.mesh(leader.digest), hello.topology.mesh(hello.digest)
     writers = writers_to(theirs, ours, hello.rank)
@@ -184,11 +177,8 @@ class OurSide(NamedTuple):
 
 def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
     """Check the handshake of a decode rank (its Hello) on prefill, and return what follows from it:
-    its memory as a target, staging, readers.
-
-    Raises:
-        HandshakeError, ConfigError: nothing can be written to the peer.
-    """
+    its memory as a target, staging, readers. Raises HandshakeError, ConfigError: nothing can be
+    written to the peer."""
     digest, rank = ours.digest, ours.rank
     # 1. The two workers fit each other.
     check_pair(digest, ours.topology, hello.digest, hello.topology)

@@ -34,10 +34,8 @@ class PreallocBudget:
     count as 0. Without it, several such requests could come to run with no page left and none of
     them retractable. A page that a request takes moves from its `remaining` to its `private`. So
     the sum of the two is constant while it runs, and a heap of these sums, with lazy deletion,
-    gives the maximum.
-
-    Args:
-        reserve_pages: pages kept back for each active request, as far as it may still grow.
+    gives the maximum. `reserve_pages`: pages kept back for each active request, as far as it may
+    still grow.
     """
 
     def __init__(self, reserve_pages: int) -> None:

@@ -22,10 +22,9 @@ _MAX_KNOWN: Final = 1024  # addresses; the one named longest ago goes first
 class PrefillShares:
     """Pages promised to each prefill worker, by its address. Owned by the scheduler's thread.
 
-    Args:
-        most: pages that one may have in its power while another is ready; infinity: no bound. One
-            that has none may always be promised what a request needs.
-        ready: the addresses of the ranks of prefill workers that answer now.
+    `most`: pages that one may have in its power while another is ready; infinity: no bound. One
+    that has none may always be promised what a request needs. `ready`: the addresses of the ranks
+    of prefill workers that answer now.
     """
 
     def __init__(

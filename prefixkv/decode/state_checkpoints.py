@@ -28,10 +28,9 @@ from prefixkv.pages.request_checkpoints import RequestCheckpoints
 class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
     """Checkpoints as a decode worker's requests use them. Owned by the scheduler's thread.
 
-    Args:
-        pages: with `num_checkpoints`, and `num_slots` or window groups. The slots of the StatePool
-            are those of the requests, then those of the checkpoints.
-        tokens: the depth of each is a multiple of that number of tokens, and of a page.
+    `pages`: with `num_checkpoints`, and `num_slots` or window groups. The slots of the StatePool
+    are those of the requests, then those of the checkpoints. `tokens`: the depth of each is a
+    multiple of that number of tokens, and of a page.
 
     `cut_tokens` counts tokens whose KV was cached, and that are computed again, since no checkpoint
     lay behind them.

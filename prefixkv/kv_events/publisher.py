@@ -94,10 +94,9 @@ class KVEventPublisher:
         has_host: it has a cache in host memory too, whose changes `host` takes.
         network_is_isolated: as `ControlConfig.network_is_isolated`.
 
-    Raises:
-        ConfigError: an address cannot be bound, or other machines can reach it and the network is
-            not isolated; a name makes no topic, or `medium` is that of host memory. Nothing is left
-            open.
+    Raises ConfigError: an address cannot be bound, or other machines can reach it and the network
+    is not isolated; a name makes no topic, or `medium` is that of host memory. Nothing is left
+    open.
     """
 
     def __init__(

@@ -39,11 +39,8 @@ def as_slabs(
     k: Sequence[TensorLike], v: Sequence[TensorLike] | None, description: AxisNames
 ) -> tuple[list[torch.Tensor], str]:
     """Return an engine's tensors, by the names of their axes, as views [page, token, head, dim] in
-    the order of `KVLayout.slabs`, and the kind of attention.
-
-    Raises:
-        ConfigError: the tensors differ from each other or from their description.
-    """
+    the order of `KVLayout.slabs`, and the kind of attention. Raises ConfigError: the tensors differ
+    from each other or from their description."""
     k_tensors = as_tensors("k", k)
     v_tensors = None if v is None else as_tensors("v", v)
     if v_tensors is not None and len(v_tensors) != len(k_tensors):

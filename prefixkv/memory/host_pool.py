@@ -65,10 +65,9 @@ class HostPool:
             num_pages: host pages; their number has nothing to do with that of the pool.
             device: of the pool: for "cuda:INDEX" the memory is pinned.
             chunk_bytes: memory is taken in chunks of at most this, and of one page at least.
-        Raises:
-            ConfigError: a value out of range, or the host has not enough memory beside what other
-                pools have reserved: nothing was taken.
-            CapacityError: the system refuses it.
+
+        Raises ConfigError: a value out of range, or the host has not enough memory beside what
+        other pools have reserved: nothing was taken. CapacityError: the system refuses it.
         """
         check_whole("num_pages", num_pages, 1, MAX_INDEX)
         check_whole("chunk_bytes", chunk_bytes, 1, MAX_BYTES)
@@ -213,9 +212,8 @@ def free_host_bytes(
     """Return the bytes that a host pool could take: what the system has available, and no more than
     each control group around this process may still take. None if the system does not say.
 
-    Args:
-        group: the folder of all groups, of version 1, 2 or both.
-        own_group: the file that names the groups of this process.
+    `group`: the folder of all groups, of version 1, 2 or both. `own_group`: the file that names the
+    groups of this process.
     """
     found = []
     # Systems without these files, and groups without a limit, whose limit is the word "max".

@@ -203,11 +203,8 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.slabs[layer * self.slabs_per_layer + kv]
 
     def address(self, layer: int, kv: int, page: int, token: int = 0, head: int = 0) -> int:
-        """Return the address of the first byte of one head of one token.
-
-        Raises:
-            PageStateError: a page outside the pool. ConfigError: any other number out of range.
-        """
+        """Return the address of the first byte of one head of one token. Raises PageStateError: a
+        page outside the pool. ConfigError: any other number out of range."""
         if not 0 <= page < self.num_pages:
             raise PageStateError(f"page {page} is not in [0, {self.num_pages})")
         _check_index("token", token, self.page_size)
@@ -225,10 +222,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
         It is then the number of pages that fit behind its slabs' bases in their regions. That may
         be more than the peer uses, if a region ends in something else, but never memory that it did
-        not register.
-
-        Raises:
-            ConfigError: not one page fits. `validate` checks the rest.
+        not register. Raises ConfigError: not one page fits. `validate` checks the rest.
         """
         if self.num_pages:
             return self
@@ -270,10 +264,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         Accepted are slabs that nest: a stride spans all that is inside it, and slabs that
         interleave do so with equal strides. Every usual engine layout does; an exotic one that does
         not is refused, even if by luck no byte is shared. O(n log n) in slabs and regions;
-        allocates no more than a list of them.
-
-        Raises:
-            ConfigError: names the value and its bound.
+        allocates no more than a list of them. Raises ConfigError: names the value and its bound.
         """
         # Sizes first: the sums below rely on their bounds. Regions before slabs, which lie in them.
         self.validate_sizes()

@@ -116,8 +116,7 @@ class KVPool:
                 (`TransportConfig.backend`); on the CPU only. All tensors lie in one block then, and
                 forks of this process share it.
 
-        Raises:
-            ConfigError: a value out of range. CapacityError: the device has not enough memory.
+        Raises ConfigError: a value out of range. CapacityError: the device has not enough memory.
         """
         check_flag("shared", shared)
         # Sizes are checked before memory is taken: products of them are its size.
@@ -192,9 +191,9 @@ class KVPool:
                 page, K and V. Without an axis "head", `num_kv_heads` is 1 by default.
             regions: (address, bytes) ranges to register. By default each storage that the views lie
                 in, whole. Give them if the storage is an arena that holds more than KV.
-        Raises:
-            ConfigError: the tensors differ from each other or from their description, are neither
-                on the CPU nor on a GPU, overlap, or lie in no region.
+
+        Raises ConfigError: the tensors differ from each other or from their description, are
+        neither on the CPU nor on a GPU, overlap, or lie in no region.
 
         >>> blocks = torch.zeros(8, 2, 32, 128)  # K and V of a head together, in the last 128
         >>> k_and_v = blocks.unflatten(3, (2, 64))
@@ -214,11 +213,9 @@ class KVPool:
         """Return this KV pool, of the layers that keep every token, with groups of other layers
         beside it. Nothing is copied.
 
-        Its own views, page ids and page states are as before: those of the first group.
-
-        Raises:
-            ConfigError: names that are not distinct, groups of another page size or device, an
-                aligned one with another number of pages, groups that share memory.
+        Its own views, page ids and page states are as before: those of the first group. Raises
+        ConfigError: names that are not distinct, groups of another page size or device, an aligned
+        one with another number of pages, groups that share memory.
 
         >>> full = KVPool.create(64, 16, num_layers=1, num_kv_heads=2, head_dim=32)
         >>> last = KVPool.create(24, 16, num_layers=5, num_kv_heads=2, head_dim=32)
@@ -285,12 +282,8 @@ class KVPool:
     def read_pages(self, pages: PageIds) -> torch.Tensor:
         """Return a copy of the bytes of `pages` of the KV pool, on the CPU, whatever the layout.
 
-        Two pools of equal sizes hold the same KV if and only if these are equal.
-
-        Returns:
-            uint8 [n, slabs, page_size, num_kv_heads, head_bytes].
-        Raises:
-            PageStateError: a page outside the pool.
+        Two pools of equal sizes hold the same KV if and only if these are equal. Returns uint8 [n,
+        slabs, page_size, num_kv_heads, head_bytes]. Raises PageStateError: a page outside the pool.
         """
         index = self._index(pages)
         out = torch.empty((len(index), *self._shape_words()), dtype=self._words[0].dtype)
@@ -300,13 +293,8 @@ class KVPool:
 
     def write_pages(self, pages: PageIds, data: TensorLike) -> None:
         """Write into the KV pool bytes that `read_pages` returned. On a GPU it waits until they are
-        there.
-
-        Args:
-            data: uint8 [n, slabs, page_size, num_kv_heads, head_bytes], on any device.
-        Raises:
-            PageStateError: a page outside the pool. ConfigError: another shape or dtype.
-        """
+        there. `data`: uint8 [n, slabs, page_size, num_kv_heads, head_bytes], on any device. Raises
+        PageStateError: a page outside the pool. ConfigError: another shape or dtype."""
         index = self._index(pages)
         layout = self.layout
         shape = (
@@ -342,10 +330,8 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
     """Return zeros of `dtype`, a tensor of a KV pool, a state pool or staging, from a multiple of
     4096 on.
 
-    They are made as bytes, since float8 has few operations of its own.
-
-    Raises:
-        CapacityError: the device has not enough memory. ConfigError: there is no such device.
+    They are made as bytes, since float8 has few operations of its own. Raises CapacityError: the
+    device has not enough memory. ConfigError: there is no such device.
     """
     check_device(device)
     element = getattr(torch, dtype)

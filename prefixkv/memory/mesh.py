@@ -41,10 +41,8 @@ class Shard(NamedTuple):
         return cls(0, layout.num_layers, 0, layout.num_kv_heads)
 
     def overlap(self, other: Shard) -> Shard | None:
-        """Return the layers and heads that both shards hold, None if there are none.
-
-        Args:
-            other: in the same numbers.
+        """Return the layers and heads that both shards hold, None if there are none. `other`: in
+        the same numbers.
 
         >>> Shard(0, 4, 0, 2).overlap(Shard(2, 4, 1, 1))
         Shard(first_layer=2, num_layers=2, first_head=1, num_heads=1)
@@ -154,12 +152,9 @@ def _divides(a: int, b: int) -> bool:
 
 
 def check_meshes(ours: Mesh, theirs: Mesh) -> None:
-    """Refuse a pair of meshes of which one cannot write into the other's pools.
-
-    Raises:
-        ConfigError: theirs breaks a law of meshes.
-        HandshakeError: another model, or tensor-parallel sizes of which neither divides the other.
-    """
+    """Refuse a pair of meshes of which one cannot write into the other's pools. Raises ConfigError:
+    theirs breaks a law of meshes. HandshakeError: another model, or tensor-parallel sizes of which
+    neither divides the other."""
     # It came in a frame: nothing of it is used before this.
     theirs.validate()
     for name in ("num_layers", "num_kv_heads"):

@@ -52,13 +52,9 @@ class PageCopy(Protocol):
 
     def load(self, host_pages: Pages, device_pages: Pages) -> None:
         """Copy host_pages[i] to device_pages[i] of the pool, which are named once each.
-
-        Args:
-            host_pages, device_pages: int32 [n], n >= 1.
-        Raises:
-            PageStateError: a page that is in neither pool, or not yet. Nothing was copied. OSError:
-                the system broke the copy off. Some pages may be filled.
-        """
+        `host_pages`, `device_pages`: int32 [n], n >= 1. Raises PageStateError: a page that is in
+        neither pool, or not yet. Nothing was copied. OSError: the system broke the copy off. Some
+        pages may be filled."""
         ...
 
     def write(self, host_pages: Pages, device_pages: Pages) -> None:
@@ -68,11 +64,8 @@ class PageCopy(Protocol):
 
 
 def page_copy(layout: KVLayout, pool: HostPool, device: str = "cpu") -> PageCopy:
-    """Return the copy of pages between a pool of ours and a host pool.
-
-    Raises:
-        ConfigError: a host pool for other pages, or a device without a copy.
-    """
+    """Return the copy of pages between a pool of ours and a host pool. Raises ConfigError: a host
+    pool for other pages, or a device without a copy."""
     if device == "cpu":
         return CpuPageCopy(layout, pool)
     # Each by itself, so that a host page has its parts one behind the other.

@@ -47,11 +47,8 @@ def shared_bytes(num_bytes: int) -> torch.Tensor:
     4096 on. O(bytes).
 
     For an engine that makes its tensors itself: views of it go to `KVPool.from_tensors`, or
-    `StatePool`. Forks of this process share it too.
-
-    Raises:
-        ConfigError: the system has no such memory (it is Linux's), or `num_bytes` is below 1.
-            CapacityError: there is not enough.
+    `StatePool`. Forks of this process share it too. Raises ConfigError: the system has no such
+    memory (it is Linux's), or `num_bytes` is below 1. CapacityError: there is not enough.
     """
     check_whole("num_bytes", num_bytes, 1, MAX_BYTES)
     if not hasattr(os, "memfd_create"):

@@ -50,13 +50,9 @@ class StagingCopy(Protocol):
     def gather(self, units: Pages, stage: torch.Tensor) -> None:
         """Gather the part of these unit pages from the pool: copy it into `stage`.
 
-        Args:
-            units: int32 [n], n >= 1: unit j of page p is p * fold + j. With pages of one size, page
-                ids.
-            stage: uint8 [num_bytes(n)], contiguous, on the pool's device.
-        Raises:
-            PageStateError: a unit that is not in the pool. ConfigError: another stage. Nothing was
-                copied.
+        `units`: int32 [n], n >= 1: unit j of page p is p * fold + j. With pages of one size, page
+        ids. `stage`: uint8 [num_bytes(n)], contiguous, on the pool's device. Raises PageStateError:
+        a unit that is not in the pool. ConfigError: another stage. Nothing was copied.
         """
         ...
 
@@ -77,10 +73,8 @@ def scatter_together(parts: Sequence[tuple[StagingCopy, torch.Tensor]], units: P
     `scatter` would.
 
     It takes a few pages of each part in turn: parts of one token lie side by side in a pool, so the
-    memory that one part has brought into the cache is there for the next.
-
-    Raises:
-        As `scatter`. Nothing was copied (on CUDA: not of the part, nor of those behind it).
+    memory that one part has brought into the cache is there for the next. Raises as `scatter`.
+    Nothing was copied (on CUDA: not of the part, nor of those behind it).
     """
     # A list: all parts are checked before any is copied.
     steps = [copy.scatter_steps(units, stage) for copy, stage in parts]
@@ -91,12 +85,9 @@ def staging_copy(
     layout: KVLayout, part: Shard, unit_tokens: int, device: str = "cpu"
 ) -> StagingCopy:
     """Return the staging copy of a part of a pool of ours, by numpy or Triton, `part` in the pool's
-    own numbers. The same part of its aligned groups is with it.
-
-    Raises:
-        ConfigError: a part or a unit that does not fit the pool, or a device without a copy.
-        HandshakeError: see `mesh.group_part`.
-    """
+    own numbers. The same part of its aligned groups is with it. Raises ConfigError: a part or a
+    unit that does not fit the pool, or a device without a copy. HandshakeError: see
+    `mesh.group_part`."""
     if layout.aligned:
         copies = [_copy_of(*one, unit_tokens, device) for one in stage_parts(layout, part)]
         return JoinedCopy(copies, stage_unit_bytes(layout, part, unit_tokens))
@@ -117,12 +108,8 @@ def _copy_of(layout: KVLayout, part: Shard, unit_tokens: int, device: str) -> St
 
 class JoinedCopy:
     """A `StagingCopy` of layers with several layouts and the same page ids: in the stage, all units
-    of one lie behind all units of the one before.
-
-    Args:
-        copies: by layout.
-        unit_bytes: of the stage, for one unit page of each.
-    """
+    of one lie behind all units of the one before. `copies`: by layout. `unit_bytes`: of the stage,
+    for one unit page of each."""
 
     def __init__(self, copies: Sequence[StagingCopy], unit_bytes: Sequence[int]) -> None:
         self._copies, self._unit_bytes = copies, unit_bytes

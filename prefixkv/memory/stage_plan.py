@@ -36,10 +36,7 @@ class StagePlan:
     @classmethod
     def of(cls, layout: KVLayout, part: Shard, unit_tokens: int) -> StagePlan:
         """Plan the copies of `part` between pool and stage in units of `unit_tokens`. O(slabs).
-
-        Raises:
-            ConfigError: a part or a unit that does not fit the pool, or an invalid layout.
-        """
+        Raises ConfigError: a part or a unit that does not fit the pool, or an invalid layout."""
         # From here on addresses are computed without further checks.
         layout.validate()
         if part.overlap(Shard.whole(layout)) != part:

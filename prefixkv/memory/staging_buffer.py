@@ -21,12 +21,9 @@ class StagingBuffer:
     def __init__(
         self, num_bytes: int, lease_bytes: int, device: str = "cpu", shared: bool = False
     ) -> None:
-        """Make the memory of a rank's staging buffer; `shared` as for `KVPool.create`.
-
-        Raises:
-            ConfigError: sizes that no StagingArea has. CapacityError: the device has not enough
-                memory.
-        """
+        """Make the memory of a rank's staging buffer; `shared` as for `KVPool.create`. Raises
+        ConfigError: sizes that no StagingArea has. CapacityError: the device has not enough
+        memory."""
         # The sizes are checked before memory is taken; the address is not known yet.
         StagingArea(BLOCK_BYTES, num_bytes, lease_bytes).validate()
         (self._memory,) = ZerosFactory("uint8", device, shared)((num_bytes,))

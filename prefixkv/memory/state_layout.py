@@ -196,10 +196,7 @@ def check_state_pairs(tensors: Iterable[StateTensor], writers: Mesh, readers: Me
     """Refuse meshes that cannot share the state tensors, and pairs in which a rank would send state
     to a rank that it sends no KV.
 
-    The meshes have passed `check_meshes`.
-
-    Raises:
-        ConfigError, HandshakeError.
+    The meshes have passed `check_meshes`. Raises ConfigError, HandshakeError.
     """
     for num_heads in {tensor.num_heads for tensor in tensors}:
         ours = replace(writers, num_kv_heads=num_heads)

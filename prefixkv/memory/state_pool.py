@@ -43,9 +43,9 @@ class StatePool:
             regions: (address, bytes) ranges to register; by default the storages of the views,
                 whole.
             num_slots: for a rank without tensors in its stage, and so without views.
-        Raises:
-            ConfigError: a value out of range; views of another shape, dtype or number of slots, on
-                several devices, or that overlap.
+
+        Raises ConfigError: a value out of range; views of another shape, dtype or number of slots,
+        on several devices, or that overlap.
         """
         self.tensors = _checked_tensors(tensors)
         views = as_tensors("views", views)
@@ -99,11 +99,8 @@ class StatePool:
         device: str = "cpu",
         shared: bool = False,
     ) -> StatePool:
-        """Create a state pool of zeros; `shared` as for `KVPool.create`.
-
-        Raises:
-            ConfigError: a value out of range. CapacityError: the device has not enough memory.
-        """
+        """Create a state pool of zeros; `shared` as for `KVPool.create`. Raises ConfigError: a
+        value out of range. CapacityError: the device has not enough memory."""
         check_whole("num_slots", num_slots, 1, MAX_INDEX)
         check_flag("shared", shared)
         tensors = _checked_tensors(tensors)

@@ -20,12 +20,9 @@ _ARRAYS: Final = (np.ndarray, np.memmap)
 def as_tensor(name: str, value: Any) -> torch.Tensor:
     """Return an engine's tensor as a torch tensor on the same memory. Nothing is copied.
 
-    Args:
-        name: what it is, for the error.
-        value: a dense torch tensor, or a numpy array that can be written. The result keeps it
-            alive.
-    Raises:
-        ConfigError: anything else, or an array that torch cannot stand on.
+    `name`: what it is, for the error. `value`: a dense torch tensor, or a numpy array that can be
+    written. The result keeps it alive. Raises ConfigError: anything else, or an array that torch
+    cannot stand on.
     """
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:

@@ -97,11 +97,8 @@ class PageAllocator:
 
     def alloc(self, num_pages: int) -> Pages:
         """Take free pages (FREE -> OWNED) and return their ids, ascending, in the fewest runs.
-
-        Raises:
-            OutOfPagesError: fewer pages are free. CallerError: the number is negative or not whole.
-                Nothing was taken.
-        """
+        Raises OutOfPagesError: fewer pages are free. CallerError: the number is negative or not
+        whole. Nothing was taken."""
         num_pages = whole_count("num_pages", num_pages)
         if num_pages > self._counts[_FREE]:
             raise OutOfPagesError(needed=num_pages, free=self._counts[_FREE])
@@ -158,10 +155,7 @@ class PageAllocator:
         `release`.
 
         An owner may hold more in a later call, and may hold none: it exists until its release all
-        the same.
-
-        Raises:
-            PageStateError: a page is not OWNED. Nothing was changed.
+        the same. Raises PageStateError: a page is not OWNED. Nothing was changed.
         """
         # First: it raises for an owner without a hash, which must change nothing.
         held = self._held.get(owner)
@@ -184,10 +178,7 @@ class PageAllocator:
         """Mark all that `owner` holds as overdue (HELD -> QUARANTINED), and return how many pages.
 
         Its deadline has passed without proof that no write can land, so the pages stay where they
-        are.
-
-        Raises:
-            PageStateError: the owner is unknown, or in quarantine already.
+        are. Raises PageStateError: the owner is unknown, or in quarantine already.
         """
         pages = self._pages_of(owner)
         # The owner may have come to hold more since an earlier quarantine.
@@ -199,10 +190,8 @@ class PageAllocator:
     def release(self, owner: Hashable) -> int:
         """Free all that `owner` holds (HELD, QUARANTINED -> FREE), and return how many pages.
 
-        Only for a caller with proof that no write can land any more.
-
-        Raises:
-            PageStateError: the owner is unknown.
+        Only for a caller with proof that no write can land any more. Raises PageStateError: the
+        owner is unknown.
         """
         # Copies of the states and the owner's list, for the undo: pages may be in either state.
         pages = np.sort(self._pages_of(owner))

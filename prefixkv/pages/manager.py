@@ -216,9 +216,9 @@ class PageManager:
             is_used: the use of the cache was counted: by the load that was opened for this request.
             window_start: where it begins in the window groups, if there are some. The checkpoint
                 that it goes on from is locked.
-        Raises:
-            CapacityError: no row or slot is left. OutOfPagesError. RequestError: more pages than a
-                row has. Nothing is locked or taken then, and no use is counted.
+
+        Raises CapacityError: no row or slot is left. OutOfPagesError. RequestError: more pages than
+        a row has. Nothing is locked or taken then, and no use is counted.
         """
         check_time(now_s)
         num_new_pages = whole_count("num_new_pages", num_new_pages)
@@ -286,10 +286,8 @@ class PageManager:
         """Lock in the tree the pages that the request joined, now that they have gone there.
 
         With `is_used` no use is counted: they went there by this request's own load, as a use.
-
-        Raises:
-            InternalError: the tree does not have them. CallerError: the request has ended. Nothing
-                is locked then.
+        Raises InternalError: the tree does not have them. CallerError: the request has ended.
+        Nothing is locked then.
         """
         # Raises for a request that has ended, before anything is locked.
         self.table.length(pages.row)
@@ -316,12 +314,9 @@ class PageManager:
         pages.num_joined = 0
 
     def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
-        """Take one page of the allocator at the end of the row of each of these requests.
-
-        Raises:
-            OutOfPagesError. CallerError: a request has ended or is named twice. RequestError: a row
-                is full. Nothing is taken then.
-        """
+        """Take one page of the allocator at the end of the row of each of these requests. Raises
+        OutOfPagesError. CallerError: a request has ended or is named twice. RequestError: a row is
+        full. Nothing is taken then."""
         check_time(now_s)
         many = list(many)
         # All checks before `_take`: an eviction cannot be undone.

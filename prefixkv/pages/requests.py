@@ -304,12 +304,8 @@ class PagedScheduler(Generic[Req, Command]):
 
     def _check_new(self, request: Request, num_pages: int, needs: str) -> None:
         """Raise RequestError for a new request that the paged scheduler, of either side, cannot
-        accept.
-
-        Args:
-            num_pages: pages that it may need in all.
-            needs: the need in words, with {} for `num_pages`.
-        """
+        accept. `num_pages`: pages that it may need in all. `needs`: the need in words, with {} for
+        `num_pages`."""
         rid, limit = request.rid, min(self.pages.num_pages, self.pages.table.array.shape[1])
         if self.draining:
             raise DrainingError(f"request {rid!r} comes too late: this node is being drained")

@@ -133,11 +133,9 @@ class PageTable:
     def fill(self, row: int, runs: Iterable[bytes | bytearray | Pages]) -> int:
         """Fill a row that has no pages with runs of ids, one after the other; return their number.
 
-        The ids are not checked: they come from the allocator and the tree.
-
-        Raises:
-            RequestError: they reach beyond the row's end. CallerError: the row is not in use, or
-                has pages. Nothing is changed then.
+        The ids are not checked: they come from the allocator and the tree. Raises RequestError:
+        they reach beyond the row's end. CallerError: the row is not in use, or has pages. Nothing
+        is changed then.
         """
         if self.length(row):
             raise CallerError(f"row {row} of the page table has pages")
@@ -165,11 +163,8 @@ class PageTable:
         what was there.
 
         The first position may be at most the row's length, which grows if they reach beyond it.
-
-        Raises:
-            RequestError: they reach beyond the row's end. CallerError: the row is not in use, or
-                there would be a gap. PageStateError: a page id is negative. Nothing is changed
-                then.
+        Raises RequestError: they reach beyond the row's end. CallerError: the row is not in use, or
+        there would be a gap. PageStateError: a page id is negative. Nothing is changed then.
         """
         length = self.length(row)
         ids = as_pages(pages)

@@ -76,11 +76,8 @@ class WindowGroup:
 
     `array` (int32 [max_requests, columns], C order; its memory never moves) and `first_pages` are
     for an attention kernel: by the request's row of the page table, its page ids, -1 where unused,
-    and the page number of the first of them.
-
-    Args:
-        num_requests: rows.
-        is_shared: whether checkpoints keep pages of it.
+    and the page number of the first of them. `num_requests`: rows. `is_shared`: whether checkpoints
+    keep pages of it.
     """
 
     def __init__(

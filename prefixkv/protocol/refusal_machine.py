@@ -22,11 +22,8 @@ class RefusalMachine:
     """One (room, generation) that decode refuses. Pure; owned by the control object that holds it.
 
     It has one state, FAILED, and no table: it ends once (`over`), and takes nothing after that.
-
-    Args:
-        reports_end: whether it ends with RoomDrained, which comes once prefill has answered or
-            cannot.
-        versions: as of Abort.
+    `reports_end`: whether it ends with RoomDrained, which comes once prefill has answered or
+    cannot. `versions`: as of Abort.
     """
 
     drained: ClassVar = True  # no peer ever knew its pages

@@ -227,10 +227,8 @@ class RankLog:
     def take(self, pages: PageManager, requests: Iterable[LoggedRequest] = ()) -> bytes:
         """Return what the other ranks have to apply, as one message, and forget it.
 
-        Every rank has to apply every message, in order. O(rows + what has changed).
-
-        Args:
-            requests: all of rank 0's, on prefill.
+        Every rank has to apply every message, in order. O(rows + what has changed). `requests`: all
+        of rank 0's, on prefill.
         """
         now, told = _Told.of(pages), self._told
         if told is None:
@@ -311,10 +309,7 @@ class RowFollower:
     """What a rank above 0 knows by rank 0's log. Owned by one thread.
 
     `page_table` (int32 [max_running, num_pages], C order; its memory never moves) has the page ids
-    of each row of rank 0's, and -1 where unused.
-
-    Args:
-        sizes: this rank's, as rank 0 has them.
+    of each row of rank 0's, and -1 where unused. `sizes`: this rank's, as rank 0 has them.
     """
 
     def __init__(self, sizes: RankSizes) -> None:
@@ -391,10 +386,9 @@ class RowFollower:
         """Take rank 0's message of one pass. Return what this rank has to carry out; chunks in it
         are sent once `ready` is.
 
-        Raises:
-            CallerError: a message that is none, names pages, rows or slots that there are not, was
-                left out, or comes twice. Nothing was changed.
-            ConfigError: this rank was built with other sizes than rank 0's. Nothing was changed.
+        Raises CallerError: a message that is none, names pages, rows or slots that there are not,
+        was left out, or comes twice. Nothing was changed. ConfigError: this rank was built with
+        other sizes than rank 0's. Nothing was changed.
         """
         message = decoded(raw, self._decode, "rank 0")
         check_next(message.number, self.num_batches)

@@ -118,12 +118,9 @@ class _Channel(Closing):
 
 
 class RouterChannel(_Channel):
-    """Prefill's socket: many decode workers, each behind a route that the socket made up.
-
-    Raises:
-        ConfigError: the address cannot be bound; or other machines can reach it while no keys are
-            set, and `network_is_isolated` is not.
-    """
+    """Prefill's socket: many decode workers, each behind a route that the socket made up. Raises
+    ConfigError: the address cannot be bound; or other machines can reach it while no keys are set,
+    and `network_is_isolated` is not."""
 
     def __init__(self, bind: str, config: ControlConfig, wake_fd: int) -> None:
         # 1. Refused before anything is open: an address, or one that is open to the network without
@@ -308,11 +305,8 @@ class DealerChannel(_Channel):
 
     def connect(self, address: str) -> None:
         """Open a DEALER socket for the prefill worker at `address`, if it has none; connecting goes
-        on by itself.
-
-        Raises:
-            ConfigError: it is no address, or `check` refuses it; nothing is left open.
-        """
+        on by itself. Raises ConfigError: it is no address, or `check` refuses it; nothing is left
+        open."""
         if address in self._socks:
             return
         sock: zmq.Socket[bytes] | None = None

@@ -212,11 +212,8 @@ class ControlThread(Generic[Command, To]):
         thread.
 
         No-op if called again, and in a process forked from this one: the inboxes' descriptors are
-        its parent's.
-
-        Raises:
-            InternalError: the agent could not be destroyed. The peers then get no farewell, since
-                writes may still land.
+        its parent's. Raises InternalError: the agent could not be destroyed. The peers then get no
+        farewell, since writes may still land.
         """
         if self._closed or os.getpid() != self._pid:
             return

@@ -46,10 +46,8 @@ def start_workers(
     """Start threads that make copies, each in `run`, which gets the wait for the device.
 
     On CUDA each has a stream of its own, which is current in it. On the CPU there is nothing to
-    wait for. The threads are daemons, "prefixkv-NAME-0" and so on.
-
-    Raises:
-        ConfigError: `num_threads` is not positive.
+    wait for. The threads are daemons, "prefixkv-NAME-0" and so on. Raises ConfigError:
+    `num_threads` is not positive.
     """
     if num_threads < 1:
         raise ConfigError(f"num_threads is {num_threads}, must be at least 1")
@@ -144,12 +142,8 @@ class CopyPool:
 
 class StagingCopies:
     """The copies for a control object's Gather and Scatter. Used by the control thread; the copies
-    themselves run in `workers`.
-
-    Args:
-        layout: of the rank's pool.
-        buffer: the rank's staging memory, in slots of `slot_bytes` on prefill.
-    """
+    themselves run in `workers`. `layout`: of the rank's pool. `buffer`: the rank's staging memory,
+    in slots of `slot_bytes` on prefill."""
 
     def __init__(
         self, layout: KVLayout, buffer: StagingBuffer, slot_bytes: int, workers: Workers

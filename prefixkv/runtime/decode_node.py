@@ -231,12 +231,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
                 self._recorder.close()
 
     def add(self, request: Request) -> DecodeRequest:
-        """Queue a request of the engine.
-
-        Raises:
-            RequestError: it cannot be taken; DrainingError is one of them. Nothing was changed, and
-                prefill does not hear of it: see `refuse`.
-        """
+        """Queue a request of the engine. Raises RequestError: it cannot be taken; DrainingError is
+        one of them. Nothing was changed, and prefill does not hear of it: see `refuse`."""
         check_request(request)
         self._check_namespace(request)
         req = self.scheduler.add(request, self._pump())
@@ -247,10 +243,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """Tell prefill at once that the node will not take this request, as when `add` has refused
         it.
 
-        Its room's number is in use here until prefill has answered.
-
-        Raises:
-            RequestError: the number is in use already. Nothing was changed.
+        Its room's number is in use here until prefill has answered. Raises RequestError: the number
+        is in use already. Nothing was changed.
         """
         check_request(request)
         check_reason(reason)
@@ -307,10 +301,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
                 they are cached already (from a checkpoint on), does not come out of
                 `pop_transferred`. None: the device is done.
 
-        Raises:
-            RequestError: it is not computed here, or `end` is not behind the last one, or beyond
-                `fill_len`. CallerError: `aux` is no bytes, or comes before the end, or `after` is
-                no event. Nothing was changed.
+        Raises RequestError: it is not computed here, or `end` is not behind the last one, or beyond
+        `fill_len`. CallerError: `aux` is no bytes, or comes before the end, or `after` is no event.
+        Nothing was changed.
         """
         self.scheduler.computed(req, end, self._pump(), aux, after)
         self._tell()
@@ -319,11 +312,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """Return the slot into which the engine copies the extra state behind `end` tokens of a
         request of `pop_local`, one of `req.stops`, to go on from; -1 if it need not.
 
-        Before `computed(req, end)` or a later one: with that its stops up to there are over.
-
-        Raises:
-            RequestError: another place, or a request that is not computed here. Nothing was
-                changed.
+        Before `computed(req, end)` or a later one: with that its stops up to there are over. Raises
+        RequestError: another place, or a request that is not computed here. Nothing was changed.
         """
         return self.scheduler.save_state(req, end, self._pump())
 
@@ -333,10 +323,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
         A request keeps one state so: the next one takes its place, and `finish` and `retract` enter
         the last in the cache. Call it where `req.state_slot` has the state behind `req.kv_len`
-        tokens. Without `DecodeConfig.checkpoints` there are none. O(requests).
-
-        Raises:
-            RequestError: for what is no request of this node. Nothing was changed.
+        tokens. Without `DecodeConfig.checkpoints` there are none. O(requests). Raises RequestError:
+        for what is no request of this node. Nothing was changed.
         """
         return self.scheduler.save_states(reqs, self._pump())
 
@@ -368,11 +356,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
         """Return the requests that failed or were aborted; `req.error` says why.
 
-        Their pages must not be touched.
-
-        Args:
-            after: an event behind the engine's work on requests of `pop_local`: nothing of those
-                that failed is released before it is done. None: the device is done with them.
+        Their pages must not be touched. `after`: an event behind the engine's work on requests of
+        `pop_local`: nothing of those that failed is released before it is done. None: the device is
+        done with them.
         """
         self._pump()
         return self.scheduler.pop_failed(after)
@@ -387,12 +373,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         its KV is there.
 
         The exception is the token that completes `max_new_tokens`: finish that request, no step
-        writes its KV. Requests that were aborted meanwhile are left out.
-
-        Raises:
-            OutOfPagesError: its `retract` names the requests to retract, best first. It is empty if
-                what is missing comes back by itself: wait a step. Nothing was changed: keep the
-                tokens, and call again.
+        writes its KV. Requests that were aborted meanwhile are left out. Raises OutOfPagesError:
+        its `retract` names the requests to retract, best first. It is empty if what is missing
+        comes back by itself: wait a step. Nothing was changed: keep the tokens, and call again.
         """
         self.scheduler.append_many(reqs, token_ids, self._pump())
 
@@ -404,14 +387,10 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         launched before the last one's tokens are known. `append_many` gives pages for one token.
         What is not used stays with the request until its next tokens need it, or it ends or is
         retracted; there is nothing to give back. Requests that were aborted meanwhile are left out.
-
-        Args:
-            num_tokens: tokens, at least 0; the newest one counts, which has no KV yet.
-
-        Raises:
-            OutOfPagesError: its `retract` names requests as by `append_many`. Nothing was changed:
-                a step without drafts needs no more pages than there are.
-            RequestError: a request does not run, or is named twice. Nothing was changed.
+        `num_tokens`: tokens, at least 0; the newest one counts, which has no KV yet. Raises
+        OutOfPagesError: its `retract` names requests as by `append_many`. Nothing was changed: a
+        step without drafts needs no more pages than there are. RequestError: a request does not
+        run, or is named twice. Nothing was changed.
         """
         self.scheduler.reserve_many(reqs, num_tokens, self._pump())
 
@@ -468,14 +447,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         is on its way, what was retracted. What only waits to be admitted goes on, and is promised
         under the new version. A prefill worker of another version refuses it by name, so both
         workers have to be moved, in any order. No step of the model may come between the change of
-        the weights and this call.
-
-        Args:
-            weights_version: at most 256 characters.
-            after: as of `abort`, for the pages of the requests that end.
-
-        Raises:
-            ConfigError: no string, or one that is too long. Nothing was changed.
+        the weights and this call. `weights_version`: at most 256 characters. `after`: as of
+        `abort`, for the pages of the requests that end. Raises ConfigError: no string, or one that
+        is too long. Nothing was changed.
         """
         check_event("after", after)
         return self._flush(
@@ -487,10 +461,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """Send a request to the prefill worker at another address from its next attempt on.
 
         One that waits to be admitted is refused where it was submitted, and comes out of
-        `pop_needs_prefill` once admitted.
-
-        Raises:
-            RequestError: it is not here, or its KV is on its way. Nothing was changed.
+        `pop_needs_prefill` once admitted. Raises RequestError: it is not here, or its KV is on its
+        way. Nothing was changed.
         """
         self._pump()
         self.scheduler.retarget(rid, prefill)
@@ -552,11 +524,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
     def take_log(self) -> bytes:
         """Return what the other tensor-parallel ranks have to apply of this pass, for the engine to
-        broadcast once per pass.
-
-        Raises:
-            CallerError: the node was built without `ranks`.
-        """
+        broadcast once per pass. Raises CallerError: the node was built without `ranks`."""
         if self._ranks is None:
             raise CallerError("this node was built without ranks=RankLog()")
         return self._ranks.take(self.scheduler.pages)
@@ -573,14 +541,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         The worker computes no more: every request ends with a PeerLostError and comes out of
         `pop_failed`, `add` takes none, and no page waits for that rank. So `drain` becomes True as
         on a worker of the ranks that are left; these go on to get the log until then. What the dead
-        one said that comes later is left out.
-
-        Args:
-            rank: from 1. Never one that lives: its pages would be used while prefill writes them.
-            after: as of `abort`, for the pages of the requests that end.
-
-        Raises:
-            CallerError: there is no such rank. Nothing was changed.
+        one said that comes later is left out. `rank`: from 1. Never one that lives: its pages would
+        be used while prefill writes them. `after`: as of `abort`, for the pages of the requests
+        that end. Raises CallerError: there is no such rank. Nothing was changed.
         """
         check_event("after", after)
         self._leader.fence(rank, self._pump(), after)
@@ -629,10 +592,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
     def apply_rank_events(self, raw: bytes) -> None:
         """Take the events of a `DecodeRank` (its `take_rank_events`) into rank 0; b"" is nothing.
-
-        Raises:
-            CallerError: a batch of this rank is missing or doubled: each has to come, in order.
-        """
+        Raises CallerError: a batch of this rank is missing or doubled: each has to come, in
+        order."""
         self._leader.on_rank_events(raw, self._pump())
         self._tell()
 

@@ -36,8 +36,7 @@ class DecodeRank(FollowingRank):
         state: this rank's share of the extra state, with as many slots as rank 0's; it must outlive
             this as well.
 
-    Raises:
-        ConfigError: a pool that is not this rank's share or cannot be registered.
+    Raises ConfigError: a pool that is not this rank's share or cannot be registered.
     """
 
     leader = "DecodeNode"
@@ -78,10 +77,9 @@ class DecodeRank(FollowingRank):
     def apply(self, raw: bytes) -> None:
         """Apply to this rank's rows and rooms what rank 0 did in one pass (`DecodeNode.take_log`).
 
-        Raises:
-            CallerError: a message that is none, names pages or rows that there are not, was left
-                out, or comes twice. Nothing was changed.
-            ConfigError: this rank was built with other sizes than rank 0's. Nothing was changed.
+        Raises CallerError: a message that is none, names pages or rows that there are not, was left
+        out, or comes twice. Nothing was changed. ConfigError: this rank was built with other sizes
+        than rank 0's. Nothing was changed.
         """
         self.transfers.check_open()
         commands, copies = self.follower.apply(raw)

@@ -62,8 +62,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         state: this rank's share of the extra state of requests; kept as long.
         transport: makes another transport than NIXL's, for tests.
 
-    Raises:
-        ConfigError: a pool that is not the rank's share, or cannot be registered.
+    Raises ConfigError: a pool that is not the rank's share, or cannot be registered.
     """
 
     def __init__(
@@ -167,11 +166,10 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
                 one in which the window behind the prompt begins, whatever the prefix is:
                 `(num_tokens + 1 - window) // page_size`, at least 0.
 
-        Raises:
-            RequestError: a number, the slot or the digest out of range, a room that is open or not
-                drained yet, a prefix that is not whole pages of the prompt, or another number of
-                pages than the rest takes. Nothing was changed.
-            PageStateError: ids outside the pool. Nothing was changed.
+        Raises RequestError: a number, the slot or the digest out of range, a room that is open or
+        not drained yet, a prefix that is not whole pages of the prompt, or another number of pages
+        than the rest takes. Nothing was changed. PageStateError: ids outside the pool. Nothing was
+        changed.
         """
         # 1. Every argument, before anything is changed.
         key = room_key(room, generation)
@@ -239,11 +237,8 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         """Tell prefill at once that this decode rank will not open the room. RoomDrained follows.
 
         `ticket` and `digest` are as for `open`. Without the digest any request with this number
-        that prefill has, or gets next, is refused.
-
-        Raises:
-            RequestError: the room is open or not drained yet, or a digest, address or reason is
-                malformed.
+        that prefill has, or gets next, is refused. Raises RequestError: the room is open or not
+        drained yet, or a digest, address or reason is malformed.
         """
         check_reason(reason)
         key = room_key(room, generation)

@@ -36,12 +36,8 @@ def _check_ranks(
     pools: Sequence[KVPool], states: Sequence[StatePool | None], num_ranks: int
 ) -> list[StatePool | None]:
     """Check that the pools and states of a group's ranks are alike; return the states, one per
-    rank.
-
-    Raises:
-        ConfigError: the ranks differ in pages, page size or slots: one would refuse what another
-            has done.
-    """
+    rank. Raises ConfigError: the ranks differ in pages, page size or slots: one would refuse what
+    another has done."""
     for kind, given in (("pools", pools), ("states", states)):
         if not isinstance(given, tuple | list):
             raise ConfigError(f"{kind} is a {type(given).__name__}, a list is needed")
@@ -92,13 +88,9 @@ class DecodeGroup(DecodeNode):
     """Rank 0 of a mesh with the other ranks at hand: each call takes their events in and hands them
     the log.
 
-    Args:
-        pools: by rank; each holds its rank's share, all have as many pages.
-        states: by rank, where requests have extra state; all have as many slots.
-
-    Raises:
-        ConfigError: the ranks differ in pages, page size or slots, or are not as many as the mesh
-            has.
+    `pools`: by rank; each holds its rank's share, all have as many pages. `states`: by rank, where
+    requests have extra state; all have as many slots. Raises ConfigError: the ranks differ in
+    pages, page size or slots, or are not as many as the mesh has.
     """
 
     def __init__(
@@ -202,9 +194,8 @@ class PrefillGroup(PrefillNode):
         states: by rank, where requests have extra state; all have as many slots.
         usable_prefix: as for PrefillNode.
 
-    Raises:
-        ConfigError: the ranks differ in pages, page size or slots, or are not as many as the mesh
-            has.
+    Raises ConfigError: the ranks differ in pages, page size or slots, or are not as many as the
+    mesh has.
     """
 
     def __init__(

@@ -82,9 +82,9 @@ class HostCopies:
             sink: takes each order's end; it must not raise, nor wait.
             piece_bytes: a piece is as many whole pages as fit, at least one. 0: 4 MiB, on CUDA 16
                 MiB, since a launch takes as long as some MiB there.
-        Raises:
-            ConfigError: a value out of range, a host pool for other pages, or a device without a
-                copy.
+
+        Raises ConfigError: a value out of range, a host pool for other pages, or a device without a
+        copy.
         """
         check_whole("piece_bytes", piece_bytes, 0, MAX_BYTES)
         piece_bytes = piece_bytes or (_PIECE_BYTES if device == "cpu" else _GPU_PIECE_BYTES)
@@ -109,11 +109,9 @@ class HostCopies:
         """Queue an order of host copies. It never waits; O(threads). Errors in its pages come back
         in its HostCopyDone, and so does what `after` raises.
 
-        Args:
-            after: the copy begins once its `query()` is True; None: there is nothing to wait for.
-        Raises:
-            PageStateError: not as many host pages as pages of the device, or none. ClosedError:
-                after `close`. Nothing was queued.
+        `after`: the copy begins once its `query()` is True; None: there is nothing to wait for.
+        Raises PageStateError: not as many host pages as pages of the device, or none. ClosedError:
+        after `close`. Nothing was queued.
         """
         num_pages = len(order.host_pages)
         if num_pages != len(order.device_pages) or not num_pages:

@@ -19,16 +19,11 @@ _LEAST_TIMES: Final = 2  # sizes of the pool
 
 
 class HostMemory:
-    """The host memory of a decode rank. Used from one thread.
+    """The host memory of a decode rank. Used from one thread. `pool`: the rank's; kept until this
+    has closed. `name`: the worker's, for the names of threads and the log.
 
-    Args:
-        pool: the rank's; kept until this has closed.
-        name: the worker's, for the names of threads and the log.
-
-    Logs a warning where it is less than twice the pool.
-
-    Raises:
-        ConfigError: more memory than the host has, or less than a page.
+    Logs a warning where it is less than twice the pool. Raises ConfigError: more memory than the
+    host has, or less than a page.
     """
 
     def __init__(self, pool: KVPool, config: HostConfig, name: str) -> None:

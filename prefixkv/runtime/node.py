@@ -86,11 +86,8 @@ class Node(OneThread, Generic[C, To, E]):
 
         It is called on the node's thread, in the middle of the request's end: it must be quick, and
         call nothing of the node. What it raises comes out of a later call of the engine's, and is
-        counted as `user_errors`.
-
-        Args:
-            listener: gets the request's record as the request log has it, whether that is on or
-                not, and the time of `time.monotonic` at which the request arrived.
+        counted as `user_errors`. `listener`: gets the request's record as the request log has it,
+        whether that is on or not, and the time of `time.monotonic` at which the request arrived.
         """
         if not callable(listener):
             raise CallerError(f"{shown(listener)} cannot be called")
@@ -98,11 +95,7 @@ class Node(OneThread, Generic[C, To, E]):
 
     def _publish_events(self, config: DecodeConfig | PrefillConfig) -> None:
         """Publish the node's cache events, if that is asked for. Called last of all in a node's
-        constructor.
-
-        Raises:
-            ConfigError: with the node closed.
-        """
+        constructor. Raises ConfigError: with the node closed."""
         if config.kv_events is None:
             return
         page_size = self.pool.layout.page_size
@@ -317,10 +310,8 @@ class Node(OneThread, Generic[C, To, E]):
         Idempotent.
 
         A peer that is writing into this pool over shared memory is not stopped by it: keep the
-        pool's memory until its requests have ended there.
-
-        Raises:
-            InternalError: the agent could not be destroyed; the threads are joined all the same.
+        pool's memory until its requests have ended there. Raises InternalError: the agent could not
+        be destroyed; the threads are joined all the same.
         """
         try:
             self.transfers.close()
@@ -331,10 +322,8 @@ class Node(OneThread, Generic[C, To, E]):
     def _pump(self) -> float:
         """Take in what the control thread has to say to the node; return the time.
 
-        Every call of the engine begins with this, so that it sees the present state.
-
-        Raises:
-            InternalError: an exception in the control thread. All events were taken in.
+        Every call of the engine begins with this, so that it sees the present state. Raises
+        InternalError: an exception in the control thread. All events were taken in.
         """
         now_s = time.monotonic()
         if self.kv_events is not None:

@@ -71,10 +71,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         ranks: with several: the others are `PrefillRank`s, which follow this node's cache
             (`take_log`).
 
-    Raises:
-        ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this
-            rank's share or cannot be registered, `checkpoints` without as many slots of extra state
-            and one more, or with `usable_prefix`, a mesh of several ranks without `ranks`.
+    Raises ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this
+    rank's share or cannot be registered, `checkpoints` without as many slots of extra state and one
+    more, or with `usable_prefix`, a mesh of several ranks without `ranks`.
     """
 
     scheduler: PrefillScheduler
@@ -152,12 +151,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.transfers.endpoint
 
     def add(self, request: Request) -> PrefillRequest:
-        """Take a request of the engine; it waits for decode's promise.
-
-        Raises:
-            RequestError: nothing was changed here. Decode hears of it as by `refuse`, unless the
-                room is in use.
-        """
+        """Take a request of the engine; it waits for decode's promise. Raises RequestError: nothing
+        was changed here. Decode hears of it as by `refuse`, unless the room is in use."""
         check_request(request)
         try:
             self._check_namespace(request)
@@ -173,10 +168,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
     def refuse(self, request: Request, reason: str = "refused") -> None:
         """Tell decode at once that the node will not take this request.
 
-        If decode promises its pages later, it hears it then, for `parked_timeout_s`.
-
-        Raises:
-            RequestError: the request is here, or names no decode worker.
+        If decode promises its pages later, it hears it then, for `parked_timeout_s`. Raises
+        RequestError: the request is here, or names no decode worker.
         """
         check_request(request)
         check_reason(reason)
@@ -218,10 +211,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         not.
 
         Before the chunk up to there is handed over by `send_chunk`. The copy has to be queued
-        before any later work on that slot. The slot is the library's from then on.
-
-        Raises:
-            RequestError: `end` is none of its stops, or it is not computed. Nothing was changed.
+        before any later work on that slot. The slot is the library's from then on. Raises
+        RequestError: `end` is none of its stops, or it is not computed. Nothing was changed.
         """
         return self.scheduler.save_state(req, end, self._pump())
 
@@ -268,13 +259,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         the former one, or is computed with it, fails: it comes out of `pop_failed` with a
         WeightsVersionError, and decode hears of it at once. What waits for decode's promise goes
         on. No step of the model may come between the change of the weights and this call. Each rank
-        of a mesh is moved by itself; until all are, requests fail.
-
-        Args:
-            weights_version: at most 256 characters.
-
-        Raises:
-            ConfigError: no string, or one that is too long. Nothing was changed.
+        of a mesh is moved by itself; until all are, requests fail. `weights_version`: at most 256
+        characters. Raises ConfigError: no string, or one that is too long. Nothing was changed.
         """
         return self._flush(weights_version, self.scheduler.move_weights)
 
@@ -291,14 +277,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         `pop_failed` (but one that has been sent, out of `pop_sent`), decode hears of it at once,
         `add` takes none, and no page waits for that rank. So `drain` becomes True as on a worker of
         the ranks that are left; these go on to get the log until then. What the dead one said that
-        comes later is left out.
-
-        Args:
-            rank: from 1. Never one that lives: it would send what is in its pages then.
-
-        Raises:
-            CallerError: there is no such rank, or the node was built without `ranks`. Nothing was
-                changed.
+        comes later is left out. `rank`: from 1. Never one that lives: it would send what is in its
+        pages then. Raises CallerError: there is no such rank, or the node was built without
+        `ranks`. Nothing was changed.
         """
         rooms = self._led_rooms
         now_s, error = self._pump(), rooms.death(rank)
@@ -374,21 +355,15 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
     def take_log(self) -> bytes:
         """Return what the ranks that follow have to apply of this pass, for the engine to
         broadcast: once a pass, before they compute, and once the chunks of a pass were handed over.
-
-        Raises:
-            CallerError: the node was built without `ranks`.
-        """
+        Raises CallerError: the node was built without `ranks`."""
         if self._ranks is None:
             raise CallerError("this node was built without ranks=RankLog()")
         return self._ranks.take(self.scheduler.pages, self.scheduler.requests.values())
 
     def apply_rank_events(self, raw: bytes) -> None:
         """Take the events of a `PrefillRank` (its `take_rank_events`) into rank 0; b"" is nothing.
-
-        Raises:
-            CallerError: a batch of this rank is missing or doubled: each has to come, in order; or
-                the node was built without `ranks`.
-        """
+        Raises CallerError: a batch of this rank is missing or doubled: each has to come, in order;
+        or the node was built without `ranks`."""
         rooms, now_s = self._led_rooms, self._pump()
         if raw != b"":
             for rank, event in rooms.unpack(raw):

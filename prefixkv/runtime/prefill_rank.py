@@ -27,9 +27,8 @@ class PrefillRank(FollowingRank):
         state: this rank's share of the extra state, with as many slots as rank 0's; it must outlive
             this as well.
 
-    Raises:
-        ConfigError: a pool that is not this rank's share or cannot be registered, an address that
-            cannot be bound.
+    Raises ConfigError: a pool that is not this rank's share or cannot be registered, an address
+    that cannot be bound.
     """
 
     leader = "PrefillNode"
@@ -58,12 +57,10 @@ class PrefillRank(FollowingRank):
     def apply(self, raw: bytes, ready: DeviceEvent | None = None) -> None:
         """Apply to this rank's rooms what rank 0 did in one pass (`PrefillNode.take_log`).
 
-        Its chunks are sent once `ready.query()` is True: when this rank has computed them.
-
-        Raises:
-            CallerError: a message that is none, names pages, rows or slots that there are not, was
-                left out, or comes twice. Nothing was changed.
-            ConfigError: this rank was built with other sizes than rank 0's. Nothing was changed.
+        Its chunks are sent once `ready.query()` is True: when this rank has computed them. Raises
+        CallerError: a message that is none, names pages, rows or slots that there are not, was left
+        out, or comes twice. Nothing was changed. ConfigError: this rank was built with other sizes
+        than rank 0's. Nothing was changed.
         """
         self.transfers.check_open()
         check_event("ready", ready)

@@ -85,9 +85,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         state: this rank's share of the extra state of requests; kept as long.
         transport: makes another transport than NIXL's, for tests.
 
-    Raises:
-        ConfigError: an address that cannot be bound, a pool that is not the rank's share or cannot
-            be registered, another number of endpoints than there are other ranks.
+    Raises ConfigError: an address that cannot be bound, a pool that is not the rank's share or
+    cannot be registered, another number of endpoints than there are other ranks.
     """
 
     def __init__(
@@ -211,9 +210,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 about the room do not count; for two workers the same number is two rooms.
             digest: of the prompt, as in `DecodeTransfers.open`.
 
-        Raises:
-            RequestError: a number, name or digest out of range; or a room that was added or refused
-                already, until the engine has its SourceFree from `take_events`.
+        Raises RequestError: a number, name or digest out of range; or a room that was added or
+        refused already, until the engine has its SourceFree from `take_events`.
         """
         key = _key(room, generation, decode)
         num_tokens = whole_number("num_tokens", num_tokens, 1, 2**31)
@@ -253,12 +251,10 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 last window that this chunk completes. None: they all follow with a later chunk, the
                 last one at the latest.
 
-        Raises:
-            RequestError: a room that was not added or is over, an `end` out of order, fewer pages
-                than up to it, a chunk after the last one, `aux` or a state slot before it. Nothing
-                was changed.
-            AuxTooLargeError: `aux` is longer than `max_aux_bytes`. Nothing was changed.
-            PageStateError: ids outside the pool. Nothing was changed.
+        Raises RequestError: a room that was not added or is over, an `end` out of order, fewer
+        pages than up to it, a chunk after the last one, `aux` or a state slot before it. Nothing
+        was changed. AuxTooLargeError: `aux` is longer than `max_aux_bytes`. Nothing was changed.
+        PageStateError: ids outside the pool. Nothing was changed.
         """
         self.check_open()  # first: the plan moves before the command is queued
         # 1. Which room.
@@ -356,10 +352,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     def refuse(self, room: int, generation: int, reason: str = "refused", *, decode: str) -> None:
         """Refuse a room: decode is told now, or once it promises pages for it.
 
-        RoomEnded and SourceFree follow.
-
-        Raises:
-            RequestError: as by `add`, and for a reason that is no string.
+        RoomEnded and SourceFree follow. Raises RequestError: as by `add`, and for a reason that is
+        no string.
         """
         check_reason(reason)
         key = _key(room, generation, decode)
@@ -391,8 +385,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 of `prompt_digest`'s namespace.
             timeout_s: seconds.
 
-        Raises:
-            RequestError: as `add`.
+        Raises RequestError: as `add`.
         """
         key = room_key(room, generation)
         num_tokens = whole_number("num_tokens", num_tokens, 1, 2**31)

@@ -31,10 +31,7 @@ class Prover:
     """The prover with its thread. `submit` and `close` are the control thread's.
 
     `tell` is called from the prover's own thread, for each peer that is dead and has nothing on its
-    way here.
-
-    Args:
-        is_written_to: peers write into memory of this process.
+    way here. `is_written_to`: peers write into memory of this process.
     """
 
     def __init__(self, name: str, timing: ControlConfig, is_written_to: bool, tell: Prove) -> None:

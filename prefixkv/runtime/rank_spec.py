@@ -59,12 +59,8 @@ class RankSpec:
         rank: int = 0,
         state: StatePool | None = None,
     ) -> RankSpec:
-        """Return the spec of a rank; without a mesh, that of the only rank.
-
-        Raises:
-            ConfigError: a pool does not hold the rank's share, or the two pools are on different
-                devices.
-        """
+        """Return the spec of a rank; without a mesh, that of the only rank. Raises ConfigError: a
+        pool does not hold the rank's share, or the two pools are on different devices."""
         check_kind("pool", pool, KVPool)
         if mesh is not None:
             check_kind("mesh", mesh, Mesh)

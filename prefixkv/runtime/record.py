@@ -69,8 +69,7 @@ class Recorder:
         page_size, bytes_per_token: of the pool.
         now_s: the present time on the clock of the requests' times.
 
-    Raises:
-        ConfigError: the file cannot be opened, or is no regular file.
+    Raises ConfigError: the file cannot be opened, or is no regular file.
     """
 
     def __init__(

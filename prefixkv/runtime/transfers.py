@@ -144,11 +144,8 @@ class Transfers(OneThread, Generic[C, To, E]):
         Every room of the former version ends, with a RoomEnded and a WeightsVersionError, here and
         at the other side; so does one that is begun later under a version that the other side does
         not have. The engine empties its own prefix cache. Each rank is moved by itself. The version
-        that it has already: no-op.
-
-        Raises:
-            ConfigError: no string, or longer than 256 characters.
-            ClosedError: after `close`.
+        that it has already: no-op. Raises ConfigError: no string, or longer than 256 characters.
+        ClosedError: after `close`.
         """
         check_version(weights_version)
         # Queued before any room of the new version, so that it ends only those of the former one.
@@ -156,11 +153,8 @@ class Transfers(OneThread, Generic[C, To, E]):
         self._weights_version = weights_version
 
     def take_events(self) -> list[E]:
-        """Return the events since the last call, in order: what became of rooms.
-
-        Raises:
-            InternalError: an exception in the control thread; the events come next time.
-        """
+        """Return the events since the last call, in order: what became of rooms. Raises
+        InternalError: an exception in the control thread; the events come next time."""
         events, error = self.take_raw()
         # Kept before the error is raised: an event that is lost would leave a room open here.
         self._undelivered += events
@@ -270,10 +264,8 @@ class Transfers(OneThread, Generic[C, To, E]):
         """Destroy the transport's agent, tell the peers, join every thread. Idempotent.
 
         A peer that is writing into this pool over shared memory is not stopped by it: keep the
-        pool's memory until its requests have ended there.
-
-        Raises:
-            InternalError: the agent could not be destroyed; the threads are joined all the same.
+        pool's memory until its requests have ended there. Raises InternalError: the agent could not
+        be destroyed; the threads are joined all the same.
         """
         self._closed = True
         self.thread.close()

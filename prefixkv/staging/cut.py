@@ -46,10 +46,7 @@ class LeaseCut:
         `area`.
 
         The meshes have passed `check_meshes`. O(log units per lease), with a sum over the writers
-        each.
-
-        Args:
-            unit_head_bytes: of one head of one layer in one unit page, all kinds (K and V).
+        each. `unit_head_bytes`: of one head of one layer in one unit page, all kinds (K and V).
 
         Raises: HandshakeError where a lease cannot take one unit page.
 

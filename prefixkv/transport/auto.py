@@ -175,12 +175,8 @@ class AutoTransport:
 
     def close(self) -> None:
         """Close both transports, shm and NIXL, after the jobs that wait here have ended. See
-        `base.Transport.close`. May be called again.
-
-        Raises:
-            CallerError: called from the sink.
-            InternalError: NIXL's agent was not destroyed; shm has ended all the same.
-        """
+        `base.Transport.close`. May be called again. Raises CallerError: called from the sink.
+        InternalError: NIXL's agent was not destroyed; shm has ended all the same."""
         # The sink's thread would wait for itself.
         if self._sink_thread == threading.get_ident():
             raise CallerError("close() was called from the transport's own sink")

@@ -208,9 +208,7 @@ class Transport(Protocol):
 
         Over TCP the kernels may still hold bytes sent before; they land when the *target* polls
         next (measured: 2 MiB). So a target that learns of a fence polls for a moment (`settle`)
-        before it frees pages.
-
-        Raises:
-            InternalError: the agent could not be destroyed; then it is no fence.
+        before it frees pages. Raises InternalError: the agent could not be destroyed; then it is no
+        fence.
         """
         ...

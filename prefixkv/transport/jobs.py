@@ -34,12 +34,8 @@ class ActiveJob:
     def __init__(
         self, job: WriteJob, outbox: Outbox, runs: Runs, max_bytes: int, max_descriptors: int
     ) -> None:
-        """Check the pages of a job and cut its parts.
-
-        Raises:
-            PageStateError: pages outside the pool, or not as many on both sides: they must not
-                become addresses.
-        """
+        """Check the pages of a job and cut its parts. Raises PageStateError: pages outside the
+        pool, or not as many on both sides: they must not become addresses."""
         self.job = job
         self.outbox = outbox
         self.runs = runs

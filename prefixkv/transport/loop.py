@@ -45,10 +45,7 @@ P = TypeVar("P", bound=LoopPeer)
 
 class TransportLoop(ABC, Generic[P]):
     """The peers and jobs of one transport. Owned by the transport's thread; nothing of it leaves.
-
-    Args:
-        max_descriptors: pages of a part at most.
-    """
+    `max_descriptors`: pages of a part at most."""
 
     def __init__(
         self, layout: KVLayout, sink: Sink, config: TransportConfig,

@@ -48,11 +48,7 @@ def split_offers(metadata: bytes) -> MetadataOffers:
 
 def usable(backend: Backend, offers: MetadataOffers) -> bytes:
     """Return what a prefill rank with this `TransportConfig.backend` can use of a decode rank's
-    offers: NIXL's, shm's or both.
-
-    Raises:
-        HandshakeError: nothing of them.
-    """
+    offers: NIXL's, shm's or both. Raises HandshakeError: nothing of them."""
     taken = {
         "nixl": MetadataOffers(offers.nixl, b""),
         "shm": MetadataOffers(b"", offers.shm),

@@ -14,9 +14,7 @@ class Pace:
 
     A part may go while the bucket is not in debt, and is then taken off it whole. So no part is too
     large to go, the mean is the rate, and at most a slice and one part go beyond it at once.
-
-    Args:
-        bytes_per_s: the rate; 0: no limit.
+    `bytes_per_s`: the rate; 0: no limit.
 
     >>> pace = Pace(1e9)
     >>> pace.free_at(0.0), pace.spend(10_000_000, 0.0), round(pace.free_at(0.0), 6)

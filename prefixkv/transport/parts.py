@@ -49,12 +49,9 @@ def flat_indices(
     >>> flat_indices(np.array([4, 5], np.int32), num_runs=2, num_pages=10, start=1, stop=3).tolist()
     [5, 14]
 
-    Args:
-        pages: int32, checked to lie in [0, num_pages).
-        start, stop: positions in the sequence, 0 <= start < stop <= num_runs * len(pages).
-
-    Raises:
-        ConfigError: an index would not fit into an int32.
+    `pages`: int32, checked to lie in [0, num_pages). `start`, `stop`: positions in the sequence, 0
+    <= start < stop <= num_runs * len(pages). Raises ConfigError: an index would not fit into an
+    int32.
     """
     check_index_range(num_runs, num_pages)
     length = len(pages)

@@ -72,12 +72,9 @@ def routes_to(
     staging: StagingArea | None,
     state: StateLayout | None = None,
 ) -> Routes:
-    """Return the routes to a peer: the runs from our pool, staging area and state to its.
-
-    Raises:
-        HandshakeError: see `paired_runs`.
-        ConfigError: likewise; or the peer's staging area or state layout breaks a law.
-    """
+    """Return the routes to a peer: the runs from our pool, staging area and state to its. Raises
+    HandshakeError: see `paired_runs`. ConfigError: likewise; or the peer's staging area or state
+    layout breaks a law."""
     src_part, dst_part = peer.parts or (None, None)
     pages = paired_runs(layout, peer.layout, src_part=src_part, dst_part=dst_part)
     windows: list[Runs] = []
@@ -136,11 +133,8 @@ def _positions(area: StagingArea) -> Positions:
 
 
 def state_runs(src: StateLayout, link: StateLink, src_device: int, dst_device: int) -> Runs:
-    """Return the runs of the state route, one for each block of state that goes to a peer.
-
-    Raises:
-        ConfigError: the peer's layout breaks a law, or a block is not inside a slot.
-    """
+    """Return the runs of the state route, one for each block of state that goes to a peer. Raises
+    ConfigError: the peer's layout breaks a law, or a block is not inside a slot."""
     dst, blocks = link.layout, link.blocks
     dst.validate()
     # A block outside its slot would read or write a neighbour's state.

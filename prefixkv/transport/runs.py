@@ -145,18 +145,11 @@ def paired_runs(
     Found by walking the smallest pieces (one head of one token of one slab) in the order of the
     source's addresses and joining neighbours that are neighbours on the target too: whole pages
     where both are page-major, a slab's page where one is layer-major, a token or a head where
-    strides demand it. O(slabs * page_size * heads) once per peer.
-
-    Args:
-        src, dst: our layout and the peer's. The peer's is validated here.
-        src_part, dst_part: the layers and heads to copy, in each pool's own numbers; all by
-            default.
-
-    Raises:
-        HandshakeError: the parts or the models differ, or neither page size divides the other;
-            names the field.
-        ConfigError: `dst` breaks a law of layouts, a part is not in its pool, or the pools have
-            more blocks than an int32 can index.
+    strides demand it. O(slabs * page_size * heads) once per peer. `src`, `dst`: our layout and the
+    peer's. The peer's is validated here. `src_part`, `dst_part`: the layers and heads to copy, in
+    each pool's own numbers; all by default. Raises HandshakeError: the parts or the models differ,
+    or neither page size divides the other; names the field. ConfigError: `dst` breaks a law of
+    layouts, a part is not in its pool, or the pools have more blocks than an int32 can index.
     """
     # 1. Same model, same shape of the part, page sizes that divide. Only then is the peer's layout
     # read further.

@@ -97,12 +97,9 @@ class ThreadedTransport(QueuedCalls[L]):
 
     def close(self) -> None:
         """End the transport's one thread by a last command, and join it. See
-        `base.Transport.close`. May be called again.
-
-        Raises:
-            CallerError: called from the sink, by the very thread that is to be joined.
-            InternalError: the thread is still in a transfer, or our writes are not fenced.
-        """
+        `base.Transport.close`. May be called again. Raises CallerError: called from the sink, by
+        the very thread that is to be joined. InternalError: the thread is still in a transfer, or
+        our writes are not fenced."""
         if threading.current_thread() is self._thread:
             raise CallerError("close() was called from the transport's own sink")
         with self._lock:

@@ -137,8 +137,8 @@ class Adaptive(GhostPolicy):
         short_tokens, long_tokens: the two bounds between the three classes of how much was new.
         ghosts, block_tokens, stride_blocks, promise_s: see `GhostPolicy`.
         trust, period, half_life_s: see `Hazards`.
-    Raises:
-        ConfigError: a setting below its bound.
+
+    Raises ConfigError: a setting below its bound.
     """
 
     name = "adaptive"

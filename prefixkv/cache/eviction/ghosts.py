@@ -273,8 +273,8 @@ class GhostPolicy(Policy):
             its largest, if the size of the pool is not known).
         block_tokens, stride_blocks: distance between ghosts.
         promise_s: see `Policy`.
-    Raises:
-        ConfigError: a setting below its bound.
+
+    Raises ConfigError: a setting below its bound.
     """
 
     reports_returns = True

@@ -422,9 +422,7 @@ def new_scratch(num_classes: int) -> Table:
 
 def gittins_indices(chances: Table) -> Table:
     """Return the Gittins index of each class and bin. O(classes x bins squared), in numpy.
-
-    Args:
-        chances: float [classes, bins], all below 1.
+    `chances`: float [classes, bins], all below 1.
 
     >>> (index,) = gittins_indices(np.array([[0.1, *[0.0] * (NUM_BINS - 2), 0.5]]))
     >>> bool(index[0] > index[1] < index[-1])

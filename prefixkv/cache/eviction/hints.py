@@ -35,11 +35,8 @@ _OVER, _UNKNOWN, _GOES_ON = range(3)
 
 class Hints:
     """All hints in force: (continues, time of the hint) by the tick of the use that it is about.
-
-    Attributes:
-        believed: True while sessions said to be finished come back at most half as often as those
-            said to continue; always True if the policy tells no returns.
-    """
+    `believed`: True while sessions said to be finished come back at most half as often as those
+    said to continue; always True if the policy tells no returns."""
 
     def __init__(self, promise_s: float, reports_returns: bool = False) -> None:
         self._promise_s = promise_s

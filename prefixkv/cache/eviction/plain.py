@@ -122,13 +122,9 @@ class FirstInLastOut(FirstInFirstOut):
 class ByPriority(Policy):
     """The lowest priority goes first, among equals the least recently used.
 
-    A mark is (priority, last tick, last time).
-
-    Args:
-        ttl_s: pages that were not used for this long lose their priority, and go before all others.
-            None: never.
-    Raises:
-        ConfigError: a time to live below 0.
+    A mark is (priority, last tick, last time). `ttl_s`: pages that were not used for this long lose
+    their priority, and go before all others. None: never. Raises ConfigError: a time to live below
+    0.
     """
 
     name = "priority"

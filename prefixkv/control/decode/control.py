@@ -528,12 +528,9 @@ class DecodeControl:
             self._rooms.on(room, event, now_s)
 
     def _room_of(self, link: Link, body: Outcome | PromiseAck | Drained | LeaseAsk) -> Room | None:
-        """Return the room that a frame is about, None if it is over.
-
-        Raises:
-            ProtocolError: the room was not promised to the sender as this rank, or the frame is
-                about an earlier use of the room's number.
-        """
+        """Return the room that a frame is about, None if it is over. Raises ProtocolError: the room
+        was not promised to the sender as this rank, or the frame is about an earlier use of the
+        room's number."""
         room = self._rooms.get(body.key)
         if room is None:
             return None

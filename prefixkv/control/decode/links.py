@@ -280,11 +280,8 @@ class Links:
     # --- handshake --------------------------------------------------------------------------------
 
     def accept(self, link: Link, frame: Frame, reply: HelloReply, now_s: float) -> None:
-        """Make the prefill rank that answered with a HelloReply the link's.
-
-        Raises:
-            HandshakeError, ConfigError: the two cannot work together; the link is unchanged.
-        """
+        """Make the prefill rank that answered with a HelloReply the link's. Raises HandshakeError,
+        ConfigError: the two cannot work together; the link is unchanged."""
         # Both checks before anything is changed.
         handshake.check_reply(self._hello, reply)
         is_leader = reply.rank == 0
@@ -341,11 +338,8 @@ class Links:
 
     def ready(self, leader: Link, links: dict[int, Link], now_s: float) -> bool:
         """Return whether every prefill rank that learns of a leader's rooms is known and answers at
-        its link.
-
-        Raises:
-            HandshakeError: a rank is not what the leader said, or only some of the ranks stage.
-        """
+        its link. Raises HandshakeError: a rank is not what the leader said, or only some of the
+        ranks stage."""
         assert leader.reply is not None
         replies = {
             rank: link.reply

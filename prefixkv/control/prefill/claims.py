@@ -31,10 +31,8 @@ class RankClaims:
         of its pages.
 
         A promise that is repeated, or that is for the next use of the number, replaces the one
-        before, so that one's pages are not counted against it.
-
-        Raises:
-            OverpromisedError: the rank's pool has fewer pages; nothing changes.
+        before, so that one's pages are not counted against it. Raises OverpromisedError: the rank's
+        pool has fewer pages; nothing changes.
         """
         others = self.num_undrained - self._undrained.get(key, 0)
         if others + num_pages > self._num_pages:

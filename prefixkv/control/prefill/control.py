@@ -291,11 +291,8 @@ class PrefillControl:
     # --- commands ---------------------------------------------------------------------------------
 
     def _add(self, command: AddRoom, now_s: float) -> None:
-        """Take AddRoom: the engine's request for a room, new or promised already.
-
-        Raises:
-            RequestError: a room with its number has writes that have not ended.
-        """
+        """Take AddRoom: the engine's request for a room, new or promised already. Raises
+        RequestError: a room with its number has writes that have not ended."""
         # 1. Has decode aborted it before it came? Taken even if for another prompt: see
         # `take_abort`.
         key = command.key
@@ -335,10 +332,8 @@ class PrefillControl:
         """Take OfferRoom: a room that the engine has drawn for a computed prompt.
 
         Promises for it may be here already: the first that proves the prompt opens it, rooms of the
-        others end. An early abort ends it where none opens it.
-
-        Raises:
-            RequestError: the number is in use.
+        others end. An early abort ends it where none opens it. Raises RequestError: the number is
+        in use.
         """
         numbers, until_s = command.key.numbers, now_s + command.timeout_s
         # 1. The number must be free among rooms of all decode workers: any of them may open it.
@@ -684,11 +679,7 @@ class PrefillControl:
 
     def _take_promise(self, peer: Peer, promise: Promise, now_s: float) -> None:
         """Take a promise of pages: for a room of the engine, an offer, or a request that is to
-        come.
-
-        Raises:
-            ProtocolError: it is refused, and decode was answered.
-        """
+        come. Raises ProtocolError: it is refused, and decode was answered."""
         key = peer.key(promise)
         # Everything that may refuse the promise stands in this block, before it is counted
         # anywhere. Rooms that make way in it are over in any case.

@@ -82,10 +82,9 @@ class Offers:
         """Return the offer that this first promise of a decode worker takes, None if its room is no
         offer.
 
-        Raises:
-            ProtocolError: the promise does not prove the prompt, which leaves the offer to others;
-                or the offer was opened or withdrawn. A promise for another prompt than that of a
-                closed offer is of the number's next use.
+        Raises ProtocolError: the promise does not prove the prompt, which leaves the offer to
+        others; or the offer was opened or withdrawn. A promise for another prompt than that of a
+        closed offer is of the number's next use.
         """
         offer = self._open.get(key.numbers)
         if offer is not None and not offer.proved_by(promise):

@@ -93,12 +93,9 @@ class Peer:
 
     def promised(self, promise: Promise, our_page_size: int) -> Promised:
         """Check a promise of this peer, a decode rank, and return it with page ids that are safe to
-        turn into addresses.
-
-        Raises:
-            OverpromisedError: it has more pages than fit; raised before an array is made of them.
-            ProtocolError: its prefix, number of pages, page ids or state slot cannot be.
-        """
+        turn into addresses. Raises OverpromisedError: it has more pages than fit; raised before an
+        array is made of them. ProtocolError: its prefix, number of pages, page ids or state slot
+        cannot be."""
         # 1. Does it fit its pool? The number of bytes tells, before they are read.
         page_size = self.hello.topology.page_size
         self.claimed.check(self.key(promise), promise.num_pages)
@@ -294,12 +291,8 @@ class Peers:
 
     def speaker(self, frame: Frame, credential: str) -> Peer | None:
         """Return the peer that a frame which came to prefill claims to be from, None if no peer has
-        that name yet.
-
-        Raises:
-            HandshakeError: the name does not belong to the key that the connection proved.
-            FormerLifeError: this life of the peer is over.
-        """
+        that name yet. Raises HandshakeError: the name does not belong to the key that the
+        connection proved. FormerLifeError: this life of the peer is over."""
         # 1. With a list of clients, the key decides which names may be used.
         curve, key = self._timing.curve, short_key(credential)
         if curve is not None and not _may_speak(curve.allowed_clients, credential, frame.name):
@@ -319,12 +312,9 @@ class Peers:
         """Check that a decode rank, before it becomes prefill's peer, belongs to the worker that it
         says it belongs to.
 
-        The messages of refusals mention no other worker.
-
-        Raises:
-            HandshakeError: its name and key do not fit the worker, a later process has its name, or
-                `max_peers` workers are known.
-            FormerLifeError: that life of the worker is over.
+        The messages of refusals mention no other worker. Raises HandshakeError: its name and key do
+        not fit the worker, a later process has its name, or `max_peers` workers are known.
+        FormerLifeError: that life of the worker is over.
         """
         # 1. Its name follows from the worker and the rank.
         rank, worker = hello.rank, hello.worker or frame.sender

@@ -52,12 +52,8 @@ class StagingSlots(NamedTuple):
 
 class Writes:
     """Actions of rooms and peers on their way to effects, with staging between. Owned by a
-    `PrefillControl`.
-
-    Args:
-        actions: what rooms and peers have added; `flush` takes it.
-        out: the effects of the control object.
-    """
+    `PrefillControl`. `actions`: what rooms and peers have added; `flush` takes it. `out`: the
+    effects of the control object."""
 
     def __init__(
         self,

@@ -44,11 +44,8 @@ class Mapped(NamedTuple):
 
 
 def moved(table: RunTable, mapped: Sequence[Mapped]) -> RunTable:
-    """Return the peer's run table with our addresses, as copies need it.
-
-    Raises:
-        HandshakeError: a row is not inside what is mapped.
-    """
+    """Return the peer's run table with our addresses, as copies need it. Raises HandshakeError: a
+    row is not inside what is mapped."""
     if not len(table):
         return table
     blocks = sorted(mapped)

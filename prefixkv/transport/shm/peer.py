@@ -131,10 +131,8 @@ class ShmLink:
         """Bring one stretch of the peer's pages into this process's page table.
 
         So no copy waits for that later. Only pages that the Hello names, and only those that the
-        peer has itself.
-
-        Raises:
-            HandshakeError: memory cannot be had, or has a hole, which would become memory of ours.
+        peer has itself. Raises HandshakeError: memory cannot be had, or has a hole, which would
+        become memory of ours.
         """
         if not self._unpopulated:
             return
@@ -166,11 +164,8 @@ class ShmLink:
             self._close_files()
 
     def plans(self, routes: Routes) -> dict[str, CopyPlan]:
-        """Return the plans of all copies into a peer's memory, by route.
-
-        Raises:
-            HandshakeError: the peer has handed over less than it has named.
-        """
+        """Return the plans of all copies into a peer's memory, by route. Raises HandshakeError: the
+        peer has handed over less than it has named."""
         return {
             route: CopyPlan(runs, moved(runs.dst, self.mapped))
             for route, runs in routes.by_name().items()
@@ -180,12 +175,9 @@ class ShmLink:
     # --- tags -------------------------------------------------------------------------------------
 
     def tell(self, tag: bytes) -> None:
-        """Send a tag to a peer, now or once the peer reads again.
-
-        Raises:
-            PeerLostError: the connection is gone.
-            TransferError: the peer has not read for so long that no more tags are kept for it.
-        """
+        """Send a tag to a peer, now or once the peer reads again. Raises PeerLostError: the
+        connection is gone. TransferError: the peer has not read for so long that no more tags are
+        kept for it."""
         if len(self._unsent) >= _MAX_UNSENT_TAGS:
             raise TransferError(f"{self._peer.name} does not read its notifications")
         self._unsent.append(tag)

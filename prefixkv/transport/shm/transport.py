@@ -41,9 +41,7 @@ class ShmTransport(ThreadedTransport[ShmLoop]):
         `met` is called by the thread for each peer that was added or connected again: with None
         once its memory is mapped, else with the reason why it is not. If it returns True for one
         that is not mapped, another transport has taken the peer over, and nothing more is reported.
-
-        Raises:
-            ConfigError: a layout or an area breaks its laws, or the system has no such sockets.
+        Raises ConfigError: a layout or an area breaks its laws, or the system has no such sockets.
         """
         try:
             super().__init__(me, layout, staging, state)

@@ -85,12 +85,9 @@ def pack_offer(offer: ShmOffer) -> bytes:
 
 
 def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
-    """Return the offer of a transport in these bytes.
-
-    Raises:
-        HandshakeError: they are no offer, or that of another peer or another machine.
-        OSError: the kernel cannot be asked which boot this is.
-    """
+    """Return the offer of a transport in these bytes. Raises HandshakeError: they are no offer, or
+    that of another peer or another machine. OSError: the kernel cannot be asked which boot this
+    is."""
     if not raw.startswith(MAGIC):
         raise HandshakeError("shm offer", MAGIC, raw[: len(MAGIC)])
     try:
@@ -171,13 +168,9 @@ def take(link: socket.socket, max_ranges: int) -> Handed:
     """Receive what `hand_over` sent over a connection, descriptors of the peer's memory, and check
     it.
 
-    Args:
-        max_ranges: number of ranges that the peer has named; it may hand over no more, nor more
-            blocks.
-
-    Raises:
-        BlockingIOError: nothing has come yet.
-        HandshakeError: it is not as it has to be; all descriptors are closed.
+    `max_ranges`: number of ranges that the peer has named; it may hand over no more, nor more
+    blocks. Raises BlockingIOError: nothing has come yet. HandshakeError: it is not as it has to be;
+    all descriptors are closed.
     """
     size = array.array("i").itemsize
     # The buffers bound what a peer can make this process receive, descriptors included.
