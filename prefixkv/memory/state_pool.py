@@ -20,8 +20,7 @@ class StatePool:
     """A view [num_slots, heads of this rank, *head_shape] for each tensor of this rank's stage.
 
     On decode the library assigns the slots (`DecodeRequest.state_slot`); on prefill the engine
-    does. `device` is that of the views, as torch names it, and that of the rank's KV pool. None:
-    there are no views.
+    does. `device` is that of the views, and of the rank's KV pool. None: there are no views.
     """
 
     def __init__(
@@ -115,8 +114,8 @@ class StatePool:
         return self.layout.num_slots
 
     def view(self, name: str, layer: int) -> torch.Tensor:
-        """Return the state pool's view [num_slots, heads of this rank, *head_shape] of a tensor.
-        Raises KeyError if this rank has none."""
+        """Return the view [num_slots, heads of this rank, *head_shape] of a tensor. Raises KeyError
+        if this rank has none."""
         return self._views[name, layer]
 
 

@@ -126,7 +126,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
 
     @property
     def control(self) -> DecodeControl:
-        """Control object, for audits; it belongs to the control thread."""
+        """For audits; it belongs to the control thread."""
         return cast(DecodeControl, self.thread.control)
 
     @property
@@ -203,7 +203,6 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self.submit(OpenRoom(promise, prefill, digest))
 
     def _window_ids(self, num_tokens: int, windows: Sequence[PageIds]) -> tuple[bytes, ...]:
-        """Return what a room promises in each window group, packed. Raises as `open`."""
         groups = self._windows
         if not isinstance(windows, tuple | list):
             raise RequestError(f"windows is {shown(windows)}, a list of page ids is needed")
@@ -234,7 +233,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         ticket: int | None = None,
         digest: bytes = b"",
     ) -> None:
-        """Tell prefill at once that this decode rank will not open the room. RoomDrained follows.
+        """Tell prefill at once that this rank will not open the room. RoomDrained follows.
 
         `ticket` and `digest` are as for `open`. Without the digest any request with this number
         that prefill has, or gets next, is refused. Raises RequestError: the room is open or not
@@ -269,17 +268,13 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self.submit(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
-        """Return the prefill workers: by address, the identity, and "ready", "suspect" or
+        """Return, by address, the identity of each prefill worker, and "ready", "suspect" or
         "connecting". Any thread may ask."""
         self.check_open()
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
-        """Return the prefill processes to think of fencing: suspect or over, and may still write
-        pages. Any thread may ask.
-
-        Over means replaced, fenced, or left. For each: what is wrong, and how many pages.
-        """
+        """As `DecodeNode.lost_peers`. Any thread may ask."""
         self.check_open()
         return self.control.lost_peers(time.monotonic())
 

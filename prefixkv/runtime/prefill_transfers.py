@@ -59,15 +59,14 @@ _STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
 
 
 class _Plans(NamedTuple):
-    """What chunks of a room send: pages of the first group, and of each window group."""
+    """What chunks send: pages of the first group, and of each window group."""
 
     pages: SendPlan
     windows: tuple[WindowPlan, ...]
 
 
 def _key(room: int, generation: int, decode: str) -> RoomKey:
-    """Return the key of a room between prefill and this decode worker. Raise RequestError for
-    numbers or names that cannot be."""
+    """Raise RequestError for numbers or names that cannot be."""
     if not isinstance(decode, str) or not decode:
         raise RequestError(f"decode is {shown(decode)}, the decode worker's name is needed")
     return room_key(room, generation, decode)
@@ -182,7 +181,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
     @property
     def control(self) -> PrefillControl:
-        """Control object, for audits; it belongs to the control thread."""
+        """For audits; it belongs to the control thread."""
         return cast(PrefillControl, self.thread.control)
 
     @property
@@ -317,8 +316,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     def _window_chunks(
         self, plans: _Plans, end: int, last: bool, windows: Sequence[tuple[int, PageIds]]
     ) -> tuple[WindowChunk, ...]:
-        """Return what a chunk sends in each window group. Raises as `send_chunk`, with nothing
-        changed."""
         if not isinstance(windows, tuple | list) or not all(
             isinstance(one, tuple | list) and len(one) == 2 for one in windows
         ):
@@ -350,11 +347,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             self.submit(AbortRoom(key, reason))
 
     def refuse(self, room: int, generation: int, reason: str = "refused", *, decode: str) -> None:
-        """Refuse a room: decode is told now, or once it promises pages for it.
-
-        RoomEnded and SourceFree follow. Raises RequestError: as by `add`, and for a reason that is
-        no string.
-        """
+        """Refuse a room: decode is told now, or once it promises pages for it. RoomEnded and
+        SourceFree follow. Raises RequestError as `add`, and for a reason that is no string."""
         check_reason(reason)
         key = _key(room, generation, decode)
         self._begin(key, None)
@@ -414,7 +408,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self._rooms[key] = plan
 
     def _follow_event(self, event: PrefillEvent) -> None:
-        """Follow an event that the engine gets: an offer is opened, a room ends or is free."""
         # An offer has no decode worker in its key; the first event of its room brings the name.
         offered = RoomKey(*event.key.numbers)
         if event.key not in self._rooms and offered in self._rooms:  # a decode worker opens it
@@ -439,11 +432,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
-        """Return the decode processes to think of fencing: suspect or over, and still in rooms
-        here. Any thread may ask.
-
-        Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
-        """
+        """As `PrefillNode.lost_peers`. Any thread may ask."""
         self.check_open()
         return self.control.lost_peers(time.monotonic())
 

@@ -37,8 +37,6 @@ class RequestLog:
         self.listeners: list[Callable[[dict[str, Any], float], object]] = []
 
     def __call__(self, req: Any, now_s: float) -> None:
-        """Write one request that has ended to the request log, as a JSON object, and report it to
-        the listeners."""
         # Before anything is computed: this runs on the scheduler's thread, for each request.
         is_logged = LOGGER.isEnabledFor(logging.INFO)
         if not is_logged and not self.listeners:
