@@ -31,8 +31,7 @@ Route = str
 
 
 def window_route(number: int) -> Route:
-    """Return the route of writes into a window group of the layout, transported like pages, by its
-    number among them."""
+    """Return the route into a window group, transported like pages, by its number among them."""
     return f"window {number}"
 
 
@@ -89,10 +88,8 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class WriteDrained:
-    """The agent that posted a job is destroyed, after the job's WriteFailed that was not drained.
-
-    What kernels held of the job by then may still land as the target polls, as after `close`.
-    """
+    """The agent that posted a job is destroyed, after a WriteFailed that was not drained. What
+    kernels held of the job by then may still land as the target polls, as after `close`."""
 
     job_id: int
 
@@ -127,10 +124,8 @@ Sink = Callable[[TransportEvent], None]
 
 
 class Transport(Protocol):
-    """The contract; see the module's text.
-
-    One owner creates and closes it; the other methods may be called from any thread.
-    """
+    """The contract. One owner creates and closes it; the other methods may be called from any
+    thread."""
 
     @property
     def metadata(self) -> bytes:
@@ -158,9 +153,7 @@ class Transport(Protocol):
 
     def remove_peer(self, peer: PeerId) -> None:
         """Forget a peer once its jobs have ended; jobs that are not posted end as cancelled.
-
-        Unknown: no-op.
-        """
+        Unknown: no-op."""
         ...
 
     def write(self, job: WriteJob) -> None:
@@ -169,10 +162,8 @@ class Transport(Protocol):
         ...
 
     def cancel(self, job_id: int) -> None:
-        """Post no further part of a job; it ends when what is posted has ended.
-
-        Ended or unknown: no-op.
-        """
+        """Post no further part of a job; it ends when what is posted has ended. Ended or unknown:
+        no-op."""
         ...
 
     def expect(self, num_rooms: int) -> None:
@@ -181,17 +172,13 @@ class Transport(Protocol):
         ...
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """Poll the transport for `for_s` seconds, then emit Settled: what kernels held of a writer
-        that is gone has landed.
-
-        Only time in which this transport really polled counts: a process that was stopped meanwhile
-        has read nothing.
-        """
+        """Poll for `for_s` seconds, then emit Settled: what kernels held of a writer that is gone
+        has landed. Only time in which this transport really polled counts: a stopped process has
+        read nothing."""
         ...
 
     def renew(self) -> None:
-        """Replace the agent of the transport if any job ended undrained; WriteDrained follows for
-        each such job.
+        """Replace the agent if any job ended undrained; WriteDrained follows for each such job.
 
         New posts go through the new agent at once. The former one is destroyed when its posts have
         ended, or after `renew_grace_s`; what has not ended by then fails, drained. All calls during
@@ -201,14 +188,12 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Destroy the agent of the transport and join its thread; jobs that are left end with
-        ClosedError.
+        """Destroy the agent and join the thread; jobs that are left end with ClosedError. May be
+        called again.
 
-        Once it returns, no write of ours can start to land: a fence. May be called again.
-
-        Over TCP the kernels may still hold bytes sent before; they land when the *target* polls
-        next (measured: 2 MiB). So a target that learns of a fence polls for a moment (`settle`)
-        before it frees pages. Raises InternalError: the agent could not be destroyed; then it is no
-        fence.
+        Once it returns, no write of ours can start to land: a fence. Over TCP the kernels may still
+        hold bytes sent before; they land when the *target* polls next, so a target that learns of a
+        fence polls for a moment (`settle`) before it frees pages. Raises InternalError if the agent
+        could not be destroyed; then it is no fence.
         """
         ...

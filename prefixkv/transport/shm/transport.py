@@ -25,11 +25,8 @@ _DEFAULTS: Final = TransportConfig()
 
 
 class ShmTransport(ThreadedTransport[ShmLoop]):
-    """The contract of `base.Transport`, kept by copies into mapped memory of peers.
-
-    Of the config it uses `post_bytes` (the size of a part; a job can be cancelled between two
-    parts) and the pauses. `renew` is never needed.
-    """
+    """The contract of `base.Transport`, by copies into mapped memory of peers. A job can be
+    cancelled between two parts, of `post_bytes`. `renew` is never needed."""
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
@@ -64,15 +61,12 @@ class ShmTransport(ThreadedTransport[ShmLoop]):
             raise
 
     def expect(self, num_rooms: int) -> None:
-        """Do nothing but check that the transport is open: tags wake its thread by themselves."""
+        """Only check that the transport is open: tags wake its thread by themselves."""
         self._call(lambda loop: None)
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """Have the thread emit Settled as soon as all tags that were sent are read. See
-        `base.Transport.settle`.
-
-        No kernel holds a copy back, so `for_s` is not needed.
-        """
+        """Emit Settled as soon as all tags that were sent are read. No kernel holds a copy back, so
+        `for_s` is not needed."""
         self._call(lambda loop: loop.settle(token))
 
     def say(self, event: TransportEvent) -> None:
