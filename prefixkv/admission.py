@@ -51,8 +51,7 @@ class AdmissionPolicy:
     estimate `new_pages`."""
 
     def rank(self, req: Any, new_pages: int) -> Rank:
-        """Return the rank of a waiting `DecodeRequest`; called when it comes, and after each new
-        match.
+        """Return the rank of a waiting `DecodeRequest`; called at first, and after each new match.
 
         `new_pages`: pages that prefill would have to send, an estimate: the tree may change until
         the request is admitted.

@@ -447,8 +447,8 @@ class HostConfig:
             )
 
     def pages_of(self, pool_pages: int, page_bytes: int) -> int:
-        """Return how many pages fit, where each has `page_bytes` on this rank. Raises ConfigError
-        for none."""
+        """Return how many pages fit, each of `page_bytes` on this rank. Raises ConfigError for
+        none."""
         if self.num_pages:
             return self.num_pages
         if not self.num_bytes:

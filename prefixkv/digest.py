@@ -24,7 +24,7 @@ updated."""
 
 
 def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
-    """Return a digest of 32 bytes that names a prompt. About 4 us for 1,024 tokens.
+    """Return a digest of 32 bytes that names a prompt. O(tokens).
 
     It is the same in every process for equal tokens and namespaces, and for no others. `tokens`: as
     of `RadixKey`; a key's own namespace counts if none is given. `namespace`: None, an int, a str,
@@ -39,8 +39,7 @@ def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
 
 
 def begin_hash(namespace: Hashable) -> PathHash:
-    """Return the path hash of no tokens in a namespace. Raises RequestError as `prompt_digest`
-    does."""
+    """Return the path hash of no tokens in a namespace. Raises as `prompt_digest` does."""
     if namespace is None:
         return _COMMON.copy()
     try:

@@ -43,8 +43,7 @@ class PageStateError(CallerError):
 
 
 class RequestError(CallerError):
-    """A request that cannot be taken: too long for the pool, a duplicate id, a room in use,
-    ended."""
+    """Cannot be taken: too long for the pool, a duplicate id, a room in use, ended."""
 
 
 class AuxTooLargeError(CallerError):
@@ -311,8 +310,8 @@ class InternalError(PrefixKVError, AssertionError):
 
 
 class UserErrors:
-    """Exceptions of the user's code (an admission policy, a log handler, an event), caught while
-    state was changed.
+    """Exceptions of the user's code (a policy, a log handler, an event), caught while state was
+    changed.
 
     The change goes on without the user's result. A later call raises the first of them, before it
     changes anything: each at most once, and never two calls in a row, so that a loop that continues
@@ -353,8 +352,7 @@ class UserErrors:
 
 
 def travels(text: str) -> bool:
-    """Return whether a message can carry `text`: it has no unpaired surrogates, which JSON can
-    make.
+    """Return whether a message can carry `text`: it has no unpaired surrogates, as of JSON.
 
     >>> travels("id-1"), travels("\\ud800")
     (True, False)

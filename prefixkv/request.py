@@ -155,8 +155,7 @@ def _check_namespace(namespace: Hashable) -> None:
 
 
 def _check_text(name: str, value: Any) -> None:
-    """Raise RequestError for no string, a long one, or one that no message carries: clients send
-    them."""
+    """Raise RequestError for no string, a long one, or one that no message carries."""
     if not isinstance(value, str):
         raise RequestError(f"{name} is {shown(value)}, a string is needed")
     if len(value) > MAX_TEXT_CHARS:
@@ -168,8 +167,7 @@ def _check_text(name: str, value: Any) -> None:
 
 
 def whole_number(name: str, value: Any, low: int, end: int) -> int:
-    """Return `value` as an int in [low, end), else raise RequestError. numpy's ints fit in no
-    frame."""
+    """Return `value` as an int in [low, end), else raise RequestError. No frame takes numpy's."""
     if type(value) is int and low <= value < end:
         return value
     # Whatever is no integer becomes a value out of range: one error for both.

@@ -161,8 +161,7 @@ class Field(NamedTuple):
         return any(get_origin(kind.base) is Mapping for kind in self.kinds)
 
     def check(self, value: Any) -> None:
-        """Raise ConfigError for a value that a constructor was given. Objects are taken as they
-        are."""
+        """Raise ConfigError for a value that a constructor was given. Objects are not checked."""
         if not self.is_open and not isinstance(value, self.classes):
             self.convert(value, self.name)
 
@@ -375,8 +374,7 @@ def convert(kind: type[T], tables: Any, where: str) -> T:
 
 
 class Found(NamedTuple):
-    """A setting's value, and where it was set: "worker.toml: control.heartbeat_s", a variable, an
-    option."""
+    """A setting's value and place: "worker.toml: control.heartbeat_s", a variable, an option."""
 
     value: Any
     where: str
@@ -423,8 +421,7 @@ def find(
     `tables`: of a file, which `where` names; `under` is the path of these tables in it, with a dot
     at its end, or "". `environ`, `options`, `but`: as for `load`.
 
-    Raises ConfigError, with the place, for one that is unknown, of another type or out of its
-    bounds.
+    Raises ConfigError, with the place, for one unknown, of another type or out of its bounds.
     """
     if isinstance(tables, Mapping):
         tables = {name: table for name, table in tables.items() if name not in but}

@@ -63,8 +63,7 @@ def wait_readable(fd: int, timeout_s: float | None) -> bool:
 
 
 class Inbox(Generic[T]):
-    """A queue with one reader and many writers, whose descriptor is readable while it holds
-    something.
+    """A queue with one reader, many writers, and a descriptor readable while it holds something.
 
     `put` never blocks and may be called from any thread; the rest is the reader's.
     """
@@ -108,13 +107,11 @@ class Inbox(Generic[T]):
 
     @property
     def pending(self) -> bool:
-        """True if `drain` is due: something is queued, or the descriptor has still to be
-        cleared."""
+        """True if `drain` is due: something is queued, or the descriptor is not cleared."""
         return bool(self._items or self._begun)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until something is queued, at most `timeout_s` (None: no limit). Return True if
-        so."""
+        """Wait until something is queued, at most `timeout_s` (None: no limit). True if so."""
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         looked = False
         while not self._items:

@@ -113,8 +113,7 @@ class Checkpoints:
     # --- looking ----------------------------------------------------------------------------------
 
     def find(self, match: MatchResult) -> Checkpoint | None:
-        """Return the deepest checkpoint on a matched path. O(nodes walked), and a memchr over their
-        pages."""
+        """Return the deepest checkpoint on a matched path. O(nodes walked)."""
         node, depth = self._cache.locate(match)
         depth = min(depth, match.depth)
         while node is not None and node.parent is not None:
@@ -146,8 +145,7 @@ class Checkpoints:
         self._taken[slot] = windows
 
     def make_room(self, needs: Sequence[int]) -> bool:
-        """Evict until each window group has as many free pages as it needs. Return whether it
-        has."""
+        """Evict until each window group has as many free pages as it needs. Return whether."""
         keeper = self._keeper
         assert keeper is not None
         while keeper.lacks(needs) and self._evict_one():
@@ -162,8 +160,7 @@ class Checkpoints:
             self._keeper.drop(windows)
 
     def save(self, page: int, depth: int, slot: int, parent: Checkpoint | None = None) -> None:
-        """Enter a checkpoint: `slot`, of `take`, has the state behind `page`, the `depth`-th of a
-        path.
+        """Enter a checkpoint: `slot`, of `take`, has the state of `page`, the `depth`-th of a path.
 
         `parent`: the checkpoint that the request went on from. If `page` has a checkpoint already,
         that one counts as used, and `slot` is free again.
@@ -222,8 +219,7 @@ class Checkpoints:
             self._remove(self._at[page])
 
     def reset(self) -> None:
-        """Drop all: the tree was emptied. The slots of locked ones are free when their locks
-        end."""
+        """Drop all: the tree was emptied. Slots of locked ones are free when their locks end."""
         for checkpoint in list(self._at.values()):
             self._remove(checkpoint)
         self._heap.clear()

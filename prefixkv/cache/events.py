@@ -52,8 +52,7 @@ class Stored(_Path, frozen=True, tag=True):
 
 
 class Removed(_Path, frozen=True, tag=True):
-    """Neighbours on one path that can no longer be matched; those that followed were removed
-    before."""
+    """Neighbours on one path that can no longer be matched; removed before: those behind."""
 
 
 class Cleared(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
@@ -73,8 +72,7 @@ class CheckpointStored(_Checkpoint, frozen=True, tag=True):
 
 
 class CheckpointRemoved(_Checkpoint, frozen=True, tag=True):
-    """Computing can no longer go on behind the page with this key. Comes before the page's own
-    end."""
+    """Computing can no longer go on behind the page with this key. Before the page's own end."""
 
 
 CacheEvent: TypeAlias = Stored | Removed | Cleared | CheckpointStored | CheckpointRemoved
@@ -110,8 +108,7 @@ class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def _with_tuples(event: CacheEvent) -> CacheEvent:
-    """msgpack turned the tuples of a namespace into lists. Raises TypeError for one without a
-    hash."""
+    """msgpack makes lists of a namespace's tuples. Raises TypeError for one without a hash."""
     if isinstance(event, Cleared):
         return event
     namespace = _as_tuple(event.namespace)
@@ -136,8 +133,7 @@ class Inserted(NamedTuple):
 
 
 class TakenOut(NamedTuple):
-    """Pages that an eviction took, in runs of neighbours; a run comes after those that followed
-    it."""
+    """Pages that eviction took, in runs of neighbours; a run comes after those that followed it."""
 
     runs: list[Packed]  # packed ids
 
@@ -428,7 +424,7 @@ class EventLog:
         self.changes: list[Change] = []
 
     def stored(self, namespace: Hashable, above: Packed, key: Packed, pages: Packed) -> None:
-        """Record pages with these packed tokens, behind the last page of `above` (empty at the
+        """Record these packed tokens' pages, behind the last page of `above` (empty at the
         root)."""
         # Copies: nodes grow in ref, and a reader may look at this later in another thread.
         last = bytes(above[-PAGE_ID_BYTES:])
@@ -453,8 +449,7 @@ class EventLog:
 
 
 def stored_pages(changes: list[Change]) -> int:
-    """Return how many pages were stored: in the long run no fewer are taken out, so it measures a
-    backlog."""
+    """Return how many pages were stored, as many as are taken out in the long run: a backlog."""
     num_bytes = 0
     for change in changes:
         if type(change) is Inserted:

@@ -46,14 +46,12 @@ def _size(namespace: object) -> int:
 
 
 def _is_name(text: object) -> bool:
-    """Of the exact type: a subclass may compare and hash as it likes, and this is a key for
-    life."""
+    """Of the exact type: a subclass may compare and hash as it likes, and this is a lasting key."""
     return type(text) is str and bool(text) and travels(text)
 
 
 class Image(NamedTuple):
-    """An image or other input that is not text: its unique name, and the tokens that stand for
-    it."""
+    """An image, or other input beside text: its unique name, and the tokens that stand for it."""
 
     identifier: str
     start: int

@@ -138,8 +138,7 @@ class TreeNode:
     # --- the staircase ---------------------------------------------------------------------------
 
     def leave_mark(self, depth: int, mark: Mark, fold: Fold, supersedes: bool) -> None:
-        """Record a use that ends at `depth`. Amortised O(1) if later marks supersede, else O(log
-        steps).
+        """Record a use up to `depth`. Amortised O(1) if later marks supersede, else O(log steps).
 
         `supersedes`: the history of a page is that of its last use alone (`Policy.supersedes`).
         """
@@ -180,8 +179,7 @@ class TreeNode:
         So they stay right without being visited. A match that ended in the upper half finds it
         through `parent` (`RadixCache.locate`).
 
-        The caller puts the upper half in this node's place among the parent's children, and moves
-        the wants.
+        The caller puts the upper half in this node's place below the parent, and moves the wants.
         """
         # `start` is read from the parent, so it has to be read before `parent` changes below.
         num_pages = depth - self.start
@@ -207,8 +205,7 @@ class TreeNode:
         return upper
 
     def absorb_parent(self) -> None:
-        """Take over the pages and marks of the parent, which has no other child and leaves the
-        tree.
+        """Take over the pages and marks of the parent, which leaves the tree.
 
         The child's object survives because locks may end on it; none ends on the parent. The caller
         has moved the wants, and puts this node in the parent's place among the grandparent's
@@ -273,8 +270,7 @@ class TreeNode:
         return removed
 
     def leave_tree(self) -> None:
-        """Clear this node, so that a match that still refers to it sees that it is dead (`end` is
-        DEAD)."""
+        """Clear this node: a match that still refers to it sees that it is dead (`end` is DEAD)."""
         # Less than every depth: `locate` then walks again from the root.
         self.end = DEAD
         self.parent = self.entry = self.steps = self.wants = self.only_child = self.hashes = None

@@ -59,8 +59,7 @@ def packed_range(num_pages: int) -> bytes:
 
 
 def page_runs(packed: Packed, ids: bytes) -> Runs | None:
-    """Return packed page ids as runs of neighbours; None if they form more than `MAX_RUNS`, or seem
-    to.
+    """Return packed page ids as runs of neighbours; None for more than `MAX_RUNS`, or seem to.
 
     One memcmp for a single run, else O(runs * pages). An id that is not in the pool is a run of its
     own. `ids`: the result of `packed_range` for the pool.

@@ -663,8 +663,7 @@ class RadixCache(RadixTree):
         """Return where a result ends now: a node, None if the namespace is gone, and the depth in
         it (above its start, unless it is a root).
 
-        O(1) if no page came or went since, apart from splits. Raises LockError for another cache's
-        result.
+        O(1) if no page came or went since, apart from splits. LockError for another cache's result.
         """
         if not isinstance(result, MatchResult):
             raise LockError(f"a {type(result).__name__} is no result of a cache")

@@ -83,8 +83,7 @@ class RadixKey:
         self._tail += token.to_bytes(TOKEN_BYTES, "little")
 
     def extend(self, tokens: TokensLike) -> None:
-        """Add several tokens; amortised O(them). Raises TokenError if one is invalid, and adds
-        none."""
+        """Add tokens; amortised O(them). Adds none, and raises TokenError, if one is invalid."""
         # All checks come first: nothing is added if one fails.
         more = pack(tokens)
         if not _packing_checks(tokens):
@@ -101,8 +100,7 @@ class RadixKey:
 
     @staticmethod
     def of_packed(data: bytes, namespace: Hashable = None) -> RadixKey:
-        """Build a key from packed tokens that the caller has checked to be in [0, TOKEN_LIMIT). No
-        copy."""
+        """Build a key from packed tokens, checked to be in [0, TOKEN_LIMIT). No copy."""
         key = RadixKey.__new__(RadixKey)
         key.namespace, key._tail = namespace, bytearray()
         key._data, key._checked_bytes = data, len(data)

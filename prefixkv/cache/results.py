@@ -114,8 +114,7 @@ class InsertResult(MatchResult):
 
 @dataclass(slots=True, eq=False, repr=False)
 class PrefixLock:
-    """A prefix that cannot be evicted. `RadixCache.unlock` ends it, once, or leaving its `with`
-    block.
+    """A prefix that cannot be evicted. `RadixCache.unlock` ends it, once, or its `with` block.
 
     While it is held, `node` ends where the lock ends. `freed`: see `RadixCache.unlock`. `mark` is
     the history of the last page when the lock was taken or extended, None if the lock is empty: the
@@ -165,16 +164,14 @@ class PrefixLock:
 
 
 def page_ids(node: TreeNode | None, depth: int) -> Pages:
-    """Return int32 [depth] ids of the path down to `depth` in `node`; a new array. O(nodes +
-    pages)."""
+    """int32 [depth] ids of the path down to `depth` in `node`; a new array. O(nodes + pages)."""
     if node is None or not depth:
         return NO_PAGES.copy()
     return np.frombuffer(packed_to(node, depth), np.int32)
 
 
 def packed_to(node: TreeNode | None, depth: int) -> bytearray:
-    """Return the packed ids of the path down to `depth` in `node`; a new array. O(nodes +
-    pages)."""
+    """Packed ids of the path down to `depth` in `node`; a new array. O(nodes + pages)."""
     if node is None or not depth:
         return bytearray()
     runs = packed_path(node)

@@ -153,8 +153,7 @@ class RadixTree:
             root.leave_tree()
 
     def _split(self, node: TreeNode, depth: int) -> TreeNode:
-        """Split `node` so that a node ends at `depth`, and return that; `node` keeps what lies
-        below."""
+        """Split `node` so that a node ends at `depth`, and return that; `node` keeps the rest."""
         upper = node.split(depth, self._page_bytes)
         assert upper.parent is not None
         # `TreeNode.split` left this to us: until here the parent still names the lower half as its
@@ -247,8 +246,7 @@ class RadixTree:
     # --- attaching -----------------------------------------------------------------------------
 
     def _new_pages(self, ids: Pages, num_old: int) -> Pages:
-        """Return the page ids without the first `num_old`. Raises PageStateError if one cannot be
-        new."""
+        """Page ids without the first `num_old`. Raises PageStateError if one cannot be new."""
         new = ids[num_old:]
         if self._in_tree is not None:
             try:
@@ -346,8 +344,7 @@ class RadixTree:
     # --- taking out ----------------------------------------------------------------------------
 
     def _victim(self) -> TreeNode | None:
-        """Return the leaf that loses a page next. A wanted leaf goes only when there is no
-        other."""
+        """Return the leaf that loses a page next. A wanted leaf goes last."""
         # 1. The policy's first, passing over leaves with a last page that a request waits for.
         # 2. Those wanted leaves, the least recently used first.
         while (node := self._queue.first(self._now_s)) is not None:
@@ -362,8 +359,7 @@ class RadixTree:
     def _evict_in_order(
         self, num_pages: int, merge_candidates: dict[TreeNode, None]
     ) -> list[Packed]:
-        """Take exactly `num_pages` evictable pages, coldest leaf first, and return their packed
-        ids.
+        """Take exactly `num_pages` pages, coldest leaf first; return their packed ids.
 
         Equals single steps that each take the last page of the first leaf. `merge_candidates` gets
         every node that lost a child but keeps others: the caller merges those.

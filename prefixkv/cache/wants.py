@@ -42,8 +42,7 @@ def detach(want: Want) -> TreeNode:
 
 
 def deepest(node: TreeNode, limit: int) -> int:
-    """Return the depth, at most `limit`, of the deepest want in `node`; 0 if there is none.
-    O(places)."""
+    """Return the depth, at most `limit`, of the deepest want in `node`; or 0. O(places)."""
     return max((depth for depth, _ in node.wants or () if depth <= limit), default=0)
 
 

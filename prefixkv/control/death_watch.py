@@ -85,8 +85,7 @@ class DeathWatch:
         self._lives.pop(peer, None)
 
     def tick(self, now_s: float) -> None:
-        """Have doubted and lost peers examined, if it is time, and set `due_s` for the next
-        look."""
+        """Have doubted and lost peers examined, if due, and set `due_s` for the next look."""
         if now_s < self.due_s:
             return
         self.due_s = math.inf

@@ -48,8 +48,7 @@ class FrameReceived(msgspec.Struct, Generic[To], frozen=True):
 
 
 class FrameFailed(msgspec.Struct, Generic[To], frozen=True):
-    """An exception was raised while this frame was taken: its sender is at fault, so only its room
-    ends."""
+    """Taking this frame raised an exception: its sender is at fault, so only its room ends."""
 
     frame: FrameReceived[To]
     error: Exception
@@ -91,8 +90,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class AgentDestroyed(msgspec.Struct, frozen=True):
-    """The agent of our transport is destroyed, so no write of ours can land any more: tell all
-    peers."""
+    """Our transport's agent is destroyed, so no write of ours can land: tell all peers."""
 
 
 # --- effects --------------------------------------------------------------------------------------

@@ -76,8 +76,7 @@ class IncarnationHistory:
     # --- lives that were forgotten for their silence ----------------------------------------------
 
     def silent(self, life: PeerId) -> None:
-        """Remember a life that is forgotten for its silence: it may come back unless another
-        comes."""
+        """Remember a life, forgotten for its silence: it may come back if no other does."""
         self._silent[life.name] = life
         self._silent.move_to_end(life.name)
         if len(self._silent) > MAX_NAMES:

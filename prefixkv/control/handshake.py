@@ -102,8 +102,7 @@ def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, s
 
 
 def check_rank(address: str, reply: HelloReply, rank: int, leader: HelloReply) -> None:
-    """Raise HandshakeError if the rank or topology that `address` says is not what its leader
-    said."""
+    """Raise HandshakeError if rank or topology at `address` are not what its leader said."""
     for name, expected in (("rank", rank), ("topology", leader.topology)):
         if getattr(reply, name) != expected:
             raise HandshakeError(name, expected, getattr(reply, name), f"of {address} differs")

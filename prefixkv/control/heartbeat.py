@@ -25,8 +25,7 @@ class Stamper:
 
 @dataclass(slots=True)
 class PeerClock:
-    """When the other end was last heard and last spoken to. Silence makes it suspect, never
-    dead."""
+    """When the other end was heard, and spoken to. Silence makes it suspect, never dead."""
 
     heard_s: float
     sent_s: float

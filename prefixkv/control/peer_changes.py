@@ -25,7 +25,7 @@ class PeerChange(msgspec.Struct, frozen=True):
 
 
 class PeerChanges:
-    """Changes that are not written yet, at most `KEPT`: the oldest is dropped. Owned by a control
+    """Changes that are not written yet, at most `KEPT`: the oldest is dropped. Of a control
     object."""
 
     def __init__(self) -> None:

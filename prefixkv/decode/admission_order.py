@@ -55,8 +55,7 @@ class AdmissionOrder:
     # --- ranks ------------------------------------------------------------------------------------
 
     def rank(self, req: DecodeRequest, new_pages: int) -> tuple[float, ...]:
-        """Return the policy's rank for a request that would take `new_pages`. Raises what it
-        raises."""
+        """Return the policy's rank for a request of `new_pages`. Raises as it does."""
         return rank_as_tuple(self._policy.rank(req, new_pages))
 
     def renew(self, waiter: Waiter) -> bool:

@@ -24,8 +24,7 @@ ASIDE_REASONS = ("pages", "share", "prefill")
 
 
 class Aside:
-    """The places of waiting requests: in line in a lane, or aside. Owned by the scheduler's
-    thread."""
+    """Places of waiting requests: in a lane, or aside. Owned by the scheduler's thread."""
 
     def __init__(
         self, num_pages: int, lanes: Lanes, shares: PrefillShares, prospects: Prospects

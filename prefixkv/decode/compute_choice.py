@@ -27,8 +27,7 @@ from prefixkv.paging import pages_for
 
 
 class ComputeChoice:
-    """The choice of what the engine computes; it changes no request. Owned by the scheduler's
-    thread."""
+    """What the engine computes. Changes no request. Owned by the scheduler's thread."""
 
     def __init__(
         self,
@@ -157,8 +156,7 @@ class ComputeChoice:
         return req.kv_len - num_shared * self._pages.page_size <= most
 
     def may_take_back(self, req: DecodeRequest) -> bool:
-        """Return True if the engine may compute what a prefill worker that does not answer was to
-        send."""
+        """Return True if the engine may compute what a silent prefill worker was to send."""
         if not req.request.may_compute or not self.can_compute:
             return False
         return self._unlocked_tokens(req) <= self._sources.most_tokens(is_down=True)
@@ -172,7 +170,7 @@ class ComputeChoice:
         return req.fill_len - (0 if lock is None else lock.prefix_len)
 
     def too_much(self, req: DecodeRequest) -> Exception:
-        """Return the error of a request whose prefill worker cannot be asked, and that lacks too
+        """Return the error of a request whose prefill worker cannot be asked, and lacks too
         much."""
         most, missing = self._sources.most_tokens(is_down=True), req.fill_len - req.prefix_len
         worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"

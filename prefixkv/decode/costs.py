@@ -37,8 +37,7 @@ _NUM: Final = len(_PRIOR)
 
 
 class _PassSums:
-    """Weighted sums of one kind of passes: of the products of their terms, and of these with
-    seconds."""
+    """Weighted sums of a kind of passes: of products of their terms, and of these with seconds."""
 
     __slots__ = ("error_s", "num", "products", "rows", "seconds", "unusual")
 

@@ -1,5 +1,4 @@
-"""Pages of ended requests that the device may still read or write: released by the request's
-event."""
+"""Ended requests' pages, which the device may still read or write: kept until its event."""
 
 from __future__ import annotations
 
@@ -151,6 +150,6 @@ class Deferred:
 
 
 def not_done(after: DeviceEvent | None) -> DeviceEvent | None:
-    """Return the event to wait for; None if it is done. Called before anything changes: `query` may
+    """Return the event to wait for; None if it is done. Called before changes: `query` may
     raise."""
     return None if after is None or after.query() else after

@@ -38,8 +38,7 @@ LockT = TypeVar("LockT", bound=DeviceLock)
 
 
 class DevicePages(Protocol[LockT]):
-    """The device's pages as the host tier sees them: a `PageManager`'s, or blocks of an engine's
-    own.
+    """The device's pages as the host tier sees them: a `PageManager`'s, or an engine's blocks.
 
     `epoch` counts the flushes: what was copied before one is of no use behind it.
     """

@@ -80,8 +80,7 @@ class _TierCopy(Generic[LockT]):
 
 
 class HostTier(Generic[LockT]):
-    """The host's tree and pages, and the copies between both tiers. Owned by the scheduler's
-    thread.
+    """Host tree and pages, and the copies between the tiers. Owned by the scheduler's thread.
 
     Args:
         pages: the device's; a `PageManager` needs a spare row for each load that is under way.
@@ -195,8 +194,7 @@ class HostTier(Generic[LockT]):
     # --- writes -----------------------------------------------------------------------------------
 
     def computed(self, device_pages: Pages, after: DeviceEvent) -> None:
-        """Note that the device may write these pages until `after` is done: nothing reads them
-        before."""
+        """The device may write these pages until `after` is done: nothing reads them before."""
         self._forget_written()
         self._unwritten.append((after, device_pages))
 

@@ -183,8 +183,7 @@ class InFlight:
         room_key: RoomKey,
         joined: Flight | None,
     ) -> Flight:
-        """Enter the flight that brings the last pages of `key` from host memory; `first` joins it
-        next."""
+        """Enter the flight that loads the last pages of `key`; `first` joins it next."""
         flight = Flight(
             owner=None,
             request=first.request,

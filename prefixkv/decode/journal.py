@@ -24,8 +24,7 @@ REASONS = ("pages", "transfer", "compute", "flight", "load", "engine", "first_to
 class DecodeJournal(Journal):
     """The steps that the module lists. No entry is made per token.
 
-    `counters` count every admission, those after a retraction too; `tokens` counts each request
-    once.
+    `counters` count every admission, also after a retraction; `tokens` counts each request once.
     """
 
     def __init__(self) -> None:

@@ -160,8 +160,8 @@ class Lanes:
         return 0 if lane is None else lane.max_tokens
 
     def is_down(self, address: str) -> bool:
-        """Return True if the worker has stopped answering, or never did; False while it may be on
-        its way."""
+        """True if the worker has stopped answering, or never did; not while it may be on its
+        way."""
         lane = self._lanes.get(address)
         return lane is not None and not lane.is_open and lane.away_s > -math.inf
 
@@ -182,8 +182,7 @@ class Lanes:
     # --- waiters in line --------------------------------------------------------------------------
 
     def enter(self, waiter: Waiter) -> None:
-        """Put a waiter in line: in an open lane, which is busy then, else its wait for the worker
-        is timed."""
+        """Put a waiter in line: in an open lane, which is busy then, else its wait is timed."""
         lane = waiter.lane
         lane.enter(waiter)
         if lane.is_open:
@@ -246,8 +245,7 @@ class Lanes:
 
     @property
     def wake_s(self) -> float:
-        """Time at which a request may have waited too long for its worker; infinity if none
-        does."""
+        """Time at which a request may have waited too long for its worker."""
         return self._timers.next_s
 
     def unanswered(self, now_s: float) -> list[Waiter]:

@@ -44,8 +44,7 @@ checkpoint on, those that prefill would send behind the match, and the time."""
 
 
 class _Cut(NamedTuple):
-    """What a request takes that is computed here, from a checkpoint on, whatever is cached behind
-    that."""
+    """What a request, computed here, takes, from a checkpoint on."""
 
     checkpoint: Checkpoint | None
     match: MatchResult | None
@@ -59,8 +58,7 @@ class _Cut(NamedTuple):
 class DecodePreallocQueue:
     """Waiting requests, and the passes that admit those that fit. Owned by the scheduler's thread.
 
-    A request that the running ones cannot make room for steps aside (`aside.py`), and holds up no
-    other.
+    A request that the running ones cannot make room for steps aside (`aside.py`).
 
     The order rests on estimates: the result of the match when the request came, or was last looked
     at. A request is admitted only after another look, which repeats the match if the tree has
@@ -398,8 +396,7 @@ class DecodePreallocQueue:
         return self._order.first_that_may_fit(self._version, self._limits(), len(self._waiters))
 
     def _renew(self, lane: Lane, now_s: float) -> bool:
-        """Renew a lane's oldest estimate by another look. False if none is older than this
-        version."""
+        """Renew a lane's oldest estimate by another look. False if none is older."""
         waiter = next(iter(lane.estimated), None)
         if waiter is None or waiter.seen_at == self._version:
             return False

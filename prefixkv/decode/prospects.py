@@ -32,8 +32,7 @@ class Unproved(NamedTuple):
 
 
 class Prospects:
-    """Estimate of the pages that can come back to a waiting request. Owned by the scheduler's
-    thread.
+    """Pages that can come back to a waiting request. Owned by the scheduler's thread.
 
     `stuck` returns the pages of requests with a device event that has raised, and enters their
     locks into the `Releases` that it is given. `host` holds pages for copies, which end by
@@ -76,8 +75,8 @@ class Prospects:
         return self._pages.num_pages - self.unproved().total
 
     def why(self) -> str:
-        """Describe in words which pages cannot come back, and where they are; "" where none is
-        missing."""
+        """Describe in words which pages cannot come back, and where they are; "" if there are
+        none."""
         held, away, stuck = self.unproved()
         of = ", ".join(self._shares.owners())
         parts = [

@@ -62,8 +62,7 @@ class Refusals:
         self.unanswered.add(key)
 
     def drained(self, key: RoomKey) -> None:
-        """Note that a room is drained, and its number given back: send what waited. O(refusals that
-        wait)."""
+        """A room is drained, and its number given back: send what waited. O(refusals that wait)."""
         # One that still waits for this number stays noted, else it could be noted twice.
         if key not in self._late:
             self.unanswered.discard(key)

@@ -44,8 +44,7 @@ class RoomNumbers:
         self._undrained.setdefault(key.room, set()).add(key.generation)
 
     def drained(self, key: RoomKey) -> None:
-        """Note that a room is drained: its number is free if nothing else uses it. Not awaited:
-        no-op."""
+        """A room is drained: its number is free if nothing else uses it. Not awaited: no-op."""
         generations = self._undrained.get(key.room, set())
         generations.discard(key.generation)
         if not generations:

@@ -334,8 +334,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         aux: bytes = b"",
         after: DeviceEvent | None = None,
     ) -> None:
-        """Note that work that writes a request's KV up to token `end` is queued on the device, or
-        done.
+        """Note that work that writes a request's KV up to token `end` is queued, or done.
 
         At its `fill_len` it is whole: `pop_transferred` returns it, with `aux`. A request that has
         ended meanwhile is left out. `after` is an event behind that work: before it is done these
@@ -410,7 +409,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     @property
     def further_prompt_tokens(self) -> int:
-        """Tokens of `chunk_tokens` that each prompt after the first counts for besides its own.
+        """Tokens of `chunk_tokens` that a prompt after the first counts for beside its own.
         O(1)."""
         return self.sources.further_prompt_tokens(self.choice.num_running)
 
@@ -459,8 +458,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def append_many(
         self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int], now_s: float
     ) -> None:
-        """Append each running request's newly sampled token; the KV of the token before is written
-        by now.
+        """Append each running request's newly sampled token; KV of the token before is written.
 
         Afterwards every request has the page that the next step writes to. A request that has its
         `max_new_tokens` is to be finished, and has no page for another step. A request that was
@@ -574,8 +572,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def fail(
         self, rid: str, error: Exception, now_s: float, after: DeviceEvent | None = None
     ) -> bool:
-        """End a request as failed, as `abort` does: what its engine has computed must not be
-        used."""
+        """End a request as failed, as `abort` does: what was computed must not be used."""
         check_rid(rid)
         check_failure(error)
         return self._cut_short_named(rid, DecodeState.FAILED, error, now_s, after)
@@ -765,7 +762,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._targets.go_alone(req)
 
     def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
-        """Try again, or fail, the requests for an address where no worker answers, or a peer is
+        """Try again, or fail, requests for an address where no worker answers, or one is
         refused."""
         lane = self.lanes.get(address)
         if lane is None:
@@ -789,8 +786,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.host.ready(num_pages)
 
     def copy_ended(self, done: HostCopyDone, now_s: float) -> None:
-        """Note the end of a copy: what it loaded can be committed, or what waits for it tries
-        again."""
+        """A copy has ended: what it loaded may be committed, or its waiters try again."""
         assert self.host is not None
         key = self.host.ended(done, now_s)
         # What was written may be what a request needs that its prefill worker's share is too small
@@ -818,8 +814,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._refusals.drained(key)
 
     def room_overdue(self, key: RoomKey) -> None:
-        """Count a room's pages as quarantined: it is not drained by its deadline. They stay
-        held."""
+        """Quarantine a room's pages: it is not drained by its deadline. They stay held."""
         self.counters["quarantined_pages"] += self.pages.quarantine(key)
 
     def release_deferred(self, now_s: float) -> None:
@@ -832,8 +827,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return len(self._deferred)
 
     def holders(self) -> list[tuple[str, RequestPages]]:
-        """Return what holds pages, by name: requests, and flights without one. Any thread may call
-        it."""
+        """Return what holds pages, by name: requests, and flights. Any thread may call it."""
         orphans = [flight for flight in self.flights.all() if flight.owner is None]
         left = [(req.rid, req.pages_held) for req in self.computing.left]
         held = super().holders() + self._deferred.holders()
@@ -871,8 +865,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._try_again(req, error, now_s)
 
     def _try_again(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
-        """Ask prefill again after a transfer that failed or could not begin; else fail the
-        request."""
+        """Ask prefill again after a failed transfer; else fail the request."""
         last = self._targets.next_attempt(req, error)
         if last is None:
             self._ask_again(req)
@@ -921,8 +914,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float,
         after: DeviceEvent | None,
     ) -> None:  # fmt: skip
-        """End a request as aborted or failed, and hand on its pages. `after`: None if the device is
-        done."""
+        """End as aborted or failed, and hand on its pages. `after`: None if the device is done."""
         self._end(req, state, error, now_s)
         # One that ran still holds its pages. One that was retracted, and waits for the device, is
         # released by that entry: a second one would free its pages twice.

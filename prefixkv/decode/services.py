@@ -120,8 +120,7 @@ class ServiceLine:
 
 
 class AwaitedRoom(NamedTuple):
-    """A promised room: when, and the tokens that prefill sends, that decode loads, that it has
-    computed."""
+    """When a room was promised, and tokens: sent, loaded by decode, and computed by decode."""
 
     time_s: float
     tokens: float
@@ -157,8 +156,7 @@ class PrefillLoad:
         return promise
 
     def answered(self, weight: float, took_s: float, by_line_s: float, now_s: float) -> None:
-        """Note an answer: in `took_s` seconds, `by_line_s` by the line, which gave it this
-        weight."""
+        """Note an answer: in `took_s` seconds, `by_line_s` by the line, with this weight."""
         self.took_s = self.took_s * _KEPT_TRANSFERS + weight * took_s
         self.by_line_s = self.by_line_s * _KEPT_TRANSFERS + weight * by_line_s
         self.answered_s = now_s

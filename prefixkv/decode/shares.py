@@ -41,8 +41,7 @@ class PrefillShares:
         self._named: OrderedDict[str, None] = OrderedDict()  # named by requests, latest last
 
     def name(self, address: str) -> None:
-        """Note that a request names this worker: while it answers, others are held to their
-        shares."""
+        """A request names this worker: while it answers, others are held to their shares."""
         self._named[address] = None
         # Addresses come from requests, so what is remembered of them is bounded.
         self._named.move_to_end(address)
@@ -76,8 +75,7 @@ class PrefillShares:
             self._pages[address] = self._pages.get(address, 0) + num_pages
 
     def hold(self, key: RoomKey) -> None:
-        """Note that a transfer has failed, and that its held pages stay in the share. Unknown:
-        no-op."""
+        """A transfer has failed: its held pages stay in the share. Unknown: no-op."""
         if key in self._rooms:
             self._held_rooms.add(key)
 

@@ -302,8 +302,7 @@ class Sources:
         sent_lack: Lack | None = None,
         goes_on: bool = False,
     ) -> Way:
-        """Choose the way to get what a request lacks. Its `seconds` are 0 where it was not chosen
-        by them.
+        """Choose the way to get what a request lacks. Its `seconds` are 0 if not chosen by them.
 
         Args:
             lacks: at least one; the first lacks least, and is taken while nothing is measured.

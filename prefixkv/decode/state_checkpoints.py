@@ -130,8 +130,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
     # --- ends -------------------------------------------------------------------------------------
 
     def computed(self, req: DecodeRequest, end: int) -> None:
-        """Note progress to token `end`: the state that it goes on from is copied, stops behind it
-        are over."""
+        """Note progress to token `end`: the state it began from is copied, stops up to there are
+        over."""
         self._unlock(req)
         self._take_if_stop(req, end)
         self._pass_stops(req, end)

@@ -1,5 +1,4 @@
-"""The prefill worker that each request on decode is for, and what happens where that one cannot be
-asked.
+"""The prefill worker that each request on decode is for, and what happens where it cannot be asked.
 
     it answers       the request waits in its lane, and is asked of it when it is admitted
     it does not      its lane is closed. A request that decode may compute itself goes *alone*, to a
@@ -93,8 +92,7 @@ class PrefillTargets:
         self._go_to(req, prefill)
 
     def go_alone(self, req: DecodeRequest) -> None:
-        """Let a waiting request, whose worker does not answer, wait to be computed here, if it
-        may."""
+        """Let a request, whose worker does not answer, wait to be computed here, if it may."""
         if not req.is_alone and self._choice.may_take_alone(req):
             self._move(req, is_alone=True)
             self._counters["failovers"] += 1

@@ -47,8 +47,8 @@ class DecodeTransferQueue:
         self._loads[flight.room_key] = flight
 
     def loaded(self, key: RoomKey) -> Flight | None:
-        """Note that a load's pages are all copied. Return its flight; None if nothing waits for it
-        any more."""
+        """Note that a load's pages are all copied. Return its flight; None if nothing waits for
+        it."""
         flight = self._loads.pop(key, None)
         if flight is not None:
             self.arrived(flight)
@@ -97,8 +97,7 @@ class DecodeTransferQueue:
 
     @property
     def complete(self) -> list[Flight]:
-        """Flights that `pop_transferred` will commit, once the device has written what some wait
-        for."""
+        """Flights that `pop_transferred` will commit, once the device has written."""
         return list(self._complete)
 
     def remove(self, flight: Flight) -> bool:

@@ -29,8 +29,7 @@ class Wants:
             self.not_entered.append(waiter)
 
     def enter(self) -> None:
-        """Tell the tree which prefixes are wanted, the first to come first. O(1) or a match for
-        each."""
+        """Tell the tree which prefixes are wanted. O(1) or a match for each."""
         pages = self._pages
         # At most `MAX_WANTS` per call, which bounds the cost of a pass; the rest follow with later
         # passes.

@@ -110,8 +110,7 @@ class BlockEvents:
         return BlockRemoved(hashes, self._medium, self._group)
 
     def checkpoint_stored(self, place: PageRef) -> BlockStored:
-        """Return the event for a checkpoint that ends on this page: a block with its hash and
-        tokens."""
+        """The event for a checkpoint at this page: a block with its hash and tokens."""
         return self._blocks([place], CHECKPOINTS_GROUP, CHECKPOINTS_KIND)
 
     def checkpoint_removed(self, place: PageRef) -> BlockRemoved:

@@ -192,8 +192,7 @@ class KVEventPublisher:
 
     @property
     def idle(self) -> bool:
-        """True if all that was handed over was dealt with. False for good after `_FAILURES`
-        defects."""
+        """True if all handed over was dealt with. False for good after `_FAILURES` defects."""
         return self._handed_lists == self._done_lists and self._num_failures < _FAILURES
 
     def stats(self) -> dict[str, int]:
@@ -265,8 +264,7 @@ class KVEventPublisher:
         self._send(self._stream.clear(time.time()))
 
     def _publish(self, lists: list[tuple[_TierFeed, list[Change]]]) -> None:
-        """After a defect the changes of a tier are dropped up to a list that begins with
-        Cleared."""
+        """After a defect a tier's changes are dropped up to a list that begins with Cleared."""
         for tier, changes in lists:
             if type(changes[0]) is Cleared:
                 tier.skips_until_clear = False
@@ -283,8 +281,7 @@ class KVEventPublisher:
             self._done_lists += 1
 
     def _failed(self) -> None:
-        """What routers know may be wrong after a defect: publish empty caches until snapshots
-        come."""
+        """What routers know may be wrong: publish empty caches until snapshots come."""
         self._num_failures += 1
         _log.exception(
             "cache events could not be made; an empty cache is published until the next snapshot"

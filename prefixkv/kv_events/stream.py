@@ -85,8 +85,7 @@ class EventStream:
         return sum(len(paths) for _, paths in self._tiers)
 
     def publish(self, changes: Iterable[Change], ts: float, tier: int = 0) -> Iterator[Batch]:
-        """Yield numbered batches for the changes of this tier as they are made; none if there are
-        none."""
+        """Yield numbered batches for this tier's changes as they are made, if there are any."""
         blocks, paths = self._tiers[tier]
         events: list[object] = []
         num_pages = 0
@@ -142,8 +141,7 @@ class EventStream:
         return self._batch([self.blocks.cleared()], ts)
 
     def heartbeat(self, ts: float) -> Batch:
-        """Make a batch without events. Its number shows a router that it missed the batch
-        before."""
+        """Make a batch without events. Its number shows what a router has missed."""
         return self._batch([], ts)
 
     def since(self, seq: int, ts: float) -> Batch | None:
@@ -182,8 +180,7 @@ class EventStream:
         return batch
 
     def check_invariants(self) -> None:
-        """Raise InternalError if the kept batches are not the latest without a gap, within the
-        bounds."""
+        """Raise InternalError unless the kept batches are the latest, gapless, within bounds."""
         kept = list(self._kept)
         laws = {
             "what is kept has no gap": kept

@@ -145,8 +145,7 @@ class HostPool:
         return found
 
     def stretches(self, pages: Pages) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield checked pages that lie side by side, as a slice of `pages` and their memory, uint8
-        [bytes]."""
+        """Yield checked pages that lie side by side, as slice of `pages` and memory, uint8 [n]."""
         follows = (np.diff(pages) == 1) & (pages[1:] % self._pages_a_chunk != 0)
         starts = [0, *(np.flatnonzero(~follows) + 1).tolist()]
         for start, stop in zip(starts, [*starts[1:], len(pages)], strict=True):

@@ -70,8 +70,7 @@ class PageGroup(msgspec.Struct, frozen=True, array_like=True):
     With a window its slabs may be the pool's: then no page id is promised in both."""
 
     def first_page(self, num_tokens: int) -> int:
-        """Return the number of the first page that a window group needs behind `num_tokens`
-        tokens."""
+        """Return the number of the first page needed behind `num_tokens` tokens."""
         return max(0, num_tokens + 1 - self.window) // self.layout.page_size
 
 
@@ -258,8 +257,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     # --- laws -------------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Check every value, which may be a peer's, and that no two elements of the pool share a
-        byte.
+        """Check every value, which may be a peer's, and that no two elements share a byte.
 
         Accepted are slabs that nest: a stride spans all that is inside it, and slabs that
         interleave do so with equal strides. Every usual engine layout does; an exotic one that does
@@ -281,8 +279,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             self._check_groups(regions)
 
     def _check_groups(self, regions: list[tuple[int, int]]) -> None:
-        """Raise ConfigError unless the groups fit, in memory of the regions that no other group
-        has."""
+        """Raise ConfigError unless the groups fit, in memory that no other group has."""
         names = [group.name for group in self.groups]
         if "" in names or len(set(names)) < len(names):
             raise ConfigError(f"groups are named {shown(names)}, each needs a name of its own")

@@ -67,8 +67,7 @@ class PoolGroup:
 
 
 class KVPool:
-    """The KV of one worker: a view [num_pages, page_size, num_kv_heads, head_dim] per layer and
-    kind.
+    """One worker's KV: a view [num_pages, page_size, num_kv_heads, head_dim] per layer and kind.
 
     `groups` are layers with pages of their own beside these (`with_groups`).
     """
@@ -343,8 +342,7 @@ class ZerosFactory:
     """A maker of tensors like `zeros`, or of such in memory that a peer may map."""
 
     def __init__(self, dtype: str, device: str, shared: bool) -> None:
-        """Choose the kind of memory. Raises ConfigError for shared memory that is not on the
-        CPU."""
+        """Choose the kind of memory. ConfigError for shared memory not on the CPU."""
         if shared and not (isinstance(device, str) and device == "cpu"):
             raise ConfigError(
                 f'device is {shown(device)}, memory that a peer may map is on the "cpu"'
@@ -464,8 +462,7 @@ def checked_regions(regions: object) -> tuple[tuple[int, int], ...]:
 
 
 def _as_words(layout: KVLayout, slabs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """In the widest possible word: torch moves one element at a time, so words make `read_pages`
-    fast."""
+    """In the widest possible word: torch moves one element at a time, so `read_pages` is fast."""
     # Its size has to divide every stride, the offset and the bytes of a head.
     steps = [layout.head_bytes]
     for slab in slabs:

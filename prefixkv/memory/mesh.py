@@ -1,5 +1,4 @@
-"""Meshes: the part of a model's KV that each rank of a worker holds, and which rank writes to
-which.
+"""Meshes: the part of a model's KV that each rank holds, and which rank writes to which.
 
 A mesh shares the layers out over pipeline stages and the KV heads over tensor-parallel ranks; ranks
 are numbered stage by stage. If a stage has more ranks than heads (always so with MLA, which has one
@@ -41,8 +40,7 @@ class Shard(NamedTuple):
         return cls(0, layout.num_layers, 0, layout.num_kv_heads)
 
     def overlap(self, other: Shard) -> Shard | None:
-        """Return the layers and heads that both hold, None if there are none; both in the same
-        numbers.
+        """Return the layers and heads that both hold, or None; both in the same numbers.
 
         >>> Shard(0, 4, 0, 2).overlap(Shard(2, 4, 1, 1))
         Shard(first_layer=2, num_layers=2, first_head=1, num_heads=1)
@@ -69,11 +67,9 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The division of a model of `num_layers` and `num_kv_heads` (mla: 1) over the ranks of one
-    side.
+    """A model of `num_layers` and `num_kv_heads` (mla: 1), divided over the ranks of one side.
 
-    `stage_layers` are the layers of each stage; empty: as equal as possible, the first stages one
-    more.
+    `stage_layers` are the layers of each stage; empty: equal, the first stages one more.
     """
 
     num_layers: int
@@ -95,8 +91,7 @@ class Mesh:
         return pp_rank * self.tp_size + tp_rank
 
     def validate(self) -> None:
-        """Raise ConfigError naming the value that no mesh can have. Call it before anything
-        else."""
+        """Raise ConfigError naming the value that no mesh can have. Call it first."""
         for name in ("num_layers", "num_kv_heads", "tp_size", "pp_size"):
             check_whole(name, getattr(self, name), 1, MAX_INDEX)
         # A peer's mesh comes here too: the number of ranks bounds the work for it.
@@ -163,8 +158,7 @@ def check_meshes(ours: Mesh, theirs: Mesh) -> None:
 
 
 def check_page_sizes(ours: int, theirs: int) -> None:
-    """Raise HandshakeError unless one page size is a whole multiple of the other, up to
-    MAX_FOLD."""
+    """Raise HandshakeError unless one size is a multiple of the other, up to MAX_FOLD."""
     if ours < 1 or theirs < 1 or not _divides(ours, theirs):
         raise HandshakeError("page_size", ours, theirs, "neither divides the other")
     if max(ours, theirs) > MAX_FOLD * min(ours, theirs):
@@ -295,8 +289,7 @@ def readers_of(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
 def ranks_promised_to(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
     """Return the ranks that `reader` promises its pages to: those that write to it.
 
-    Rank 0 also sends its promise to ranks that write to no reader: their engine waits for the room
-    as well.
+    Rank 0 also promises to ranks that write to no reader: their engine waits for the room too.
 
     >>> ranks_promised_to(Mesh(4, 1, tp_size=2), Mesh(4, 1), reader=0)
     (0, 1)

@@ -213,8 +213,7 @@ class _StagedPart(NamedTuple):
         part.copy_(by_slab.transpose(0, 1))
 
     def _of(self, rows: torch.Tensor) -> torch.Tensor:
-        """A view [page, slab, word], in the widest words, since torch moves one element at a
-        time."""
+        """A view [page, slab, word], in the widest words: torch moves element by element."""
         import torch
 
         sizes = rows.shape[1], self.start, (self.end - self.start) // self.num_slabs

@@ -44,7 +44,6 @@ class _Mapping(mmap.mmap):
 
 def shared_bytes(num_bytes: int) -> torch.Tensor:
     """Return zeros in memory that a peer may map, uint8 [num_bytes], from a multiple of 4096 on.
-    O(bytes).
 
     For an engine that makes its tensors itself: views of it go to `KVPool.from_tensors`, or
     `StatePool`. Forks of this process share it too. Raises ConfigError where the system is not
@@ -89,7 +88,7 @@ def block_of(address: int, num_bytes: int) -> SharedBlock | None:
 
 
 def blocks_of(ranges: Iterable[tuple[int, int]]) -> list[SharedBlock] | None:
-    """Return the shared blocks that these ranges lie in, each once, by address; None if one is not
+    """Return the shared blocks of these ranges, each once, by address; None if one is not
     shared."""
     found = set()
     for address, num_bytes in ranges:

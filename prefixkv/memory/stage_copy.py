@@ -68,8 +68,7 @@ class StagingCopy(Protocol):
 
 
 def scatter_together(parts: Sequence[tuple[StagingCopy, torch.Tensor]], units: Pages) -> None:
-    """Scatter the stages of several parts into the same unit pages, a few pages of each part in
-    turn.
+    """Scatter the stages of several parts into the same unit pages, a few of each in turn.
 
     Parts of one token lie side by side in a pool, so what one part has brought into the cache is
     there for the next. Raises as `scatter`; nothing was copied (on CUDA: not of the part, nor of

@@ -85,7 +85,7 @@ class StagePlan:
         return len(self.slabs) * num_units * self.unit_bytes
 
     def checked(self, units: Pages, stage: torch.Tensor, device: str) -> Pages:
-        """Return `units` as int32. Raises PageStateError or ConfigError if they cannot be copied to
+        """Return `units` as int32. Raises PageStateError or ConfigError for others than fit
         `stage`."""
         units = checked_pages(units, self.layout.num_pages * self.fold, "staged")
         # The copies write through raw addresses: a stage that is too small would mean writing past

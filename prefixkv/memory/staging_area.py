@@ -1,5 +1,4 @@
-"""A node's staging memory as described to a peer: its place, and the most that one lease may
-take."""
+"""A node's staging memory as described to a peer: its place, and the most of one lease."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A rank's staging memory: local slots on prefill, the area that leases are granted in on
-decode."""
+"""A rank's staging memory: slots on prefill, the area of leases on decode."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ class StagingBuffer:
     """Zeros on the pool's device, from a multiple of BLOCK_BYTES on. The transport registers it,
     the copies write it.
 
-    `area` describes it for peers. On prefill, which grants no leases, its lease_bytes are those of
-    a slot.
+    `area` describes it for peers. On prefill its lease_bytes are those of a slot.
     """
 
     def __init__(

@@ -58,8 +58,7 @@ class StateTensor(msgspec.Struct, frozen=True, array_like=True):
         return shard if 0 <= self.layer - shard.first_layer < shard.num_layers else None
 
     def validate(self, mesh: Mesh) -> None:
-        """Raise ConfigError naming the value that is out of range, or heads that the mesh cannot
-        share."""
+        """Raise ConfigError naming the value out of range, or heads that the mesh cannot share."""
         if not isinstance(self.name, str):
             raise ConfigError(f"a state tensor's name is {shown(self.name)}, a string is needed")
         where = f"state tensor {self.name!r}"

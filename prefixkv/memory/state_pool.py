@@ -1,5 +1,4 @@
-"""State pools: torch tensors with the extra state of requests, one slot per request, and their
-layout."""
+"""State pools: torch tensors with the extra state of requests, a slot each, and their layout."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class PageAllocator:
                 raise
 
     def owned(self, pages: PageIds | bytes) -> tuple[Where, int]:
-        """Return where `pages` are, and how many. Raises PageStateError unless all are OWNED, each
+        """Where `pages` are, and how many. Raises PageStateError unless all are OWNED, each
         once."""
         return self._checked(pages, _OWNED)
 

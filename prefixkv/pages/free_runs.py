@@ -28,8 +28,7 @@ _LOOP_BELOW_RUNS = 8
 class FreeRuns:
     """The maximal runs among pages 0..num_pages-1, all free at first. Owned by one `PageAllocator`.
 
-    It trusts its caller: `add` gets pages that are not free, `take` is asked for no more than there
-    are.
+    It trusts its caller: `add` gets pages that are not free, `take` never more than there are.
     """
 
     def __init__(self, num_pages: int) -> None:

@@ -50,8 +50,7 @@ class KeptHash(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestPages:
-    """One request's pages, and its slot of extra state (-1: none), which is freed or held with
-    them.
+    """One request's pages, and its slot of extra state (-1: none), freed or held with them.
 
     Made by `PageManager.open`; ended by exactly one of `cache_finished`, `drop` and `hold`.
     """
@@ -68,8 +67,7 @@ class RequestPages:
 
     @property
     def num_shared(self) -> int:
-        """Pages in front that are not its own: the tree's, or another request's on their way
-        there."""
+        """Pages in front that are not its own: the tree's, or on their way there."""
         return self.num_locked + self.num_joined
 
     @property
@@ -79,8 +77,7 @@ class RequestPages:
 
 
 class PageManager:
-    """One worker's tree, allocator and page table, kept in agreement. Owner: the scheduler's
-    thread.
+    """One worker's tree, allocator and page table, in agreement. Owner: the scheduler's thread.
 
     Args:
         caching: if False nothing is matched and nothing kept.

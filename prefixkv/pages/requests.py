@@ -71,8 +71,7 @@ def check_failure(error: object) -> None:
 class PagedRequest(Generic[State]):
     """A request as a scheduler sees it: its state, its error, its pages.
 
-    `TRANSITIONS` has for each state those that may follow; `TIMES` names the fields that hold
-    times.
+    `TRANSITIONS` has for each state those that may follow; `TIMES` names the fields with times.
     """
 
     __slots__ = (

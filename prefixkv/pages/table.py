@@ -81,8 +81,7 @@ class PageTable:
         return row >= self._first_spare
 
     def alloc_row(self, spare: bool = False) -> int:
-        """Return a row without pages, with `spare` a spare one. Raises CapacityError if there is
-        none."""
+        """Return a row without pages, with `spare` a spare one. CapacityError if there is none."""
         rows = self._spare_rows if spare else self._free_rows
         if not rows:
             num_rows = len(self.array) - self._first_spare if spare else self._first_spare
@@ -183,8 +182,7 @@ class PageTable:
             self._length[row] = end
 
     def append_each(self, rows: npt.NDArray[np.integer] | Sequence[int], pages: PageIds) -> None:
-        """Append pages[i] to rows[i], which are distinct. Raises as `write` does, with nothing
-        changed."""
+        """Append pages[i] to rows[i], all distinct. Raises as `write`, changing nothing."""
         page_ids = as_pages(pages)
         if len(rows) != len(page_ids):
             raise CallerError(f"{len(rows)} rows and {len(page_ids)} pages")

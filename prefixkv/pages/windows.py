@@ -145,7 +145,7 @@ class WindowGroup:
         self._num_changes[row] += 1
 
     def row(self, row: int) -> WindowPages:
-        """Return a read-only view, valid until the row changes. Raises CallerError if it is not in
+        """Return a read-only view, valid until the row changes. Raises CallerError if not in
         use."""
         view = self.array[row, : self._length(row)]
         view.flags.writeable = False
@@ -157,8 +157,7 @@ class WindowGroup:
         return self._length_of[row]
 
     def slide(self, row: int, num_tokens: int) -> None:
-        """Move a row on: nothing more is read before the pages needed behind `num_tokens`
-        tokens."""
+        """Move a row on: only the pages needed behind `num_tokens` tokens are read."""
         first, length = self.first_page(num_tokens), self._length(row)
         passed = first - self._first_page[row]
         if passed <= 0:
@@ -309,8 +308,7 @@ class WindowGroups(tuple[WindowGroup, ...]):
         return found
 
     def fit(self, start: WindowStart) -> bool:
-        """Return whether there is room in all groups; what the request shares could not be given
-        up."""
+        """Return whether all groups have room; what the request shares could not be given up."""
         return not self.short_of(start)
 
     def short_of(self, start: WindowStart) -> str:
@@ -368,8 +366,7 @@ class WindowGroups(tuple[WindowGroup, ...]):
         return tuple(group.share(row, depth, end_pages) for group in self)
 
     def promised(self, row: int, end_page: int) -> tuple[bytes, ...]:
-        """Return, by group, the packed ids of a request's pages up to `end_page`: what prefill is
-        to write."""
+        """By group, packed ids of a request's pages up to `end_page`: what prefill is to write."""
         found = []
         for group in self:
             first, ids = group.row(row)

@@ -108,8 +108,7 @@ class PrefillBootstrapQueue:
         return self._shared_prefixes.wake_s
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
-        """Hand out at most `limit` requests to compute: prefix locked, pages for all of the prompt
-        taken.
+        """Hand out at most `limit` requests to compute: prefix locked, pages for the prompt taken.
 
         One that follows another is passed over. One that does not fit is not: others would overtake
         it each time. O(requests that do not follow another).

@@ -580,8 +580,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
 
 def _check_step(req: PrefillRequest, plan: SendPlan, end: int) -> None:
-    """Raise RequestError for a chunk that is longer than the rows in window groups have pages
-    for."""
+    """Raise RequestError for a chunk too long for the rows in window groups."""
     computed = end - max(req.prefix_len, plan.computed)
     most = min(one.step_tokens for one in req.window_plans)
     if computed > most:

@@ -33,8 +33,7 @@ class StateCheckpoints(RequestCheckpoints[PrefillRequest]):
         return self._step // self._pages.page_size
 
     def usable_tokens(self, req: PrefillRequest, match: MatchResult | None) -> int:
-        """Return the tokens of the deepest checkpoint on a match, which `begin` locks. Changes
-        nothing."""
+        """Tokens of a match's deepest checkpoint, which `begin` locks. Changes nothing."""
         self._found = None if match is None else self._points.find(match)
         req.dense_pages = 0 if match is None else match.depth
         return 0 if self._found is None else self._found.depth * self._pages.page_size
@@ -69,14 +68,12 @@ class StateCheckpoints(RequestCheckpoints[PrefillRequest]):
         return self._take(req, end, pages_for(req.num_tokens, self._pages.page_size))
 
     def take_if_stop(self, req: PrefillRequest, end: int) -> None:
-        """Keep the window pages behind `end` tokens, a stop, of a request without extra state to
-        copy."""
+        """Keep the window pages behind `end` tokens, a stop, of a request without extra state."""
         if not self._has_state and end in req.stops:
             self.take(req, end)
 
     def computed(self, req: PrefillRequest) -> None:
-        """Note a computed chunk: the state that it goes on from is copied, stops behind it are
-        over."""
+        """Note a computed chunk: the state it began from is copied, stops up to there are over."""
         self._unlock(req)
         if req.plan is not None:
             self._pass_stops(req, req.plan.computed)

@@ -1,5 +1,4 @@
-"""Commands that a scheduler gives to its control object. Decode's travel to the other ranks as they
-are."""
+"""Commands of a scheduler to its control object. Decode's travel to the other ranks as they are."""
 
 from __future__ import annotations
 

@@ -40,8 +40,7 @@ class RoomOverdue(_Event, frozen=True, tag="overdue"):
 
 
 class CopyEnded(_Event, frozen=True, tag="copied"):
-    """A copy to or from host memory has ended; see `HostCopyDone`. Only ranks above 0 report it
-    so."""
+    """A copy to or from host memory has ended; see `HostCopyDone`. Of ranks above 0 alone."""
 
     number: int
     error: Exception | None
@@ -50,8 +49,7 @@ class CopyEnded(_Event, frozen=True, tag="copied"):
 
 
 class PrefillReady(_Event, frozen=True, tag="ready"):
-    """All ranks of the worker at this address answer. Its pool holds `max_tokens`, 0 where it does
-    not say."""
+    """All ranks of this worker answer. Its pool holds `max_tokens`, 0 where it does not say."""
 
     address: str
     max_tokens: int = 0

@@ -288,8 +288,7 @@ class HelloWanted(Body, frozen=True, tag="hello-wanted"):
 
 
 class HelloRefused(Body, frozen=True, tag="hello-refused"):
-    """Decode to prefill: decode does not work with this process. Counts only for the process that
-    it names."""
+    """Decode to prefill: no work with this process. Counts for the named process only."""
 
     life: U64
     """The incarnation that is refused."""

@@ -18,8 +18,7 @@ from prefixkv.request import DeviceEvent
 
 
 class Added(msgspec.Struct, frozen=True):
-    """The engine has the request, and will hand over KV of its `num_tokens` tokens, of this
-    digest."""
+    """The engine has the request, and hands over KV of `num_tokens` tokens, of this digest."""
 
     num_tokens: int
     digest: bytes
@@ -131,8 +130,7 @@ class OutcomeAcked(msgspec.Struct, frozen=True):
 
 
 class LifeBegan(msgspec.Struct, frozen=True):
-    """The decode worker was started after the request came here: it has until `until_s` to
-    promise."""
+    """Decode was started after the request came: it has until `until_s` to promise."""
 
     peer: PeerId
     until_s: float

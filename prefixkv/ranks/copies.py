@@ -21,8 +21,7 @@ class RankCopies:
         return len(self._ended)
 
     def on(self, rank: int, done: HostCopyDone) -> HostCopyDone | None:
-        """Take the end of a copy on one rank. Return its end on all of them, None while one is
-        missing."""
+        """Take the end of a copy on one rank. Return its end on all, None while one is missing."""
         if (ranks := self._ended.get(done.number)) is None:
             gone = self._fenced.items()
             ranks = {at: HostCopyDone(done.number, error, 0, 0.0) for at, error in gone}

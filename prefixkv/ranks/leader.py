@@ -79,8 +79,7 @@ class RankLeader:
             self._log.command(command)
 
     def on(self, event: DecodeEvent | WorkerEvent, now_s: float) -> None:
-        """Take an event of rank 0's own control object, joined with the other ranks' where need
-        be."""
+        """Take an event of rank 0's control object, joined with the other ranks' if need be."""
         match event:
             # 1. About a prefill worker: only rank 0 asks, so nothing is to be joined.
             # 2. About a room, with one rank: it is the scheduler's as it is.
@@ -97,7 +96,7 @@ class RankLeader:
                 self._on_rank_event(self.rooms, 0, event, now_s)
 
     def on_rank_events(self, raw: bytes, now_s: float) -> None:
-        """Take another rank's message; b"" holds no event. Raises CallerError unless each comes, in
+        """Take another rank's message; b"" is none. Raises CallerError if not all come, in
         order."""
         check_bytes(raw)
         if not raw:

@@ -55,8 +55,7 @@ def unpacked_ids(raw: bytes, num_pages: int) -> Pages:
 
 
 class RankMessages:
-    """The numbers of the messages that rank 0 gets of the other ranks, and which of these are
-    dead."""
+    """Numbers of the other ranks' messages to rank 0, and which ranks are dead."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_taken = [0] * num_ranks

@@ -1,5 +1,4 @@
-"""The rooms of one number on all ranks of a prefill worker with one cache, joined at rank 0.
-Pure."""
+"""The rooms of one number on all ranks of a prefill worker, joined at rank 0. Pure."""
 
 from __future__ import annotations
 

@@ -223,8 +223,7 @@ class RouterChannel(_Channel):
         return str(frame.get("User-Id")) if self._config.curve is not None else ""
 
     def send(self, route: bytes, raw: bytes) -> None:
-        """Queue a frame for the worker behind `route`. One that cannot be queued is counted and
-        dropped."""
+        """Queue a frame for `route`. If that cannot be, it is counted and dropped."""
         try:
             self._sock.send_multipart((route, raw), zmq.DONTWAIT)
         except zmq.Again:
@@ -342,8 +341,7 @@ class DealerChannel(_Channel):
     def poll(
         self, timeout_s: float
     ) -> list[FrameReceived[str] | Reached | Unreached | ConnectFailed]:
-        """Wait, and return frames, changes of connections, or nothing if the wake-up descriptor
-        ended it."""
+        """Wait, and return frames, changes of connections, or nothing if woken up."""
         frames: list[FrameReceived[str] | Reached | Unreached | ConnectFailed] = []
         # Each socket is read up to its own bound, so that one worker does not delay others.
         for one in self._poll(timeout_s):
@@ -432,8 +430,7 @@ class DealerChannel(_Channel):
             probe.sock.close()
 
     def send(self, address: str, raw: bytes) -> None:
-        """Queue a frame for the worker at `address`. One that cannot be queued is counted and
-        dropped."""
+        """Queue a frame for `address`. One that cannot be queued is counted and dropped."""
         sock = self._socks.get(address)
         if sock is None:
             self._drop("not connected")

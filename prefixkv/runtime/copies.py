@@ -80,8 +80,7 @@ def _run_on_stream(run: Callable[[Settle | None], None], device: str) -> None:
 
 
 def run_settled(copy: Callable[[], None], settle: Settle | None) -> Exception | None:
-    """Make one copy and wait until the device has done it; return the first error of both, or
-    None."""
+    """Make a copy, wait until it is done, return the first error of both, or None."""
     error: Exception | None = None
     # `settle` also after a copy that failed: it may have queued work that still reads or writes the
     # memory which the end of the copy gives back.

@@ -34,8 +34,7 @@ class HeldLife:
     """The identity of this process, held as long as it, or a fork of it, lives. One descriptor."""
 
     def __init__(self) -> None:
-        """Bind the abstract socket that shows this process alive. Raises OSError where the kernel
-        lacks it."""
+        """Bind the socket that shows this process alive. OSError where the kernel lacks it."""
         began = _began(os.getpid())
         if began is None:
             raise OSError("/proc has nothing of this process")

@@ -243,8 +243,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return req
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
-        """Tell prefill at once that the node will not take this request, as when `add` has refused
-        it.
+        """Tell prefill at once that this request will not be taken, as when `add` has refused it.
 
         Its room's number is in use here until prefill has answered. Raises RequestError, with
         nothing changed, if the number is in use already.
@@ -256,8 +255,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def pop_preallocated(self) -> list[DecodeRequest]:
-        """Return the requests that are admitted now: prefix locked, pages taken, the rest asked of
-        prefill.
+        """Return the requests admitted now: prefix locked, pages taken, the rest asked of prefill.
 
         Call it once per pass. The first request to a prefill worker is admitted when that has
         answered, by a later call, and `wait` returns for it.
@@ -270,8 +268,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return admitted
 
     def pop_transferred(self) -> list[DecodeRequest]:
-        """Return the requests with complete KV in `req.pages` and `req.aux`: they run from now
-        on."""
+        """Return requests with complete KV in `req.pages` and `req.aux`: they run from now on."""
         return self.scheduler.pop_transferred(self._pump())
 
     def pop_local(self) -> list[DecodeRequest]:
@@ -356,8 +353,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return given_up
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
-        """Return the requests that failed or were aborted; `req.error` says why. Do not touch their
-        pages.
+        """Return the requests that failed or were aborted; `req.error` says why. Leave their pages.
 
         `after`: an event behind the engine's work on requests of `pop_local`: nothing of those that
         failed is released before it is done. None: the device is done with them.

@@ -263,8 +263,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             self._keys.discard(event.key)
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this prefill process is dead: its rooms end, and are
-        drained."""
+        """Take the caller's word that this prefill process is dead: its rooms end, drained."""
         self.submit(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:

@@ -84,8 +84,7 @@ class _Readiness:
 
 
 class DecodeGroup(DecodeNode):
-    """Rank 0 of a mesh with the other ranks at hand: each call takes their events in and hands them
-    the log.
+    """Rank 0 with the other ranks at hand: each call takes their events, and hands them the log.
 
     `pools`: by rank; each holds its rank's share, all have as many pages. `states`: by rank, where
     requests have extra state; all have as many slots. Raises ConfigError: the ranks differ in
@@ -184,16 +183,14 @@ class DecodeGroup(DecodeNode):
 
 
 class PrefillGroup(PrefillNode):
-    """Rank 0 of a mesh with the other ranks at hand: each call takes their events in and hands them
-    the log.
+    """Rank 0 with the other ranks at hand: each call takes their events in and hands them the log.
 
     Args:
         pools: by rank; each holds its rank's share, all have as many pages.
         states: by rank, where requests have extra state; all have as many slots.
         usable_prefix: as for PrefillNode.
 
-    Raises ConfigError: the ranks differ in pages, page size or slots, or are not as many as the
-    mesh has.
+    Raises ConfigError: the ranks differ in pages, page size or slots, or number.
     """
 
     def __init__(

@@ -178,8 +178,7 @@ class HostCopies:
     def _begin_piece(
         self, orders: deque[_Order], failed: list[_Order]
     ) -> tuple[_Order, int, int] | None:
-        """Of the first order that need not wait for the device. Those whose event raises go to
-        `failed`."""
+        """Of the first that need not wait. Where its event raises, it goes to `failed`."""
         for order in list(orders):
             if order.has_begun_all:
                 orders.remove(order)

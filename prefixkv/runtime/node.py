@@ -1,5 +1,4 @@
-"""The common part of both nodes: a scheduler, a transfer side with its threads, and the way
-between."""
+"""The common part of both nodes: a scheduler, a transfer side with its threads."""
 
 from __future__ import annotations
 
@@ -121,8 +120,7 @@ class Node(OneThread, Generic[C, To, E]):
             self.kv_events.blocks.check(request.key.namespace)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a `pop_*` may have something, at most `timeout_s`. Returns True if one
-        may."""
+        """Block until a `pop_*` may have something, at most `timeout_s`. Returns whether."""
         check_timeout(timeout_s)
         self._check_open()
         if self.kv_events is not None:
@@ -137,8 +135,7 @@ class Node(OneThread, Generic[C, To, E]):
         return wait(timeout_s)
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no new requests from now on (`add` raises DrainingError); return True once all have
-        ended.
+        """Take no new requests (`add` raises DrainingError); return True once all have ended.
 
         True once no request lives, nothing is left to pop, and no peer may still write here or read
         from here: then `close` harms nothing. Waits for that up to `timeout_s`, but not while a
@@ -162,8 +159,7 @@ class Node(OneThread, Generic[C, To, E]):
             self.transfers.wait(min(end_s - now_s, 0.05))
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while a `pop_*` may have something. Any thread may
-        ask.
+        """A descriptor that is readable while a `pop_*` may have something. Any thread may ask.
 
         Now and then it is readable once more when all has been popped already. It does not become
         readable when a request has waited too long: call `pop_preallocated` from time to time.

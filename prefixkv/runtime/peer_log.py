@@ -61,8 +61,7 @@ class PeerLog:
             _log.log(level, "%s: %s: %s %s%s", self._name, one.kind, one.peer, one.why, again)
 
     def _more(self, one: PeerChange, now_s: float) -> int | None:
-        """Return how many such changes were left out since the last line; None: leave this one out
-        too."""
+        """Return how many such changes were left out since the last line; None: this one too."""
         key: _Key = one.kind, one.peer
         name = one.peer.name if isinstance(one.peer, PeerId) else one.peer
         # A refused peer is known by its name alone: each restart is another life. Once met, a new

@@ -238,8 +238,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         (`NotFiniteError`). It comes out of `pop_failed` with `error`; decode is told its name and
         its text.
 
-        Caches no more than `abort`. Before its last chunk is sent: decode goes on from that at
-        once.
+        Caches no more than `abort`. Before its last chunk is sent: decode goes on from that.
         """
         known = self.scheduler.fail(rid, error, self._pump())
         self._tell()
@@ -264,8 +263,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self._command(Fence(peer_id(peer, incarnation)))
 
     def fence_rank(self, rank: int) -> None:
-        """Take the caller's word that the process of a `PrefillRank` of this prefill worker is
-        dead.
+        """Take the caller's word that the process of a `PrefillRank` of this worker is dead.
 
         The worker computes no more: every request ends with a PeerLostError and comes out of
         `pop_failed` (but one that has been sent, out of `pop_sent`), decode hears of it at once,

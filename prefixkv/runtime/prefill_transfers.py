@@ -360,8 +360,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     def offer(
         self, room: int, generation: int, num_tokens: int, digest: bytes, timeout_s: float
     ) -> None:
-        """Offer a room, drawn by the engine for a prompt that it has computed, to any decode
-        worker.
+        """Offer a room, drawn for a prompt that is computed, to any decode worker.
 
         The engine has named it where the request is placed. The first decode worker with a promise
         that proves the digest opens the room; from then on it is like one that was added for that

@@ -2,9 +2,9 @@
 
     control thread --submit--> prover's thread: a few files of /proc --tell--> control thread
 
-A look costs 0.1 ms and reads a few files; if the process is dead and may have written here over
-TCP, also the kernel's tables of connections. It reports nothing if nothing is proved: the control
-object asks again.
+A look reads a few files; if the process is dead and may have written here over TCP, also the
+kernel's tables of connections. It reports nothing if nothing is proved: the control object asks
+again.
 """
 
 from __future__ import annotations

@@ -97,8 +97,7 @@ class Recorder:
             raise ConfigError(f"record is {str(path)!r}, which cannot be written: {why}") from error
 
     def ended(self, req: Any, now_s: float) -> None:
-        """Queue a request that has ended. One that was never admitted, or must not be cached, is
-        left out."""
+        """Queue a request that has ended. Left out if never admitted, or not to be cached."""
         if req.admitted_s is None or not req.request.cacheable:
             return
         key = req.request.key
@@ -184,8 +183,7 @@ class Recorder:
         return (json.dumps(entry, separators=(",", ":")) + "\n").encode()
 
     def _ids(self, ended: _EndedRequest) -> list[int]:
-        """Return 52 bits for each of the prompt's blocks: every reader of JSON takes them as they
-        are."""
+        """Return 52 bits for each of the prompt's blocks: every reader of JSON takes these."""
         size = TOKEN_BYTES * self.block_tokens
         # Each id depends on all blocks before it and the namespace, like the tree's own paths.
         above = prompt_digest([], ended.namespace)

@@ -1,5 +1,4 @@
-"""One structured record per request that has ended: logger `prefixkv.requests`, level INFO, a JSON
-object.
+"""A record per request that has ended: logger `prefixkv.requests`, level INFO, a JSON object.
 
     {"side": "decode", "rid": "r1", "room": 7, ..., "hit_tokens": 6144, "arrived_at": 1763740000.1,
      "admitted_s": 0.0021, "transferred_s": 0.0314, "committed_s": 0.0317, "first_token_s": 0.0318,
@@ -25,8 +24,7 @@ LOGGER = logging.getLogger("prefixkv.requests")
 
 
 class RequestLog:
-    """The `on_ended` of a journal. Costs next to nothing while the logger is off, and nothing
-    listens.
+    """The `on_ended` of a journal. Costs little while the logger is off, and nothing listens.
 
     Each of `listeners` gets every record, and when its request arrived, by `time.monotonic`.
     """

@@ -204,8 +204,7 @@ class Transfers(OneThread, Generic[C, To, E]):
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms that are open, or that a peer may still write or speak for. Any thread
-        may ask."""
+        """Rooms that are open, or that a peer may write or speak for. Any thread may ask."""
         return self.thread.control.num_rooms
 
     def stats(self) -> dict[str, int]:

@@ -31,7 +31,7 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LeaseCut:
-    """The cut of chunks into leases for one reader; `shares` are (rank, bytes of one unit page) per
+    """The cut of chunks into leases for one reader; `shares`: (rank, bytes of a unit page) per
     writer."""
 
     shares: tuple[tuple[int, int], ...]
@@ -117,8 +117,7 @@ class LeaseCut:
         return sections
 
     def lease_bytes(self, num_units: int) -> int:
-        """Return the bytes of a lease of `num_units` unit pages: its sections, each in whole
-        blocks."""
+        """Bytes of a lease of `num_units` unit pages: its sections, each in whole blocks."""
         return sum(whole_blocks(num_units * unit_bytes) for _, unit_bytes in self.shares)
 
     def check_slots(self, rank: int, slot_bytes: int) -> None:

@@ -149,8 +149,7 @@ class StagingReceiver:
     """
 
     def __init__(self, area: StagingArea) -> None:
-        """Begin with a free area; ConfigError for one that cannot be. `leases` is only for
-        reading."""
+        """Begin with a free area. `leases` is only for reading."""
         area.validate()
         self.counters: Counter[str] = Counter()
         self.leases = LeaseTable(area.num_bytes)
@@ -168,8 +167,7 @@ class StagingReceiver:
         return []
 
     def pass_on(self, ending: Ending) -> list[StagedRoomAction]:
-        """Return the machine's event of the room's end, if it may be passed on now, and what
-        follows."""
+        """Return the machine's event of a room's end, if it may pass now, and what follows."""
         room = self._rooms.get(ending.key)
         if room is None or isinstance(ending, RoomOverdue):
             return [ending]
@@ -213,8 +211,7 @@ class StagingReceiver:
         return out
 
     def on_arrival(self, tag: ChunkTag) -> list[StagedRoomAction]:
-        """Take the notification of a part of a write. Late, double, of no lease or writer: counted,
-        no-op."""
+        """Take a notification of a part. Late, double, of no lease or writer: counted, no-op."""
         out: list[StagedRoomAction] = []
         lease = self.leases.get(tag.lease_id)
         # 1. A lease id is not used again soon, so a tag of a lease that is gone finds none; room

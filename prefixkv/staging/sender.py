@@ -43,8 +43,7 @@ class SendLeaseAsk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gather:
-    """Copy our part of these unit pages into the first `num_bytes` of a slot; `on_gathered`
-    answers."""
+    """Copy our part of these units into the first `num_bytes` of a slot; `on_gathered` answers."""
 
     gather_id: int
     peer: PeerId
@@ -55,8 +54,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class PostStaged:
-    """Write a slot's first `num_bytes` to `dst_offset` of the peer's area; `on_write_ended`
-    answers.
+    """Write a slot's first `num_bytes` to `dst_offset` there; `on_write_ended` answers.
 
     The offset is a whole block; the bytes are written up to a whole one. `piece`, `lease_id` and
     `ticket` go into the tag.
@@ -277,8 +275,7 @@ class StagingSender:
     # --- input ------------------------------------------------------------------------------------
 
     def on_grant(self, peer: PeerId, key: RoomKey, grant: LeaseGrant) -> list[StagedWriteAction]:
-        """Take a lease for a piece. For a piece that awaits none, or outside the area: counted,
-        no-op."""
+        """Take a lease for a piece. Not awaited, or outside the area: counted, no-op."""
         out: list[StagedWriteAction] = []
         stream = self._streams.get(key, {}).get(peer)
         piece = None if stream is None else stream.open.get(grant.piece)

@@ -110,8 +110,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class PeerUnreachable:
-    """`add_peer` failed, or a write found the peer gone. A later write tries to reconnect by
-    itself."""
+    """`add_peer` failed, or a write found the peer gone. A later write tries to reconnect."""
 
     peer: PeerId
     error: Exception
@@ -124,13 +123,11 @@ Sink = Callable[[TransportEvent], None]
 
 
 class Transport(Protocol):
-    """The contract. One owner creates and closes it; the other methods may be called from any
-    thread."""
+    """The contract. One owner creates and closes it; any thread may call the others."""
 
     @property
     def metadata(self) -> bytes:
-        """Bytes that a peer's transport needs in `add_peer` to reach this one; opaque, sent in
-        Hello."""
+        """Bytes that a peer needs in `add_peer` to reach this one; opaque, sent in Hello."""
         ...
 
     def add_peer(
@@ -157,18 +154,16 @@ class Transport(Protocol):
         ...
 
     def write(self, job: WriteJob) -> None:
-        """Queue a job. Exactly one WriteDone or WriteFailed follows, unless the peer stalls without
-        end."""
+        """Queue a job. One WriteDone or WriteFailed follows, unless the peer stalls for ever."""
         ...
 
     def cancel(self, job_id: int) -> None:
-        """Post no further part of a job; it ends when what is posted has ended. Ended or unknown:
+        """Post no further part of a job; it ends when those posted have. Ended or unknown:
         no-op."""
         ...
 
     def expect(self, num_rooms: int) -> None:
-        """Set the number of rooms that peers may be writing now; while not 0, notifications are
-        polled."""
+        """Say how many rooms peers may be writing now; above 0, notifications are polled."""
         ...
 
     def settle(self, token: Hashable, for_s: float) -> None:

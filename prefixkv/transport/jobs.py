@@ -125,8 +125,7 @@ class ActiveJob:
         self.error = self.error or error
 
     def stop(self, error: Exception) -> None:
-        """Post nothing more. Once everything is posted there is nothing to stop: the parts
-        decide."""
+        """Post nothing more. Once all is posted there is nothing to stop: the parts decide."""
         if self.may_post:
             self.error = error
 

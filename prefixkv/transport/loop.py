@@ -165,8 +165,7 @@ class TransportLoop(ABC, Generic[P]):
     # --- events -----------------------------------------------------------------------------------
 
     def emit(self, event: TransportEvent) -> None:
-        """Hand an event to the sink; an exception of the sink's is logged, since the thread goes
-        on."""
+        """Hand an event to the sink; its exception is logged, since the thread goes on."""
         try:
             self._sink(event)
         except BaseException:

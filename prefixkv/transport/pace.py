@@ -10,8 +10,7 @@ _LEAST_BYTES: Final = 64 << 10  # of a slice; smaller parts cost more time than 
 
 
 class Pace:
-    """How many bytes a transport may send now. Owned by the transport's thread. `bytes_per_s` 0: no
-    limit.
+    """Bytes that may be sent now. Owned by the transport's thread. `bytes_per_s` 0: no limit.
 
     A part may go while the bucket is not in debt, and is then taken off it whole. So no part is too
     large to go, the mean is the rate, and at most a slice and one part go beyond it at once.

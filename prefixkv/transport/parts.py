@@ -1,5 +1,4 @@
-"""The blocks of a write: flat indices into the prepared lists of both sides, cut into bounded
-parts.
+"""The blocks of a write: flat indices into both sides' prepared lists, cut into bounded parts.
 
 Indices go run by run, pages inside: NIXL merges neighbouring index pairs only inside one run, and
 only when its blocks touch (stride = length) on both sides; that is the cheapest descriptor there

@@ -1,5 +1,4 @@
-"""The routes of a write to one peer, with their runs: pages into pages, our staging or state into
-its.
+"""The routes of a write to one peer, with their runs: pages into pages, staging or state into its.
 
 A staging area is one dense run of blocks of BLOCK_BYTES, so NIXL merges neighbouring blocks into
 one descriptor. State has a run for each block of a slot that goes there. Pure numpy, no address is
@@ -103,8 +102,7 @@ def routes_to(
 
 
 def _paired_groups(src: KVLayout, dst: KVLayout) -> list[tuple[PageGroup, PageGroup]]:
-    """Raise HandshakeError for groups that differ in name or window, or for page sizes that
-    differ."""
+    """Raise HandshakeError for groups with other names, windows or page sizes."""
     ours, theirs = ([(one.name, one.window) for one in side.groups] for side in (src, dst))
     if ours != theirs:
         raise HandshakeError("groups", ours, theirs)
@@ -114,8 +112,7 @@ def _paired_groups(src: KVLayout, dst: KVLayout) -> list[tuple[PageGroup, PageGr
 
 
 def staging_runs(src: StagingArea, dst: StagingArea, src_device: int, dst_device: int) -> Runs:
-    """Return one run: block i of either area. Raise ConfigError for more blocks than an int32
-    names."""
+    """Return one run: block i of either area. ConfigError for more than an int32 names."""
     group = RunGroup(0, 1, BLOCK_BYTES, dense=True)
     tables = _table(src, src_device), _table(dst, dst_device)
     return Runs(*tables, (group,), 1, _positions(src), _positions(dst))

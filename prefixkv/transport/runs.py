@@ -1,5 +1,4 @@
-"""The places of a page's bytes on both sides of a write: runs of equal blocks, for NIXL's prepared
-lists.
+"""A page's bytes on both sides of a write: runs of equal blocks, for NIXL's prepared lists.
 
 A *run* is one block of each page: equal blocks, a page stride apart. Source and target have the
 same runs in the same order. What is described is the part of a model that the source rank sends the
@@ -137,8 +136,7 @@ def paired_runs(
     src_part: Shard | None = None,
     dst_part: Shard | None = None,
 ) -> Runs:
-    """Return the runs that pair two pools, of the largest blocks that are contiguous in a page of
-    both.
+    """Return the runs that pair two pools, of the largest blocks that are contiguous in both.
 
     Found by walking the smallest pieces (one head of one token of one slab) in the order of the
     source's addresses and joining neighbours that are neighbours on the target too: whole pages

@@ -1,5 +1,4 @@
-"""A transport that has one thread for all its work: each call is queued as a command for its
-loop."""
+"""A transport that has one thread for all its work: each call is a command for its loop."""
 
 from __future__ import annotations
 

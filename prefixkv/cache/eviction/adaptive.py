@@ -222,8 +222,7 @@ class Adaptive(GhostPolicy):
     def _parts(self, history: Seen | None, known: int, now_s: float) -> Trunk:
         """Count that a path parts from others after its `known` pages, and return their trunk.
 
-        `history` is that of the last known page. No path ends there, so trunks have rows of their
-        own.
+        `history` is of the last known page. No path ends there, so trunks have rows of their own.
         """
         times = 1
         # Paths have parted at or below this place before: this is a return to that trunk.

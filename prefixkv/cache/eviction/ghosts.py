@@ -162,8 +162,7 @@ class Ghosts:
         return forgotten
 
     def find(self, data: bytes, old_pages: int) -> list[Ghost]:
-        """Return the ghosts of a packed path beyond its `old_pages`, by rising depth. O(found +
-        stride)."""
+        """Return the ghosts of a packed path beyond its `old_pages`. O(found + stride)."""
         if not self._ghosts:
             return []
         # Identity of the bytes is enough, and costs nothing: a request keeps its packed tokens.

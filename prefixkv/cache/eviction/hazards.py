@@ -70,7 +70,7 @@ class _Noted(NamedTuple):
 
 
 class Hazards:
-    """Counts of returns, and the worths worked out from them now and then. Deterministic; reads no
+    """Counts of returns, and worths worked out from them now and then. Deterministic, without a
     clock.
 
     Starts and ends are only noted as they happen, and counted together before the counts are
@@ -162,8 +162,7 @@ class Hazards:
         self._returned += (row, began_s, now_s - start_s)
 
     def lost(self, row: int, start_s: float) -> None:
-        """Note that the ghost of a start was forgotten: its return would not be noticed any
-        more."""
+        """Note that the ghost of a start was forgotten: its return will not be noticed."""
         began_s = self.now_s if start_s > self.now_s else start_s
         self._lost += (row, began_s, self.now_s - began_s)
 
@@ -256,8 +255,7 @@ class Hazards:
     # Worths are worked out in parts, of what was noted by the start at which they are due.
 
     def work_ahead(self) -> None:
-        """Do a part or two of the work on the worths ahead of a start that would have to. No result
-        changes."""
+        """Do a little work on the worths ahead of a start that would have to. No result differs."""
         # Never so far ahead that counts are frozen before their time has come: at the start before
         # that, `_AHEAD + 1` parts may be done, and `_NUM_COUNTED` come before.
         if self._due <= 0:
@@ -410,8 +408,7 @@ class _Sums:
 
 
 def _chances(entered: Table, returns: Table, before: Table, trust: float) -> Table:
-    """Return the chance that a start which reaches a bin returns in it; `before` counts as `trust`
-    starts."""
+    """Chance that a start which reaches a bin returns in it; `before` counts as `trust` starts."""
     return (returns + trust * before) / (entered + trust)
 
 

@@ -91,8 +91,7 @@ class Hints:
 
 
 class HintedQueue:
-    """Three queues of the policy's, one per group of hints. `queue` has all leaves so far, without
-    hints."""
+    """Three queues of the policy's, one per group of hints. `queue` has the leaves so far."""
 
     def __init__(self, policy: Policy, hints: Hints, queue: EvictionQueue) -> None:
         self._last_tick = policy.last_tick
@@ -110,8 +109,7 @@ class HintedQueue:
         self._queues[group].add(leaf)
 
     def first(self, now_s: float) -> TreeNode | None:
-        """Return the first leaf of the first group that has one; by rank while hints are not
-        believed."""
+        """Return the first group's first leaf; by rank if hints are not believed."""
         self._break_promises(now_s)
         found: tuple[LeafRank, TreeNode] | None = None
         for queue in self._queues:

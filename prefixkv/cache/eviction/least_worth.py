@@ -112,8 +112,7 @@ class Line:
 
 
 def _stands(entry: Entry) -> bool:
-    """Return whether an entry is still the place of an evictable leaf; count it dead if it just
-    ended."""
+    """True if an entry is still the place of an evictable leaf; if it just ended, count it dead."""
     node = entry[1]
     if node.entry is not entry:
         return False
@@ -126,8 +125,7 @@ def _stands(entry: Entry) -> bool:
 
 
 class LeastWorth(LeafOrders):
-    """A line of leaves per class, and what each class offers. A mark is (tick, anything, now_s,
-    ...).
+    """A line of leaves, and an offer, per class. Marks are (tick, anything, now_s, ...).
 
     `class_of` returns the class of a leaf.
     """
@@ -300,8 +298,7 @@ class LeastWorth(LeafOrders):
         return [entries[at] for at in np.lexsort(keys)[::-1].tolist()]
 
     def count_dead_unswept(self) -> None:
-        """Count a dead entry while a line is being read: never sweeps, which would replace the
-        line."""
+        """Count a dead entry while a line is read: never sweeps, which would replace the line."""
         self._num_entries -= 1
         self._num_dead += 1
 

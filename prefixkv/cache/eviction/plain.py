@@ -83,8 +83,7 @@ class SegmentedLru(LeastFrequentlyUsed):
 
     For comparison: the new end of a turn has been seen once, so a session under way goes first.
 
-    Source: segmented LRU (Karedla, Love and Wherry, 1994), its segments without a bound of their
-    own.
+    Source: segmented LRU (Karedla, Love and Wherry, 1994), without bounds of the segments.
     """
 
     name = "slru"
@@ -123,8 +122,7 @@ class ByPriority(Policy):
     """The lowest priority goes first, among equals the least recently used.
 
     A mark is (priority, last tick, last time). `ttl_s`: pages that were not used for this long lose
-    their priority, and go before all others. None: never. Raises ConfigError: a time to live below
-    0.
+    their priority, and go before all others. None: never. Raises ConfigError below 0.
     """
 
     name = "priority"

@@ -112,8 +112,7 @@ class Policy(ABC):
         self._serves_a_cache = False
 
     def another(self) -> Self:
-        """Return a policy with the same settings that serves no cache: for another rank of a
-        worker.
+        """Return a policy with the same settings that serves no cache: for another rank.
 
         Raises ConfigError if this one serves a cache and is no dataclass, or its constructor does
         not take its fields.
@@ -170,8 +169,7 @@ class Policy(ABC):
         return LeafHeap(self.rank)
 
     def floor(self, steps: Sequence[tuple[int, Mark]], mark: Mark, low: int) -> int | None:
-        """Return how far up the pages of a leaf have the same rank, so that they go one after the
-        other.
+        """Return how far up the pages of a leaf have the same rank, and go one after the other.
 
         Args:
             steps: (depth, mark) inside the leaf, rising, at least one: the page at `depth` and
@@ -185,8 +183,7 @@ class Policy(ABC):
         return steps[-1][0]
 
     def evicted(self, node: TreeNode, num_pages: int) -> None:  # noqa: B027
-        """Note that the last `num_pages` of a node, down to `floor` at most, are about to be
-        evicted."""
+        """Note that the last `num_pages` of a node, down to `floor` at most, are to be evicted."""
 
     def work_ahead(self) -> None:  # noqa: B027
         """Do a little work ahead. Called when a lock has ended: nothing waits for it then."""

@@ -28,8 +28,7 @@ class EvictionQueue(Protocol):
         """Add a node that became an evictable leaf, or move a leaf whose history has changed."""
 
     def first(self, now_s: float) -> TreeNode | None:
-        """Return the leaf that is evicted first, and leave it in the queue; None if there is
-        none."""
+        """Return the leaf that is evicted first, and leave it in the queue; None if empty."""
 
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
         """Return a leaf's rank: the lowest goes first. Used only if the policy
@@ -144,8 +143,7 @@ Leaves that agree in the first order and key agree in the second.
 
 
 class LeafOrders:
-    """Several orders over the same leaves, for policies that choose between their heads as time
-    passes.
+    """Several orders over the same leaves, for policies that choose between heads as time passes.
 
     A leaf's entry is (key, node, queue, order). The heap of its first order holds the entry itself;
     the heap of a second one holds (other key, entry), so that a leaf costs little memory. Within a
@@ -200,8 +198,7 @@ class LeafOrders:
             heappush(self._late, (self.rank_at(leaf, self._batch_s), leaf, entry))
 
     def first(self, now_s: float) -> TreeNode | None:
-        """Return the leaf that goes first: in a large batch from the sorted run, else by
-        `choose`."""
+        """Return the leaf that goes first: of a large batch's run, else by `choose`."""
         if self._batch_s is None:
             return self.choose(now_s)
         # 1. The first of the run that is still an evictable leaf.

@@ -85,8 +85,7 @@ class Link:
 
 
 class Links:
-    """The links of one decode rank, by address. Owned by a `DecodeControl`. Effects go to `out`, in
-    order."""
+    """One decode rank's links, by address. Owned by a `DecodeControl`. Effects: `out`."""
 
     def __init__(
         self,
@@ -346,8 +345,7 @@ class Links:
         return True
 
     def max_tokens(self, leader: Link) -> int:
-        """Return the smallest capacity that the ranks of a worker say they have, 0 if none says
-        one."""
+        """Return the smallest capacity that a worker's ranks say, 0 if none says one."""
         links = [leader, *(self._links[address] for address in leader.rank_addresses.values())]
         said = [link.reply.max_tokens for link in links if link.reply is not None]
         return min(filter(None, said), default=0)

@@ -84,8 +84,7 @@ class Room:
 
 
 def lost_peers(rooms: Iterable[Room], wrong: Callable[[PeerId, Link], str]) -> LostPeers:
-    """Return, for each writer with which something is `wrong`, the reason and the pages it
-    holds."""
+    """For each writer with something `wrong`, the reason and the pages it holds."""
     found: LostPeers = {}
     for room in rooms:
         for peer, link in room.writers():
@@ -146,8 +145,7 @@ class ReceiverRooms:
         self._timers.wake(key, room.machine.wake_s)
 
     def on(self, room: Room, event: receiver.ReceiverEvent, now_s: float) -> None:
-        """Give an event to a room's machine and carry out its actions; drop the room once it is
-        over."""
+        """Give an event to a room's machine and carry out its actions; drop it once it is over."""
         machine = room.machine
         expected = machine.is_written
         # The count is corrected even if an action raises: the transport must go on listening for

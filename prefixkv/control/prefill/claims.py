@@ -57,8 +57,7 @@ class RankClaims:
         self.rooms.pop(key, None)
 
     def check_invariants(self, is_drained: Mapping[RoomKey, bool]) -> None:
-        """Raise AssertionError if what is counted differs from the rooms; `is_drained` is by
-        room."""
+        """Raise AssertionError if counts differ from the rooms; `is_drained` is by room."""
         undrained = {key: num for key, num in self.rooms.items() if not is_drained[key]}
         laws = {
             "what is not drained is what was promised and may land": self._undrained == undrained,

@@ -261,8 +261,7 @@ class PrefillControl:
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms and offers that an engine or a peer still has to do with. Any thread may
-        ask."""
+        """Rooms and offers that an engine or a peer still has to do with. Any thread may ask."""
         return self._rooms.num_claimed + len(self._offers)
 
     def rooms(self) -> Iterable[SenderRoom]:
@@ -285,8 +284,7 @@ class PrefillControl:
     # --- commands ---------------------------------------------------------------------------------
 
     def _add(self, command: AddRoom, now_s: float) -> None:
-        """A room may be promised already. Raises RequestError where the number's writes have not
-        ended."""
+        """It may be promised already. RequestError while the number's writes have not ended."""
         # 1. Has decode aborted it before it came? Taken even if for another prompt: see
         # `take_abort`.
         key = command.key
@@ -364,8 +362,7 @@ class PrefillControl:
         return True
 
     def _decline(self, command: DeclineRoom, now_s: float) -> None:
-        """Decode hears why, now or when it promises. A room that the engine has added is not
-        touched."""
+        """Decode hears why, now or when it promises. An added room is not touched."""
         key = command.key
         if self._aborts.take(key, command.digest) is None:  # else decode wants it no more
             room = self._rooms.get(key)

@@ -33,16 +33,14 @@ class EarlyAborts:
         self._aborted: dict[str, dict[RoomKey, _Early]] = {}
 
     def keep(self, key: RoomKey, abort: Abort, peer: Peer, now_s: float) -> None:
-        """Remember an abort for `parked_timeout_s`: the engine's request fails at once. Bounded per
-        worker."""
+        """Keep an abort for `parked_timeout_s`: its request fails at once. Bounded per worker."""
         error = abort_error(abort.reason[:_MAX_REASON], abort.versions)
         self.keep_end(key, error, (abort.ticket, abort.digest), peer, now_s)
 
     def keep_end(
         self, key: RoomKey, error: TransferError, use: tuple[int, bytes], peer: Peer, now_s: float
     ) -> None:
-        """Remember that a use of the room has ended with `error`; `use` is its ticket and
-        digest."""
+        """Keep that a use of the room has ended with `error`; `use` is its ticket and digest."""
         ticket, digest = use
         # Even if the abort finds no space below, the use is over: a late promise for it is refused.
         peer.past.add((key, ticket), answered=True)

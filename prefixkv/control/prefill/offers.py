@@ -63,8 +63,7 @@ class Offers:
         return self._open.get(key.numbers)
 
     def end(self, numbers: Numbers, why: str, now_s: float) -> bool:
-        """Close an offer and remember why for `parked_timeout_s`; return False if it was not
-        open."""
+        """Close an offer and remember why for `parked_timeout_s`; False if it was not open."""
         if (offer := self._open.pop(numbers, None)) is None:
             return False
         self._closed[numbers] = _Closed(offer, why, now_s + self._timing.parked_timeout_s)

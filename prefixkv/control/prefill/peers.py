@@ -179,8 +179,7 @@ class Peer:
 
 
 def _has_repeats(pages: npt.NDArray[np.int32], num_pages: int) -> bool:
-    """O(pages + pool): a mark for each page of the pool. Few pages of a large pool are sorted
-    instead."""
+    """O(pages + pool): a mark per page. Few pages of a large pool are sorted instead."""
     if len(pages) < 2:  # of a full hit
         return False
     if num_pages > 64 * len(pages):

@@ -138,8 +138,7 @@ class SenderRooms:
         return room
 
     def on(self, room: SenderRoom, event: sender.SenderEvent, now_s: float) -> None:
-        """Give an event to a room's machine and carry out its actions; drop the room once it is
-        over."""
+        """Give an event to a room's machine and carry out its actions; drop it once it is over."""
         key = room.key
         open_before = not room.poll.ended
         for action in room.on(event, now_s):

@@ -52,8 +52,7 @@ CONNECTION_BROKEN: Final = (
 
 
 class NixlAgent:
-    """An agent with the memory of pool, staging area and state registered. Owned by the transport
-    thread.
+    """An agent with pool, staging area and state registered. Owned by the transport thread.
 
     `lists` are descriptor lists that are kept only for posts under way. `unproven` are the jobs
     with a part that failed after it was posted here: such a part may still land until `destroy`.

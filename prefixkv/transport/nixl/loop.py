@@ -221,8 +221,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         peer.routes, peer.retry_at = None, 0.0
 
     def _connect(self, peer: NixlPeer) -> None:
-        """Never with a post in flight: NIXL forgets the state of a handle if its peer is
-        removed."""
+        """Never with a post in flight: NIXL forgets a handle's state with its peer."""
         try:
             # Unloaded first, also what an attempt before has half done.
             peer.unload(self._agent)

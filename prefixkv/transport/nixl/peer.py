@@ -15,8 +15,7 @@ from prefixkv.transport.routes import PeerMemory, Routes
 
 
 def nixl_name(peer: PeerId) -> str:
-    """Return the agent's name, with the incarnation: a restarted peer is never taken for its former
-    self."""
+    """Return the agent's name, with the incarnation: a restarted peer has another."""
     return f"{peer.name}#{peer.incarnation}"
 
 

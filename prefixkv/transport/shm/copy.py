@@ -1,5 +1,4 @@
-"""Copies from our addresses to a peer's memory that is mapped here, in one pass where blocks are
-large.
+"""Copies from our addresses to a peer's mapped memory, in one pass where blocks are large.
 
 A job's blocks are cut into parts as for NIXL, but in another order: where runs lie inside each
 other's pages (the tokens of a slice of heads), a page's blocks come one after the other, so that
@@ -124,8 +123,7 @@ class CopyPlan:
         self._scratch: dict[int, Any] = {}  # buffers by unit, reused by each copy
 
     def copy(self, part: Part, src_pages: Pages, dst_pages: Pages) -> None:
-        """Copy blocks `part.start` to `part.stop` of the part's group. The pages are checked
-        already."""
+        """Copy blocks `part.start` to `part.stop` of the part's group. The pages are checked."""
         plan = self._plans[self._first_run.index(part.group.first_run)]
         # 1. Bundles at equal steps: strided copies.
         if plan.heads is not None:
@@ -181,8 +179,7 @@ class CopyPlan:
             targets[d:d_end:dst_step] = sources[s:s_end:src_step]
 
     def _by_rows(self, plan: _GroupPlan, src: Int64s, dst: Int64s) -> None:
-        """Gather small blocks into the scratch buffer and scatter them from there, piece by
-        piece."""
+        """Gather small blocks into the scratch buffer and scatter them from there."""
         if plan.num_units > 1:
             inner = np.arange(plan.num_units, dtype=np.int64)
             src, dst = (src[:, None] + inner).ravel(), (dst[:, None] + inner).ravel()

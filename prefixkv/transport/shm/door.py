@@ -102,8 +102,7 @@ class ShmListener:
                 self._read(fd, arrived, 1 << 20)
 
     def turn_out(self, now_s: float) -> None:
-        """Close the links that have not said the token in time; watch the listener again if it is
-        time."""
+        """Close the links that have not said the token in time; watch the listener again if due."""
         if self._unwatched_until_s is not None and self._unwatched_until_s <= now_s:
             self._unwatched_until_s = None
             self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
@@ -145,8 +144,7 @@ class ShmListener:
         self._read(link.fileno(), arrived, 1)
 
     def _make_room(self) -> None:
-        """Close the oldest stranger if there are too many. Raises HandshakeError if all links are
-        writers."""
+        """Close the oldest stranger if there are too many. HandshakeError if all are writers."""
         strangers = [fd for fd, (_, until_s) in self._links.items() if until_s is not None]
         if len(strangers) < _MAX_STRANGERS and len(self._links) < _MAX_LINKS:
             return

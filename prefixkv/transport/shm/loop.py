@@ -52,8 +52,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
         staging: StagingArea | None, state: StateLayout | None, met: Met | None = None,
     ) -> None:  # fmt: skip
-        """Open the door, if all memory is shared. Raises OSError if the system lacks what this
-        needs."""
+        """Open the door, if all memory is shared. OSError if the system lacks what this needs."""
         super().__init__(layout, sink, config, staging, state, _BLOCKS_A_PART)
         self._met = met
         self._epoll = select.epoll()
@@ -276,8 +275,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
             self.emit(Settled(token))
 
     def destroy(self) -> None:
-        """Give all memory of peers back, then end every job: nothing of ours can land from now
-        on."""
+        """Give all memory of peers back, then end every job: nothing of ours can land."""
         # Unmapped before the jobs end as drained.
         for peer in self._peers.values():
             peer.disconnect()

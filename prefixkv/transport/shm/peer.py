@@ -126,8 +126,7 @@ class ShmLink:
         return here - block.address
 
     def populate(self) -> None:
-        """Bring one stretch of pages into this process's page table, so that no copy waits for that
-        later.
+        """Bring one stretch of pages into this process's page table, so that no copy waits for it.
 
         Only pages that the Hello names, and that the peer has itself. Raises HandshakeError if
         memory cannot be had, or has a hole, which would become memory of ours.

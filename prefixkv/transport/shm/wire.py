@@ -1,5 +1,4 @@
-"""The protocol between two shm transports: the offer that travels in Hello, and the packets between
-them.
+"""The protocol of two shm transports: the offer in Hello, and the packets between them.
 
 Decode listens on an abstract unix socket. The offer names it, with a token that only the control
 plane carries. Prefill connects, says the token, and gets descriptors of the memory (SCM_RIGHTS)
