@@ -94,6 +94,7 @@ class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     at_checkpoints: bool = False
 
     def encode(self) -> bytes:
+        """Return the batch as msgpack."""
         return msgspec.msgpack.encode(self)
 
     @staticmethod

@@ -95,6 +95,7 @@ class TreeNode:
 
     @property
     def start(self) -> int:
+        """Pages from the root to the start of this node."""
         return self.parent.end if self.parent is not None else 0
 
     @property

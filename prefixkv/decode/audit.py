@@ -1,4 +1,5 @@
-"""Laws of decode's scheduler and of its queue: pages, budget, lanes and requests agree."""
+"""Laws between the parts of a scheduler and of its queue: pages, budget, lanes and requests
+agree."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ NOT_ENTERED, LEFT = 0, -1  # in place of a want's number: not entered yet; waits
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request in a lane of decode's queue, or aside, and the result of the last look at it.
+    """A request in a lane, or aside, and the result of the last look at it.
 
     `arrival` numbers the queue's waiters. `is_returned`: it was admitted before. `since_s` is when
     it came, None for one that came back since the last pass.

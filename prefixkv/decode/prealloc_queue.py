@@ -73,8 +73,7 @@ class DecodePreallocQueue:
 
     Args:
         reserve_tokens: space kept for a request's output when it is admitted (never more than it
-            may still generate).
-        policy: a name, or an `AdmissionPolicy`.
+            may still generate).    policy: a name, or an `AdmissionPolicy`.
         patience_s: a request that has waited this long is overtaken by nothing.
         waiting_timeout_s: how long a request may wait to be admitted, if it sets no `deadline_s` of
             its own; and how long one may that was admitted before and came back, in any case.

@@ -57,6 +57,7 @@ class PoolGroup:
     step_tokens: int = 16
 
     def check(self) -> None:
+        """Raise ConfigError for a group that cannot be."""
         if not isinstance(self.name, str) or not 0 < len(self.name) <= 64:
             raise ConfigError(
                 f"a group's name is {shown(self.name)}, 1 to 64 characters are needed"

@@ -374,6 +374,7 @@ class WindowGroups(tuple[WindowGroup, ...]):
         return tuple(found)
 
     def slide(self, row: int, num_tokens: int) -> None:
+        """`WindowGroup.slide` in each group."""
         for group in self:
             group.slide(row, num_tokens)
 

@@ -532,14 +532,14 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._command(Fence(peer_id(peer, incarnation)))
 
     def fence_rank(self, rank: int, after: DeviceEvent | None = None) -> None:
-        """Take the caller's word that the process of another rank of this decode worker is dead.
+        """Take the caller's word that the process of another rank of this worker is dead.
 
-        The worker computes no more: every request ends with a PeerLostError and comes out of
-        `pop_failed`, `add` takes none, and no page waits for that rank. So `drain` becomes True as
-        on a worker of the ranks that are left; these go on to get the log until then. What the dead
-        one said that comes later is left out. `rank`: from 1. Never one that lives: its pages would
-        be used while prefill writes them. `after`: as of `abort`, for the pages of the requests
-        that end. Raises CallerError: there is no such rank. Nothing was changed.
+        Every request ends with a PeerLostError and comes out of `pop_failed`, `add` takes none, and
+        no page waits for that rank. So `drain` becomes True as on a worker of the ranks that are
+        left; these go on to get the log until then. What the dead one said that comes later is left
+        out. `rank`: from 1. Never one that lives: its pages would be used while prefill writes
+        them. `after`: as of `abort`, for the pages of the requests that end. Raises CallerError:
+        there is no such rank. Nothing was changed.
         """
         check_event("after", after)
         self._leader.fence(rank, self._pump(), after)

@@ -265,13 +265,12 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
     def fence_rank(self, rank: int) -> None:
         """Take the caller's word that the process of a `PrefillRank` of this worker is dead.
 
-        The worker computes no more: every request ends with a PeerLostError and comes out of
-        `pop_failed` (but one that has been sent, out of `pop_sent`), decode hears of it at once,
-        `add` takes none, and no page waits for that rank. So `drain` becomes True as on a worker of
-        the ranks that are left; these go on to get the log until then. What the dead one said that
-        comes later is left out. `rank`: from 1. Never one that lives: it would send what is in its
-        pages then. Raises CallerError: there is no such rank, or the node was built without
-        `ranks`. Nothing was changed.
+        Every request ends with a PeerLostError and comes out of `pop_failed` (but one that has been
+        sent, out of `pop_sent`), decode hears of it at once, `add` takes none, and no page waits
+        for that rank. So `drain` becomes True as on a worker of the ranks that are left; these go
+        on to get the log until then. What the dead one said that comes later is left out. `rank`:
+        from 1. Never one that lives: it would send what is in its pages then. Raises CallerError:
+        there is no such rank, or the node was built without `ranks`. Nothing was changed.
         """
         rooms = self._led_rooms
         now_s, error = self._pump(), rooms.death(rank)
