@@ -1,5 +1,4 @@
-"""prefixkv: a decode-side radix prefix cache and scheduler for prefill/decode disaggregation, over
-NIXL.
+"""A decode-side radix prefix cache and scheduler for prefill/decode disaggregation, over NIXL.
 
 These names are for the author of an engine. `prefixkv.transfer` is the transfer side alone, for an
 engine that owns its pages and its prefix cache; `prefixkv.spi` is for the author of an adapter;

@@ -15,11 +15,8 @@ from typing import Any
 def lazy_names(
     module: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for `module`, whose names are loaded when first used, from
-    where `homes` says.
-
-    A home is a module below `prefixkv`, written without that prefix.
-    """
+    """Return `__getattr__` and `__dir__` for `module`. `homes` has the module of each name, below
+    `prefixkv`."""
     space = vars(sys.modules[module])
 
     def load(name: str) -> Any:

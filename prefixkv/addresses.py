@@ -36,8 +36,7 @@ def is_loopback(address: str) -> bool:
 
 
 def check_address(address: str) -> None:
-    """Raise ValueError for a socket address that zmq would take for another, or reject without a
-    clear reason."""
+    """Raise ValueError for a socket address that zmq would misread, or reject unclearly."""
     scheme, _, rest = address.partition("://")
     if not rest or scheme not in ("tcp", "ipc", "inproc"):
         raise ValueError(

@@ -1,5 +1,4 @@
-"""The order in which requests that wait for pages are tried: a policy ranks them, the queue does
-the rest.
+"""The order in which requests that wait for pages are tried: a policy ranks them.
 
 Under every policy requests that were admitted before come first, and a request that has waited for
 `patience_s` is overtaken by nothing. A policy sees a request and an estimate, never the queue: it
@@ -52,11 +51,10 @@ class AdmissionPolicy:
     estimate `new_pages`."""
 
     def rank(self, req: Any, new_pages: int) -> Rank:
-        """Return the rank by which this admission policy tries a waiting decode request. Called
-        when the request comes, and after each new match. `req` is a `DecodeRequest`.
+        """Return the rank of a waiting `DecodeRequest`; called at first, and after each new match.
 
-        `new_pages`: how many pages prefill would have to send. That is an estimate: the tree may
-        have changed by the time the request is admitted.
+        `new_pages`: pages that prefill would have to send, an estimate: the tree may change until
+        the request is admitted.
         """
         # All ranks are equal, so the order is that of arrival.
         return 0
@@ -68,9 +66,7 @@ P = TypeVar("P", bound=type[AdmissionPolicy])
 
 
 def register_admission(policy: P) -> P:
-    """Register an admission policy's class under its `name` (decorator); it replaces one of the
-    same name.
-    """
+    """Register a policy's class under its `name` (decorator), in place of one of the same name."""
     _POLICIES.add(policy)
     return policy
 
@@ -86,9 +82,7 @@ def explain_admission(name: str) -> str:
 
 
 def make_admission(policy: str | Admission) -> Admission:
-    """Return an admission policy by name, or the object itself. Raises ConfigError for an unknown
-    name.
-    """
+    """Return a policy by name, or the object itself. Raises ConfigError for an unknown name."""
     return _POLICIES.make(cast("str | AdmissionPolicy", policy))
 
 
@@ -97,9 +91,7 @@ register_admission(AdmissionPolicy)
 
 @register_admission
 class FewestNewPages(AdmissionPolicy):
-    """Admission policy that tries the request that needs the fewest new pages first, and lets it
-    overtake.
-    """
+    """Try the request that needs the fewest new pages first, and let it overtake."""
 
     # A request that needs few new pages has most of its prompt in the cache, or a short prompt: it
     # is served soonest, and takes least from the others. `patience_s` bounds how long it may
@@ -113,10 +105,7 @@ class FewestNewPages(AdmissionPolicy):
 
 @register_admission
 class HighestPriority(AdmissionPolicy):
-    """Admission policy that follows `Request.priority`, the highest first.
-
-    A request that does not fit is overtaken by those of higher priority only.
-    """
+    """Follow `Request.priority`, the highest first; only those of higher priority overtake."""
 
     name = "priority"
 

@@ -58,8 +58,7 @@ MAX_VERSION_CHARS = 256
 
 
 def check_version(version: str) -> str:
-    """Return a configured weights version. Raises ConfigError for one that is too long, or does not
-    print."""
+    """Return a weights version. Raises ConfigError if it is too long, or does not print."""
     check_kind("weights_version", version, str)
     if not version.isprintable():
         raise ConfigError(f"weights_version: {version!r} has characters that do not print")
@@ -262,20 +261,17 @@ class TransportConfig:
 
     @property
     def spin_s(self) -> float:
-        """Time for which, by its config, the transport's empty polls follow each other without a
-        sleep."""
+        """Time for which empty polls follow each other without a sleep."""
         return _SPIN_S * self.polling
 
     @property
     def sleep_s(self) -> float:
-        """Sleep between two polls that the config gives the transport once it has spun for
-        `spin_s`."""
+        """Sleep between two polls after `spin_s`."""
         return _SLEEP_S * self.polling
 
     @property
     def idle_sleep_s(self) -> float:
-        """The shortest sleep that the config gives the transport once it has been quiet for
-        longer."""
+        """The shortest sleep after a longer quiet."""
         return _IDLE_SLEEP_S * self.polling
 
 
@@ -292,8 +288,7 @@ class PageSettings(TypedDict, total=False):
 
 
 def check_reserved(reserved_pages: int, num_pages: int) -> int:
-    """Return the reserved pages of a configured worker. Raises ConfigError if its pool of
-    `num_pages` has no others."""
+    """Return `reserved_pages`. Raises ConfigError if the pool has no others."""
     if reserved_pages >= num_pages:
         raise ConfigError(f"reserved_pages: {reserved_pages} leaves none of {num_pages} pages")
     return reserved_pages
@@ -306,8 +301,7 @@ class Retarget(Protocol):
 
 
 def _check_names(policy: str | Policy, admission: str | Admission = "fifo") -> None:
-    """Raise ConfigError, with the nearest name, if a worker's config names an eviction or admission
-    policy that is not registered."""
+    """Raise ConfigError, with the nearest name, for an unregistered policy."""
     for setting, given in (("policy", policy), ("admission", admission)):
         # Both look like what is meant, and an object is what a node needs.
         if isinstance(given, type):
@@ -453,8 +447,8 @@ class HostConfig:
             )
 
     def pages_of(self, pool_pages: int, page_bytes: int) -> int:
-        """Return how many pages the configured host memory has, for a pool of `pool_pages`, each of
-        `page_bytes` on this rank. Raises ConfigError for none."""
+        """Return how many pages fit, each of `page_bytes` on this rank. Raises ConfigError for
+        none."""
         if self.num_pages:
             return self.num_pages
         if not self.num_bytes:
@@ -575,8 +569,7 @@ class DecodeConfig:
             raise ConfigError(f"retarget: {shown(self.retarget)} is not a function")
 
     def for_page_manager(self, num_pages: int, num_slots: int = 0) -> PageSettings:
-        """Return what this config of a decode worker gives a `PageManager` as arguments, besides
-        its sizes, alike on every rank."""
+        """Return the arguments of a `PageManager` besides its sizes, alike on every rank."""
         return {
             "caching": self.cache,
             "policy": self.policy,
@@ -589,20 +582,20 @@ class DecodeConfig:
 
     @property
     def num_retries(self) -> int:
-        """`max_retries` of this config of a decode worker as a number."""
+        """`max_retries` as a number."""
         if self.max_retries is None:
             return int(self.failure_policy == "retry")
         return self.max_retries
 
     @property
     def admission_patience_s(self) -> float:
-        """`patience_s` of this config of a decode worker, but at most half of the time that a
-        request may wait: else one that fits might be overtaken until it fails."""
+        """`patience_s`, at most half of what a request may wait: else one that fits could be
+        overtaken until it fails."""
         return min(self.patience_s, self.admission_wait_s / 2)
 
     @property
     def admission_wait_s(self) -> float:
-        """`waiting_timeout_s` of this config of a decode worker as a number."""
+        """`waiting_timeout_s` as a number."""
         if self.waiting_timeout_s is None:
             return self.control.longest_wait_s
         return self.waiting_timeout_s

@@ -56,14 +56,12 @@ def is_empty(sock: _Socket) -> bool:
 
 
 class Newcomers:
-    """The accepted TCP connections by which no message has come: of more than `most`, the oldest
-    is ended.
+    """The accepted TCP connections without a message yet: of more than `most`, the oldest is ended.
 
     So connections that do not shake hands cannot take all descriptors. Those of a PUB socket, which
     hears no messages, are newcomers for as long as they last.
 
-    Created before the socket is bound, and called by its owner. `counters` has "connections_cut"
-    once one was ended.
+    Created before the socket is bound. `counters` has "connections_cut" once one was ended.
     """
 
     def __init__(self, sock: _Socket, most: int, counters: Counter[str]) -> None:
@@ -81,8 +79,7 @@ class Newcomers:
         self.monitor.connect(address)
 
     def read(self) -> list[int]:
-        """Take what libzmq reports of the socket's connections; return its codes of handshakes that
-        have failed."""
+        """Take what libzmq reports of the connections; return the codes of failed handshakes."""
         failed: list[int] = []
         with suppress(zmq.Again):
             while True:
@@ -102,7 +99,7 @@ class Newcomers:
         return failed
 
     def heard(self, frame: zmq.Frame) -> None:
-        """Take note that a message has come, of which this is a part."""
+        """Note that a message has come, of which this is a part."""
         if self._accepted:  # else the descriptor need not be looked up
             with suppress(zmq.ZMQError):  # ipc
                 self._accepted.pop(int(frame.get(zmq.SRCFD)), None)
@@ -114,7 +111,7 @@ class Newcomers:
         self.monitor.close(linger=0)
 
     def _end(self, fd: int) -> None:
-        """End a connection: libzmq sees its end. No-op if the descriptor is another's by now."""
+        """No-op if the descriptor is another's by now."""
         port = self._sock.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as link:
             is_tcp = link.family in (socket.AF_INET, socket.AF_INET6)

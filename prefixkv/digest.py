@@ -24,16 +24,12 @@ updated."""
 
 
 def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
-    """Return a digest of 32 bytes that names a prompt. About 4 us for 1,024 tokens.
+    """Return a digest of 32 bytes that names a prompt. O(tokens).
 
-    It is the same in every process for equal tokens and namespaces, and for no others.
-
-    Args:
-        tokens: as of `RadixKey`; a key's own namespace counts if none is given.
-        namespace: None, an int, a str, bytes, or a tuple of these.
-    Raises:
-        TokenError: tokens that are not integers in [0, 2**31).
-        RequestError: another namespace: its bytes are not the same in every process.
+    It is the same in every process for equal tokens and namespaces, and for no others. `tokens`: as
+    of `RadixKey`; a key's own namespace counts if none is given. `namespace`: None, an int, a str,
+    bytes, or a tuple of these. Raises TokenError: tokens that are not integers in [0, 2**31).
+    RequestError: another namespace: its bytes are not the same in every process.
     """
     key = tokens if type(tokens) is RadixKey and namespace is None else RadixKey(tokens, namespace)
     key.check()
@@ -43,12 +39,7 @@ def prompt_digest(tokens: TokensLike, namespace: Hashable = None) -> bytes:
 
 
 def begin_hash(namespace: Hashable) -> PathHash:
-    """Return the path hash of no tokens in a namespace. `prompt_digest` is its digest once it was
-    updated with a key's packed tokens.
-
-    Raises:
-        RequestError: a namespace that `prompt_digest` refuses.
-    """
+    """Return the path hash of no tokens in a namespace. Raises as `prompt_digest` does."""
     if namespace is None:
         return _COMMON.copy()
     try:
@@ -60,14 +51,12 @@ def begin_hash(namespace: Hashable) -> PathHash:
 
 
 def _begin(named: bytes) -> PathHash:
-    """Return the path hash, and digest, of a namespace's canonical bytes alone."""
     # The length first: else a longer namespace with fewer tokens could give the same bytes.
     return blake2b(len(named).to_bytes(8, "little") + named, digest_size=DIGEST_BYTES)
 
 
 def check_digest(digest: bytes) -> bytes:
-    """Return a prompt's digest as bytes. Raises RequestError unless it is bytes, 16 to 64 of
-    them."""
+    """Return a prompt's digest as bytes. Raises RequestError unless it is 16 to 64 bytes."""
     if not isinstance(digest, bytes | bytearray | memoryview):
         raise RequestError(f"digest is {shown(digest)}, bytes are needed: `prefixkv.prompt_digest`")
     if not MIN_DIGEST_BYTES <= len(raw := bytes(digest)) <= MAX_DIGEST_BYTES:
@@ -77,10 +66,7 @@ def check_digest(digest: bytes) -> bytes:
 
 
 def _canonical(namespace: Hashable) -> bytes:
-    """Return for a digest the same bytes for equal namespaces, and different bytes for others.
-
-    They are a letter for the type, the size, and the value. Raises RequestError for other types.
-    """
+    """Return the same bytes for equal namespaces, others for different ones: type, size, value."""
     match namespace:
         case None:
             letter, value = b"n", b""

@@ -43,8 +43,7 @@ class PageStateError(CallerError):
 
 
 class RequestError(CallerError):
-    """A request that cannot be taken: too long for the pool, a duplicate id, a room in use, ended
-    already."""
+    """Cannot be taken: too long for the pool, a duplicate id, a room in use, ended."""
 
 
 class AuxTooLargeError(CallerError):
@@ -97,8 +96,7 @@ class OutOfPagesError(CapacityError):
 
 
 class AdmissionTimeoutError(CapacityError):
-    """A request was not admitted by its deadline: there was no room for it, or others came
-    first."""
+    """A request was not admitted by its deadline: there was no room, or others came first."""
 
 
 # --- a peer's -----------------------------------------------------------------------------------
@@ -159,8 +157,7 @@ class HandshakeError(PeerError):
         self.option = option
 
     def named(self, options: Mapping[str, str]) -> HandshakeError:
-        """Return this error of a handshake with the engine's option, if `options` has one for the
-        field.
+        """Return this error with the engine's option, if `options` has one for the field.
 
         A tag is words of the form `key=value`. Each word counts as a field, and those that differ
         are named.
@@ -184,7 +181,6 @@ class HandshakeError(PeerError):
 
 
 def _fields_of(field: str, ours: object, theirs: object) -> list[str]:
-    """Return for a HandshakeError those words of two tags that differ, each as a field."""
     if not isinstance(ours, str) or not isinstance(theirs, str):
         return []
     # Words that only one side has. Listed in the order of both tags, so that the message is stable.
@@ -203,8 +199,7 @@ class NameTakenError(HandshakeError):
         self.reason, self.option = "is taken", ""
 
     def named(self, options: Mapping[str, str]) -> HandshakeError:
-        """Return this refusal of a name as it is: the name of a worker is no property of its
-        model."""
+        """Return this error: the name of a worker is no property of its model."""
         return self
 
 
@@ -218,8 +213,7 @@ class RefusedError(HandshakeError):
         self.reason, self.option = "", ""
 
     def named(self, options: Mapping[str, str]) -> HandshakeError:
-        """Return this refusal by a peer as it is: an option is named in its words, if there is
-        one."""
+        """Return this error: it has the peer's own words."""
         return self
 
 
@@ -233,7 +227,7 @@ class MetadataError(HandshakeError):
         self.reason, self.option = "is refused", ""
 
     def named(self, options: Mapping[str, str]) -> HandshakeError:
-        """Return this error of NIXL metadata as it is: no option sets the metadata."""
+        """Return this error: no option sets the metadata."""
         return self
 
 
@@ -260,8 +254,7 @@ class PeerLostError(TransferError):
 
 
 class PromptMismatchError(TransferError):
-    """Decode and prefill were given different prompts, or namespaces, for one room. Nothing was
-    written."""
+    """Two sides were given different prompts or namespaces for one room. Nothing was written."""
 
 
 class WeightsVersionError(TransferError):
@@ -289,12 +282,11 @@ class WeightsVersionError(TransferError):
 
     @property
     def versions(self) -> tuple[str, str]:
-        """Version of the weights that the error's request has, and the other one."""
+        """Version that the request has, and the other version."""
         return self.request_version, self.current_version
 
     def named(self, options: Mapping[str, str]) -> WeightsVersionError:
-        """Return this error with the engine's option, if `options` has one for
-        `weights_version`."""
+        """Return this error with the engine's option for `weights_version`, if there is one."""
         option = options.get("weights_version", "")
         return WeightsVersionError(*self.versions, self.whose, option) if option else self
 
@@ -318,8 +310,8 @@ class InternalError(PrefixKVError, AssertionError):
 
 
 class UserErrors:
-    """Exceptions of the user's code (an admission policy, a log handler, an event), caught while
-    state was changed.
+    """Exceptions of the user's code (a policy, a log handler, an event), caught while state was
+    changed.
 
     The change goes on without the user's result. A later call raises the first of them, before it
     changes anything: each at most once, and never two calls in a row, so that a loop that continues
@@ -334,21 +326,19 @@ class UserErrors:
         self._raised_last = False
 
     def caught(self, error: Exception) -> None:
-        """Note an exception of the user's code (a policy, a log handler), to be raised later. Call
-        it in the handler that caught it."""
+        """Note an exception, to be raised later. Call it in the handler that caught it."""
         self.num += 1
         if self.due is None:
             self.due = error
 
     def said(self, what: str, error: Exception) -> None:
-        """Count an exception of the user's code that is not to be raised, and hand it to `say`."""
+        """Count an exception that is not to be raised, and hand it to `say`."""
         self.num += 1
         if self.say is not None:
             self.say("\n".join([what, *format_exception(error)]))
 
     def raise_due(self) -> None:
-        """Raise the first exception of the user's code since the last one raised, but not in two
-        calls in a row."""
+        """Raise the first exception since the last one raised, but never in two calls in a row."""
         if self._raised_last or self.due is None:
             self._raised_last = False
             return
@@ -362,8 +352,7 @@ class UserErrors:
 
 
 def travels(text: str) -> bool:
-    """Return whether a caller's text can be in a message: it has no unpaired surrogates, which
-    JSON's escapes can make.
+    """Return whether a message can carry `text`: it has no unpaired surrogates, as of JSON.
 
     >>> travels("id-1"), travels("\\ud800")
     (True, False)
@@ -378,8 +367,7 @@ def travels(text: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return an argument as an error shows it, cut to 100 characters. Never raises: it may be
-    anything, a number of more digits than Python prints, say.
+    """Return an argument as an error shows it, cut to 100 characters. Never raises.
 
     >>> shown([1, 2]), shown(10**5000)
     ('[1, 2]', 'a int')
@@ -414,7 +402,7 @@ def shown_namespace(namespace: object) -> str:
 
 
 def check_laws(laws: Mapping[str, bool], *state: object) -> None:
-    """Raise InternalError, an error of ours, naming each law that is broken, with the state.
+    """Raise InternalError, naming each law that is broken, with the state.
 
     >>> check_laws({"every page has one owner": False}, "pages 3 and 4")
     Traceback (most recent call last):
@@ -425,6 +413,6 @@ def check_laws(laws: Mapping[str, bool], *state: object) -> None:
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raise ConfigError, the caller's error, unless `value` is in [low, high]."""
+    """Raise ConfigError unless `value` is in [low, high]."""
     if not low <= value <= high:
         raise ConfigError(f"{name} is {shown(value)}, must be in [{low}, {high}]")

@@ -32,7 +32,7 @@ _INT32 = np.dtype(np.int32)
 
 
 def page_floor(num_tokens: int, page_size: int) -> int:
-    """Round down to whole pages: return the largest whole-page token count not above `num_tokens`.
+    """Return the largest whole-page token count not above `num_tokens`.
 
     >>> page_floor(130, page_size=64)
     128
@@ -41,7 +41,7 @@ def page_floor(num_tokens: int, page_size: int) -> int:
 
 
 def whole_pages(num_tokens: int, page_size: int) -> int:
-    """Turn tokens into pages: return how many whole pages `num_tokens` fill.
+    """Return how many whole pages `num_tokens` fill.
 
     >>> whole_pages(130, page_size=64)
     2
@@ -50,7 +50,7 @@ def whole_pages(num_tokens: int, page_size: int) -> int:
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """Turn tokens into pages: return how many hold `num_tokens`, a partial last page included.
+    """Return how many pages hold `num_tokens`, a partial last page included.
 
     >>> pages_for(130, page_size=64)
     3
@@ -62,14 +62,10 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 
 def as_pages(pages: PageIds) -> Pages:
-    """Return `pages`, page ids from anywhere, as int32 [n]: the array itself if it is one, else a
-    copy.
+    """Return page ids as int32 [n]: the array itself if it is one, else a copy.
 
-    It does not check the bounds of a pool.
-
-    Raises:
-        PageStateError: another shape, no integers, or a value beyond int32 (a cast would wrap it
-            round to some other page).
+    It checks no bounds. Raises PageStateError for another shape, no integers, or a value beyond
+    int32, which a cast would wrap round to some other page.
     """
     array: npt.NDArray[Any] = pages if isinstance(pages, np.ndarray) else _as_array(pages)
     if array.ndim != 1:
@@ -87,8 +83,7 @@ def as_pages(pages: PageIds) -> Pages:
 
 
 def _as_array(pages: Any) -> npt.NDArray[Any]:
-    """Return what page ids are handed over in as an array. Raises PageStateError for what numpy
-    makes none of."""
+    """Raises PageStateError for what numpy makes no array of."""
     # A tensor of torch, by what it can do: it may lie on a GPU.
     if (detach := getattr(pages, "detach", None)) is not None:
         pages = detach().cpu()
@@ -101,13 +96,10 @@ def _as_array(pages: Any) -> npt.NDArray[Any]:
 def checked_pages(
     pages: npt.NDArray[np.integer], num_pages: int, side: str, what: str = "page"
 ) -> Pages:
-    """Return `pages`, page ids from anywhere, as int32 after checking that each lies in [0,
-    num_pages).
+    """Return page ids as int32, each of them in [0, num_pages).
 
-    Every id passes here before it becomes an address.
-
-    Raises:
-        PageStateError: names the side, what is counted, and the id or the shape.
+    Every id passes here before it becomes an address. Raises PageStateError, which names the side,
+    what is counted, and the id or the shape.
     """
     if (
         not isinstance(pages, np.ndarray)
@@ -123,8 +115,7 @@ def checked_pages(
 
 
 def check_in_pool(pages: npt.NDArray[np.integer], num_pages: int, what: str = "page") -> None:
-    """Raise PageStateError, naming the first page id that is not in [0, num_pages), if there is
-    one."""
+    """Raise PageStateError, naming the first page id that is not in [0, num_pages)."""
     if len(pages) and (pages.min() < 0 or pages.max() >= num_pages):
         outside = pages[(pages < 0) | (pages >= num_pages)]
         raise PageStateError(f"{what} {outside[0]} is not in [0, {num_pages})")
@@ -134,18 +125,15 @@ def check_in_pool(pages: npt.NDArray[np.integer], num_pages: int, what: str = "p
 
 
 def page_table(rows: Sequence[Pages], width: int | None = None, pad: int = 0) -> Pages:
-    """Build from requests' page ids the page table of a batch, padded, as an engine's kernels take
-    it. O(its size).
-
-    It is called "block table" in vLLM and FlashAttention, "page table" in SGLang.
+    """Return the page table ("block table" in vLLM) of a batch, padded. O(its size).
 
     Args:
         rows: for each request its page ids in order, as `req.pages` has them.
         width: columns; longer rows are cut off there. None: as many as the longest row has.
         pad: page id behind the end of a shorter row: a page that may be read, and counts for
             nothing.
-    Returns:
-        int32 [len(rows), width].
+
+    Returns int32 [len(rows), width].
 
     >>> page_table([np.array([7, 3], np.int32), np.array([5], np.int32)]).tolist()
     [[7, 3], [5, 0]]
@@ -162,18 +150,12 @@ def page_table(rows: Sequence[Pages], width: int | None = None, pad: int = 0) ->
 def slot_mapping(
     rows: Sequence[Pages], starts: Sequence[int], ends: Sequence[int], page_size: int
 ) -> npt.NDArray[np.int64]:
-    """Return the slots, worked out from page ids, for the KV of new tokens, one request after the
-    other.
+    """Return the slots for the KV of new tokens, one request after the other.
 
     Token i of a request is in slot `pages[i // page_size] * page_size + i % page_size` of its pool.
-
-    Args:
-        rows: for each request its page ids in order.
-        starts, ends: for each request the first new token, and the one behind the last.
-    Returns:
-        int64 [sum of ends - starts], slots in [0, num_pages * page_size).
-    Raises:
-        PageStateError: a range that its pages do not hold.
+    `rows`: for each request its page ids in order. `starts`, `ends`: for each request the first new
+    token, and the one behind the last. Returns int64 [sum of ends - starts], slots in [0, num_pages
+    * page_size). Raises PageStateError: a range that its pages do not hold.
 
     >>> slot_mapping([np.array([7, 3], np.int32)], [2], [5], page_size=4).tolist()
     [30, 31, 12]
@@ -201,8 +183,7 @@ def unit_pages(pages: Pages, fold: int, start: int, stop: int) -> Pages:
     >>> unit_pages(np.array([7, 3], np.int32), fold=4, start=2, stop=6).tolist()
     [30, 31, 12, 13]
 
-    Raises:
-        PageStateError: `pages` has no such units. ConfigError: one would not fit into an int32.
+    Raises PageStateError: `pages` has no such units. ConfigError: one would not fit into an int32.
     """
     if not 0 <= start <= stop <= len(pages) * fold:
         raise PageStateError(f"units {start} to {stop} of {len(pages)} pages of {fold}")

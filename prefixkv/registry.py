@@ -19,12 +19,8 @@ C = TypeVar("C", bound=type[Named])
 
 
 class Registry(Generic[T]):
-    """The classes of one kind, by name.
-
-    Args:
-        kind: what they are, for error texts.
-        base: the class that all of them derive from; it may be abstract.
-    """
+    """The classes of one kind, by name. `kind`: what they are, for error texts. `base`: the class
+    that all of them derive from; it may be abstract."""
 
     def __init__(self, kind: str, base: type[T]) -> None:
         self._kind = kind
@@ -32,12 +28,10 @@ class Registry(Generic[T]):
         self._classes: dict[str, type[T]] = {}
 
     def add(self, chosen: C) -> C:
-        """Make a class (a policy, say) available in the registry by its `name`, replacing one of
-        the same name. Works as a decorator.
+        """Add a class under its `name`, in place of one of the same name (decorator).
 
-        Raises:
-            ConfigError: it is no class derived from the base, or its name is no string. Nothing was
-                changed.
+        Raises ConfigError, with nothing changed, unless it is derived from the base and its name is
+        a string.
         """
         # Users call this too, so the types are checked, whatever the annotation says.
         given: Any = chosen
@@ -51,12 +45,11 @@ class Registry(Generic[T]):
         return chosen
 
     def names(self) -> list[str]:
-        """Return all names in the registry, sorted."""
+        """Return all names, sorted."""
         return sorted(self._classes)
 
     def explain(self, name: str) -> str:
-        """Say why no class of the registry can be chosen by `name`, with the names that there are
-        and the nearest of them; "" where one can."""
+        """Say why `name` names no class, with the known names and the nearest; "" where it does."""
         if name in self._classes:
             return ""
         near = get_close_matches(name, self.names(), n=1)
@@ -64,12 +57,8 @@ class Registry(Generic[T]):
         return f"{name!r} is not one of {', '.join(self.names())}{hint}"
 
     def make(self, chosen: str | T) -> T:
-        """Return a new object of the registry's class named `chosen`, with default settings; an
-        object is returned as is.
-
-        Raises:
-            ConfigError: an unknown name, or an object of another kind.
-        """
+        """Return a new object of the class named `chosen`, with default settings; an object as it
+        is. Raises ConfigError for an unknown name, or an object of another kind."""
         if isinstance(chosen, str):
             if why := self.explain(chosen):
                 raise ConfigError(f"{self._kind} {why}")

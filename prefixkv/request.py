@@ -52,9 +52,8 @@ class Request:
         may_compute: False where something else than its KV is wanted of prefill: decode does not
             compute it itself, whatever `DecodeConfig.compute` says.
 
-    Raises:
-        TokenError: tokens that are not integers in [0, 2**31).
-        RequestError: another argument of the wrong type or out of its range; names it.
+    Raises TokenError: tokens that are not integers in [0, 2**31). RequestError: another argument of
+    the wrong type or out of its range; names it.
 
     `digest` is the prompt's (`prompt_digest`), which both sides compare. A node works it out from
     what its tree knows of the prompt's beginning.
@@ -111,39 +110,34 @@ class Request:
 
     @property
     def digest(self) -> bytes:
-        """The prompt's digest (`prompt_digest`), 32 bytes. It is worked out when it is first
-        needed: O(tokens), 22 us for 8,192."""
+        """The prompt's digest, 32 bytes; worked out at first use, O(tokens)."""
         if not self._digest:
             self._digest = prompt_digest(self.key)
         return self._digest
 
     def know_digest(self, digest: bytes) -> None:
-        """Take over the request's digest from one that has worked it out otherwise."""
+        """Take over the digest, worked out elsewhere."""
         self._digest = digest
 
 
 def check_request(request: object) -> None:
-    """Raise RequestError for what is submitted and is no Request."""
     if not isinstance(request, Request):
         raise RequestError(f"request is a {type(request).__name__}, a Request is needed")
 
 
 def check_rid(rid: object) -> None:
-    """Raise RequestError for what cannot be a submitted request's id."""
     if not isinstance(rid, str):
         raise RequestError(f"rid is {shown(rid)}, the id of a request, a string, is needed")
 
 
 def check_event(name: str, event: object) -> None:
-    """Raise RequestError for what cannot say, for a request, when the device is done: neither None
-    nor an object with `query()`."""
+    """Raise RequestError unless `event` is None or has a `query()`."""
     if event is not None and not callable(getattr(event, "query", None)):
         raise RequestError(f"{name} is a {type(event).__name__}, it has no query()")
 
 
 def _check_namespace(namespace: Hashable) -> None:
-    """Raise RequestError for a submitted request's namespace that a dictionary would not find
-    again: a list, NaN."""
+    """Raise RequestError for a namespace that a dictionary would not find again: a list, NaN."""
     if namespace is None:
         return
     # `==` of an array raises ValueError where a truth value is needed, that of a tensor
@@ -161,8 +155,7 @@ def _check_namespace(namespace: Hashable) -> None:
 
 
 def _check_text(name: str, value: Any) -> None:
-    """Raise RequestError for a value of a submitted request that is no string, longer than needed,
-    or that no message between ranks carries: it may come from a client."""
+    """Raise RequestError for no string, a long one, or one that no message carries."""
     if not isinstance(value, str):
         raise RequestError(f"{name} is {shown(value)}, a string is needed")
     if len(value) > MAX_TEXT_CHARS:
@@ -174,8 +167,7 @@ def _check_text(name: str, value: Any) -> None:
 
 
 def whole_number(name: str, value: Any, low: int, end: int) -> int:
-    """Return `value` of a submitted request as an int in [low, end), else raise RequestError.
-    numpy's ints do not fit in a frame."""
+    """Return `value` as an int in [low, end), else raise RequestError. No frame takes numpy's."""
     if type(value) is int and low <= value < end:
         return value
     # Whatever is no integer becomes a value out of range: one error for both.
@@ -189,7 +181,6 @@ def whole_number(name: str, value: Any, low: int, end: int) -> int:
 
 
 def _seconds(name: str, value: Any) -> float:
-    """Return `value` of a submitted request as a float of at least 0, else raise RequestError."""
     try:
         seconds = float(value)
     except (TypeError, ValueError, OverflowError):

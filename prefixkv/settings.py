@@ -2,10 +2,10 @@
 
 A settings class is a frozen dataclass. The type of a field says its kind, unit and bounds
 (`heartbeat_s: Seconds = 1.0`), and `doc(...)` in it what `--help` says; a string below the field
-says more, for `--help-all` and `docs/reference/settings.md`. `__post_init__` calls
-`check_fields`, so the constructor refuses what a file, a variable or an option is refused for.
-Each ConfigError of a settings class begins with the field's name; the source and the table are put
-in front of it: "worker.toml: control.heartbeat_s: 0 is not above 0".
+says more, for `--help-all` and `docs/reference/settings.md`. `__post_init__` calls `check_fields`,
+so the constructor refuses what a file, a variable or an option is refused for. Each ConfigError of
+a settings class begins with the field's name; the source and the table are put in front of it:
+"worker.toml: control.heartbeat_s: 0 is not above 0".
 
 A field whose type is a settings class is a table, `[control]`; its field `heartbeat_s` is the
 option `--control-heartbeat-s` and the variable `PREFIXKV_CONTROL_HEARTBEAT_S`. With `flat` in its
@@ -66,8 +66,7 @@ Port = Annotated[int, Meta(ge=0, le=65_535)]
 
 
 def doc(text: str) -> Meta:
-    """Describe a setting in its annotation. Settings with a description are in `--help`, the others
-    in `--help-all` only."""
+    """Describe a setting in its annotation. Those without are in `--help-all` only."""
     return Meta(description=text)
 
 
@@ -78,8 +77,7 @@ class Kind(NamedTuple):
     metas: tuple[Meta, ...]
 
     def explain(self, value: Any) -> str:
-        """Say which bound of its setting a value of this type breaks; "" where it breaks none, or
-        is of another type."""
+        """Say which bound `value` breaks; "" where it breaks none, or is of another type."""
         if self.base is str and isinstance(value, str):
             return self._explain_length(len(value))
         is_mine = self.base is float or (self.base is int and isinstance(value, int))
@@ -105,7 +103,7 @@ class Kind(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Name of a setting's type for an operator."""
+        """Name of the type for an operator."""
         if get_origin(self.base) is Literal:
             return self.range
         names = {
@@ -116,7 +114,7 @@ class Kind(NamedTuple):
 
     @property
     def range(self) -> str:
-        """Unit and bounds of a setting, as `--help-all` shows them."""
+        """Unit and bounds, as `--help-all` shows them."""
         if get_origin(self.base) is Literal:
             return f"one of {', '.join(filter(None, get_args(self.base)))}"
         parts: list[str] = []
@@ -150,13 +148,12 @@ class Field(NamedTuple):
 
     @property
     def sentences(self) -> str:
-        """The string below the field in its class, for `--help-all` and `docs/reference`; else what
-        `--help` says."""
+        """The string below the field in its class, else what `--help` says."""
         return sentences_of(self.owner).get(self.name) or self.help
 
     @property
     def is_plain(self) -> bool:
-        """True if a file, a variable or an option can set this field of a settings class."""
+        """True if a file, a variable or an option can set this field."""
         return any(kind.base is not NoneType for kind in self.kinds)
 
     @property
@@ -164,14 +161,12 @@ class Field(NamedTuple):
         return any(get_origin(kind.base) is Mapping for kind in self.kinds)
 
     def check(self, value: Any) -> None:
-        """Raise ConfigError for a setting that a constructor was given. Objects are taken as they
-        are."""
+        """Raise ConfigError for a value that a constructor was given. Objects are not checked."""
         if not self.is_open and not isinstance(value, self.classes):
             self.convert(value, self.name)
 
     def convert(self, value: Any, where: str) -> Any:
-        """Convert data to the type of this field of a settings class. Raises ConfigError, which
-        begins with `where`, for a value of another type or out of its bounds."""
+        """Convert data to the field's type. A ConfigError begins with `where`."""
         if isinstance(value, Real) and not isinstance(value, bool):  # numbers of numpy, too
             value = int(value) if isinstance(value, Integral) else float(value)
         try:
@@ -185,8 +180,7 @@ class Field(NamedTuple):
         raise ConfigError(f"{where}: {reason}")
 
     def convert_text(self, text: str, where: str) -> Any:
-        """Convert a setting from the text of an option or a variable; a table is JSON. Raises
-        ConfigError."""
+        """Convert the text of an option or a variable; a table is JSON. Raises ConfigError."""
         # Without the bounds first: an error is to show the number, not its text.
         try:
             said = msgspec.json.decode(text) if self.is_mapping else text
@@ -207,7 +201,7 @@ _KNOWN: dict[type, tuple[Field, ...]] = {}
 
 
 def fields_of(kind: type) -> tuple[Field, ...]:
-    """Read the fields of a settings class, once per class."""
+    """Return the fields of a settings class, read once per class."""
     if kind not in _KNOWN:
         _KNOWN[kind] = tuple(_fields(kind))
     return _KNOWN[kind]
@@ -226,10 +220,7 @@ def _fields(kind: type) -> Iterator[Field]:
 
 @cache
 def sentences_of(kind: type) -> dict[str, str]:
-    """Read the strings that stand below fields of a class, by field; of its bases none.
-
-    Empty where the sources are not installed.
-    """
+    """Return the strings below a class's own fields; empty where the sources are not installed."""
     try:
         source = textwrap.dedent(inspect.getsource(kind))
     except OSError:
@@ -279,7 +270,6 @@ def _field(owner: type, name: str, default: Any, hint: Any, more: Mapping[str, A
 
 
 def _split(hint: Any) -> tuple[Any, tuple[Meta, ...]]:
-    """Part a setting's annotation from its bounds."""
     if get_origin(hint) is Annotated:
         return hint.__origin__, hint.__metadata__
     return hint, ()
@@ -294,22 +284,20 @@ def _is_nan(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a setting's value as an error's text shows it. A table, a list or an object may have
-    keys in it: its type alone."""
+    """A table, a list or an object may have keys in it: its type alone is shown."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return shown(value)
     return "a table" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
 
 def check_fields(config: Any) -> None:
-    """Raise ConfigError, which begins with its name, for a field of a settings object that is not
-    of the type it is declared as, or out of the bounds declared there."""
+    """Raise ConfigError for a field that is not of its declared type, or out of its bounds."""
     for field in fields_of(type(config)):
         field.check(getattr(config, field.name))
 
 
 def check_order(config: Any, low: str, high: str) -> None:
-    """Raise ConfigError for a setting `low` that is above another, `high`, which may be of a table:
+    """Raise ConfigError if `low` is above `high`, which may be of a table:
     "control.longest_wait_s"."""
     value, most = getattr(config, low), config
     for name in high.split("."):
@@ -322,8 +310,8 @@ def check_order(config: Any, low: str, high: str) -> None:
 
 
 class Setting(NamedTuple):
-    """One setting of a class and its tables. `name` has its table before it,
-    "control_heartbeat_s", `key` has them apart. `default` is None where there is none."""
+    """One setting. `name` has its table in front, "control_heartbeat_s"; `key` has them apart;
+    `default` is None where there is none."""
 
     name: str
     key: tuple[str, ...]
@@ -368,7 +356,7 @@ def _table(field: Field, table: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def convert(kind: type[T], tables: Any, where: str) -> T:
-    """Build a settings object, a `kind`, from tables, as JSON or a dictionary has them.
+    """Build a `kind` from tables, as JSON or a dictionary has them.
 
     Raises ConfigError, which names the setting, its value and its bound, for one that is unknown,
     of another type, out of its bounds, or missing.
@@ -386,8 +374,7 @@ def convert(kind: type[T], tables: Any, where: str) -> T:
 
 
 class Found(NamedTuple):
-    """A setting's value where somebody has set it. `where` names that place for error texts:
-    "worker.toml: control.heartbeat_s", a variable, or an option."""
+    """A setting's value and place: "worker.toml: control.heartbeat_s", a variable, an option."""
 
     value: Any
     where: str
@@ -406,8 +393,7 @@ def load(
     options: Mapping[str, Any] | None = None,
     but: Collection[str] = (),
 ) -> T:
-    """Build a settings object, a `kind`, from a file, the environment and options, the later before
-    the earlier.
+    """Build a `kind` from a file, the environment and options, the later before the earlier.
 
     Args:
         file: TOML, or None.
@@ -431,16 +417,11 @@ def find(
     under: str = "",
     but: Collection[str] = (),
 ) -> dict[str, Found]:
-    """Find the settings of a class that are set, by name of the setting, each at the place that
-    goes before the others.
+    """Return the settings that are set, by name, each from the place that goes before the others.
+    `tables`: of a file, which `where` names; `under` is the path of these tables in it, with a dot
+    at its end, or "". `environ`, `options`, `but`: as for `load`.
 
-    Args:
-        tables: of a file, which `where` names; `under` is the path of these tables in it, with a
-            dot at its end, or "".
-        environ, options, but: as for `load`.
-
-    Raises ConfigError, with the place, for one that is unknown, of another type or out of its
-    bounds.
+    Raises ConfigError, with the place, for one unknown, of another type or out of its bounds.
     """
     if isinstance(tables, Mapping):
         tables = {name: table for name, table in tables.items() if name not in but}
@@ -461,8 +442,8 @@ def find(
 
 
 def build(kind: type[T], found: Mapping[str, Found]) -> T:
-    """Build a settings object, a `kind`, of the settings that `find` has found. Raises ConfigError,
-    with the place of the setting, if some contradict each other, or one is missing."""
+    """Build a `kind` of what `find` returned. Raises ConfigError, with the place, if settings
+    contradict each other, or one is missing."""
     try:
         return _build(kind, {name: one.value for name, one in found.items()})
     except ConfigError as error:
@@ -475,8 +456,8 @@ def build(kind: type[T], found: Mapping[str, Found]) -> T:
 
 
 def as_environ(kind: type, values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables that set `values`, by name of the setting, in a child
-    process. Raises ConfigError for a name that is no setting of `kind`."""
+    """Return the environment variables that set `values` in a child process. Raises ConfigError for
+    an unknown name."""
     known = {setting.name: setting for setting in settings_of(kind)}
     for name in values:
         if name not in known:
@@ -490,7 +471,7 @@ def as_environ(kind: type, values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """Parse a TOML file of settings. Raises ConfigError for one that cannot be read."""
+    """Parse a TOML file. Raises ConfigError if it cannot be read."""
     try:
         with file.open("rb") as stream:
             return tomllib.load(stream)
@@ -503,9 +484,8 @@ def read_toml(file: Path) -> dict[str, Any]:
 def read_tables(
     kind: type, tables: Any, where: str, under: str = "", also: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Flatten nested tables to settings by name. Raises ConfigError, which begins with `where` and
-    the path below `under`, for one that is unknown, of another type or out of its bounds. `also`:
-    further names that the same file may have, which an unknown one may have meant."""
+    """Flatten nested tables to settings by name. A ConfigError begins with `where` and the path
+    below `under`. `also`: further names that the file may have."""
     by_key = {setting.key: setting for setting in settings_of(kind)}
     # Tables within tables: of "control.curve.public_key" these are control and control.curve.
     inner = {key[:depth] for key in by_key for depth in range(1, len(key))}
@@ -551,7 +531,7 @@ def _unknown(
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """End an error text about an unknown name by the nearest that there is.
+    """Return the end of an error text about an unknown name: the nearest known one.
 
     >>> nearest("lruu", ["adaptive", "lru"]), nearest("x", ["lru"])
     ('; the nearest is lru', '')
@@ -567,8 +547,7 @@ def _build(
     base: Any = MISSING,
     but: Collection[str] = (),
 ) -> T:
-    """Build a settings object, a `kind`, of what was found, the rest as in `base`, or its
-    defaults."""
+    """The rest is as in `base`, or its defaults."""
     given: dict[str, Any] = {}
     # Tables first, the innermost before the others. A table of which nothing is set is left alone:
     # it may be None, and mean that something is off.
@@ -599,8 +578,8 @@ _PREFIXES: Final = "kmgt"
 
 
 def parse_size(text: str) -> tuple[float, str] | None:
-    """Return a setting's size in words as a number of "bytes", of "x" (times another size), or of
-    "" where it has no unit; None if it is no size. GB are 10**9 bytes, GiB 2**30.
+    """Return a size as a number of "bytes", of "x" (times another size), or of "" without a unit;
+    None if it is no size. GB are 10**9 bytes, GiB 2**30.
 
     >>> parse_size("1.5GiB"), parse_size("4x"), parse_size("300"), parse_size("4 apples")
     ((1610612736.0, 'bytes'), (4.0, 'x'), (300.0, ''), None)
@@ -619,36 +598,33 @@ def parse_size(text: str) -> tuple[float, str] | None:
 
 
 def at_least(bound: float, /, **settings: float) -> None:
-    """Raise ConfigError, with its name, for a setting below `bound` (or not a number)."""
+    """Raise ConfigError for a setting below `bound`, or not a number."""
     for name, value in settings.items():
         if not _is_number(value) or not value >= bound:
             raise ConfigError(f"{name} is {shown(value)}, at least {bound} is needed")
 
 
 def check_whole(name: str, value: Any, low: int, high: int) -> None:
-    """Raise ConfigError unless `value`, a setting, is a whole number in [low, high]."""
+    """Raise ConfigError unless `value` is a whole number in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise ConfigError(f"{name} is {shown(value)}, must be in [{low}, {high}], whole")
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
-    """Raise ConfigError, with its name, for a setting or an argument that is no object of
-    `kind`."""
+    """Raise ConfigError unless `value` is an object of `kind`."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name} is a {type(value).__name__}, a {kind.__name__} is needed")
 
 
 def check_callable(name: str, value: object) -> None:
-    """Raise ConfigError, with its name, for an argument that can be left out, and is given and
-    cannot be called."""
+    """Raise ConfigError unless `value` is None or can be called."""
     if value is not None and not callable(value):
         raise ConfigError(f"{name} is a {type(value).__name__}, it cannot be called")
 
 
 def check_time(now_s: float) -> None:
-    """Raise CallerError for a time, an argument of a call, that is no finite number. To be called
-    before anything changes: times are compared, and come to stand in heaps, in the middle of a
-    change."""
+    """Raise CallerError unless `now_s` is a finite number. Called before anything changes: times
+    are compared in the middle of a change."""
     if type(now_s) is not float:
         # An int may be too large for a float.
         if not _is_number(now_s) or not -MAX_BYTES <= now_s <= MAX_BYTES:
@@ -658,8 +634,7 @@ def check_time(now_s: float) -> None:
 
 
 def whole_count(name: str, value: Any) -> int:
-    """Return `value`, an argument of a call, as an int. Raises CallerError for what is no whole
-    number, or below 0."""
+    """Return `value` as an int. Raises CallerError unless it is a whole number, at least 0."""
     if type(value) is not int:
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise CallerError(f"{name} is {shown(value)}, a whole number is needed")
@@ -670,16 +645,14 @@ def whole_count(name: str, value: Any) -> int:
 
 
 def check_flag(name: str, value: object, *, or_none: bool = False) -> None:
-    """Raise CallerError for an argument of a call that is neither True nor False, nor None with
-    `or_none`."""
+    """Raise CallerError unless `value` is True or False, or None with `or_none`."""
     if not isinstance(value, bool) and not (or_none and value is None):
         wanted = "True, False or None" if or_none else "True or False"
         raise CallerError(f"{name} is {shown(value)}, {wanted} is needed")
 
 
 def check_timeout(timeout_s: object) -> None:
-    """Raise CallerError for an argument of a call that is no number of seconds to wait: neither
-    None, which sets no limit, nor a number. One below 0 counts as 0."""
+    """Raise CallerError unless `timeout_s` is None, no limit, or a number; below 0 counts as 0."""
     is_time = timeout_s is None or _is_number(timeout_s)
     # An int may be too large to be added to a time.
     if not is_time or (isinstance(timeout_s, int) and abs(timeout_s) > MAX_BYTES):

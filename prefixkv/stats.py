@@ -48,23 +48,17 @@ class Histogram:
         self._counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
-        """Count a value in a histogram of the stats."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def cumulative(self) -> list[int]:
-        """Return the histogram's numbers of values up to each bound, the last one infinity, for
-        stats."""
+        """Return the numbers of values up to each bound, the last one infinity."""
         return list(accumulate(self._counts.copy()))
 
 
 class Tally:
-    """Numbers by label, a row of `width` each. All labels beyond `max_labels` share the row
-    `OTHER`.
-
-    Args:
-        name: returns the text of a label. Called once per row.
-    """
+    """Numbers by label, a row of `width` each. Labels beyond `max_labels` share the row `OTHER`.
+    `name`: returns the text of a label. Called once per row."""
 
     def __init__(self, width: int, max_labels: int = 64, name: Callable[[Any], str] = str) -> None:
         self._width = width
@@ -76,7 +70,7 @@ class Tally:
         self._named: dict[str, list[float]] = {}
 
     def row(self, label: Hashable) -> list[float]:
-        """Return the row of a label in a tally of the stats, to add to. O(1)."""
+        """Return the row of a label, to add to. O(1)."""
         if (row := self._rows.get(label)) is not None:
             return row
         if len(self._rows) >= self._max_labels:
@@ -87,7 +81,7 @@ class Tally:
         return self._rows.setdefault(label, row)
 
     def read(self) -> dict[str, list[float]]:
-        """Return a copy of all rows of a tally of the stats, by the labels' text."""
+        """Return a copy of all rows, by the labels' text."""
         # Copied before iterating: the writer may add a row meanwhile.
         return {name: row.copy() for name, row in self._named.copy().items()}
 
@@ -115,8 +109,7 @@ class Journal:
         self.errors = UserErrors()
 
     def notify_ended(self, req: Any, now_s: float) -> None:
-        """Call the `on_ended` of one side's stats for a request. Never raises: the request is in
-        the middle of its end."""
+        """Call `on_ended`. Never raises: the request is in the middle of its end."""
         if self.on_ended is not None:
             try:
                 self.on_ended(req, now_s)
@@ -126,8 +119,7 @@ class Journal:
     def found(
         self, namespace: Hashable, prompt_tokens: int, hit_tokens: int, shared_tokens: int = 0
     ) -> None:
-        """Count in either side's stats a request that was admitted for the first time, and how much
-        of its prompt was found."""
+        """Count a request at its first admission, and how much of its prompt was found."""
         row = self.tokens.row(namespace)
         row[self.PROMPT] += prompt_tokens
         row[self.HIT] += hit_tokens
@@ -137,19 +129,17 @@ class Journal:
         row[self.SHARED] += shared_tokens
 
     def transfer_ended(self, peer: str, outcome: str) -> None:
-        """Count an ended transfer in either side's stats, by outcome and peer."""
+        """Count an ended transfer, by outcome and peer."""
         self.transfers[outcome].row(peer)[0] += 1
 
     def waited(self, reason: str, since_s: float | None, until_s: float | None) -> None:
-        """Observe in either side's stats the wait from `since_s` to `until_s`; no-op if either is
-        not known."""
+        """Observe the wait from `since_s` to `until_s`; no-op if either is not known."""
         if since_s is not None and until_s is not None:
             self.waits[reason].observe(until_s - since_s)
 
 
 def namespace_label(namespace: Hashable) -> str:
-    """Return a namespace as a label of stats, text of at most 64 characters: "" for the common
-    one."""
+    """Return a namespace as a label of at most 64 characters: "" for the common one."""
     if namespace is None:
         return ""
     return (namespace if isinstance(namespace, str) else shown_namespace(namespace))[:64]

@@ -1,6 +1,5 @@
-"""The variables `PREFIXKV_...` of the environment that some part of prefixkv reads. An unknown one
-is refused, since it would be ignored: by every command, and by the plug-ins of engines.
-"""
+"""The `PREFIXKV_...` variables that some part of prefixkv reads. Unknown ones are refused, since
+they would be ignored."""
 
 from __future__ import annotations
 
@@ -37,15 +36,13 @@ _OTHERS: Final = (
 
 @cache
 def known_variables() -> frozenset[str]:
-    """Return the names of all variables of the environment that some part of prefixkv reads, a
-    command's settings among them."""
+    """Return the names of all variables, a command's settings among them."""
     settings = {one.variable for kind in (DecodeConfig, PrefillConfig) for one in settings_of(kind)}
     return frozenset({*settings, *(PREFIX + name for name in (*_OF_SERVING, *_OTHERS))})
 
 
 def check_environ(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError, with the nearest name, for a variable PREFIXKV_... that no part of
-    prefixkv reads. Those of other parts are known: an environment may serve several."""
+    """Raise ConfigError, with the nearest name, for an unknown PREFIXKV_... variable."""
     known = known_variables()
     names = {one.removeprefix(PREFIX): one for one in known}
     for variable in sorted(environ):

@@ -1,8 +1,7 @@
 """Inboxes: the only way in which threads reach each other.
 
-The calls that notify and clear keep the GIL. `os.eventfd_write` releases it for a call of half a
-microsecond, and the thread that notified, the scheduler's, then waits for the thread that took it:
-1.5 ms per `send_chunk` beside a busy thread.
+The calls that notify and clear keep the GIL: `os.eventfd_write` releases it, and the scheduler's
+thread would then wait for the thread that took it.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ _libc.eventfd_read.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
 
 
 def notify(fd: int) -> None:
-    """Wake up who waits on an eventfd: make it readable."""
+    """Make an eventfd readable, which wakes its reader."""
     _libc.eventfd_write(fd, 1)
 
 
 def clear(fd: int) -> int:
-    """Make an eventfd unreadable again, once it has woken its reader, and return how often it was
-    notified."""
+    """Make an eventfd unreadable; return how often it was notified."""
     # Non-blocking: the read fails if nothing was notified.
     times = ctypes.c_uint64()
     return 0 if _libc.eventfd_read(fd, times) else times.value
@@ -51,8 +49,8 @@ _ppoll.argtypes = (
 
 
 def wait_readable(fd: int, timeout_s: float | None) -> bool:
-    """Wait until a descriptor is readable, a wakeup's say, or a signal comes, at most `timeout_s`
-    (None: no limit). Return True if it is readable.
+    """Wait until a descriptor is readable, or a signal comes, at most `timeout_s` (None: no limit).
+    Return True if it is readable.
 
     select.poll and select.epoll round up to whole milliseconds, select.select takes descriptors
     below 1024 only.
@@ -65,8 +63,7 @@ def wait_readable(fd: int, timeout_s: float | None) -> bool:
 
 
 class Inbox(Generic[T]):
-    """A queue with one reader and any number of writers, and a descriptor that is readable while it
-    holds something.
+    """A queue with one reader, many writers, and a descriptor readable while it holds something.
 
     `put` never blocks and may be called from any thread; the rest is the reader's.
     """
@@ -81,13 +78,13 @@ class Inbox(Generic[T]):
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def put(self, item: T) -> None:
-        """Queue an item in the inbox and wake the thread that reads it. Dropped after `close`."""
+        """Queue an item and wake the reader. Dropped after `close`."""
         # The item first: a reader woken before it is there would find nothing, and sleep on it.
         self._items.append(item)
         self.notify()
 
     def notify(self) -> None:
-        """Make the inbox's descriptor readable until the next `drain` or `wait`."""
+        """Make the descriptor readable until the next `drain` or `wait`."""
         # A writer that finds a write begun relies on the reader, which forgets it before it looks
         # at the items.
         if not self._begun and not self._closed:
@@ -95,7 +92,7 @@ class Inbox(Generic[T]):
             notify(self.fd)
 
     def drain(self) -> list[T]:
-        """Return everything queued in the inbox so far."""
+        """Return everything queued so far."""
         # Clear first, then look: an item that comes in between finds no write begun and wakes the
         # reader again. The other way round its wakeup would be cleared unseen.
         self._clear()
@@ -110,13 +107,11 @@ class Inbox(Generic[T]):
 
     @property
     def pending(self) -> bool:
-        """True if something is queued in the inbox, or its descriptor has still to be cleared:
-        `drain` is due."""
+        """True if `drain` is due: something is queued, or the descriptor is not cleared."""
         return bool(self._items or self._begun)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until something is queued in the inbox, at most `timeout_s` (None: no limit). Return
-        True if something is."""
+        """Wait until something is queued, at most `timeout_s` (None: no limit). True if so."""
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         looked = False
         while not self._items:
@@ -134,15 +129,13 @@ class Inbox(Generic[T]):
         return True
 
     def _clear(self) -> None:
-        """Make the inbox's descriptor unreadable, and forget the writes that were read."""
         for _ in range(
             clear(self.fd)
         ):  # none: nothing is written, or what has begun is not written yet
             self._begun.popleft()
 
     def close(self) -> None:
-        """Close the inbox's descriptor. No writer may be left: its number may be another file's by
-        then."""
+        """Close the descriptor. No writer may be left: its number may be another file's by then."""
         if not self._closed:
             self._closed = True
             os.close(self.fd)

@@ -1,4 +1,4 @@
-"""The laws of a radix cache, one after the other. Slow and for tests: no hot path calls this."""
+"""The laws of a radix cache. Slow and for tests: no hot path calls this."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from prefixkv.errors import shown_namespace
 
 
 def broken_laws(tree: RadixTree, locks: Collection[PrefixLock], epoch: int) -> list[str]:
-    """Audit a radix cache: return every law that does not hold. O(tree).
+    """Return every law that does not hold. O(tree).
 
-    Args:
-        locks: all locks that are held.
-        epoch: the tree's epoch; a lock of an earlier one holds an orphan.
+    `locks` are all that are held; a lock of an epoch before `epoch` holds an orphan.
     """
     orphans = _orphans(locks, epoch)
     return [
@@ -32,7 +30,6 @@ def broken_laws(tree: RadixTree, locks: Collection[PrefixLock], epoch: int) -> l
 
 
 def _tree_laws(tree: RadixTree, orphans: list[TreeNode]) -> Iterator[str]:
-    """Yield the laws that an audit finds broken: of nodes, counters and the bitmap."""
     page_bytes = tree._page_bytes
     nodes = list(tree.nodes())
     # 1. Roots.
@@ -146,7 +143,7 @@ def _orphans(locks: Collection[PrefixLock], epoch: int) -> list[TreeNode]:
 
 
 def picture(tree: RadixTree, limit: int = 200) -> str:
-    """Return every node in full, one per line, for an audit's report of a broken law."""
+    """Return every node in full, one per line."""
     lines = "".join(
         f"\n{node!r} mark={node.mark} steps={node.steps} parent={id(node.parent):x} id={id(node):x}"
         for node in islice(tree.nodes(), limit)

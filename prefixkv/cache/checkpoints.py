@@ -43,13 +43,12 @@ Windows = tuple[Pages, ...]
 
 
 class WindowKeeper(Protocol):
-    """The counts of the window pages that checkpoints keep. `PageManager` has those of its
-    allocators."""
+    """The counts of the window pages that checkpoints keep; `PageManager` implements it."""
 
     def pin(self, windows: Windows, count: int) -> None: ...
 
     def drop(self, windows: Windows) -> None:
-        """Take away one count of these pages; what has none is free."""
+        """Take away one count of these pages; without a count a page is free."""
         ...
 
     def lacks(self, needs: Sequence[int]) -> bool:
@@ -73,13 +72,12 @@ class Checkpoint:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Place of a checkpoint in the order of eviction; the least goes first."""
+        """Place in the order of eviction; the least goes first."""
         return not self.is_superseded, self.tick
 
 
 class Checkpoints:
-    """The checkpoints of one radix cache, and their slots 0 to `num_slots` - 1. One owner, no
-    threads.
+    """The checkpoints of one radix cache, and their slots 0 to `num_slots` - 1. One owner.
 
     The laws, which `check_invariants` checks:
 
@@ -115,8 +113,7 @@ class Checkpoints:
     # --- looking ----------------------------------------------------------------------------------
 
     def find(self, match: MatchResult) -> Checkpoint | None:
-        """Return the deepest checkpoint on a matched path. Changes nothing. O(nodes walked), and a
-        memchr over their pages."""
+        """Return the deepest checkpoint on a matched path. O(nodes walked)."""
         node, depth = self._cache.locate(match)
         depth = min(depth, match.depth)
         while node is not None and node.parent is not None:
@@ -133,8 +130,8 @@ class Checkpoints:
     # --- slots ------------------------------------------------------------------------------------
 
     def take(self) -> int:
-        """Return a slot for a state that is to be saved as a checkpoint, evicting one if none is
-        free; NO_SLOT if all are taken or locked."""
+        """Return a slot to save a state in, evicting a checkpoint if none is free; NO_SLOT if all
+        are taken or locked."""
         if not self._free:
             self._evict_one()
         if not self._free:
@@ -144,12 +141,11 @@ class Checkpoints:
         return slot
 
     def attach(self, slot: int, windows: Windows) -> None:
-        """Keep these pages of the window groups, which are pinned, with a slot of `take`."""
+        """Keep these pinned pages of the window groups with a slot of `take`."""
         self._taken[slot] = windows
 
     def make_room(self, needs: Sequence[int]) -> bool:
-        """Evict checkpoints until each window group has as many free pages as it needs, or no other
-        checkpoint can go. Return whether it has."""
+        """Evict until each window group has as many free pages as it needs. Return whether."""
         keeper = self._keeper
         assert keeper is not None
         while keeper.lacks(needs) and self._evict_one():
@@ -164,10 +160,11 @@ class Checkpoints:
             self._keeper.drop(windows)
 
     def save(self, page: int, depth: int, slot: int, parent: Checkpoint | None = None) -> None:
-        """Enter a checkpoint: `slot`, of `take`, has the state behind the page `page` of the pool,
-        the `depth`-th of a path in the tree. `parent`: the one from which the request went on that
-        saves this. If there is a checkpoint already, the slot is free again, and that one counts as
-        used."""
+        """Enter a checkpoint: `slot`, of `take`, has the state of `page`, the `depth`-th of a path.
+
+        `parent`: the checkpoint that the request went on from. If `page` has a checkpoint already,
+        that one counts as used, and `slot` is free again.
+        """
         found = self._at.get(page)
         if found is not None:
             self.give_back(slot)
@@ -193,13 +190,13 @@ class Checkpoints:
         self._touch(checkpoint)
 
     def lock(self, checkpoint: Checkpoint) -> None:
-        """Keep a checkpoint, whose path the caller has locked in the tree, until `unlock`."""
+        """Keep a checkpoint, whose path the caller has locked, until `unlock`."""
         checkpoint.locks += 1
         if checkpoint.locks == 1 and self._keeper is not None:
             self._keeper.pin(checkpoint.windows, 1)
 
     def unlock(self, checkpoint: Checkpoint) -> None:
-        """End a lock of a checkpoint. Before the caller's lock of its path in the tree ends."""
+        """End a lock, before the caller's lock of the path ends."""
         checkpoint.locks -= 1
         if checkpoint.locks:
             return
@@ -222,14 +219,13 @@ class Checkpoints:
             self._remove(self._at[page])
 
     def reset(self) -> None:
-        """Drop all checkpoints: the tree was emptied. The slots of locked ones are free when their
-        locks end."""
+        """Drop all: the tree was emptied. Slots of locked ones are free when their locks end."""
         for checkpoint in list(self._at.values()):
             self._remove(checkpoint)
         self._heap.clear()
 
     def _evict_one(self) -> bool:
-        """Evict the checkpoint that is least worth keeping. Return False if all are locked."""
+        """Return False if all are locked."""
         while self._heap:
             rank, _, checkpoint = heapq.heappop(self._heap)
             # An entry that is out of date: another one stands for its checkpoint, or none.
@@ -243,7 +239,7 @@ class Checkpoints:
         return False
 
     def _remove(self, checkpoint: Checkpoint) -> None:
-        """Take a checkpoint out; its slot is free, unless it is locked."""
+        """The slot is free, unless the checkpoint is locked."""
         del self._at[checkpoint.page]
         self._has[checkpoint.page] = False
         checkpoint.is_gone = True
@@ -263,7 +259,6 @@ class Checkpoints:
         self._push(checkpoint)
 
     def _push(self, checkpoint: Checkpoint) -> None:
-        """Enter a checkpoint in the queue of eviction at its present rank. O(log checkpoints)."""
         if not checkpoint.locks:
             heapq.heappush(self._heap, (checkpoint.rank, self._order(), checkpoint))
         if len(self._heap) > _SPARE_ENTRIES + 4 * len(self._at):
@@ -275,22 +270,20 @@ class Checkpoints:
 
     @property
     def num_locks(self) -> int:
-        """Number of locks on checkpoints, for audits."""
         return sum(one.locks for one in [*self._at.values(), *self._kept.values()])
 
     @property
     def taken(self) -> list[int]:
-        """Slots of `take` in which no checkpoint is saved yet, ascending; for audits."""
+        """Slots of `take` without a saved checkpoint, ascending; for audits."""
         return sorted(self._taken)
 
     @property
     def free_slots(self) -> list[int]:
-        """Slots that have nothing, in any order; for audits."""
         return self._free.copy()
 
     def kept(self, number: int) -> list[tuple[Pages, bool]]:
-        """Return what is kept in the window group of this number: for each checkpoint its pages,
-        and whether they are pinned; for audits."""
+        """Return for each checkpoint its pages in this window group, and whether they are pinned;
+        for audits."""
         entered = [*self._at.values(), *self._kept.values()]
         found = [(one.windows[number], one.locks > 0) for one in entered if one.windows]
         return found + [(windows[number], True) for windows in self._taken.values() if windows]
@@ -300,8 +293,7 @@ class Checkpoints:
         return [self._at[page].slot for page in pages.tolist() if self._has[page]]
 
     def check_invariants(self) -> None:
-        """Check the laws of checkpoints against the radix cache as it is. O(tree). Raises
-        InternalError."""
+        """Raise InternalError if a law is broken. O(tree)."""
         in_tree: dict[int, int] = {}
         locked: set[int] = set()
         for node in self._cache.nodes():

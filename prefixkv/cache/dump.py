@@ -10,8 +10,8 @@ from prefixkv.errors import shown_namespace
 
 
 def lines(tree: RadixTree, max_nodes: int) -> Iterator[str]:
-    """Yield the lines of a dump: the roots and the first `max_nodes` nodes, each before its
-    children. The indentation stops at 40 levels, so that a long chain stays readable."""
+    """Yield the roots and the first `max_nodes` nodes, each before its children; indented 40 levels
+    at most, so that a long chain stays readable."""
     shown = 0
     for namespace, root in tree._roots.items():
         named = shown_namespace(namespace)
@@ -32,8 +32,7 @@ def lines(tree: RadixTree, max_nodes: int) -> Iterator[str]:
 
 
 def describe(tree: RadixTree, node: TreeNode) -> str:
-    """Describe one node in a line of the tree's dump: where it lies, its locks, its age in uses,
-    and what the policy adds."""
+    """Return a node's line: where it lies, its locks, its age in uses, what the policy adds."""
     size = int(tree.page_size * tree.policy.token_scale)
     text = (
         f"tokens {node.start * size}..{node.end * size} ({node.num_pages} pages), lock_ref "

@@ -1,4 +1,4 @@
-"""Changes of a tree, for routers, host tiers and tests. Recorded from the first request for them.
+"""Changes of a tree, for routers, host tiers and tests.
 
 The tree notes *changes*: tokens and page ids as it has them, nothing computed. Listeners make
 *events* of them with `PagePaths`, in a thread of their choice: page keys for a listener in process
@@ -52,8 +52,7 @@ class Stored(_Path, frozen=True, tag=True):
 
 
 class Removed(_Path, frozen=True, tag=True):
-    """Neighbours on one path that can no longer be matched. Pages that followed them were removed
-    before."""
+    """Neighbours on one path that can no longer be matched; removed before: those behind."""
 
 
 class Cleared(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
@@ -73,8 +72,7 @@ class CheckpointStored(_Checkpoint, frozen=True, tag=True):
 
 
 class CheckpointRemoved(_Checkpoint, frozen=True, tag=True):
-    """Computing can no longer go on behind the page with this key. It comes before the end of the
-    page itself."""
+    """Computing can no longer go on behind the page with this key. Before the page's own end."""
 
 
 CacheEvent: TypeAlias = Stored | Removed | Cleared | CheckpointStored | CheckpointRemoved
@@ -101,7 +99,7 @@ class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @staticmethod
     def decode(raw: bytes) -> EventBatch:
-        """Decode a batch that `encode` made. Raises ProtocolError for anything else."""
+        """Decode what `encode` made. Raises ProtocolError for anything else."""
         try:
             batch = _DECODER.decode(raw)
             events = tuple(map(_with_tuples, batch.events))
@@ -111,8 +109,7 @@ class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def _with_tuples(event: CacheEvent) -> CacheEvent:
-    """Return the cache event with tuples in its namespace again: msgpack turns them into lists.
-    Raises TypeError for a namespace that cannot be hashed, which a peer may send."""
+    """msgpack makes lists of a namespace's tuples. Raises TypeError for one without a hash."""
     if isinstance(event, Cleared):
         return event
     namespace = _as_tuple(event.namespace)
@@ -137,8 +134,7 @@ class Inserted(NamedTuple):
 
 
 class TakenOut(NamedTuple):
-    """Pages that an eviction took out, in runs of neighbours on one path. A run comes after those
-    that followed it."""
+    """Pages that eviction took, in runs of neighbours; a run comes after those that followed it."""
 
     runs: list[Packed]  # packed ids
 
@@ -150,8 +146,7 @@ class CheckpointSaved(NamedTuple):
 
 
 class CheckpointEvicted(NamedTuple):
-    """The checkpoint that ends on this page is gone. Of one whose page was taken out nothing is
-    said besides."""
+    """The checkpoint that ends on this page is gone, but not with its page: that says it itself."""
 
     page: int
 
@@ -160,8 +155,7 @@ Change: TypeAlias = Inserted | TakenOut | Cleared | CheckpointSaved | Checkpoint
 
 
 class PageRef(NamedTuple):
-    """The position of one page: its namespace, its key and its parent's, and its number on the
-    path."""
+    """One page: its namespace, its key and its parent's, and its number on the path."""
 
     namespace: Hashable
     parent: bytes  # the key of the page before it, NO_PARENT for the first
@@ -171,10 +165,10 @@ class PageRef(NamedTuple):
 
 
 class PagePaths:
-    """The pages that a cache holds, followed by its changes, with the key of each. One owner.
+    """The pages that a cache holds, with the key of each, kept up by its changes. One owner.
 
-    Pages are kept in the order in which they were last stored, so each comes after the page that
-    it follows. O(1) per page.
+    Pages are kept in the order in which they were last stored, so each comes after the page that it
+    follows. O(1) per page.
 
     Args:
         page_size: tokens per page.
@@ -202,8 +196,8 @@ class PagePaths:
         return len(self._page_refs)
 
     def runs(self) -> Iterator[list[PageRef]]:
-        """Yield all cached pages in runs of consecutive pages. A run's first page follows a page of
-        an earlier run, or is the first of its namespace."""
+        """Yield all pages in runs of neighbours. A run's first page follows a page of an earlier
+        run, or is the first of its namespace."""
         run: list[PageRef] = []
         for ref in self._page_refs.values():
             if run and (ref.parent, ref.namespace) != (run[-1].key, run[-1].namespace):
@@ -214,8 +208,7 @@ class PagePaths:
             yield run
 
     def inserted(self, change: Inserted) -> list[PageRef]:
-        """Add new pages of the cache by a change of it, and return the place and key of each on its
-        path, for events."""
+        """Add the new pages, and return the place and key of each."""
         namespace, above, tokens, pages = change
         # The page above must be known: changes come in order, so it was stored before.
         key, number = NO_PARENT, 0
@@ -239,20 +232,17 @@ class PagePaths:
         return run
 
     def taken_out(self, change: TakenOut) -> list[list[PageRef]]:
-        """Forget evicted pages by a change of the cache, and return where each of them stood on its
-        path, run by run."""
+        """Forget evicted pages, and return where each stood, run by run."""
         pop = self._page_refs.pop
         return [[pop(page) for page in _ids(pages)] for pages in change.runs]
 
     def saved(self, change: CheckpointSaved) -> PageRef:
-        """Add a checkpoint of the cache by a change of it, and return where the page stands that it
-        ends on."""
+        """Add a checkpoint, and return the page that it ends on."""
         ref = self._checkpoints[change.page] = self._page_refs[change.page]
         return ref
 
     def evicted(self, change: CheckpointEvicted | TakenOut) -> list[PageRef]:
-        """Forget the checkpoints of the cache that a change of it ends, and return where the pages
-        stand that they ended on. Before `taken_out`."""
+        """Forget checkpoints, and return the pages that they ended on. Before `taken_out`."""
         found = self._checkpoints
         if isinstance(change, CheckpointEvicted):
             return [found.pop(change.page)]
@@ -262,11 +252,10 @@ class PagePaths:
 
     @property
     def checkpoints(self) -> list[PageRef]:
-        """Places of the pages that the cache's checkpoints end on, by the changes."""
+        """The pages that checkpoints end on."""
         return list(self._checkpoints.values())
 
     def clear(self) -> None:
-        """Forget all pages of the cache that the changes have brought, and its checkpoints."""
         self._page_refs.clear()
         self._checkpoints.clear()
 
@@ -287,17 +276,12 @@ class Listener(Protocol):
     """A receiver of changes besides `EventFeed.take`: a `KVEventPublisher`."""
 
     def hand_over(self, changes: list[Change]) -> bool:
-        """Take these changes of the cache, as a listener to its events, without blocking.
-
-        Returns:
-            False if they are lost. Then all that follows is useless, up to a list that begins with
-            Cleared.
-        """
+        """Take these changes, without blocking. False if they are lost: then all is useless up to a
+        list that begins with Cleared."""
 
     @property
     def idle(self) -> bool:
-        """True if all changes of the cache that were handed over to the listener have been dealt
-        with."""
+        """True if all changes that were handed over have been dealt with."""
 
 
 class EventFeed:
@@ -334,9 +318,8 @@ class EventFeed:
         self._num_untaken_pages = 0
 
     def take(self, snapshot: bool = False) -> EventBatch:
-        """Return the cache's events since the last batch, possibly none. O(pages) of those. The
-        first batch is the whole tree, and so is any with `snapshot` and one after too many
-        changes."""
+        """Return the events since the last batch, possibly none. O(pages) of those. The first
+        batch, any with `snapshot` and one after too many changes have the whole tree."""
         snapshot = snapshot or not self._seq or self._num_untaken_pages > UNTAKEN_LIMIT_PAGES
         # The listener hears of these too: the cache will not give them again. A full list begins
         # with `Cleared`, which also repairs a listener that had lost something.
@@ -351,15 +334,15 @@ class EventFeed:
         return batch
 
     def listen(self, listener: Listener) -> None:
-        """Hand `listener` the cache's whole tree now, and the changes since with each `pass_on`."""
+        """Hand `listener` the whole tree now, and the changes since with each `pass_on`."""
         self._listener = listener
         self._listener_missed_changes = not listener.hand_over(
             self._cache.drain_changes(snapshot=True)
         )
 
     def pass_on(self) -> None:
-        """Hand the listener what has changed in the cache since. O(changes), without hashing. A
-        listener that lost something gets the whole tree, once it has dealt with the rest."""
+        """Hand the listener what has changed since. O(changes), without hashing. One that lost
+        something gets the whole tree, once it has dealt with the rest."""
         listener = self._listener
         if listener is None:
             return
@@ -415,13 +398,8 @@ class EventFeed:
 
 
 def page_keys(data: Packed, page_size: int, parent: bytes = NO_PARENT) -> list[bytes]:
-    """Return the keys by which cache events name all whole pages of a prompt. One hash per page.
-
-    Args:
-        data: the packed tokens (`RadixKey.data`).
-        page_size: tokens per page of the caches that are looked up.
-        parent: the key of the page before them.
-    """
+    """Return the keys of all whole pages of a prompt. One hash per page. `data`: the packed tokens
+    (`RadixKey.data`). `parent`: the key of the page before them."""
     page_bytes = TOKEN_BYTES * page_size
     keys = []
     for start in range(0, len(data) - page_bytes + 1, page_bytes):
@@ -431,13 +409,8 @@ def page_keys(data: Packed, page_size: int, parent: bytes = NO_PARENT) -> list[b
 
 
 def page_key(parent: bytes, page_tokens: bytes) -> bytes:
-    """Return the key by which cache events name a page; it depends on all tokens up to the page's
-    end.
-
-    Args:
-        parent: the key of the page before it, NO_PARENT for the first.
-        page_tokens: the page's tokens, packed (little-endian int32).
-    """
+    """Return the key of a page, which depends on all tokens up to the page's end. `parent`: the key
+    of the page before it, NO_PARENT for the first. `page_tokens`: packed (little-endian int32)."""
     return blake2b(parent + page_tokens, digest_size=PAGE_KEY_BYTES).digest()
 
 
@@ -452,20 +425,19 @@ class EventLog:
         self.changes: list[Change] = []
 
     def stored(self, namespace: Hashable, above: Packed, key: Packed, pages: Packed) -> None:
-        """Record pages with these packed tokens, which follow the last page of `above` (empty at
-        the root)."""
+        """Record these packed tokens' pages, behind the last page of `above` (empty at the
+        root)."""
         # Copies: nodes grow in ref, and a reader may look at this later in another thread.
         last = bytes(above[-PAGE_ID_BYTES:])
         self.changes.append(_new(Inserted, (namespace, last, bytes(key), bytes(pages))))
         self.num_pages += len(pages) // PAGE_ID_BYTES
 
     def removed(self, runs: list[Packed]) -> None:
-        """Record that these pages were taken out, see `TakenOut`. The caller must not change the
-        runs any more."""
+        """Record a `TakenOut`. The caller must not change the runs any more."""
         self.changes.append(TakenOut(runs))
 
     def noted(self, change: CheckpointSaved | CheckpointEvicted) -> None:
-        """Record what became of a checkpoint beside the tree."""
+        """Record what became of a checkpoint."""
         self.changes.append(change)
 
     def cleared(self) -> None:
@@ -478,8 +450,7 @@ class EventLog:
 
 
 def stored_pages(changes: list[Change]) -> int:
-    """Return how many pages these changes of the cache have stored. It measures a backlog: pages
-    taken out must have been stored, so in the long run they are no more."""
+    """Return how many pages were stored, as many as are taken out in the long run: a backlog."""
     num_bytes = 0
     for change in changes:
         if type(change) is Inserted:

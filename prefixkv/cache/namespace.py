@@ -16,10 +16,8 @@ _MOST_TOKENS: Final = 2**31
 
 
 def shortened(text: str) -> str:
-    """Return a client's text in the form that a namespace keeps: a long one, and one that UTF-8 has
-    no bytes for, is replaced by its digest.
-
-    Equal texts give equal results in every process, and different texts different ones.
+    """Return a client's text as a namespace keeps it: its digest if it is long, or UTF-8 cannot
+    encode it.
 
     >>> shortened("tenant"), len(shortened("x" * 8_000_000))
     ('tenant', 72)
@@ -31,8 +29,7 @@ def shortened(text: str) -> str:
 
 
 def check_size(namespace: Hashable) -> None:
-    """Raise RequestError for a namespace that holds more than `MAX_NAMESPACE_BYTES` of texts or
-    bytes."""
+    """Raise RequestError for more than `MAX_NAMESPACE_BYTES` of texts or bytes."""
     if (size := _size(namespace)) > MAX_NAMESPACE_BYTES:
         raise RequestError(
             f"namespace has {size} characters, at most {MAX_NAMESPACE_BYTES} are taken: a digest "
@@ -41,8 +38,6 @@ def check_size(namespace: Hashable) -> None:
 
 
 def _size(namespace: object) -> int:
-    """Return about how many bytes a namespace holds. Nested tuples count, and so do long
-    integers."""
     if isinstance(namespace, str | bytes):
         return len(namespace)
     if isinstance(namespace, tuple):
@@ -51,14 +46,12 @@ def _size(namespace: object) -> int:
 
 
 def _is_name(text: object) -> bool:
-    """Return whether a part of a namespace can be its name: a string, not empty, that events carry.
-    Of the exact type: a subclass may compare and hash as it likes, and this is a key for life."""
+    """Of the exact type: a subclass may compare and hash as it likes, and this is a lasting key."""
     return type(text) is str and bool(text) and travels(text)
 
 
 class Image(NamedTuple):
-    """An image or other input that is not text: its unique name, and the tokens that stand for
-    it."""
+    """An image, or other input beside text: its unique name, and the tokens that stand for it."""
 
     identifier: str
     start: int
@@ -83,9 +76,9 @@ class Namespace(_NamespaceFields):
         salt: any text that separates clients, such as a tenant's name. A secret: `repr` has a
             digest of it.
         images: (identifier, first token, number of tokens) of each.
-    Raises:
-        RequestError: all three are missing (the common namespace is None), or one has a wrong type,
-            or is nothing that an event carries.
+
+    Raises RequestError: all three are missing (the common namespace is None), or one has a wrong
+    type, or is nothing that an event carries.
 
     >>> Namespace(lora="legal")
     Namespace(lora='legal', salt=None, images=())

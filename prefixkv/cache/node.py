@@ -120,8 +120,7 @@ class TreeNode:
     # --- family ----------------------------------------------------------------------------------
 
     def adopt(self, first_page: bytes, child: TreeNode) -> None:
-        """Make `child` the child of this tree node that begins with `first_page`, replacing a
-        former one."""
+        """Make `child` the child that begins with `first_page`, replacing a former one."""
         # NO_CHILDREN is shared: the first child needs a dictionary of its own.
         if not self.children:
             self.children = {}
@@ -129,7 +128,7 @@ class TreeNode:
         self.only_child = child if len(self.children) == 1 else None
 
     def disown(self, first_page: bytes) -> None:
-        """Remove the child of this tree node that begins with `first_page`."""
+        """Remove the child that begins with `first_page`."""
         children = self.children
         del children[first_page]
         if not children:
@@ -140,12 +139,9 @@ class TreeNode:
     # --- the staircase ---------------------------------------------------------------------------
 
     def leave_mark(self, depth: int, mark: Mark, fold: Fold, supersedes: bool) -> None:
-        """Record on this tree node a use that ends at `depth`. Amortised O(1) if later marks
-        supersede, else O(log steps).
+        """Record a use up to `depth`. Amortised O(1) if later marks supersede, else O(log steps).
 
-        Args:
-            supersedes: the history of a page is that of its last use alone, so marks above this one
-                no longer count (`Policy.supersedes`).
+        `supersedes`: the history of a page is that of its last use alone (`Policy.supersedes`).
         """
         # 1. The use ends at the last page: its mark has a field of its own.
         if depth == self.end:
@@ -168,8 +164,7 @@ class TreeNode:
         steps.insert(at, (depth, mark))
 
     def mark_at(self, depth: int) -> Mark:
-        """Return the mark at `depth` of this tree node, or None if no use ended there. O(log
-        steps)."""
+        """Return the mark at `depth`, or None if no use ended there. O(log steps)."""
         if depth == self.end:
             return self.mark
         steps = self.steps or []
@@ -179,15 +174,13 @@ class TreeNode:
     # --- cutting and joining ---------------------------------------------------------------------
 
     def split(self, depth: int, page_bytes: int) -> TreeNode:
-        """Cut this tree node at `depth` and return the new upper half. The lower half stays this
-        object.
+        """Cut this node at `depth` and return the new upper half. The lower half stays this object.
 
         Locks and queue entries refer to the object and to its last page, which is the lower half's.
         So they stay right without being visited. A match that ended in the upper half finds it
         through `parent` (`RadixCache.locate`).
 
-        The caller puts the upper half in this node's place among the parent's children, and moves
-        the wants.
+        The caller puts the upper half in this node's place below the parent, and moves the wants.
         """
         # `start` is read from the parent, so it has to be read before `parent` changes below.
         num_pages = depth - self.start
@@ -213,13 +206,11 @@ class TreeNode:
         return upper
 
     def absorb_parent(self) -> None:
-        """Take over the pages and marks of the parent node, which has no other child and leaves the
-        tree.
+        """Take over the pages and marks of the parent, which leaves the tree.
 
-        The child's object survives because locks may end on it; none ends on the parent.
-
-        The caller puts this node in the parent's place among the grandparent's children, and has
-        moved the wants.
+        The child's object survives because locks may end on it; none ends on the parent. The caller
+        has moved the wants, and puts this node in the parent's place among the grandparent's
+        children.
         """
         parent = self.parent
         assert parent is not None
@@ -239,8 +230,7 @@ class TreeNode:
         parent.leave_tree()
 
     def grow(self, key: bytes, pages: bytes, mark: Mark) -> None:
-        """Append pages at the end of this tree node, with their first mark. Amortised O(new
-        pages)."""
+        """Append pages, with their first mark. Amortised O(new pages)."""
         # A bytearray grows in place: a conversation that goes on does not copy its past each turn.
         if type(self.key) is bytes:
             self.key = bytearray(self.key)
@@ -257,11 +247,8 @@ class TreeNode:
         self.mark = mark
 
     def trim(self, num_pages: int, page_bytes: int, fold: Fold) -> bytes:
-        """Cut `num_pages` off the end of this tree node and return their ids; their marks fold into
-        the page above. O(cut).
-
-        It is less than all of the node's pages: a node is never empty.
-        """
+        """Cut `num_pages`, fewer than all, off the end and return their ids; their marks fold into
+        the page above. O(cut)."""
         if type(self.key) is bytes:
             self.key = bytearray(self.key)
             self.pages = bytearray(self.pages)
@@ -284,8 +271,7 @@ class TreeNode:
         return removed
 
     def leave_tree(self) -> None:
-        """Clear this node, which leaves the tree, so that a match that still refers to it sees that
-        it is dead (`end` is DEAD)."""
+        """Clear this node: a match that still refers to it sees that it is dead (`end` is DEAD)."""
         # Less than every depth: `locate` then walks again from the root.
         self.end = DEAD
         self.parent = self.entry = self.steps = self.wants = self.only_child = self.hashes = None
@@ -303,9 +289,9 @@ class Root(TreeNode):
 
 
 def _cut(run: Packed, at: int) -> tuple[Packed, Packed]:
-    """Return both parts of a node's run of tokens or page ids. Of a bytearray only the smaller part
-    is copied. Bytes become a bytearray above the cut: what was cut once is usually joined again and
-    cut again for the next request, and then only the small part moves."""
+    """Copies only the smaller part of a bytearray. Bytes become a bytearray above the cut: what was
+    cut once is usually joined and cut again for the next request, and then only the small part
+    moves."""
     if type(run) is bytes:
         return bytearray(memoryview(run)[:at]), run[at:]
     if 2 * at < len(run):
@@ -318,8 +304,7 @@ def _cut(run: Packed, at: int) -> tuple[Packed, Packed]:
 
 
 def _join(upper: Packed, lower: Packed) -> Packed:
-    """Return a node's run joined, `upper` + `lower`, in place if `upper` is a bytearray: a short
-    merge copies no long trunk."""
+    """Joins in place if `upper` is a bytearray: a short merge copies no long trunk."""
     if type(upper) is bytearray:
         upper += lower
         return upper

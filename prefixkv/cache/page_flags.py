@@ -28,11 +28,7 @@ _FIRST_RUNS = 2
 
 
 class PageFlags:
-    """One flag for each page of a pool.
-
-    Args:
-        num_pages: pages of the pool. It takes five bytes for each.
-    """
+    """One flag for each of `num_pages` pages of a pool, in five bytes."""
 
     def __init__(self, num_pages: int) -> None:
         self._flags = bytearray(num_pages)
@@ -40,8 +36,8 @@ class PageFlags:
         self.array: npt.NDArray[np.bool_] = np.frombuffer(self._flags, np.bool_)  # the same memory
 
     def free_runs(self, packed: bytes) -> Runs | None:
-        """Return the runs of packed page ids, if they are few and all may be inserted into the
-        tree: in the pool, none named twice and none flagged. None: look at them as an array."""
+        """Return the runs of packed page ids, if they are few and each is in the pool, named once
+        and not flagged; None: look at them as an array."""
         runs = page_runs(packed, self._ids)
         if runs is None:
             return None
@@ -58,19 +54,15 @@ class PageFlags:
 
 
 def packed_range(num_pages: int) -> bytes:
-    """Return the page ids from 0 to `num_pages`, packed as in a tree's node, for `page_runs`."""
+    """Return the page ids from 0 to `num_pages`, packed, for `page_runs`."""
     return np.arange(num_pages, dtype=np.int32).tobytes()
 
 
 def page_runs(packed: Packed, ids: bytes) -> Runs | None:
-    """Return packed page ids, as a tree's node has them, as runs of neighbours; None if they form
-    more than `MAX_RUNS`, or seem to.
+    """Return packed page ids as runs of neighbours; None for more than `MAX_RUNS`, or seem to.
 
     One memcmp for a single run, else O(runs * pages). An id that is not in the pool is a run of its
-    own.
-
-    Args:
-        ids: the result of `packed_range` for the pool.
+    own. `ids`: the result of `packed_range` for the pool.
 
     >>> page_runs(np.array([7, 8, 9, 3], np.int32).tobytes(), packed_range(10))
     [(7, 10), (3, 4)]
@@ -94,7 +86,7 @@ def page_runs(packed: Packed, ids: bytes) -> Runs | None:
 
 
 def _common(known: bytes, rest: Packed) -> int:
-    """Return by how many ids two packed runs of the tree begin alike; 1 at least."""
+    """Return by how many ids two packed runs begin alike; 1 at least."""
     length = len(known) // PAGE_ID_BYTES
     differs = np.frombuffer(known, np.int32) != np.frombuffer(rest, np.int32, length)
     place = int(differs.argmax()) if length else 0

@@ -73,8 +73,8 @@ class RadixCache(RadixTree):
         pool_pages: pages in the pool. If given, ids that are out of range or in the tree already
             are refused.
         errors: counts an exception of a user's policy. The cache goes on with `lru`, for good.
-    Raises:
-        ConfigError: names the setting, the value and the bound.
+
+    Raises ConfigError: names the setting, the value and the bound.
 
     A request finds what is cached of its prompt and holds it, computes the rest into pages 12 and
     13, and hands those over; 12 stays held while it runs:
@@ -116,14 +116,11 @@ class RadixCache(RadixTree):
     # --- looking ---------------------------------------------------------------------------------
 
     def match_prefix(self, tokens: TokensLike, namespace: Hashable = None) -> MatchResult:
-        """Find the longest prefix of the tokens in this radix cache. Changes nothing, recency
-        included.
+        """Find the longest prefix of the tokens. Changes nothing.
 
-        O(nodes on the path), and one memcmp over the tokens that match.
-
-        Args:
-            tokens: 1-D; a RadixKey costs no packing. Cut to whole pages.
-            namespace: left out when `tokens` is a RadixKey, which carries its own.
+        O(nodes on the path), and one memcmp over the tokens that match. `tokens`: 1-D; a RadixKey
+        costs no packing. Cut to whole pages. `namespace`: left out when `tokens` is a RadixKey,
+        which carries its own.
 
         >>> cache = RadixCache(page_size=2)
         >>> _ = cache.insert([1, 2, 3, 4], [10, 11])
@@ -142,11 +139,10 @@ class RadixCache(RadixTree):
     # --- hashes of paths -------------------------------------------------------------------------
 
     def keep_hash(self, lock: PrefixLock, depth: int, path_hash: Any) -> None:
-        """Keep a hash of a lock's path, of its namespace and its first `depth` pages. It goes with
-        the path's pages.
+        """Keep a hash of a lock's namespace and first `depth` pages; it goes with the pages.
 
-        A prompt that goes on from there need not be hashed from its beginning. The tree looks at no
-        hash. Ignored unless the lock ends at `depth`. O(1).
+        A prompt that goes on from there need not be hashed from its beginning. Ignored unless the
+        lock ends at `depth`. O(1).
         """
         node = lock.node
         if node.end != depth or not lock.held or lock.cache is not self or node.parent is None:
@@ -157,12 +153,8 @@ class RadixCache(RadixTree):
             node.hashes.append((depth, path_hash))
 
     def hashed(self, result: MatchResult) -> tuple[int, Any] | None:
-        """Return the deepest hash that `keep_hash` has left on the path of a result, and its depth
-        in pages; None if the radix cache has none. O(nodes on the path).
-
-        Raises:
-            LockError: the result is another cache's.
-        """
+        """Return the deepest hash of `keep_hash` on a result's path, and its depth in pages, or
+        None. O(nodes on the path). Raises LockError for another cache's result."""
         node, depth = self.locate(result)
         while node is not None:
             for end, path_hash in reversed(node.hashes or ()):
@@ -180,17 +172,17 @@ class RadixCache(RadixTree):
 
         If pages came or went since the match, it walks again and locks what is there now, so read
         `prefix_len` of the lock, not of the match. An empty match gives an empty lock, which has to
-        be unlocked too. O(1) if the tree has not changed and the path is held already, else
-        O(nodes not yet held).
+        be unlocked too. O(1) if the tree has not changed and the path is held already, else O(nodes
+        not yet held).
 
         Args:
             result: a result of this cache.
             now_s: the caller's clock, for policies that need one.
             visit: True if the request is seen for the first time, which policies count. By default
                 a lock of a match is a visit, and a lock of what was inserted is not.
-        Raises:
-            LockError: the result is another cache's. CallerError: the time is no number. Nothing
-                was changed.
+
+        Raises LockError: the result is another cache's. CallerError: the time is no number. Nothing
+        was changed.
 
         >>> cache = RadixCache(page_size=2)
         >>> lock = cache.lock(cache.insert([1, 2, 3, 4], [10, 11]))
@@ -215,8 +207,7 @@ class RadixCache(RadixTree):
         return lock
 
     def pin(self, result: MatchResult, now_s: float = 0.0) -> PrefixLock:
-        """Lock a prefix without counting a use, as for a copy of its pages, which is no sign that
-        they are wanted. Otherwise as `lock`."""
+        """Lock a prefix without counting a use, as for a copy of its pages. Otherwise as `lock`."""
         # The namespace may be empty: the lock then holds its root, so that it is not dropped.
         found, depth = self.locate(result)
         node = found if found is not None else self._root(result.namespace)
@@ -235,8 +226,8 @@ class RadixCache(RadixTree):
         Returns:
             int32 ids of the pages of an orphan (see `reset`) that only this lock held, now the
             caller's; usually none.
-        Raises:
-            LockError: the lock was unlocked already, or is another cache's. Nothing was changed.
+
+        Raises LockError: the lock was unlocked already, or is another cache's. Nothing was changed.
         """
         if not isinstance(lock, PrefixLock):
             raise LockError(f"lock is a {type(lock).__name__}, a PrefixLock is needed")
@@ -276,11 +267,8 @@ class RadixCache(RadixTree):
         priority: int | None,
         now_s: float,
     ) -> Use:
-        """Return the radix cache's next use: of `num_pages` pages, of which `old_pages` are in the
-        tree and end in `node`.
-
-        The object is the same for every use; policies copy what they keep.
-        """
+        """Return the next use; `old_pages` of its pages are in the tree and end in `node`. The
+        object is the same for every use; policies copy what they keep."""
         self.tick += 1
         # Callers' clocks may step back. For policies time only goes on, so no age is negative.
         if now_s > self._now_s:
@@ -450,13 +438,9 @@ class RadixCache(RadixTree):
 
         Each step takes the last page of the leaf that the policy ranks first, so what is left is
         still a set of prefixes. A batch takes the same pages as single steps would. O(log leaves)
-        per leaf and O(1) per page.
-
-        Returns:
-            int32 page ids, now the caller's, in no particular order.
-        Raises:
-            CallerError: a count that is negative or no whole number; a time that is no number.
-                Nothing was changed.
+        per leaf and O(1) per page. Returns int32 page ids, now the caller's, in no particular
+        order. Raises CallerError: a count that is negative or no whole number; a time that is no
+        number. Nothing was changed.
 
         >>> cache = RadixCache(page_size=1, policy="lru")
         >>> _ = cache.insert([1, 2, 3], [10, 11, 12])
@@ -494,14 +478,13 @@ class RadixCache(RadixTree):
         return ids
 
     def reset(self, forget_locks: bool = False) -> Pages:
-        """Empty the radix cache, and make the policy forget all it has learnt.
+        """Empty the cache, and make the policy forget all it has learnt.
 
         Locked paths live on as orphans that no match finds: the `unlock` that ends their last lock
-        gives their pages back. Wants stay. O(tree).
+        gives their pages back. Wants stay. O(tree). `forget_locks`: for an engine that takes all
+        pages back at once. Every lock ends here, those of orphans too (`held` is False, and
+        unlocking it raises LockError).
 
-        Args:
-            forget_locks: for an engine that takes all pages back at once. Every lock ends here,
-                those of orphans too (`held` is False, and unlocking it raises LockError).
         Returns:
             int32 page ids of all that was not locked, now the caller's; with `forget_locks` of
             everything, orphans included.
@@ -544,12 +527,8 @@ class RadixCache(RadixTree):
 
         Leaves of finished sessions go first and leaves of sessions that continue go last, until
         they are used again or `Policy.promise_s` have passed (eviction/hints.py). A target that is
-        gone, or where no use ended, is ignored.
-
-        Args:
-            continues: True, False, or None for unknown, which is ignored.
-        Raises:
-            LockError: the target is another cache's.
+        gone, or where no use ended, is ignored. `continues`: True, False, or None for unknown,
+        which is ignored. Raises LockError: the target is another cache's.
         """
         check_flag("continues", continues, or_none=True)
         # 1. Find the place. A lock of an earlier epoch, or after its end, may point to where
@@ -581,12 +560,8 @@ class RadixCache(RadixTree):
         """Register that a request waits for the tokens of `match`; soft, unlike a lock.
 
         Pages on the path of a waiting request are evicted after all others, also those inserted
-        while it waits. O(1), for a stale match O(nodes on the path).
-
-        Returns:
-            The number of the want, for `unwant`: 1, 2, 3, ...
-        Raises:
-            LockError: the result is another cache's.
+        while it waits. O(1), for a stale match O(nodes on the path). Returns the number of the
+        want, for `unwant`: 1, 2, 3, ... Raises LockError: the result is another cache's.
         """
         node, depth = self.locate(match)
         if node is None:
@@ -598,11 +573,8 @@ class RadixCache(RadixTree):
         return self._last_want
 
     def unwant(self, number: int) -> None:
-        """End a want: its request waits no longer. O(wants of one prefix).
-
-        Raises:
-            CallerError: no want has this number, or it has ended already.
-        """
+        """End a want: its request waits no longer. O(wants of one prefix). Raises CallerError if no
+        want has this number, or it has ended."""
         number = whole_count("number", number)
         want = self._wants.pop(number, None)
         if want is None:
@@ -640,13 +612,12 @@ class RadixCache(RadixTree):
         return self._log.drain()
 
     def note_checkpoint(self, change: CheckpointSaved | CheckpointEvicted) -> None:
-        """Note for the radix cache's listeners, in the order of its own changes, that a checkpoint
-        beside it was saved or evicted: see `Checkpoints`."""
+        """Note a change of `Checkpoints` for listeners, in the order of the cache's own changes."""
         if self._log is not None:
             self._log.noted(change)
 
     def stats(self) -> CacheStats:
-        """Return a snapshot of the radix cache's sizes and counts. O(1)."""
+        """Return a snapshot of sizes and counts. O(1)."""
         return CacheStats(
             num_pages=self.num_pages,
             evictable_pages=self.evictable_pages,
@@ -662,47 +633,37 @@ class RadixCache(RadixTree):
 
     @property
     def num_wants(self) -> int:
-        """Number of requests that wait for a prefix."""
         return len(self._wants)
 
     @property
     def locks(self) -> frozenset[PrefixLock]:
-        """All locks on prefixes that are held, for audits."""
+        """All locks that are held, for audits."""
         return frozenset(self._locks)
 
     def oldest_lock(self) -> PrefixLock | None:
-        """Return, of the locks that hold pages, the one taken first by `now_s`. O(locks); from any
-        thread."""
+        """Return the lock that holds pages and was taken first. O(locks); from any thread."""
         # A copy, since the owner may lock and unlock meanwhile.
         holding = (lock for lock in self._locks.copy() if lock.prefix_len)
         return min(holding, key=attrgetter("taken_s"), default=None)
 
     def dump(self, max_nodes: int = 1000) -> str:
-        """Return the radix cache's tree as text, one node per line: depth, tokens, lock_ref, age in
-        uses, and what the policy adds."""
+        """Return the tree as text, one node per line: depth, tokens, lock_ref, age in uses, and
+        what the policy adds."""
         max_nodes = whole_count("max_nodes", max_nodes)
         return "\n".join(dump.lines(self, max_nodes))
 
     def check_invariants(self) -> None:
-        """Check the radix cache against its laws (`audit.py`). O(tree).
-
-        Raises:
-            InternalError: lists every law that is broken, and the state.
-        """
+        """Raise InternalError, with every broken law and the state. O(tree)."""
         if broken := audit.broken_laws(self, self._locks, self._epoch):
             check_laws(dict.fromkeys(broken, False), self.stats(), audit.picture(self))
 
     # --- shared ----------------------------------------------------------------------------------
 
     def locate(self, result: MatchResult) -> tuple[TreeNode | None, int]:
-        """Return where a result ends now: a node, and the depth in it (above its start, unless it
-        is a root).
+        """Return where a result ends now: a node, None if the namespace is gone, and the depth in
+        it (above its start, unless it is a root).
 
-        The node is None if the namespace is gone. O(1) if no page came or went since, apart from
-        splits.
-
-        Raises:
-            LockError: the result is another cache's.
+        O(1) if no page came or went since, apart from splits. LockError for another cache's result.
         """
         if not isinstance(result, MatchResult):
             raise LockError(f"a {type(result).__name__} is no result of a cache")

@@ -29,8 +29,7 @@ TokensLike: TypeAlias = "RadixKey | Sequence[int] | npt.NDArray[Any] | Any"
 
 
 class _TokenList(msgspec.Struct, array_like=True, gc=False):
-    """A list of tokens, of a radix key or for one. As a type of its own, since msgspec takes longer
-    to look a generic one up than to check it."""
+    """A type of its own: msgspec takes longer to look a generic one up than to check it."""
 
     tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=TOKEN_LIMIT)]]
 
@@ -39,12 +38,9 @@ class RadixKey:
     """The tokens of one request, packed, and the namespace they live in.
 
     Equal tokens in two namespaces (LoRA adapters, tenants, cache salts, images) are different keys.
-
-    Args:
-        tokens: 1-D; ints, or an integer array. Copied.
-        namespace: anything hashable; None is the common one.
-    Raises:
-        TokenError: floats, bools, or values beyond int32. `check` finds negative ones.
+    `tokens`: 1-D; ints, or an integer array. Copied. `namespace`: anything hashable; None is the
+    common one. Raises TokenError: floats, bools, or values beyond int32. `check` finds negative
+    ones.
 
     >>> key = RadixKey([1, 2, 3])
     >>> key.append(4)
@@ -72,16 +68,14 @@ class RadixKey:
 
     @property
     def data(self) -> bytes:
-        """The key's packed tokens. The first access after an append costs a copy, but no
-        conversion."""
+        """The packed tokens. The first access after an append costs a copy, but no conversion."""
         if self._tail:
             self._data += self._tail
             self._tail.clear()
         return self._data
 
     def append(self, token: int) -> None:
-        """Add one token to the radix key; amortised O(1). Raises TokenError for anything else, and
-        then adds nothing."""
+        """Add one token; amortised O(1). Raises TokenError for anything else, and adds nothing."""
         if type(token) is not int:
             token = _as_int(token)
         if not 0 <= token < TOKEN_LIMIT:
@@ -89,8 +83,7 @@ class RadixKey:
         self._tail += token.to_bytes(TOKEN_BYTES, "little")
 
     def extend(self, tokens: TokensLike) -> None:
-        """Add several tokens to the radix key; amortised O(new tokens). Raises TokenError if one is
-        invalid, and then adds none."""
+        """Add tokens; amortised O(them). Adds none, and raises TokenError, if one is invalid."""
         # All checks come first: nothing is added if one fails.
         more = pack(tokens)
         if not _packing_checks(tokens):
@@ -102,41 +95,33 @@ class RadixKey:
         self._tail += more
 
     def extend_checked(self, tokens: Sequence[int]) -> None:
-        """Add tokens to the radix key that the caller has checked to be ints in [0, TOKEN_LIMIT).
-        See `extend`."""
+        """Add tokens that the caller has checked to be ints in [0, TOKEN_LIMIT)."""
         self.extend_packed(struct.pack(f"<{len(tokens)}i", *tokens))
 
     @staticmethod
     def of_packed(data: bytes, namespace: Hashable = None) -> RadixKey:
-        """Build a radix key from packed tokens that the caller has checked to be in [0,
-        TOKEN_LIMIT). No copy."""
+        """Build a key from packed tokens, checked to be in [0, TOKEN_LIMIT). No copy."""
         key = RadixKey.__new__(RadixKey)
         key.namespace, key._tail = namespace, bytearray()
         key._data, key._checked_bytes = data, len(data)
         return key
 
     def extend_packed(self, more: bytes) -> None:
-        """Add packed tokens to the radix key that the caller has checked, as for `of_packed`. See
-        `extend`."""
+        """Add packed tokens that the caller has checked, as for `of_packed`."""
         if self._checked_bytes == len(self._data) + len(self._tail):
             self._checked_bytes += len(more)
         self._tail += more
 
     def check(self) -> None:
-        """Check that no token of the radix key is negative. Only what was added since the last
-        check is looked at.
-
-        Raises:
-            TokenError: names the value and its place.
-        """
+        """Raise TokenError, with value and place, for a negative token. Looks only at what is new
+        since the last check."""
         data = self.data
         if self._checked_bytes < len(data):
             check_packed(data, self._checked_bytes)
             self._checked_bytes = len(data)
 
     def prefix(self, num_tokens: int) -> RadixKey:
-        """Return the radix key of the first `num_tokens`; this object if those are all.
-        O(num_tokens).
+        """Return the key of the first `num_tokens`; this object if those are all. O(num_tokens).
 
         >>> RadixKey([1, 2, 3], "lora").prefix(2)
         RadixKey(2 tokens, namespace='lora')
@@ -156,7 +141,7 @@ class RadixKey:
         return key
 
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Return the radix key's tokens as an int32 array that the caller may change."""
+        """Return an int32 array that the caller may change."""
         return np.frombuffer(bytearray(self.data), _LE_INT32)
 
     def __len__(self) -> int:
@@ -167,14 +152,11 @@ class RadixKey:
 
 
 def pack(tokens: TokensLike) -> bytes:
-    """Pack tokens for a radix key, as little-endian int32 bytes. O(tokens); one memcpy for an int32
-    array.
+    """Pack tokens as little-endian int32 bytes. O(tokens); one memcpy for an int32 array. A wider
+    one takes two passes.
 
-    A wider array takes one pass to check all values and one to convert them.
-
-    Raises:
-        TokenError: not one-dimensional, floats, bools, or beyond int32. Negative int32 values pass
-            (see `check_packed`).
+    Raises TokenError: not one-dimensional, floats, bools, or beyond int32. Negative int32 values
+    pass (see `check_packed`).
     """
     if type(tokens) is RadixKey:
         return tokens.data
@@ -199,13 +181,11 @@ def pack(tokens: TokensLike) -> bytes:
 
 
 def token_list(tokens: TokensLike) -> list[int]:
-    """Return tokens, one for each radix key of a batch, say, as a new list of ints.
+    """Return tokens as a new list of ints.
 
     A list, and an array or tensor that makes one of itself, is checked as it stands: packing takes
-    longer unless there are thousands.
-
-    Raises:
-        TokenError: tokens that are not integers in [0, TOKEN_LIMIT).
+    longer unless there are thousands. Raises TokenError unless all are integers in [0,
+    TOKEN_LIMIT).
 
     >>> token_list(np.array([7, 8]))
     [7, 8]
@@ -228,8 +208,7 @@ def token_list(tokens: TokensLike) -> list[int]:
 def common_pages(
     data: bytes, other: bytes | bytearray, equal: int, end: int, page_bytes: int
 ) -> int:
-    """Return how many whole pages the packed tokens of two radix keys have in common, from `equal`
-    to `end`.
+    """Return how many whole pages two packed runs of tokens have in common, from `equal` to `end`.
 
     The first `equal` pages are known to be the same; pages from `end` on are not compared. Binary
     search by memcmp, and no probe compares again what was equal before.
@@ -252,7 +231,7 @@ def common_pages(
 
 
 def check_packed(data: bytes, start_byte: int = 0) -> None:
-    """Raise TokenError if a packed token of a radix key from `start_byte` on is negative."""
+    """Raise TokenError if a packed token from `start_byte` on is negative."""
     values = np.frombuffer(data, _LE_INT32, offset=start_byte)
     if len(values) and values.min() < 0:
         place = int(np.argmax(values < 0))
@@ -279,16 +258,13 @@ def _pack_array(values: npt.NDArray[Any]) -> bytes:
 
 
 def _packing_checks(tokens: TokensLike) -> bool:
-    """Return whether `pack` has already refused negative tokens for the radix key: it has for
-    arrays wider than int32."""
+    """Return whether `pack` has refused negative tokens already: for arrays wider than int32."""
     if isinstance(tokens, array):
         return tokens.itemsize > TOKEN_BYTES
     return isinstance(tokens, np.ndarray) and tokens.dtype.itemsize > TOKEN_BYTES
 
 
 def _pack_sequence(values: list[Any]) -> bytes:
-    """Pack a list of objects, the tokens of a radix key. Raises TokenError that names the first bad
-    one."""
     try:
         packed = struct.pack(f"<{len(values)}i", *values)
     # One is no int, or too large. Packing again value by value finds which, and accepts what
@@ -304,8 +280,6 @@ def _pack_sequence(values: list[Any]) -> bytes:
 
 
 def _checked_int(value: Any, place: int) -> int:
-    """Return `value`, a token for a radix key, as an int in [0, TOKEN_LIMIT). Raises TokenError
-    that names its place."""
     token = _as_int(value)
     if not 0 <= token < TOKEN_LIMIT:
         raise TokenError(f"token {shown(token)} at {place} is not in [0, {TOKEN_LIMIT})")
@@ -313,8 +287,7 @@ def _checked_int(value: Any, place: int) -> int:
 
 
 def _as_int(value: Any) -> int:
-    """Return `value`, a token for a radix key, as an int. Raises TokenError for bools and whatever
-    does not convert without loss."""
+    """Raises TokenError for bools and whatever does not convert without loss."""
     if isinstance(value, (bool, np.bool_)):
         raise TokenError(f"{shown(value)} is a bool, not a token")
     try:

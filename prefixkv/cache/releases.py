@@ -1,4 +1,4 @@
-"""Pages that would be without a lock if some locks ended: worked out before any of them ends."""
+"""Pages that would be without a lock if some locks ended."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Releases:
         self._refs: dict[TreeNode, int] = {}  # what `lock_ref` of a node would be, where it differs
 
     def end(self, lock: PrefixLock | None) -> int:
-        """Release `lock` too, in a copy of the counts, and return the pages that it frees after
-        those before it. O(nodes of them). None frees nothing. Mirrors `RadixTree._release`."""
+        """Release `lock` in the copy, and return the pages that it frees after those before it.
+        O(nodes of them). None frees nothing. Mirrors `RadixTree._release`."""
         if lock is None:
             return 0
         # The first node that something else holds ends the walk, as in the tree; its count is lower

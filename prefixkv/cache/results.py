@@ -60,31 +60,30 @@ class MatchResult:
 
     @property
     def prefix_len(self) -> int:
-        """Tokens of cached prefix in this match, whole pages."""
+        """Tokens of cached prefix, whole pages."""
         return self.depth * self.cache.page_size
 
     @property
     def is_current(self) -> bool:
-        """True while no page came or went since this match: matching again would give the same."""
+        """True while no page came or went since: matching again would give the same."""
         return self.version == self.cache.version
 
     @property
     def pages(self) -> Pages:
-        """int32 [prefix_len / page_size] page ids of the match, the caller's own array. A stale
-        match gives those that are still there. O(pages)."""
+        """int32 [prefix_len / page_size], the caller's own array; of a stale match what is still
+        there. O(pages)."""
         node, depth = self.cache.locate(self)
         return page_ids(node, min(depth, self.depth))
 
     @property
     def packed(self) -> Packed:
-        """The match's `pages` as they are packed in the tree, four bytes each. O(pages)."""
+        """`pages` as packed in the tree, four bytes each. O(pages)."""
         node, depth = self.cache.locate(self)
         return packed_to(node, min(depth, self.depth))
 
     @property
     def unprotected_pages(self) -> int:
-        """Number of pages that would stop being evictable if this match were locked. O(nodes not
-        yet held)."""
+        """Pages that a lock would take out of the evictable ones. O(nodes not yet held)."""
         node, depth = self.cache.locate(self)
         # The same walk as `RadixTree._hold`: up to the first node that is held anyway. If that is
         # the node itself, the match may end above its end, and then nothing would change.
@@ -109,14 +108,13 @@ class InsertResult(MatchResult):
 
     @property
     def prefix_len(self) -> int:
-        """Tokens that were in the tree before the insertion, whole pages."""
+        """Tokens that were in the tree before, whole pages."""
         return self.old_depth * self.cache.page_size
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class PrefixLock:
-    """A prefix that cannot be evicted. `RadixCache.unlock` ends it, once, or leaving its `with`
-    block.
+    """A prefix that cannot be evicted. `RadixCache.unlock` ends it, once, or its `with` block.
 
     While it is held, `node` ends where the lock ends. `freed`: see `RadixCache.unlock`. `mark` is
     the history of the last page when the lock was taken or extended, None if the lock is empty: the
@@ -135,8 +133,7 @@ class PrefixLock:
 
     @property
     def pages(self) -> Pages:
-        """int32 [prefix_len / page_size] page ids that the prefix lock holds, a new array. After
-        `unlock` only if read before."""
+        """int32 [prefix_len / page_size], a new array. After `unlock` only if read before."""
         if self._pages is None:
             # The pages may be another prompt's by now: a lock that has ended no longer knows them.
             if not self.held:
@@ -145,8 +142,8 @@ class PrefixLock:
         return self._pages.copy()
 
     def last_pages(self, num_pages: int) -> Pages:
-        """Return the ids of the last `num_pages` that the prefix lock holds, no more than it has:
-        a new array. While it is held. O(nodes + num_pages)."""
+        """Return the ids of the last `num_pages`, or of all if fewer: a new array. While it is
+        held. O(nodes + num_pages)."""
         runs, left, node = [], num_pages * PAGE_ID_BYTES, self.node
         while left > 0 and node.parent is not None:
             run = node.pages
@@ -167,16 +164,14 @@ class PrefixLock:
 
 
 def page_ids(node: TreeNode | None, depth: int) -> Pages:
-    """Return for a result of the cache the int32 [depth] ids of the path down to `depth` in `node`;
-    a new array. O(nodes + pages)."""
+    """int32 [depth] ids of the path down to `depth` in `node`; a new array. O(nodes + pages)."""
     if node is None or not depth:
         return NO_PAGES.copy()
     return np.frombuffer(packed_to(node, depth), np.int32)
 
 
 def packed_to(node: TreeNode | None, depth: int) -> bytearray:
-    """Return for a result of the cache the packed ids of the path down to `depth` in `node`; a new
-    array. O(nodes + pages)."""
+    """Packed ids of the path down to `depth` in `node`; a new array. O(nodes + pages)."""
     if node is None or not depth:
         return bytearray()
     runs = packed_path(node)
@@ -185,8 +180,7 @@ def packed_to(node: TreeNode | None, depth: int) -> bytearray:
 
 
 def packed_path(node: TreeNode) -> list[Packed]:
-    """Return for a result of the cache the packed page ids of a node and of all above it, the
-    lowest run first. O(nodes)."""
+    """Return the packed ids of a node and of all above it, the lowest run first. O(nodes)."""
     runs = []
     while (parent := node.parent) is not None:
         runs.append(node.pages)
@@ -195,19 +189,17 @@ def packed_path(node: TreeNode) -> list[Packed]:
 
 
 def packed_ids(runs: Iterable[Packed]) -> Pages:
-    """Return the page ids of several packed runs of the tree, one after the other, as a result's
-    new array."""
+    """Return the page ids of several packed runs, one after the other, as a new array."""
     # One copy into a new bytearray, which also makes the array writable.
     return np.frombuffer(bytearray().join(runs), np.int32)
 
 
 def as_page_ids(pages: Any, num_pages: int) -> Pages:
-    """Return the first `num_pages` of a caller's page ids, for a radix cache's insertion, as int32.
-    It may be the caller's own array, so it must not be kept.
+    """Return the first `num_pages` of a caller's page ids as int32. It may be the caller's own
+    array: do not keep it.
 
-    Raises:
-        PageStateError: not one-dimensional integers, fewer than `num_pages`, more than one more, or
-            beyond int32.
+    Raises PageStateError: not one-dimensional integers, fewer than `num_pages`, more than one more,
+    or beyond int32.
     """
     ids: Pages = as_pages(pages)
     # One id more is that of a partial last page, which the tree does not take.
@@ -217,8 +209,7 @@ def as_page_ids(pages: Any, num_pages: int) -> Pages:
 
 
 def check_page_ids(ids: Pages) -> None:
-    """Raise PageStateError if of the page ids of a radix cache's insertion one is negative or given
-    twice."""
+    """Raise PageStateError if a page id is negative or given twice."""
     if len(ids):
         # Ids mostly come in rising order, which is quick to see and rules duplicates out. Searching
         # the bytes takes a fraction of the time of `all`. Else sort: equal ids become neighbours.

@@ -91,13 +91,8 @@ class RadixTree:
     # --- walking -------------------------------------------------------------------------------
 
     def _walk(self, node: TreeNode, data: bytes, at: int = 0) -> tuple[TreeNode, int]:
-        """Follow `data` down the radix tree from the end of `node`, where `at` bytes of it have
-        matched already.
-
-        Returns:
-            The node in which the match ends (at its end or inside it), and the matched bytes, whole
-            pages.
-        """
+        """Follow `data` from the end of `node`, where `at` bytes have matched already. Returns the
+        node in which the match ends, and the matched bytes, whole pages."""
         page_bytes = self._page_bytes
         # A partial last page can not match: no request may share a page that is still being
         # written.
@@ -120,9 +115,8 @@ class RadixTree:
         return node, at
 
     def _common_bytes(self, data: bytes, at: int, end: int, key: bytes | bytearray) -> int:
-        """Return how many bytes, in whole pages, the tree node's `key` has in common with `data`
-        from `at` to `end`. Binary search by memcmp. A probe that matches is never compared
-        again."""
+        """Return the bytes, in whole pages, that `key` has in common with `data` from `at` to
+        `end`. Binary search by memcmp; what matched is never compared again."""
         page_bytes = self._page_bytes
         view = memoryview(key)
         high = min(len(key), end - at)
@@ -152,16 +146,14 @@ class RadixTree:
         return root
 
     def _drop_root_if_idle(self, root: TreeNode) -> None:
-        """Drop a namespace that has no pages, locks or wants: namespaces come and go with
-        tenants."""
+        """Namespaces come and go with tenants: drop one without pages, locks or wants."""
         assert isinstance(root, Root)
         if not root.children and not root.lock_ref and not root.wants:
             del self._roots[root.namespace]
             root.leave_tree()
 
     def _split(self, node: TreeNode, depth: int) -> TreeNode:
-        """Split `node` of the tree so that a node ends at `depth`, and return that one; `node`
-        keeps what lies below."""
+        """Split `node` so that a node ends at `depth`, and return that; `node` keeps the rest."""
         upper = node.split(depth, self._page_bytes)
         assert upper.parent is not None
         # `TreeNode.split` left this to us: until here the parent still names the lower half as its
@@ -173,8 +165,7 @@ class RadixTree:
         return upper
 
     def _merge_if_idle(self, node: TreeNode) -> None:
-        """Merge a node of the tree with its only child unless a lock ends on it. The node's object
-        dies, the child's stays."""
+        """Merge a node with its only child unless a lock ends on it. The child's object stays."""
         # Not merged are
         # 1. roots and nodes that left the tree,
         # 2. leaves and forks,
@@ -194,8 +185,8 @@ class RadixTree:
         self.num_nodes -= 1
 
     def _subtree(self, top: TreeNode, held: bool = False) -> list[TreeNode]:
-        """Return `top` and all nodes below it in the tree, each before its children; with `held`,
-        only those that a lock covers."""
+        """Return `top` and all below it, each before its children; with `held`, only those that a
+        lock covers."""
         found = [top]
         # The list grows while it is iterated over: a breadth-first walk.
         for node in found:
@@ -206,8 +197,7 @@ class RadixTree:
 
     def _hold(self, node: TreeNode) -> None:
         """Add a holder to `node`, and count its pages as protected. By the law of lock_ref a held
-        node counts 1 at its parent, however many locks are below. So the walk up ends at the first
-        node that was held before."""
+        node counts 1 at its parent, so the walk up ends at the first node that was held before."""
         end = node.end
         node.lock_ref += 1
         while node.lock_ref == 1 and node.parent is not None:
@@ -220,8 +210,7 @@ class RadixTree:
         self.protected_pages += num_pages
 
     def _release(self, node: TreeNode) -> None:
-        """Remove a holder from `node`: the reverse of `_hold`. The caller enqueues or merges the
-        node."""
+        """Remove a holder: the reverse of `_hold`. The caller enqueues or merges the node."""
         end = node.end
         node.lock_ref -= 1
         while node.lock_ref == 0 and node.parent is not None:
@@ -238,7 +227,6 @@ class RadixTree:
         return queue if self._hints is None else HintedQueue(self.policy, self._hints, queue)
 
     def _requeue(self) -> EvictionQueue:
-        """Move all evictable leaves to a new queue: the former ones are not asked any more."""
         queue = self._queue = self._new_queue()
         for node in self.nodes():
             node.entry = None
@@ -258,8 +246,7 @@ class RadixTree:
     # --- attaching -----------------------------------------------------------------------------
 
     def _new_pages(self, ids: Pages, num_old: int) -> Pages:
-        """Return the page ids to be attached to the tree, without the first `num_old`. Raises
-        PageStateError if one of the rest cannot be new."""
+        """Page ids without the first `num_old`. Raises PageStateError if one cannot be new."""
         new = ids[num_old:]
         if self._in_tree is not None:
             try:
@@ -285,15 +272,11 @@ class RadixTree:
         use: Use,
         lock: PrefixLock | None,
     ) -> TreeNode:
-        """Put new pages at `depth` of `node`, and return the node that ends with them.
+        """Put new pages at `depth` of `node`, and return the node that ends with them. Nothing here
+        may fail: the caller has checked everything.
 
-        Nothing here may fail: the caller has checked everything.
-
-        Args:
-            key, pages: packed tokens and packed page ids of the new pages.
-            where: the same pages as an index or as runs, if the caller has them.
-            lock: the lock that `_extend` will make hold them, or None. A node on which no other
-                lock ends grows even if this one ends on it.
+        `where`: the pages as an index or as runs, if known. `lock` is what `_extend` will make hold
+        them, or None: a node on which no other lock ends grows even if this one ends on it.
         """
         page_bytes, num_pages = self._page_bytes, len(pages) // PAGE_ID_BYTES
         *inner_marks, (_, mark) = self.policy.insertion_marks(use)
@@ -361,8 +344,7 @@ class RadixTree:
     # --- taking out ----------------------------------------------------------------------------
 
     def _victim(self) -> TreeNode | None:
-        """Return the leaf of the tree that loses a page next, or None. A wanted leaf goes only when
-        there is no other."""
+        """Return the leaf that loses a page next. A wanted leaf goes last."""
         # 1. The policy's first, passing over leaves with a last page that a request waits for.
         # 2. Those wanted leaves, the least recently used first.
         while (node := self._queue.first(self._now_s)) is not None:
@@ -377,15 +359,10 @@ class RadixTree:
     def _evict_in_order(
         self, num_pages: int, merge_candidates: dict[TreeNode, None]
     ) -> list[Packed]:
-        """Take exactly `num_pages` evictable pages from the tree, coldest leaf first, and return
-        their packed ids.
+        """Take exactly `num_pages` pages, coldest leaf first; return their packed ids.
 
-        Equals single steps that each take the last page of the first leaf; a step here takes as
-        many pages of one leaf as such steps would take in a row.
-
-        Args:
-            merge_candidates: gets every node that lost a child but keeps others: the caller merges
-                those.
+        Equals single steps that each take the last page of the first leaf. `merge_candidates` gets
+        every node that lost a child but keeps others: the caller merges those.
         """
         taken: list[Packed] = []
         ghost_pages = self.policy.ghost_pages
@@ -425,14 +402,9 @@ class RadixTree:
         return taken
 
     def _floor(self, node: TreeNode, low: int) -> int:
-        """Return the depth down to which a leaf of the tree with steps may be cut in one go.
-
-        Pages above a step have another history, so it may not be their turn. The policy may allow
-        more, when histories differ but ranks do not (`Policy.floor`).
-
-        Args:
-            low: no more than down to this depth is to go now, so the search may stop there.
-        """
+        """Return the depth down to which a leaf with steps may be cut in one go; `low` is enough.
+        Pages above a step have another history, so it may not be their turn, unless the policy says
+        that ranks are equal."""
         steps, mark = node.steps, node.mark
         assert steps
         assert node.parent is not None
@@ -442,8 +414,6 @@ class RadixTree:
         return node.parent.end if floor is None else floor
 
     def _trim(self, node: TreeNode, num_pages: int) -> bytes:
-        """Cut pages off the end of a leaf of the tree and return their ids. The leaf gets its new
-        place in the queue."""
         end = node.end
         pages = node.trim(num_pages, self._page_bytes, self.policy.fold)
         # A want is attached at the deepest page of it that the tree has: now this leaf's end.
@@ -477,15 +447,15 @@ class RadixTree:
             self._queue.add(parent)
 
     def _order_is_free(self) -> bool:
-        """Return whether evicting everything from the tree leaves the same state in any order: true
-        if it leaves no ghosts. Whether events are recorded must not matter: only one of several
-        ranks records them, and marks that fold in another order may round to other floats."""
+        """True if evicting everything leaves the same state in any order: if it leaves no ghosts.
+        Whether events are recorded must not matter: only one of several ranks records them, and
+        marks that fold in another order may round to other floats."""
         ghost_pages = self.policy.ghost_pages
         return not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
 
     def _evict_all(self, merge_candidates: dict[TreeNode, None]) -> list[Packed]:
-        """Take out everything that no lock covers, and return its page ids, those of each branch
-        before what follows. The history of its uses goes to the page above."""
+        """Take out all that no lock covers, a branch before what follows. The history of its uses
+        goes to the page above."""
         freed: list[Packed] = []
         fold = self.policy.fold
         for root in list(self._roots.values()):
@@ -519,9 +489,8 @@ class RadixTree:
         return freed
 
     def _release_orphan(self, node: TreeNode) -> Pages:
-        """Release an orphaned path, of before a reset of the tree, and return the pages that no
-        lock holds any more. Like `_release`, but a node without holders is freed instead of
-        becoming evictable: no match finds it, so keeping it would be of no use."""
+        """Release a path of before a reset, and return the pages without a lock. Unlike in
+        `_release` a node without holders is freed: no match finds it."""
         freed: list[Packed] = []
         node.lock_ref -= 1
         while node.lock_ref == 0 and node.parent is not None:

@@ -42,14 +42,12 @@ def detach(want: Want) -> TreeNode:
 
 
 def deepest(node: TreeNode, limit: int) -> int:
-    """Return the depth of the deepest page of `node` that a want is attached to, at most `limit`; 0
-    if none is. O(places)."""
+    """Return the depth, at most `limit`, of the deepest want in `node`; or 0. O(places)."""
     return max((depth for depth, _ in node.wants or () if depth <= limit), default=0)
 
 
 def served_by(node: TreeNode, depth: int, first_page: bytes) -> list[Want]:
-    """Detach and return the wants at `depth` of `node` that ask for `first_page` next. They are
-    attached nowhere until the caller attaches them again."""
+    """Detach and return the wants at `depth` of `node` that ask for `first_page` next."""
     if node.wants is None:
         return []
     served = node.wants.pop((depth, first_page), [])
@@ -59,9 +57,8 @@ def served_by(node: TreeNode, depth: int, first_page: bytes) -> list[Want]:
 
 
 def move(source: TreeNode, target: TreeNode, from_depth: int, to_depth: int, limit: int) -> None:
-    """Move the wants of tree node `source` in (from_depth, to_depth] to node `target`, none deeper
-    than `limit`. `source` may be `target`: then they only move up, because pages were cut off its
-    end."""
+    """Move the wants of `source` in (from_depth, to_depth] to `target`, none deeper than `limit`.
+    With one node for both they move up: pages were cut off its end."""
     if source.wants is None:
         return
     # A list, not a view: attaching to the same node changes the dictionary.

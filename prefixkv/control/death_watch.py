@@ -30,10 +30,8 @@ LostPeers = dict[PeerId, tuple[str, int]]
 class DeathWatch:
     """The processes whose death may be asked of the kernel. Owned by a control object.
 
-    Args:
-        lost: returns the peers that are suspect or over at a time and still hold something of ours.
-        current: returns the peers that a link leads to now.
-        examine: takes what is to be looked at.
+    `lost` returns the peers that are suspect or over at a time and still hold something of ours;
+    `current` those that a link leads to now; `examine` takes what is to be looked at.
     """
 
     def __init__(
@@ -54,8 +52,8 @@ class DeathWatch:
         self._doubted: dict[PeerId, float] = {}  # until when each is looked at for that alone
 
     def met(self, peer: PeerId, life: ProcessLife | None, is_local: bool, now_s: float) -> None:
-        """Record which process an accepted handshake names as the peer's. `is_local` says that the
-        connection does not leave this machine: a process id means nothing elsewhere."""
+        """Record the process that an accepted handshake names. `is_local`: the connection does not
+        leave this machine, elsewhere a process id means nothing."""
         if not (is_local and self._timing.prove_death):
             life = None
         # Before one is added, so that peers that come and go do not make the table grow.
@@ -68,8 +66,8 @@ class DeathWatch:
             self._lives[peer] = None
 
     def doubt(self, peer: PeerId | None, now_s: float) -> None:
-        """Watch a peer, so that its process is examined from now on: it is silent, unreachable, or
-        replaced. It is examined for `suspect_after_s`, and beyond that while `lost` reports it."""
+        """Watch a peer that is silent, unreachable, or replaced: its process is examined for
+        `suspect_after_s`, and beyond that while `lost` reports it."""
         if peer is not None and self._lives.get(peer) is not None:
             self._doubted[peer] = now_s + self._timing.suspect_after_s
             self.due_s = min(self.due_s, now_s)
@@ -82,14 +80,12 @@ class DeathWatch:
         return known
 
     def forget(self, peer: PeerId) -> None:
-        """Drop what the death watch knows of the process of a peer that the control object
-        forgets."""
+        """Drop what is known of a peer's process."""
         self._doubted.pop(peer, None)
         self._lives.pop(peer, None)
 
     def tick(self, now_s: float) -> None:
-        """Have the processes of doubted and lost peers examined for their death, if it is time, and
-        set `due_s` for the next look."""
+        """Have doubted and lost peers examined, if due, and set `due_s` for the next look."""
         if now_s < self.due_s:
             return
         self.due_s = math.inf
@@ -108,8 +104,8 @@ class DeathWatch:
 
 
 def merged_lost_peers(ranks: Iterable[LostPeers]) -> LostPeers:
-    """Merge the lost peers of all ranks of a decode worker: those whose death is asked about. Pages
-    are the maximum over the ranks and not the sum: all ranks hold the same page ids."""
+    """Merge the lost peers of all ranks. Pages are the maximum and not the sum: all ranks hold the
+    same page ids."""
     found: LostPeers = {}
     for lost in ranks:
         for peer, (what, pages) in lost.items():

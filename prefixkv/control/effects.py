@@ -1,4 +1,4 @@
-"""Inputs and effects of control objects, apart from commands, transport events and events for the
+"""Inputs and effects of control objects, besides commands, transport events and events for the
 scheduler."""
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ To = TypeVar("To", str, bytes)
 
 
 class FrameReceived(msgspec.Struct, Generic[To], frozen=True):
-    """A frame from a prefill rank's address (on decode), or from behind a ROUTER's route (on
-    prefill).
+    """A frame from an address (on decode), or from behind a ROUTER's route (on prefill).
 
-    `credential` is the CURVE key that the socket proved for the sender, "" without keys. `is_local`
-    says that the other end of the connection is on this machine.
+    `credential` is the CURVE key that the socket proved for the sender, "" without keys.
+    `is_local`: the other end of the connection is on this machine.
     """
 
     source: To
@@ -49,8 +48,7 @@ class FrameReceived(msgspec.Struct, Generic[To], frozen=True):
 
 
 class FrameFailed(msgspec.Struct, Generic[To], frozen=True):
-    """An exception was raised while this frame was taken. Its sender is held to be at fault, so
-    only the room that the frame names ends."""
+    """Taking this frame raised an exception: its sender is at fault, so only its room ends."""
 
     frame: FrameReceived[To]
     error: Exception
@@ -65,10 +63,8 @@ class ConnectFailed(msgspec.Struct, frozen=True):
 
 
 class Unreached(msgspec.Struct, frozen=True):
-    """There is no connection to this address (any more), and an attempt at one has failed.
-
-    `guess` says what may be the cause where nothing has ever answered there.
-    """
+    """There is no connection to this address (any more), and an attempt has failed. `guess`: a
+    possible cause where nothing has ever answered there."""
 
     address: str
     why: str
@@ -82,10 +78,8 @@ class Reached(msgspec.Struct, frozen=True):
 
 
 class CopyDone(msgspec.Struct, frozen=True):
-    """A Gather or Scatter has ended, and no thread touches its memory any more.
-
-    `error` is what it raised, or ClosedError if it never ran.
-    """
+    """A Gather or Scatter has ended: no thread touches its memory. `error` is what it raised, or
+    ClosedError if it never ran."""
 
     copy_id: int
     error: Exception | None = None
@@ -96,8 +90,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class AgentDestroyed(msgspec.Struct, frozen=True):
-    """The agent of our transport is destroyed, so no write of ours can land any more: tell all
-    peers."""
+    """Our transport's agent is destroyed, so no write of ours can land: tell all peers."""
 
 
 # --- effects --------------------------------------------------------------------------------------
@@ -106,19 +99,17 @@ E = TypeVar("E")
 
 
 class EffectList(Generic[E]):
-    """The effects of one input, in order. All parts of a control object add to the same one, so
-    that the order in which things happen is the order in which they are carried out."""
+    """The effects of one input. All parts of a control object add to the same list, so that they
+    are carried out in the order in which they happen."""
 
     def __init__(self) -> None:
         self.effects: list[E] = []
 
     def begin(self) -> None:
-        """Start the list of effects of the control object's next input. The last one is the
-        caller's."""
+        """Start the next input's list. The last one is the caller's."""
         self.effects = []
 
     def add(self, effect: E) -> None:
-        """Append an effect to the list of the control object's present input."""
         self.effects.append(effect)
 
 
@@ -165,20 +156,15 @@ class Left(msgspec.Struct, frozen=True):
 
 class Settle(msgspec.Struct, frozen=True):
     """Read for `for_s` what kernels may still hold of a writer that is gone, then answer Settled.
-
-    Over TCP the kernel may hold what the writer sent before it ended; it lands as our transport
-    reads.
-    """
+    Over TCP what it sent before it ended lands as our transport reads."""
 
     token: PeerId | Left | RankDrained
     for_s: float
 
 
 class Examine(msgspec.Struct, frozen=True):
-    """Find out whether the process that the peer says it is has ended.
-
-    If so, a Fence with `proved` answers; if not, nothing does, and the question is repeated.
-    """
+    """Find out whether the process that the peer says it is has ended. If so, a Fence with `proved`
+    answers; if not, nothing does, and the question is repeated."""
 
     peer: PeerId
     life: ProcessLife
@@ -283,8 +269,7 @@ PrefillEffect = (
 
 
 class PeerAccepted(NamedTuple):
-    """A peer that can be written to from now on; `cut` says how slices for it are staged, None: not
-    at all."""
+    """A peer that can be written to; `cut` says how slices for it are staged, None: not at all."""
 
     added: AddPeer
     cut: LeaseCut | None

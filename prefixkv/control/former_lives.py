@@ -29,8 +29,7 @@ _NONE: Final[Mapping[int, str]] = MappingProxyType({})
 
 
 class IncarnationHistory:
-    """Lives that are over, by name. Owned by a control object, which takes its news; any thread may
-    call `how`."""
+    """Lives that are over, by name. Owned by a control object; any thread may call `how`."""
 
     def __init__(self, news: PeerChanges | None = None) -> None:
         self.news = news or PeerChanges()
@@ -40,8 +39,7 @@ class IncarnationHistory:
         self._silent: OrderedDict[str, PeerId] = OrderedDict()
 
     def end(self, life: PeerId, how: str) -> None:
-        """Record that a life of a peer is over, a former one from now on; `how` completes a
-        sentence about it: "was fenced", `LEFT`."""
+        """Record that a life is over; `how` completes a sentence about it: "was fenced", `LEFT`."""
         lives = self._over.setdefault(life.name, OrderedDict())
         # The first end stands: a later word must not turn "was fenced" into something weaker.
         if life.incarnation not in lives:
@@ -55,22 +53,20 @@ class IncarnationHistory:
             self._over.popitem(last=False)
 
     def supersede(self, life: PeerId, by: PeerId) -> None:
-        """Record that `life` is a former one, because `by` was accepted under its name."""
         self.end(life, f"was superseded by life {by.incarnation:x}")
 
     def has_former(self, name: str) -> bool:
         return name in self._over
 
     def check(self, life: PeerId) -> None:
-        """Raise FormerLifeError if this life of a peer is a former one, which is over."""
+        """Raise FormerLifeError if this life is over."""
         if how := self.how(life):
             # It still speaks, so keep it among those remembered longest.
             self._heard(life)
             raise FormerLifeError(f"{life} {how}", life)
 
     def how(self, life: PeerId) -> str:
-        """Return how a former life of a peer ended, "" if the life is not over. Any thread may
-        ask."""
+        """Return how a life ended, "" if it is not over. Any thread may ask."""
         return self._over.get(life.name, _NONE).get(life.incarnation, "")
 
     def _heard(self, life: PeerId) -> None:
@@ -80,30 +76,28 @@ class IncarnationHistory:
     # --- lives that were forgotten for their silence ----------------------------------------------
 
     def silent(self, life: PeerId) -> None:
-        """Remember a peer's life that is forgotten for its silence: it is no former one yet, and
-        may come back unless another comes."""
+        """Remember a life, forgotten for its silence: it may come back if no other does."""
         self._silent[life.name] = life
         self._silent.move_to_end(life.name)
         if len(self._silent) > MAX_NAMES:
             self._silent.popitem(last=False)
 
     def begin(self, life: PeerId) -> None:
-        """Record that a peer's life was accepted; a silent one that it replaces is a former life
-        now."""
+        """Record that a life was accepted; a silent one that it replaces is over now."""
         before = self._silent.pop(life.name, life)
         if before != life:
             self.supersede(before, life)
 
     def last_silent(self, name: str) -> PeerId | None:
-        """Return the last life of a peer of this name that was forgotten for its silence, if
-        any."""
+        """Return the last life of this name that was forgotten for its silence, if any."""
         return self._silent.get(name)
 
 
 def nonce(me: PeerId, them: PeerId, known: PeerId | None) -> int:
-    """Return the number (nonce) that a Hello of the life `them` has to repeat to make the life
-    `known` a former one. It is derived from the three lives, so nothing has to be stored for
-    strangers. It changes with `known`, so an answer from before the present life came is of no use.
-    Never 0, which says "none"."""
+    """Return the number that a Hello of `them` has to repeat to make `known` a former life.
+
+    Derived from the three lives, so nothing is stored for strangers. It changes with `known`, so an
+    answer from before the present life came is of no use. Never 0, which says "none".
+    """
     words = f"{me.incarnation} {them.incarnation} {known.incarnation if known else None}"
     return int.from_bytes(blake2b(words.encode(), digest_size=8).digest()) or 1

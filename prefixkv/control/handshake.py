@@ -47,14 +47,12 @@ from prefixkv.transport.offers import MetadataOffers, usable
 
 
 def named(error: Exception, option_names: Mapping[str, str]) -> Exception:
-    """Return the refusal of a handshake as the engine's user reads it: with the engine's option for
-    the field."""
+    """Return a refusal as the engine's user reads it: with the engine's option for the field."""
     return error.named(option_names) if isinstance(error, HandshakeError) else error
 
 
 def named_end(ended: RoomEnded, option_names: Mapping[str, str]) -> RoomEnded:
-    """Return the end of a room with the engine's option named in a WeightsVersionError, as `named`
-    does for a handshake's refusal."""
+    """Return the end of a room with the engine's option named in a WeightsVersionError."""
     if not isinstance(ended.error, WeightsVersionError) or not option_names:
         return ended
     return msgspec.structs.replace(ended, error=ended.error.named(option_names))
@@ -63,12 +61,8 @@ def named_end(ended: RoomEnded, option_names: Mapping[str, str]) -> RoomEnded:
 def check_pair(
     ours: ModelDigest, our_topology: Topology, theirs: ModelDigest, their_topology: Topology
 ) -> None:
-    """Check in the handshake that two workers can exchange KV at all: model, meshes and page sizes.
-
-    Raises:
-        HandshakeError: for the first thing that keeps them apart.
-        ConfigError: a mesh cannot be.
-    """
+    """Check that two workers can exchange KV: model, meshes and page sizes. Raises HandshakeError
+    for the first thing that keeps them apart, ConfigError for a mesh that cannot be."""
     # The model first: meshes and page sizes mean something only for the same model.
     ours.check(theirs)
     our_mesh, their_mesh = our_topology.mesh(ours), their_topology.mesh(theirs)
@@ -87,8 +81,7 @@ def check_pair(
 
 
 def check_reply(hello: Hello, reply: HelloReply) -> None:
-    """Raise HandshakeError or ConfigError for the HelloReply of a prefill worker that this decode
-    rank cannot work with."""
+    """Raise HandshakeError or ConfigError for a worker that this rank cannot work with."""
     # Before `refused`: what differs says more than the refusal that prefill answers for it.
     check_pair(hello.digest, hello.topology, reply.digest, reply.topology)
     if reply.refused:
@@ -96,14 +89,9 @@ def check_reply(hello: Hello, reply: HelloReply) -> None:
 
 
 def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, str]:
-    """Return, by rank, the address that a prefill leader told in the handshake for each rank that
-    our pages are promised to.
-
-    `address` is that of rank 0, the leader, which answered with `reply`.
-
-    Raises:
-        HandshakeError: the reply names fewer endpoints than the worker has ranks.
-    """
+    """Return, by rank, the address of each rank that our pages are promised to, as the leader's
+    `reply` says. `address` is the leader's, rank 0. Raises HandshakeError for fewer endpoints than
+    ranks."""
     theirs = reply.topology.mesh(reply.digest)
     if len(reply.endpoints) < theirs.num_ranks:
         raise HandshakeError(
@@ -114,8 +102,7 @@ def addresses_told(hello: Hello, address: str, reply: HelloReply) -> dict[int, s
 
 
 def check_rank(address: str, reply: HelloReply, rank: int, leader: HelloReply) -> None:
-    """Raise HandshakeError if the rank or topology that the prefill rank at `address` says in its
-    handshake is not what its leader said."""
+    """Raise HandshakeError if rank or topology at `address` are not what its leader said."""
     for name, expected in (("rank", rank), ("topology", leader.topology)):
         if getattr(reply, name) != expected:
             raise HandshakeError(name, expected, getattr(reply, name), f"of {address} differs")
@@ -124,14 +111,9 @@ def check_rank(address: str, reply: HelloReply, rank: int, leader: HelloReply) -
 def staging_plan(
     hello: Hello, leader: HelloReply, replies: dict[int, HelloReply]
 ) -> StagingPlan | None:
-    """Return, from the handshakes, how the prefill worker of `leader` stages what it writes to us;
-    None if nothing is staged.
-
-    `replies` are by rank, of all ranks that write to us.
-
-    Raises:
-        HandshakeError: some of them stage and others do not.
-    """
+    """Return how the worker of `leader` stages what it writes to us; None if nothing is staged.
+    `replies` are by rank, of all that write to us. Raises HandshakeError if only some of them
+    stage."""
     theirs, ours = leader.topology.mesh(leader.digest), hello.topology.mesh(hello.digest)
     writers = writers_to(theirs, ours, hello.rank)
     staged = [rank for rank in writers if replies[rank].staged]
@@ -148,8 +130,8 @@ def staging_plan(
 class Accepted(NamedTuple):
     """The result for a decode rank that passed.
 
-    `added` is for the transport, None if nothing of ours goes there. `cut` says how what goes there
-    is staged, None if it is not. `readers` are the ranks of its worker that promise us pages.
+    `added` is for the transport, None if nothing of ours goes there; `cut` says how that is staged,
+    None if it is not. `readers` are the ranks of its worker that promise us pages.
     """
 
     added: AddPeer | None
@@ -161,10 +143,9 @@ class OurSide(NamedTuple):
     """A prefill rank as the handshake needs it.
 
     `slot_bytes` is the size of a local slot that slices of heads are gathered into where the reader
-    has staging too; 0: none. `life` is this process,
-    `backend` the transport it writes by, `option_names` as of `ModelConfig`. `max_tokens` is what
-    its pool holds, 0 if that is not to be said. `libraries` are those
-    that load NIXL's metadata.
+    has staging too; 0: none. `life` is this process, `backend` the transport it writes by,
+    `option_names` as of `ModelConfig`. `max_tokens` is what its pool holds, 0 if that is not to be
+    said. `libraries` are those that load NIXL's metadata.
     """
 
     digest: ModelDigest
@@ -179,17 +160,12 @@ class OurSide(NamedTuple):
 
     @property
     def mesh(self) -> Mesh:
-        """Split of the model over this prefill worker's ranks, as the handshake compares it."""
         return self.topology.mesh(self.digest)
 
 
 def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
-    """Check the handshake of a decode rank (its Hello) on prefill, and return what follows from it:
-    its memory as a target, staging, readers.
-
-    Raises:
-        HandshakeError, ConfigError: nothing can be written to the peer.
-    """
+    """Check a Hello, and return what follows: memory as a target, staging, readers. Raises
+    HandshakeError or ConfigError if nothing can be written to the peer."""
     digest, rank = ours.digest, ours.rank
     # 1. The two workers fit each other.
     check_pair(digest, ours.topology, hello.digest, hello.topology)
@@ -247,8 +223,7 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
 
 
 def _state_link(ours: OurSide, hello: Hello, theirs: Mesh) -> StateLink | None:
-    """Check what a decode rank's handshake says of extra state, and return what of ours goes there,
-    None if nothing does. Raises as `accept`."""
+    """None if no extra state of ours goes there. Raises as `accept`."""
     tensors = ours.digest.state
     if (hello.state is None) != (not tensors):
         raise HandshakeError("state", tensors, hello.state, "is there on one side only")

@@ -25,8 +25,8 @@ class PeerChange(msgspec.Struct, frozen=True):
 
 
 class PeerChanges:
-    """Changes that are not written yet. Owned by a control object. At most `KEPT`: the oldest is
-    dropped."""
+    """Changes that are not written yet, at most `KEPT`: the oldest is dropped. Of a control
+    object."""
 
     def __init__(self) -> None:
         # Bounded, since peers cause the entries and nothing may take them for a while.
@@ -38,8 +38,8 @@ class PeerChanges:
         self._kept.append(PeerChange(kind, peer, why))
 
     def silent(self, peer: PeerId, is_silent: bool) -> bool:
-        """Record the change of a peer to silent, or to heard again; return whether it is a change.
-        May be called on every look at the peer: without a change it does nothing."""
+        """Record a change to silent, or to heard again; return whether it is one. May be called on
+        every look."""
         if is_silent is (peer in self._silent):
             return False
         if is_silent:
@@ -51,11 +51,11 @@ class PeerChanges:
         return True
 
     def forget(self, peer: PeerId) -> None:
-        """Drop from the changes of peers whether this one was silent, once it is known no more."""
+        """Drop whether this peer, known no more, was silent."""
         self._silent.discard(peer)
 
     def take(self) -> list[PeerChange]:
-        """Return and remove all changes of peers that were recorded for the log, in order."""
+        """Return and remove all changes, in order."""
         taken = []
         # One by one, so that an entry added meanwhile by another thread is neither lost nor
         # doubled.

@@ -29,15 +29,11 @@ MAX_WALK: Final = 128
 
 
 class AdmissionOrder:
-    """The order of decode's waiting requests. Owned by the scheduler's thread.
+    """The order of waiting requests. Owned by the scheduler's thread.
 
-    Args:
-        policy: ranks requests.
-        patience_s: a request that has waited this long is overtaken by nothing.
-        lanes: where the requests stand; each lane keeps its own in order.
-        limited: lanes that have no turn.
-        shares: of prefill workers, beyond which none of their requests fits.
-        errors: collects what the policy raises.
+    `patience_s`: a request that has waited this long is overtaken by nothing. `limited` lanes have
+    no turn; none of a prefill worker's requests fits beyond its share. What `policy` raises is in
+    `errors`.
     """
 
     def __init__(
@@ -59,14 +55,12 @@ class AdmissionOrder:
     # --- ranks ------------------------------------------------------------------------------------
 
     def rank(self, req: DecodeRequest, new_pages: int) -> tuple[float, ...]:
-        """Return the policy's rank for a request that would take `new_pages`. Raises what the
-        policy raises."""
+        """Return the policy's rank for a request of `new_pages`. Raises as it does."""
         return rank_as_tuple(self._policy.rank(req, new_pages))
 
     def renew(self, waiter: Waiter) -> bool:
-        """Rank a waiter in line by its new estimate, and move it in its lane's order. Return True
-        if its place is behind the old one. Where the policy raises it keeps the rank that it has.
-        """
+        """Rank a waiter by its new estimate, and move it in its lane's order. Return True if its
+        place is behind the old one. Where the policy raises it keeps its rank."""
         lane, before = waiter.lane, waiter.rank
         # Before the policy is called: one that raises each time would else stay the oldest, and get
         # all looks.
@@ -85,7 +79,7 @@ class AdmissionOrder:
     # --- whose turn it is -------------------------------------------------------------------------
 
     def lanes(self) -> list[Lane]:
-        """Return the lanes that have a turn, with requests in the policy's order."""
+        """Return the lanes that have a turn."""
         return [lane for lane in self._lanes.busy if lane.waiting and lane not in self._limited]
 
     def first_of_all(self, now_s: float) -> Waiter | None:
@@ -113,7 +107,7 @@ class AdmissionOrder:
 
     def overdue_s(self, after_s: float) -> float:
         """Return the first time after `after_s` at which a request may be overdue, and fit, though
-        nothing else has changed: it may have got no look. Infinity if there is none. O(lanes)."""
+        nothing else has changed. Infinity if there is none. O(lanes)."""
         if not self._policy.overtakes:
             return math.inf
         oldest = [lane.waiting.peekitem(0)[1] for lane in self.lanes()]
@@ -123,9 +117,11 @@ class AdmissionOrder:
     def first_that_may_fit(
         self, version: int, limits: tuple[int, int], num_waiting: int
     ) -> Waiter | None:
-        """Return the first in the policy's order that fits by its estimate and got no look at this
-        version. Walks at most `MAX_WALK` places. `limits`: the largest `Waiter.needed_pages` and
-        `Waiter.most_pages` that can be admitted; `num_waiting`: of all lanes and aside."""
+        """Return the first waiter that fits by its estimate and got no look at this version. Walks
+        at most `MAX_WALK` places.
+
+        `limits`: the largest `Waiter.needed_pages` and `Waiter.most_pages` that can be admitted.
+        """
         waiter: Waiter
         (space, most), shares = limits, self._shares
         lanes = [lane for lane in self._lanes.busy if lane.waiting and lane not in self._limited]

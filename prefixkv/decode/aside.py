@@ -24,14 +24,7 @@ ASIDE_REASONS = ("pages", "share", "prefill")
 
 
 class Aside:
-    """The places of waiting requests: in line in a lane, or aside. Owned by the scheduler's thread.
-
-    Args:
-        num_pages: of the pool.
-        lanes: where a request stands in line.
-        shares: of prefill workers.
-        prospects: which pages can come back.
-    """
+    """Places of waiting requests: in a lane, or aside. Owned by the scheduler's thread."""
 
     def __init__(
         self, num_pages: int, lanes: Lanes, shares: PrefillShares, prospects: Prospects
@@ -48,8 +41,7 @@ class Aside:
         self.stepped = dict.fromkeys(ASIDE_REASONS, 0)  # counts, by reason
 
     def enter(self, waiter: Waiter) -> None:
-        """Put a waiter into its prefill worker's lane, or set it aside if it may need too many
-        pages."""
+        """Put a waiter into its lane, or set it aside if it may need too many pages."""
         if waiter.req.max_pages > self._prospects.most_pages:
             self._set_aside(waiter)
             return
@@ -58,7 +50,7 @@ class Aside:
             self.stepped["prefill"] += 1
 
     def leave(self, waiter: Waiter) -> None:
-        """Take a waiter out of the one place where it stands: its lane, or one kind of aside."""
+        """Take a waiter out of the one place where it stands."""
         if not waiter.is_aside:
             self._lanes.leave(waiter)
             return
@@ -69,9 +61,8 @@ class Aside:
             self._for_pages.remove((waiter.req.max_pages, waiter.arrival, waiter))
 
     def new_pass(self) -> bool:
-        """Begin a pass over what may have changed: forget which lanes are limited, and put waiters
-        that are aside back into their lanes where enough pages may come back. Returns False if more
-        of them may, which the next pass takes in; a pass moves `MAX_BACK` at most."""
+        """Begin a pass: forget which lanes are limited, and put waiters back into their lanes where
+        enough pages may come back. Moves `MAX_BACK` at most; returns False if more of them may."""
         self._shares.new_pass()
         self.limited.clear()
         self._most_pages = self._prospects.most_pages
@@ -95,8 +86,8 @@ class Aside:
         return False
 
     def step_aside(self, waiter: Waiter) -> bool:
-        """Set a waiter that did not fit aside, if waiting for the running ones cannot help it. True
-        if so: then it holds up no other."""
+        """Set a waiter that did not fit aside, if waiting for the running ones cannot help it.
+        Return whether."""
         # 1. More pages than can come back without a proof.
         if waiter.req.max_pages > self._most_pages:
             self._lanes.leave(waiter)

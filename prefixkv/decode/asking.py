@@ -34,17 +34,10 @@ from prefixkv.protocol.messages import Promise
 
 
 class Asking:
-    """What gets admitted requests on decode all that they lack. Owned by the scheduler's thread.
+    """What gets admitted requests all that they lack. Owned by the scheduler's thread.
 
-    Args:
-        flights, arriving: the flight of each request, and where it is entered.
-        shares, lanes: what each prefill worker was promised, and which of them answer.
-        choice, sources: what the engine computes; hears of each promise.
-        targets, refusals: which worker may have a request, and tells it that it is refused.
-        points: of requests of which prefill sends all but the end, the state that came with that.
-        name: this worker's.
-        commands, asks: take the commands, and the prompts that the engine submits again; in order.
-        ticket: draws a number for each use of a room, never the same one twice.
+    `commands` and `asks` take, in order, the commands and the prompts that the engine submits
+    again. `ticket` draws a number for each use of a room, never the same one twice.
     """
 
     def __init__(
@@ -77,9 +70,9 @@ class Asking:
         self._ticket = ticket
 
     def ask(self, req: DecodeRequest, weights_version: str, now_s: float) -> bool:
-        """Choose where decode gets what a request lacks that it has admitted, and open the room by
-        which prefill sends it, or have the engine compute it. Returns False if there is no source
-        for it: then its request is to be failed."""
+        """Choose the source of what an admitted request lacks, and open the room by which prefill
+        sends it, or have the engine compute it. Returns False if there is no source: then it is to
+        be failed."""
         flight = self._flights.of(req)
         assert flight is not None
         pages, page_size = flight.pages, self._pages.page_size
@@ -143,8 +136,8 @@ class Asking:
     def _promise(
         self, req: DecodeRequest, flight: Flight, start: int, end: int, weights_version: str
     ) -> OpenRoom:
-        """Return the command that promises a request's prefill worker the pages [start, end) of its
-        flight's row. Cost: a match and a digest, where that is not its whole prompt."""
+        """Return the promise of the pages [start, end) of the flight's row. Costs a match and a
+        digest, where that is not its whole prompt."""
         pages, page_manager = flight.pages, self._pages
         windows = page_manager.windows
         promise = Promise(
@@ -166,8 +159,8 @@ class Asking:
         return OpenRoom(promise, req.prefill, digest)
 
     def answered(self, key: RoomKey, aux: bytes, now_s: float) -> Flight | None:
-        """Take note that prefill has sent all that a room was promised for. Return its flight; None
-        if nothing waits for it any more."""
+        """Note that prefill has sent all that a room was promised for. Return its flight; None if
+        nothing waits for it any more."""
         # It proves that every write has landed, so the pages leave prefill's share at once.
         self._shares.release(key)
         flight = self._arriving.succeed(key, aux)

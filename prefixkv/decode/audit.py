@@ -1,4 +1,5 @@
-"""Laws of decode's scheduler and of its queue: pages, budget, lanes and requests agree."""
+"""Laws between the parts of a scheduler and of its queue: pages, budget, lanes and requests
+agree."""
 
 from __future__ import annotations
 
@@ -34,9 +35,11 @@ def check_decode(
     host: HostTier[PrefixLock] | None = None,
     points: DecodeCheckpoints | None = None,
 ) -> None:
-    """Audit decode's scheduler: check its pages, budget, flights, rooms, shares and requests
-    against each other; each other part checks itself elsewhere. `requests` live, `waiting` of them
-    are queued; the pages of `deferred` are released later. Raises InternalError."""
+    """Check pages, budget, flights, rooms, shares and requests against each other. Raises
+    InternalError.
+
+    `waiting` of the `requests` are queued; the pages of `deferred` are released later.
+    """
     # A request that was retracted, and waits for the device, is in both `requests` and `deferred`:
     # it is counted once, by identity.
     live = [*requests, *deferred]
@@ -129,9 +132,10 @@ def check_queue(
     aside: Sequence[Waiter],
     wants: Wants,
 ) -> None:
-    """Audit decode's waiting queue: check its lanes, orders, wants and requests aside against each
-    other. Raises InternalError. `waiters` are all that wait, `aside` those of them that stand in no
-    lane."""
+    """Check lanes, orders, wants and requests aside against each other. Raises InternalError.
+
+    `waiters` are all that wait, `aside` those of them that stand in no lane.
+    """
     all_lanes = lanes.all()
     in_line = [waiter for lane in all_lanes for waiter in lane.waiters()]
     not_entered = {waiter for waiter in waiters if not waiter.want and waiter.req.request.cacheable}

@@ -34,10 +34,8 @@ class PreallocBudget:
     count as 0. Without it, several such requests could come to run with no page left and none of
     them retractable. A page that a request takes moves from its `remaining` to its `private`. So
     the sum of the two is constant while it runs, and a heap of these sums, with lazy deletion,
-    gives the maximum.
-
-    Args:
-        reserve_pages: pages kept back for each active request, as far as it may still grow.
+    gives the maximum. `reserve_pages`: pages kept back for each active request, as far as it may
+    still grow.
     """
 
     def __init__(self, reserve_pages: int) -> None:
@@ -52,10 +50,13 @@ class PreallocBudget:
         self._largest: list[tuple[int, str]] = []
 
     def start(self, rid: str, remaining_pages: int, private_pages: int) -> None:
-        """Count a request in the admission budget that may grow by `remaining_pages`; retracting it
-        frees `private_pages`. Called when the request is admitted (with `private_pages` 0: it
-        cannot be retracted yet), and again when its KV is complete. O(log active). Raises
-        CallerError, with nothing changed, for what is no number of pages or no name."""
+        """Count a request that may grow by `remaining_pages`; retracting it frees `private_pages`.
+        O(log active).
+
+        Called when it is admitted (with `private_pages` 0: it cannot be retracted yet), and again
+        when its KV is complete. Raises CallerError, with nothing changed, for what is no number of
+        pages or no name.
+        """
         remaining_pages = whole_count("remaining_pages", remaining_pages)
         private_pages = whole_count("private_pages", private_pages)
         if not isinstance(rid, str):
@@ -77,8 +78,8 @@ class PreallocBudget:
             heapq.heapify(self._largest)
 
     def grow_many(self, rids: Sequence[str]) -> None:
-        """Count one page more in the budget for each of these running requests. O(of them). Raises
-        CallerError, with nothing changed, for one that is not here."""
+        """Count one page more for each of these running requests. Raises CallerError, with nothing
+        changed, for one that is not here."""
         private, reach, reserve = self._private, self._reach, self.reserve_pages
         rids = list(rids)
         # Two loops: the first only checks, so that an unknown name leaves every sum as it was.
@@ -92,7 +93,7 @@ class PreallocBudget:
         self.private_pages += len(rids)
 
     def stop(self, rid: str) -> None:
-        """Take a request that ended or was retracted out of the budget's sums. Unknown: no-op."""
+        """Take a request out of the sums. Unknown: no-op."""
         reach = self._reach.pop(rid, None)
         if reach is not None:
             # Its entry stays in the heap, and is found to be out of date when it gets to the top.
@@ -103,14 +104,13 @@ class PreallocBudget:
 
     @property
     def active(self) -> int:
-        """Number of requests that the budget counts: in transfer, waiting to run, or running."""
+        """Number of requests that count: in transfer, waiting to run, or running."""
         return len(self._private)
 
     @property
     def single(self) -> int:
-        """Pages that the budget keeps for the neediest request: the most that one admitted request
-        may still need, less what retracting the others frees. O(1), but for entries of ended
-        requests, each of which is dropped once."""
+        """Pages kept for the neediest request. O(1), but for entries of ended requests, each of
+        which is dropped once."""
         heap = self._largest
         while heap and self._reach.get(heap[0][1]) != -heap[0][0]:
             heapq.heappop(heap)
@@ -118,12 +118,11 @@ class PreallocBudget:
 
     @property
     def kept_back(self) -> int:
-        """Pages that the budget keeps back from new admissions, for requests admitted already to
-        grow into."""
+        """Pages kept back from new admissions, for admitted requests to grow into."""
         return max(self.reserved_pages, self.single)
 
     def check_invariants(self) -> None:
-        """Check the budget's sums against the requests that they count. Raises InternalError."""
+        """Check the sums against the requests that they count. Raises InternalError."""
         if self.private_pages != sum(self._private.values()):
             raise InternalError(f"private_pages is {self.private_pages}, admitted: {self._private}")
         if self._private.keys() != self._reach.keys():

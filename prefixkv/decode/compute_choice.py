@@ -1,14 +1,10 @@
 """The choice of own compute: which of the requests on decode this worker's engine computes itself.
 
-    1. it never may: the request asks for something else of prefill, or has extra state or a window
-       and no checkpoint is kept to compute from
-    2. nothing else can: no prefill worker can be asked for it, and it lacks no more than may be
-       computed here then
-    3. both could: the rule of `sources.py`
-
-`sources.py` has the rule and what was measured for it; `computing.py` how far each prompt is that
-was taken. Here is what ties them to a request: what it lacks, and what of its prompt prefill would
-have to compute again.
+1. it never may: the request asks for something else of prefill, or has extra state or a window
+   and no checkpoint is kept to compute from
+2. nothing else can: no prefill worker can be asked for it, and it lacks no more than may be
+   computed here then
+3. both could: the rule of `sources.py`
 """
 
 from __future__ import annotations
@@ -31,17 +27,7 @@ from prefixkv.paging import pages_for
 
 
 class ComputeChoice:
-    """The choice of what decode's engine computes. Owned by the scheduler's thread. It changes no
-    request.
-
-    Args:
-        sources, computing: the rule with its measurements, and the prompts that it is about.
-        flights, arriving, budget: what is on its way, of that what is computed here, and with the
-            budget how many requests run beside it.
-        points: checkpoints of extra state and windows, where decode keeps some.
-        host: host memory, where a request may find what it lacks.
-        counters: counts under `compute_declined`.
-    """
+    """What the engine computes. Changes no request. Owned by the scheduler's thread."""
 
     def __init__(
         self,
@@ -69,27 +55,27 @@ class ComputeChoice:
 
     @property
     def num_running(self) -> int:
-        """Requests that run on decode, beside which chunks would be computed. O(1)."""
+        """Requests beside which chunks would be computed. O(1)."""
         return self._budget.active - self._flights.num_owned
 
     # --- what has KV ------------------------------------------------------------------------------
 
     def computed(self, flight: Flight, req: DecodeRequest) -> None:
-        """Note that decode's engine has computed the prompt of a flight to its end, from what its
-        request found on: prefill does not have that."""
+        """Note that the engine has computed a prompt to its end, from what was found on: prefill
+        does not have that."""
         page_size = self._pages.page_size
         path = self._pages.table.pages(flight.pages.row)[: pages_for(req.fill_len, page_size)]
         self.unsent.computed(path[req.prefix_len // page_size :])
 
     def sent(self, flight: Flight) -> None:
-        """Note that prefill has sent what a flight brings to decode, and so has computed its whole
-        prompt. To be left out unless `unsent.has_any`."""
+        """Note that prefill has computed a flight's whole prompt. Only needed if
+        `unsent.has_any`."""
         num_pages = pages_for(len(flight.key), self._pages.page_size)
         self.unsent.sent(self._pages.table.pages(flight.pages.row)[:num_pages])
 
     def again_tokens(self, flight: Flight, prefix_len: int) -> int:
-        """Count the tokens of a flight's prefix on decode that prefill would have to compute as
-        well, since decode has computed them. 0 unless `unsent.has_any`."""
+        """Count the tokens of a prefix that prefill would have to compute as well. 0 unless
+        `unsent.has_any`."""
         page_size = self._pages.page_size
         path = self._pages.table.pages(flight.pages.row)[: pages_for(prefix_len, page_size)]
         return self.unsent.count(path) * page_size
@@ -97,8 +83,8 @@ class ComputeChoice:
     # --- the choice -------------------------------------------------------------------------------
 
     def takes(self, req: DecodeRequest, flight: Flight, is_alone: bool, now_s: float) -> bool:
-        """Decide whether decode's engine computes what an admitted request lacks. `is_alone`: no
-        prefill worker can be asked for it."""
+        """Decide whether the engine computes what a request lacks. `is_alone`: no prefill worker
+        can be asked."""
         config, missing = self._sources.config, req.fill_len - req.prefix_len
         # 0. It was decided at its admission.
         if self._points is not None:
@@ -121,9 +107,9 @@ class ComputeChoice:
         num_sent: int,
         now_s: float,
     ) -> bool:
-        """Decide whether decode's engine computes a request with extra state or a window, which is
-        about to be admitted: `missing` tokens from a checkpoint on. Prefill would send `num_sent`,
-        behind this match."""
+        """Decide whether the engine computes a request with extra state or a window that is about
+        to be admitted: `missing` tokens from a checkpoint on. Prefill would send `num_sent`, behind
+        this match."""
         if not req.request.may_compute:
             return False
         # All is here, in a checkpoint and in the cache: nothing has to be computed.
@@ -152,8 +138,8 @@ class ComputeChoice:
     # --- where prefill cannot be asked ------------------------------------------------------------
 
     def may_take_alone(self, req: DecodeRequest) -> bool:
-        """Return True if decode may compute a request itself, by what it lacks now, if its prefill
-        worker cannot be asked."""
+        """Return True if the engine may compute what a request lacks now, if its prefill worker
+        cannot be asked."""
         if not req.request.may_compute or not self.can_compute:
             return False
         # O(1) where nothing is computed here, or everything may be.
@@ -170,8 +156,7 @@ class ComputeChoice:
         return req.kv_len - num_shared * self._pages.page_size <= most
 
     def may_take_back(self, req: DecodeRequest) -> bool:
-        """Return True if decode may compute an admitted request itself, of which a prefill worker
-        that does not answer was to send the rest."""
+        """Return True if the engine may compute what a silent prefill worker was to send."""
         if not req.request.may_compute or not self.can_compute:
             return False
         return self._unlocked_tokens(req) <= self._sources.most_tokens(is_down=True)
@@ -185,8 +170,8 @@ class ComputeChoice:
         return req.fill_len - (0 if lock is None else lock.prefix_len)
 
     def too_much(self, req: DecodeRequest) -> Exception:
-        """Return the error of a request whose prefill worker cannot be asked, and that lacks more
-        than decode computes."""
+        """Return the error of a request whose prefill worker cannot be asked, and lacks too
+        much."""
         most, missing = self._sources.most_tokens(is_down=True), req.fill_len - req.prefix_len
         worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
         why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"
@@ -195,7 +180,6 @@ class ComputeChoice:
     # --- laws -------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Check the flights that are computed here. Raises InternalError."""
         local = self._arriving.local
         self._computing.check_invariants(local)
         law = "no extra state or window is computed here without checkpoints"

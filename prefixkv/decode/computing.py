@@ -22,11 +22,10 @@ from prefixkv.pages.windows import WindowGroup
 
 
 class Computing:
-    """The prompts that decode's engine computes. Owned by the scheduler's thread.
+    """The prompts that the engine computes. Owned by the scheduler's thread.
 
-    Args:
-        sources: is told how long chunks and steps take.
-        windows: the rows in these groups bound a chunk, by the `step_tokens` of each.
+    `sources` is told how long chunks and steps take. The rows in `windows` bound a chunk, by the
+    `step_tokens` of each.
     """
 
     def __init__(self, sources: Sources, windows: Iterable[WindowGroup] = ()) -> None:
@@ -42,8 +41,8 @@ class Computing:
     # --- prompts ----------------------------------------------------------------------------------
 
     def new(self, flights: Iterable[Flight]) -> list[DecodeRequest]:
-        """Return the requests whose prompts the engine may begin to compute: of these flights,
-        which are computed here, those that wait for no other flight."""
+        """Return the requests of these flights that the engine may begin: those that wait for no
+        other flight."""
         return [
             flight.owner
             for flight in flights
@@ -51,8 +50,7 @@ class Computing:
         ]
 
     def begin(self, flights: Iterable[Flight], running: int, now_s: float) -> list[DecodeRequest]:
-        """Hand out the prompts that are new: the engine computes them from now on. Once per pass,
-        beside `running` requests."""
+        """Hand out the prompts that are new. Once per pass, beside `running` requests."""
         found = self.new(flights)
         for req in found:
             self._done[req] = req.prefix_len
@@ -62,11 +60,14 @@ class Computing:
         return found
 
     def advance(self, req: DecodeRequest, end: int, running: int, now_s: float) -> int:
-        """Note that a prompt has KV up to token `end`; at its `fill_len` it is computed no more.
-        Return how many tokens that are; 0, with nothing noted, for one that has ended meanwhile.
-        `running`: requests that run beside it. Raises RequestError, with nothing changed, for a
-        prompt that is not computed here, or an `end` that is not behind the last one, or beyond it,
-        or too far behind it for its rows in window groups."""
+        """Note that a prompt has KV up to token `end`, beside `running` requests; at its `fill_len`
+        it is computed no more. Return how many tokens that are; 0, with nothing noted, if it has
+        ended meanwhile.
+
+        Raises RequestError, with nothing changed, for a prompt that is not computed here, or an
+        `end` that is not behind the last one, or beyond the prompt, or too far on for its rows in
+        window groups.
+        """
         done = self._done.get(req)
         if done is None:
             if req.state.ended:
@@ -105,13 +106,12 @@ class Computing:
         return end - done
 
     def done(self, req: DecodeRequest) -> int | None:
-        """Return how many tokens have KV of a prompt that was handed out, and is not computed to
-        its end; None for another."""
+        """Return how many tokens have KV of a prompt that is being computed; None for another."""
         return self._done.get(req)
 
     def give_up(self, req: DecodeRequest) -> bool:
-        """Stop computing a prompt whose request ends, and return True if its pages may still be
-        written: they are to be kept, by `leave`, until `take_left`."""
+        """Stop computing a prompt, and return True if its pages may still be written: they are to
+        be kept, by `leave`, until `take_left`."""
         return self._done.pop(req, None) is not None
 
     def leave(self, req: DecodeRequest) -> None:
@@ -119,8 +119,7 @@ class Computing:
 
     @property
     def left(self) -> list[DecodeRequest]:
-        """Requests that have ended while their prompts were computed, and hold pages. Any thread
-        may ask."""
+        """Requests that ended while computed, and hold pages. Any thread may ask."""
         return self._left.copy()
 
     def take_left(self) -> list[DecodeRequest]:
@@ -140,12 +139,11 @@ class Computing:
 
     @property
     def pass_s(self) -> float:
-        """Time at which the engine's last pass ended."""
         return self._pass_s
 
     def step(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
-        """Note that the engine has appended tokens of a step of its batch. It is measured, unless
-        it computed a chunk too, or only first tokens have come."""
+        """Note the tokens of a step of the batch. Measured, unless it computed a chunk too, or only
+        first tokens have come."""
         # A first token came with the KV: no step gave it.
         if any(len(req.output) > 1 for req in reqs):
             if not self._chunked and not self._done:
@@ -156,8 +154,7 @@ class Computing:
     # --- laws -------------------------------------------------------------------------------------
 
     def check_invariants(self, flights: Sequence[Flight]) -> None:
-        """Check the prompts that the engine computes against the flights that are computed here.
-        Raises InternalError."""
+        """Check the prompts against the flights that are computed here. Raises InternalError."""
         local = {flight.owner: flight for flight in flights}
         laws = {
             "what the engine computes has a flight of its own, and waits for none": all(

@@ -37,8 +37,7 @@ _NUM: Final = len(_PRIOR)
 
 
 class _PassSums:
-    """Weighted sums of one kind of passes: of the products of their terms, and of these with
-    seconds."""
+    """Weighted sums of a kind of passes: of products of their terms, and of these with seconds."""
 
     __slots__ = ("error_s", "num", "products", "rows", "seconds", "unusual")
 
@@ -67,7 +66,7 @@ class _PassSums:
 
 
 class PassCosts:
-    """The model of what a pass costs; the module's text has it. Every call is O(1)."""
+    """The model of what a pass costs. Every call is O(1)."""
 
     def __init__(self) -> None:
         # A kind each, so that what one has said does not fade while others come: steps without
@@ -92,7 +91,7 @@ class PassCosts:
     def add(
         self, running: int, prompts: int, tokens: int, seconds: float, amends: bool = False
     ) -> None:
-        """Add a pass that was measured. `amends`: the last one with chunks, which had more."""
+        """Add a pass. `amends`: the last one with chunks, which had more."""
         kind = (1 if not running else 2) if prompts else 0
         if amends and self._before is not None:
             kind, self._kinds[kind] = self._before
@@ -144,7 +143,7 @@ class PassCosts:
         self._unfitted, self._before = _FIT_EVERY, None
 
     def _forget_stalls(self, seconds: float, has_chunks: bool) -> bool:
-        """Forget the kinds of which few passes were measured, and these took far longer than one of
+        """Forget the kinds of which few passes were measured, and these took far longer than
         `seconds`. Return True if there are some. A step says nothing of chunks."""
         stalled = [
             kind
@@ -173,8 +172,8 @@ class PassCosts:
         return left_s / token_s * _TOKENS if token_s > 0 else math.inf
 
     def perhaps_within(self, seconds: float, most: int) -> int:
-        """Return how many tokens of one prompt perhaps add no more than `seconds` to a step, less
-        the standard error of that: `most`, or a half, a quarter and so on of it; at least 1."""
+        """As `tokens_within`, less the standard error: `most`, or a half, a quarter and so on of
+        it; at least 1."""
         products = self._products()
         of_prompt = _solved(products, [0.0, 0.0, 1.0, 0.0])
         of_token = _solved(products, [0.0, 0.0, 0.0, 1.0])

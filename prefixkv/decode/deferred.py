@@ -1,6 +1,4 @@
-"""Pages of requests that have ended while the device may still read or write them: released once
-the request's event reports that the device is done.
-"""
+"""Ended requests' pages, which the device may still read or write: kept until its event."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ from prefixkv.request import DeviceEvent
 
 
 class _DeferredEnd(NamedTuple):
-    """A request that has ended, or was retracted, to be released once the device is done. An abort
-    may come first."""
+    """A request to be released once the device is done. An abort may come first."""
 
     req: DecodeRequest
     continues: bool | None
@@ -50,21 +47,18 @@ class Deferred:
         return len(self._waiting)
 
     def requests(self) -> list[DecodeRequest]:
-        """Return the ended requests with a deferred release, since the device may still use their
-        pages. Any thread may call it."""
+        """Return the requests whose release is deferred. Any thread may call it."""
         # Copied first, in one step: the scheduler's thread may append meanwhile.
         return [ended.req for _, ended in self._waiting.copy()]
 
     def holders(self) -> list[tuple[str, RequestPages]]:
-        """Return the id and the pages of each request with a deferred release. Any thread may call
-        it."""
+        """Return the id and the pages of each. Any thread may call it."""
         held = [(req.rid, req.pages_held) for req in self.requests()]
         return [(rid, pages) for rid, pages in held if pages is not None]
 
     def coming_pages(self, releases: Releases) -> int:
-        """Count the pages with a deferred release that are available again once the device is done,
-        and those that copies to and from host memory keep. O(requests that wait for the device, and
-        copies). `releases` collects the locks that end with them."""
+        """Count the pages that are available once the device, or a host copy, is done. O(of these).
+        `releases` collects the locks that end with them."""
         held = [
             ended.req.pages_held
             for event, ended in self._waiting
@@ -78,8 +72,7 @@ class Deferred:
         )
 
     def stuck_pages(self, releases: Releases) -> int:
-        """Count the pages with a deferred release that a broken device event keeps: nothing proves
-        that they come back."""
+        """Count the pages that a broken device event keeps: nothing proves that they come back."""
         stuck = [
             ended.req.pages_held for event, ended in self._waiting if isinstance(event, BrokenEvent)
         ]
@@ -93,11 +86,10 @@ class Deferred:
         now_s: float,
         keep_tokens: int | None = None,
     ) -> None:
-        """Defer the release of an ended decode request, as its state then says, until the device
-        event `after` is done; None: release it at once.
+        """Defer the release of an ended request until `after` is done; None: release it at once.
 
-        One that was cut short may not have come so far that the device has written what was
-        computed of it: its own event has to be done too. Where that has raised, a later one counts.
+        The device may not have written all that was computed of one that was cut short: its own
+        event has to be done too. Where that has raised, a later one counts.
         """
         if req.state in CUT_SHORT and req.unwritten is not None:
             unwritten = still_pending(req.unwritten, self._pages.errors)
@@ -112,7 +104,7 @@ class Deferred:
             self._release(ended, now_s)
 
     def release(self, now_s: float) -> None:
-        """Release the deferred requests with which the device is done. O(deferred requests)."""
+        """Release what the device is done with. O(deferred requests)."""
         if not self._waiting:
             return
         # A fresh list, since `_release` may queue a request again, and `still_pending` runs the
@@ -125,8 +117,8 @@ class Deferred:
                 self._waiting.append((left, ended))
 
     def _release(self, ended: _DeferredEnd, now_s: float) -> None:
-        """Hand on the pages of a request with a deferred release, as its end asks for: to the
-        cache, or free; queue it again if it was retracted."""
+        """Hand on the pages as the request's end asks for: to the cache, or free; queue a retracted
+        one again."""
         req, continues, keep_tokens = ended
         # 1. A request that finished, or was retracted, leaves its whole pages to the cache; one
         # that was aborted or has failed, also since it was retracted, leaves nothing (law 10).
@@ -158,6 +150,6 @@ class Deferred:
 
 
 def not_done(after: DeviceEvent | None) -> DeviceEvent | None:
-    """Return the device event that a release is to be deferred for, or None if there is none or it
-    is done. Called before anything changes, since `query` is the user's and may raise."""
+    """Return the event to wait for; None if it is done. Called before changes: `query` may
+    raise."""
     return None if after is None or after.query() else after

@@ -17,13 +17,11 @@ class DevicePath(Protocol):
     def depth(self) -> int: ...
 
     @property
-    def pages(self) -> Pages:
-        """The ids of these pages on the device. O(pages)."""
-        ...
+    def pages(self) -> Pages: ...
 
     @property
     def unprotected_pages(self) -> int:
-        """Pages of a path on the device that count as available until it is pinned."""
+        """Pages of the path that count as available until it is pinned."""
         ...
 
 
@@ -40,8 +38,7 @@ LockT = TypeVar("LockT", bound=DeviceLock)
 
 
 class DevicePages(Protocol[LockT]):
-    """The device's pages, as host memory's tier sees them: those of a `PageManager`, or the blocks
-    of an engine that keeps its own.
+    """The device's pages as the host tier sees them: a `PageManager`'s, or an engine's blocks.
 
     `epoch` counts the flushes: what was copied before one is of no use behind it.
     """
@@ -63,8 +60,7 @@ class DevicePages(Protocol[LockT]):
     def unpin(self, lock: LockT) -> None: ...
 
     def release(self, owner: Hashable) -> int:
-        """Release the device's pages that `owner`, a load that has ended, holds; return how
-        many."""
+        """Release the pages that `owner`, a load that has ended, holds; return how many."""
         ...
 
     def holds_all(self, owner: Hashable, pages: Pages) -> bool: ...

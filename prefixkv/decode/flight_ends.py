@@ -33,16 +33,10 @@ from prefixkv.protocol.commands import AbortRoom, DecodeCommand
 
 
 class FlightEnds:
-    """What ends flights to decode, and tells their rooms. Owned by the scheduler's thread.
+    """What ends flights, and tells their rooms. Owned by the scheduler's thread.
 
-    Args:
-        flights, arriving: all flights, and those that are under way or complete.
-        shares, rooms, sources: hear of rooms that end before they are drained.
-        computing, points, host: what the engine computes, what it has saved of that, and loads.
-        commands: takes the commands, in order.
-        transfer_ended: is called with the prefill worker and "aborted" for each room that ends so.
-        ask_again: queues a request again that has lost what it waited for.
-        counters: counts under `flights_adopted` and `flight_fallbacks`.
+    `ask_again` queues a request that has lost what it waited for. `transfer_ended` gets the prefill
+    worker and "aborted" for each room that ends so.
     """
 
     def __init__(
@@ -115,9 +109,9 @@ class FlightEnds:
             self._ask_again(req)
 
     def end(self, flight: Flight, error: Exception | None) -> None:
-        """End what brings a flight, which is out of the index already, and hand on its pages: to
-        its room, as long as a peer may write them. The room's number stays in use as long, also
-        without pages: the control plane still has to report its end."""
+        """End what brings a flight, out of the index already, and hand on its pages: to its room,
+        as long as a peer may write them. The room's number stays in use as long: the control plane
+        has to report its end."""
         key = flight.room_key
         # 0. A load: the copy may still write its pages, and they wait for its end.
         if flight.is_load:

@@ -20,14 +20,7 @@ from prefixkv.paging import pages_for
 
 
 class BatchGrowth:
-    """Pages for what running requests on decode write next. Owned by the scheduler's thread.
-
-    Args:
-        budget: counts what each request takes.
-        journal: hears of first tokens.
-        deferred: has what the device is still busy with.
-        requests: all that live, by id, the oldest first.
-    """
+    """Pages for what running requests write next. Owned by the scheduler's thread."""
 
     def __init__(
         self,
@@ -45,15 +38,16 @@ class BatchGrowth:
         self._batch: list[DecodeRequest] = []  # of the last step: of this node, each once
 
     def running(self) -> Iterator[DecodeRequest]:
-        """Iterate over the requests that run on decode, the oldest first."""
+        """Iterate over the requests that run, the oldest first."""
         return (req for req in self._requests.values() if req.state in CAN_RUN)
 
     def for_next_token(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> bool:
-        """Give each running request of a batch the page for one more token, if it needs one.
-        `num_tokens`: how many tokens there are for them. Requests that were cut short are left out;
-        returns True if there are some. Cost: a comparison per request, and more only for those that
-        reach the end of their pages. Raises as `DecodeScheduler.append_many` does, with nothing
-        changed."""
+        """Give each running request the page for one more token, if it needs one. Returns True if
+        some were cut short: they are left out.
+
+        Cost: a comparison per request, and more only at the end of its pages. Raises as
+        `DecodeScheduler.append_many` does, with nothing changed.
+        """
         try:
             if num_tokens != len(reqs):
                 raise RequestError(f"{num_tokens} tokens for {len(reqs)} requests")
@@ -82,9 +76,6 @@ class BatchGrowth:
         return bool(due) and self._grow(due, now_s)
 
     def _grow(self, reqs: Sequence[DecodeRequest], now_s: float) -> bool:
-        """Check that each request runs, and give it a page for one more token if it needs one.
-        Returns True if there are some that were cut short, which are left out. O(of these
-        requests). Raises as `for_next_token` does, with nothing changed."""
         page_manager, started = self._pages, DecodeState.RUNNING
         page_size = page_manager.page_size
         grows: list[RequestPages] = []
@@ -140,9 +131,8 @@ class BatchGrowth:
         return any_cut_short
 
     def ahead(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> None:
-        """Grow running requests so that the KV of `num_tokens` tokens fits behind what they have,
-        as far as they may still grow. One that was cut short is left out. Cost: O(requests +
-        pages). Raises as `DecodeScheduler.append_many` does, with nothing changed."""
+        """Grow requests so that the KV of `num_tokens` tokens fits, as far as they may still grow.
+        O(requests + pages). Raises as `append_many` does, with nothing changed."""
         try:
             if len(set(reqs)) != len(reqs):
                 raise RequestError("a request is named twice")
@@ -206,10 +196,9 @@ def _no_requests(reqs: object) -> RequestError:
 def _fewest_to_retract(
     running: Iterable[DecodeRequest], growing: Mapping[str, int], missing: int, deferred: Deferred
 ) -> tuple[str, ...]:
-    """Return the fewest running requests to retract for the pages by which growth falls short, the
-    one with most first. `growing` has the pages that each is to get. Never the oldest, so that one
-    request always makes progress. Empty if all that is missing comes back by itself. O(running log
-    running)."""
+    """Return the fewest requests to retract for the missing pages, the one with most first. Never
+    the oldest, so that one always makes progress. Empty if all that is missing comes back by
+    itself."""
     # A shared prefix comes back only when the last lock on it ends; `releases` remembers the locks
     # that would have ended so far, so each call counts only what is added.
     releases = Releases()

@@ -80,14 +80,11 @@ class _TierCopy(Generic[LockT]):
 
 
 class HostTier(Generic[LockT]):
-    """The host's tree and pages, and the copies between both tiers. Owned by the scheduler's
-    thread.
+    """Host tree and pages, and the copies between the tiers. Owned by the scheduler's thread.
 
     Args:
         pages: the device's; a `PageManager` needs a spare row for each load that is under way.
         num_pages: host pages.
-        policy: of eviction in the host's tree.
-        counters: where hits, loads and writes are counted.
         spare: returns how many device pages a write has to leave available.
         are_ready: whether all host pages can be used from the start; else `ready` says which.
     """
@@ -127,28 +124,27 @@ class HostTier(Generic[LockT]):
         self._loaded_s = -math.inf  # when the last of them ended
 
     def __len__(self) -> int:
-        """Return the number of copies between decode's tiers that are under way."""
+        """Copies that are under way."""
         return len(self._copies)
 
     @property
     def num_writes(self) -> int:
-        """Writes to host memory that are under way, each of which keeps its pages on the device."""
+        """Writes under way, each of which keeps its pages on the device."""
         return self._num_writes
 
     @property
     def has_due(self) -> bool:
-        """True if paths wait to be written to host memory."""
+        """True if paths wait to be written."""
         return bool(self._due)
 
     def ready(self, num_pages: int) -> None:
-        """Note that the first `num_pages` of host memory can be used from now on, no fewer than
-        before."""
+        """Note that the first `num_pages` can be used, no fewer than before."""
         if num_pages > self.num_ready:
             self.allocator.free(range(self.num_ready, num_pages))
             self.num_ready = num_pages
 
     def take_orders(self) -> list[HostCopy]:
-        """Return the copies between decode's tiers that are to be made, and forget them."""
+        """Return the copies to be made, and forget them."""
         orders, self._orders = self._orders, []
         return orders
 
@@ -156,7 +152,7 @@ class HostTier(Generic[LockT]):
 
     def find(self, key: RadixKey, last: MatchResult | None = None) -> MatchResult | None:
         """Return what host memory has of `key`, if a load can begin; else None. `last`: what was
-        found of this key before, which is still right while that memory has not changed."""
+        found before, still right while that memory has not changed."""
         if not self.pages.may_load:
             return None
         if last is not None and last.version == self.cache.version:
@@ -164,17 +160,16 @@ class HostTier(Generic[LockT]):
         return self.cache.match_prefix(key) if self.cache.num_pages else None
 
     def load_s(self, num_pages: int, now_s: float) -> float:
-        """Return the seconds that a load of `num_pages` from host memory takes, behind those under
-        way, by what the last ones took; 0 where that is not known, or not any more."""
+        """Return the seconds that a load takes, behind those under way, by what the last ones took;
+        0 if not known."""
         # What is not loaded is not measured: so what once took long is tried again.
         if not self._loaded_pages or now_s - self._loaded_s > FRESH_S:
             return 0.0
         return (self._loading_pages + num_pages) * self._loading_s / self._loaded_pages
 
     def load(self, found: MatchResult, key: RadixKey, device_pages: Pages, now_s: float) -> RoomKey:
-        """Order the load of the last pages of `key` to these device pages, and return the key of
-        its flight. Host memory has all of `key`, and `found` is what was found of it, or of more.
-        """
+        """Order the load of the last pages of `key` to these device pages; return the key of its
+        flight. `found` is what was found of `key`, or of more."""
         end = len(key.data) // self._page_bytes
         if found.depth > end:
             found = self.cache.match_prefix(key)
@@ -188,8 +183,8 @@ class HostTier(Generic[LockT]):
         return load_key(self._count)
 
     def give_up(self, key: RoomKey) -> bool:
-        """Note that the flight of a load has ended. Return True if its copy still goes on: then its
-        key has to hold the device pages, which `ended` releases."""
+        """Note that a load's flight has ended. True if its copy goes on: then its key has to hold
+        the device pages, which `ended` releases."""
         copy = self._copies.get(key.room)
         if copy is None:
             return False
@@ -199,14 +194,13 @@ class HostTier(Generic[LockT]):
     # --- writes -----------------------------------------------------------------------------------
 
     def computed(self, device_pages: Pages, after: DeviceEvent) -> None:
-        """Note that the device may still write these pages of a path until `after` is done: nothing
-        reads them before."""
+        """The device may write these pages until `after` is done: nothing reads them before."""
         self._forget_written()
         self._unwritten.append((after, device_pages))
 
     def leave(self, key: RadixKey, now_s: float, continues: bool | None) -> None:
-        """Note that a request has left the path of `key` in the device's tree: it is written to
-        host memory, unless the conversation will not go on. O(log due)."""
+        """Note that a request has left a path in the device's tree, to be written unless the
+        conversation ends. O(log due)."""
         if len(key.data) < self._page_bytes:
             return
         # A key of its own: that of a retracted request grows.
@@ -228,8 +222,8 @@ class HostTier(Generic[LockT]):
             self._due_bytes -= len(name[1])
 
     def write_due(self) -> None:
-        """Begin the writes to host memory that are due, as far as there is room. O(1) if none is,
-        or all were looked at since there was more room, or a copy ended."""
+        """Begin due writes, as far as there is room. O(1) if none is, or nothing has changed since
+        they were looked at."""
         room = self.pages.available_pages - self._spare()
         if room > self._room or self._unwritten:
             self._looked = 0
@@ -245,8 +239,8 @@ class HostTier(Generic[LockT]):
                 self._looked += 1
 
     def _begin_write(self, due: _Due) -> bool:
-        """Count the use of a path in the host's tree, and begin the write of what that lacks.
-        Return False if the path has to wait, or a part of it."""
+        """Count the use of a path in the host's tree, and begin the write of what that lacks. False
+        if a part has to wait."""
         key, now_s, continues = due
         match, found = self.pages.find(key), self.cache.match_prefix(key)
         start, end, whole = found.depth, match.depth, len(key.data) // self._page_bytes
@@ -290,8 +284,7 @@ class HostTier(Generic[LockT]):
         return num_later <= 0
 
     def _is_being_written(self, key: RadixKey, start: int, whole: int) -> bool:
-        """Return whether a write to host memory that is under way brings pages of `key` behind
-        `start`. O(writes under way)."""
+        """True if a write under way brings pages of `key` behind `start`. O(writes)."""
         if not self._num_writes:
             return False
         return any(
@@ -338,9 +331,8 @@ class HostTier(Generic[LockT]):
         self._orders.append(HostCopy(number, is_load, host_pages, device_pages))
 
     def ended(self, done: HostCopyDone, now_s: float) -> RoomKey | None:
-        """Note that a copy between decode's tiers has ended: nothing reads its source or writes its
-        destination any more. Return the key of a load's flight; None for a write, or where the
-        flight has ended before."""
+        """Note that a copy has ended: nothing reads its source or writes its destination. Return
+        the key of a load's flight; None for a write, or where the flight has ended before."""
         copy = self._copies.pop(done.number)
         if done.error is not None:
             self._counters["host_copies_failed"] += 1
@@ -379,8 +371,7 @@ class HostTier(Generic[LockT]):
         self._free(self.cache.unlock(copy.host_lock))
 
     def flush(self) -> None:
-        """Empty host memory, after new weights; the device's tree has been emptied. Copies that are
-        under way end for nothing."""
+        """Empty host memory, after the device's tree. Copies under way end for nothing."""
         self._due.clear()
         self._due_bytes = 0
         self._free(self.cache.reset())
@@ -394,33 +385,33 @@ class HostTier(Generic[LockT]):
 
     @property
     def held_pages(self) -> int:
-        """Device pages that are held for loads from host memory whose flights have ended."""
+        """Device pages that are held for loads whose flights have ended."""
         return sum(len(copy.dst) for copy in self._copies.values() if copy.is_given_up)
 
     # --- laws -------------------------------------------------------------------------------------
 
     @property
     def loads(self) -> set[RoomKey]:
-        """Keys of the loads from host memory that are under way."""
+        """Keys of the loads under way."""
         return {load_key(copy.number) for copy in self._copies.values() if copy.is_load}
 
     @property
     def held_by(self) -> set[RoomKey]:
-        """Keys of the loads from host memory that hold device pages."""
+        """Keys of the loads that hold device pages."""
         return {load_key(copy.number) for copy in self._copies.values() if copy.is_given_up}
 
     @property
     def pins(self) -> set[LockT]:
-        """Locks of writes to host memory in the device's tree."""
+        """Locks of writes in the device's tree."""
         locks = (copy.device_lock for copy in self._copies.values())
         return {lock for lock in locks if lock is not None}
 
     def fills(self, key: RoomKey, device_pages: Pages) -> bool:
-        """Return whether the load of this key from host memory fills just these device pages."""
+        """Return whether the load of this key fills just these device pages."""
         return np.array_equal(self._copies[key.room].dst, device_pages)
 
     def check_invariants(self) -> None:
-        """Check the laws of decode's two tiers, T1 to T4 and T6. Raises InternalError."""
+        """Check T1 to T4 and T6. Raises InternalError."""
         self.cache.check_invariants()
         self.allocator.check_invariants()
         copies, pages, allocator = list(self._copies.values()), self.pages, self.allocator

@@ -102,17 +102,15 @@ class InFlight:
         return len(self._flights)
 
     def __iter__(self) -> Iterator[Flight]:
-        """Iterate over the flights in the order of their numbers."""
         return iter(self._flights)
 
     def all(self) -> list[Flight]:
-        """Return all flights, of KV on its way to decode, in the order of their numbers. Any thread
-        may call it: the copy is made in one step, as that of `list(self)` is not."""
+        """Return all flights, by number. Any thread may call it: the copy is made in one step."""
         return list(self._flights)
 
     @property
     def num_owned(self) -> int:
-        """Number of flights with a request of their own: of requests with KV on its way."""
+        """Number of flights with a request of their own."""
         return len(self._by_owner)
 
     def of(self, req: DecodeRequest) -> Flight | None:
@@ -121,11 +119,12 @@ class InFlight:
     # --- looking ----------------------------------------------------------------------------------
 
     def find(self, key: RadixKey, start_pages: int) -> tuple[Flight | None, int]:
-        """Find the flight that brings most of `key` beyond `start_pages`, and their common end.
-        `start_pages` is how much the tree has of the key, in pages; so is the end that is returned.
+        """Return the flight that brings most of `key` beyond `start_pages`, and their common end in
+        pages. (None, `start_pages`) if there is none.
+
         One flight may begin where another ends or is left: they are followed as far as they go, and
-        the last one, which waits for those before, is returned. (None, `start_pages`) if there is
-        none."""
+        the last one, which waits for those before, is returned.
+        """
         found, end = None, start_pages
         if not self._by_start:
             return found, end
@@ -145,10 +144,8 @@ class InFlight:
                 return found, end
 
     def _common_pages(self, flight: Flight, data: bytes, start: int) -> int:
-        """Return where the common part of `data` and a flight from `start` on ends, in whole pages.
-
-        0 if they differ before the end of the flight's first page.
-        """
+        """Return where `data` and a flight part from `start` on; 0 if before the end of the
+        flight's first page."""
         page_bytes = self._page_bytes
         flight_data = flight.key.data
         # The key compares one page only; the pages before it may differ, and then the KV does.
@@ -186,8 +183,7 @@ class InFlight:
         room_key: RoomKey,
         joined: Flight | None,
     ) -> Flight:
-        """Enter the flight that brings the last pages of `key` from host memory for an admitted
-        request, `first`, which joins it next, as others may."""
+        """Enter the flight that loads the last pages of `key`; `first` joins it next."""
         flight = Flight(
             owner=None,
             request=first.request,
@@ -232,9 +228,8 @@ class InFlight:
         return waiters
 
     def remove(self, flight: Flight) -> list[Flight]:
-        """Take out a flight that is not to be committed. Return the others that end with it. These
-        are, by number, the flights that wait for it, and those it waited for that nothing else
-        needs."""
+        """Take out a flight that is not to be committed. Return the others that end with it, by
+        number: those that wait for it, and those it waited for that nothing else needs."""
         gone = [flight, *self.waiting_for(flight)]
         # Upwards: a flight without an owner lived only for those that waited. The first that has an
         # owner, or another waiter, stays.
@@ -253,18 +248,16 @@ class InFlight:
         return sorted(gone[1:], key=attrgetter("number"))
 
     def waiting_for(self, flight: Flight) -> list[Flight]:
-        """Return the flights on their way that wait for this one, those that wait for them
-        included."""
+        """Return the flights that wait for this one, directly or not."""
         found = list(flight.waiters)
         for one in found:  # the list grows as waiters of waiters come to light
             found.extend(one.waiters)
         return found
 
     def flush(self) -> list[Flight]:
-        """Take out and return the flights on their way that a flush of the tree ends, by number.
-        None of their pages may go to the tree any more. The flights without an owner, and those
-        that wait, end for that. The others continue for their own request alone, and can be joined
-        no more."""
+        """Take out and return the flights that a flush ends, by number: none of their pages may go
+        to the tree any more. Those without an owner, and those that wait, end. The others continue
+        for their own request alone."""
         flights = self._flights
         gone = [one for one in flights if one.joined is not None or one.owner is None]
         for flight in gone:
@@ -280,7 +273,7 @@ class InFlight:
         return gone
 
     def remove_all(self) -> list[Flight]:
-        """Take out every flight on its way. Return them in the order of their numbers."""
+        """Take out every flight. Return them by number."""
         gone = list(self._flights)
         for flight in gone:
             flight.joined = flight.start_key = None
@@ -306,8 +299,7 @@ class InFlight:
     # --- checks -----------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Check every law of the flights, of what they join and of the index. Raises InternalError
-        with the state."""
+        """Raise InternalError if a law of the flights or of the index is broken."""
         flights, page_bytes = self._flights, self._page_bytes
         keys = {
             flight: start_key for start_key, bucket in self._by_start.items() for flight in bucket

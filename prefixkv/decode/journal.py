@@ -5,8 +5,8 @@
 
 The request keeps each of these times, of the first time it happened. Between two of them lies a
 wait, named by its reason; "load" in place of "flight" where it waits for a copy from host memory. A
-request that joined no flight skips one: its engine's part begins when
-its pages are there, for the engine to pop.
+request that joined no flight skips one: its engine's part begins when its pages are there, for the
+engine to pop.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ REASONS = ("pages", "transfer", "compute", "flight", "load", "engine", "first_to
 
 
 class DecodeJournal(Journal):
-    """Journal of the decode side, over the steps that the module lists.
+    """The steps that the module lists. No entry is made per token.
 
-    No entry is made per token, and each costs a few additions. `counters` count every admission,
-    those after a retraction too; `tokens` counts each request once.
+    `counters` count every admission, also after a retraction; `tokens` counts each request once.
     """
 
     def __init__(self) -> None:
@@ -41,9 +40,8 @@ class DecodeJournal(Journal):
         host_tokens: int = 0,
         computed_tokens: int = 0,
     ) -> None:
-        """Write down in decode's journal that a request was admitted, and prefill is asked for
-        `new_pages`. Its prefix is locked; of that, `shared_tokens` are on their way with another
-        flight, and `host_tokens` come from host memory. Behind it, this worker's engine computes
+        """Prefill is asked for `new_pages`. Of the locked prefix, `shared_tokens` are on their way
+        with another flight, and `host_tokens` come from host memory; the engine computes
         `computed_tokens`."""
         counters = self.counters
         counters["admitted"] += 1
@@ -70,7 +68,7 @@ class DecodeJournal(Journal):
         self.found(req.request.key.namespace, req.fill_len, req.hit_tokens, shared_tokens)
 
     def transferred(self, flight: Flight, now_s: float) -> None:
-        """Write down in decode's journal that all pages which a flight brings are there."""
+        """All pages that a flight brings are there."""
         self.transfer_ended(flight.prefill, "success")
         self.pages_received += flight.pages.num_own
         req = flight.owner
@@ -79,15 +77,14 @@ class DecodeJournal(Journal):
             self.waited("transfer", req.admitted_s, now_s)
 
     def computed(self, req: DecodeRequest, now_s: float) -> None:
-        """Write down in decode's journal that the engine has computed what a request lacked."""
+        """The engine has computed what a request lacked."""
         self.counters["computed_requests"] += 1
         if req.transferred_s is None:
             req.transferred_s = now_s
             self.waited("compute", req.admitted_s, now_s)
 
     def committed(self, req: DecodeRequest, now_s: float) -> None:
-        """Write down in decode's journal that a request's KV is whole in the tree, so that it may
-        run."""
+        """A request's KV is whole in the tree."""
         if req.committed_s is not None:
             return
         req.committed_s = now_s
@@ -95,8 +92,7 @@ class DecodeJournal(Journal):
             self.waited("load" if req.host_tokens else "flight", req.transferred_s, now_s)
 
     def runs(self, req: DecodeRequest, now_s: float) -> None:
-        """Write down the first token of a request, appended by the engine, in decode's journal.
-        No-op after a retraction."""
+        """The engine has appended a request's first token. No-op after a retraction."""
         if req.first_token_s is None:
             req.first_token_s = now_s
             waits = req.host_tokens or req.shared_tokens
@@ -104,7 +100,6 @@ class DecodeJournal(Journal):
             self.waited("first_token", req.arrived_s, now_s)
 
     def ended(self, req: DecodeRequest, now_s: float) -> None:
-        """Write down the end of a request in the journal, and log it."""
         req.ended_s = now_s
         self.notify_ended(req, now_s)
 

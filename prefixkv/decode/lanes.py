@@ -1,8 +1,8 @@
 """Requests that wait for pages, by the prefill worker that they go to: a lane each.
 
 A lane is open while its worker answers. In a closed one requests wait without pages, and hold up
-none of another lane; so a worker that has never answered, or answers no more, costs others
-nothing. The size of a worker's pool in tokens is known once it has answered.
+none of another lane; so a worker that has never answered, or answers no more, costs others nothing.
+The size of a worker's pool in tokens is known once it has answered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOT_ENTERED, LEFT = 0, -1  # in place of a want's number: not entered yet; waits
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request in a lane of decode's queue, or aside, and the result of the last look at it.
+    """A request in a lane, or aside, and the result of the last look at it.
 
     `arrival` numbers the queue's waiters. `is_returned`: it was admitted before. `since_s` is when
     it came, None for one that came back since the last pass.
@@ -60,7 +60,7 @@ class Waiter:
 
     @property
     def place(self) -> tuple[tuple[float, ...], int, Waiter]:
-        """Entry of a waiter in its lane's order: by rank, then by arrival."""
+        """Entry in the lane's order: by rank, then by arrival."""
         # Arrivals differ, so a comparison never reaches the waiter itself, which has no order.
         return self.rank, self.arrival, self
 
@@ -89,8 +89,7 @@ class Lane:
         return len(self.returned) + len(self.waiting)
 
     def waiters(self) -> Iterator[Waiter]:
-        """Iterate over the waiters in line in this lane: first those that came back, each group by
-        arrival."""
+        """Iterate over the waiters in line: first those that came back, each group by arrival."""
         yield from self.returned.values()
         yield from self.waiting.values()
 
@@ -103,7 +102,7 @@ class Lane:
         self.estimated[waiter] = None
 
     def leave(self, waiter: Waiter) -> None:
-        """Take a waiter out of this lane's line. It must stand there."""
+        """Take a waiter out of the line. It must stand there."""
         if waiter.is_returned:
             del self.returned[waiter.arrival]
             return
@@ -115,8 +114,8 @@ class Lane:
         del self.estimated[waiter]
 
     def unanswered(self, patience_s: float, now_s: float) -> tuple[list[Waiter], float]:
-        """Return the waiters of this lane that have waited `patience_s` for its prefill worker to
-        answer, and the time at which the next one will have. O(of them)."""
+        """Return the waiters that have waited `patience_s`, and the time at which the next one will
+        have. O(of them)."""
         found: list[Waiter] = []
         next_s = math.inf
         for group in (self.returned, self.waiting):
@@ -134,9 +133,8 @@ class Lane:
 class Lanes:
     """The lanes of all prefill workers. Owned by the scheduler's thread.
 
-    Args:
-        gated: whether a lane is closed until its worker is said to answer. If not, all are open.
-        patience_s: how long a request waits for a worker that does not answer.
+    `gated`: a lane is closed until its worker is said to answer; else all are open. `patience_s`:
+    how long a request waits for a worker that does not answer.
     """
 
     def __init__(self, gated: bool = False, patience_s: float = math.inf) -> None:
@@ -151,8 +149,7 @@ class Lanes:
         return self._lanes.get(address)
 
     def of(self, address: str) -> Lane:
-        """Return the lane of a prefill worker's address, made if there is none; a new lane is
-        closed where they are gated."""
+        """Return the lane of an address, made if there is none; a new one is closed if `gated`."""
         lane = self._lanes.get(address)
         if lane is None:
             lane = self._lanes[address] = Lane(address, not self.gated or address == ALONE)
@@ -163,14 +160,13 @@ class Lanes:
         return 0 if lane is None else lane.max_tokens
 
     def is_down(self, address: str) -> bool:
-        """Return True if the prefill worker at an address has stopped answering its lane, or never
-        did; False while it may just be on its way."""
+        """True if the worker has stopped answering, or never did; not while it may be on its
+        way."""
         lane = self._lanes.get(address)
         return lane is not None and not lane.is_open and lane.away_s > -math.inf
 
     def all(self) -> list[Lane]:
-        """Return all lanes, one for each prefill worker that requests go to. Any thread may call
-        it."""
+        """Return all lanes. Any thread may call it."""
         return list(self._lanes.values())
 
     @property
@@ -180,14 +176,13 @@ class Lanes:
 
     @property
     def closed(self) -> set[str]:
-        """Addresses of the prefill workers with a closed lane, since they do not answer."""
+        """Addresses of the workers that do not answer."""
         return {lane.address for lane in self._lanes.values() if not lane.is_open}
 
     # --- waiters in line --------------------------------------------------------------------------
 
     def enter(self, waiter: Waiter) -> None:
-        """Put a waiter in line in its lane, which is busy then if it is open; else time its wait
-        for the prefill worker."""
+        """Put a waiter in line: in an open lane, which is busy then, else its wait is timed."""
         lane = waiter.lane
         lane.enter(waiter)
         if lane.is_open:
@@ -199,13 +194,13 @@ class Lanes:
             self._timers.wake(lane, max(waiter.since_s, lane.away_s) + self._patience_s)
 
     def stamp(self, waiter: Waiter, now_s: float) -> None:
-        """Begin the waiting time of a request that has come back to its lane."""
+        """Begin the waiting time of a request that has come back."""
         waiter.since_s = now_s
         if not waiter.is_aside and not waiter.lane.is_open:
             self._timers.wake(waiter.lane, max(now_s, waiter.lane.away_s) + self._patience_s)
 
     def leave(self, waiter: Waiter) -> None:
-        """Take a waiter out of its lane; a lane left empty is neither busy nor timed any more."""
+        """Take a waiter out; a lane left empty is neither busy nor timed any more."""
         lane = waiter.lane
         lane.leave(waiter)
         # A pass walks the busy lanes, and a timer of an empty lane would wake the scheduler for
@@ -215,13 +210,13 @@ class Lanes:
             self._timers.forget(lane)
 
     def forget_if_idle(self, lane: Lane) -> None:
-        """Drop a lane without waiters if nothing is known of its worker and there are many lanes. A
-        few are kept: the next request may go there."""
+        """Drop an empty lane of an unknown worker, where there are many: a few are kept for the
+        next request."""
         if len(self._lanes) > _MOST_IDLE and not lane.num_waiters and not lane.is_met:
             self._lanes.pop(lane.address, None)
 
     def forget_if_new(self, lane: Lane) -> None:
-        """Drop a lane that was made for a request which decode's queue then refused."""
+        """Drop a lane that was made for a request which was then refused."""
         # It may be older than that request: then something waits there, or was asked or learnt of
         # its worker.
         if not lane.num_waiters and not lane.is_met and not lane.max_tokens:
@@ -230,7 +225,7 @@ class Lanes:
     # --- state of the workers ---------------------------------------------------------------------
 
     def ready(self, lane: Lane, max_tokens: int) -> None:
-        """Open a lane: its prefill worker answers, and its pool holds `max_tokens`."""
+        """Open a lane: its worker answers, and its pool holds `max_tokens`."""
         lane.max_tokens = max_tokens
         lane.is_open = True
         self.version += 1
@@ -240,7 +235,7 @@ class Lanes:
             self._busy[lane] = None
 
     def away(self, lane: Lane, now_s: float) -> None:
-        """Close a lane: its prefill worker has stopped answering."""
+        """Close a lane: its worker has stopped answering."""
         lane.is_open, lane.away_s = False, now_s
         self.version += 1
         self._busy.pop(lane, None)
@@ -250,14 +245,12 @@ class Lanes:
 
     @property
     def wake_s(self) -> float:
-        """Time at which a request in a closed lane may have waited too long for its prefill worker;
-        infinity if none does."""
+        """Time at which a request may have waited too long for its worker."""
         return self._timers.next_s
 
     def unanswered(self, now_s: float) -> list[Waiter]:
-        """Return the waiters of all closed lanes that have waited too long for a prefill worker
-        that does not answer. They still have to be taken out, or to enter again. O(1) if there are
-        none."""
+        """Return the waiters that have waited too long for their worker. They still have to be
+        taken out, or to enter again. O(1) if there are none."""
         found: list[Waiter] = []
         if self._timers.next_s > now_s:
             return found

@@ -44,8 +44,7 @@ checkpoint on, those that prefill would send behind the match, and the time."""
 
 
 class _Cut(NamedTuple):
-    """What a request takes that is computed here: from a checkpoint on, whatever of its path is
-    cached behind that."""
+    """What a request, computed here, takes, from a checkpoint on."""
 
     checkpoint: Checkpoint | None
     match: MatchResult | None
@@ -59,8 +58,7 @@ class _Cut(NamedTuple):
 class DecodePreallocQueue:
     """Waiting requests, and the passes that admit those that fit. Owned by the scheduler's thread.
 
-    A request that the running ones cannot make room for steps aside (`aside.py`), and holds up no
-    other.
+    A request that the running ones cannot make room for steps aside (`aside.py`).
 
     The order rests on estimates: the result of the match when the request came, or was last looked
     at. A request is admitted only after another look, which repeats the match if the tree has
@@ -75,8 +73,7 @@ class DecodePreallocQueue:
 
     Args:
         reserve_tokens: space kept for a request's output when it is admitted (never more than it
-            may still generate).
-        policy: a name, or an `AdmissionPolicy`.
+            may still generate).    policy: a name, or an `AdmissionPolicy`.
         patience_s: a request that has waited this long is overtaken by nothing.
         waiting_timeout_s: how long a request may wait to be admitted, if it sets no `deadline_s` of
             its own; and how long one may that was admitted before and came back, in any case.
@@ -145,10 +142,12 @@ class DecodePreallocQueue:
         self._spent_at = -1  # version at which a pass left nothing to look at
 
     def add(self, req: DecodeRequest, *, first: bool = False) -> None:
-        """Queue a request until it is admitted. With `first` it was admitted before: it goes before
-        all others, and its waiting time begins with the next pass. Cost: O(log waiting), and a
-        match where the policy lets requests overtake. Raises what the policy raises, with nothing
-        changed."""
+        """Queue a request. With `first` it was admitted before: it goes before all others, and its
+        waiting time begins with the next pass.
+
+        Cost: O(log waiting), and a match where the policy lets requests overtake. Raises what the
+        policy raises, with nothing changed.
+        """
         lane = self._lanes.of(ALONE if req.is_alone else req.prefill)
         waiter = Waiter(req, self._num_arrivals + 1, lane, first)
         # Ranks are the user's code. They come before the first count; only a lane that was made for
@@ -177,8 +176,7 @@ class DecodePreallocQueue:
             self._deadlines.wake(req, req.arrived_s + self._waiting_timeout_s)
 
     def match_of(self, req: DecodeRequest) -> MatchResult | None:
-        """Return what decode's tree had of a request when it was last looked at; matched now if it
-        was not."""
+        """Return the last match of a request; matched now if there is none."""
         waiter = self._waiters[req]
         if waiter.match is None:
             waiter.match = self._pages.match(req.key, req.request.cacheable)
@@ -196,7 +194,7 @@ class DecodePreallocQueue:
         self.wants.forget(waiter)
 
     def move(self, req: DecodeRequest, prefill: str) -> None:
-        """Move a request to another prefill worker's lane. It keeps its place in time."""
+        """Move a request to another lane. It keeps its place in time."""
         waiter = self._waiters[req]
         self._aside.leave(waiter)
         # Left before the lane changes, since `leave` finds the place by `waiter.lane`; the former
@@ -219,8 +217,7 @@ class DecodePreallocQueue:
         return req in self._waiters
 
     def __iter__(self) -> Iterator[DecodeRequest]:
-        """Iterate over the prealloc queue: the requests that came back, the last first, then the
-        others by arrival."""
+        """Iterate over the requests that came back, the last first, then the others by arrival."""
         waiters = self._waiters.values()
         returned = [waiter for waiter in waiters if waiter.is_returned]
         rest = [waiter for waiter in waiters if not waiter.is_returned]
@@ -229,14 +226,12 @@ class DecodePreallocQueue:
         return iter([waiter.req for waiter in [*returned, *rest]])
 
     def at(self, prefill: str) -> list[DecodeRequest]:
-        """Return the requests that wait for this prefill worker, aside or not, by arrival.
-        O(waiting)."""
+        """Return the requests that wait for this worker, aside or not, by arrival. O(waiting)."""
         waiters = [one for one in self._waiters.values() if one.lane.address == prefill]
         return [waiter.req for waiter in sorted(waiters, key=arrival_of)]
 
     def aside(self) -> dict[str, int]:
-        """Count the requests that wait without holding up others, by reason. Any thread may call
-        it."""
+        """Count the requests that hold up no others, by reason. Any thread may call it."""
         return self._aside.counts()
 
     @property
@@ -248,14 +243,14 @@ class DecodePreallocQueue:
 
     @property
     def wake_s(self) -> float:
-        """Time at which the next request has waited too long, or is overdue, or a little earlier;
-        infinity if none waits. Behind that of the last pass. O(lanes)."""
+        """Time, behind the last pass, at which the next request has waited too long, or is overdue,
+        or a little earlier; infinity if none waits. O(lanes)."""
         overdue_s = self._order.overdue_s(self._now_s)
         return min(self._deadlines.next_s, self._lanes.wake_s, overdue_s)
 
     def expired(self, now_s: float) -> list[tuple[DecodeRequest, str]]:
-        """Return the requests that have waited too long to be admitted, each with the reason in
-        words. They still have to be removed. O(1) if there are none."""
+        """Return the requests that have waited too long, each with the reason in words. They still
+        have to be removed. O(1) if there are none."""
         # It may have been removed, and even added again as another waiter, since it came back.
         for waiter in self._unstamped:
             if self._waiters.get(waiter.req) is waiter:
@@ -271,8 +266,8 @@ class DecodePreallocQueue:
         return [(waiter.req, self.why(waiter.req, now_s)) for waiter in late]
 
     def unanswered(self, now_s: float) -> list[DecodeRequest]:
-        """Return the requests that have waited too long for a prefill worker that does not answer.
-        They still have to be removed. O(1) if there are none."""
+        """Return those that have waited too long for a worker that does not answer. They still have
+        to be removed. O(1) if there are none."""
         return [waiter.req for waiter in self._lanes.unanswered(now_s)]
 
     def why(self, req: DecodeRequest, now_s: float) -> str:
@@ -301,8 +296,6 @@ class DecodePreallocQueue:
         return f"{waited} for pages"
 
     def check_invariants(self) -> None:
-        """Check the prealloc queue's lanes, orders and deadlines against each other. Raises
-        InternalError."""
         waiters = list(self._waiters.values())
         check_queue(self._pages, self._lanes, waiters, self._aside.waiters(), self.wants)
         if len(self._deadlines) > len(self._waiters):
@@ -311,9 +304,8 @@ class DecodePreallocQueue:
     # --- a pass -----------------------------------------------------------------------------------
 
     def admit(self, now_s: float) -> None:
-        """Make a pass, which admits what fits: lock prefixes, take pages, write rows.
-        `take_admitted` returns the requests. A request for which a user's policy fails to give a
-        rank keeps the rank it has."""
+        """Make a pass: lock prefixes, take pages, write rows of what fits, for `take_admitted`.
+        Where a user's policy fails, a request keeps its rank."""
         # `new_pass` sets it to False where more requests are aside than one pass may bring back.
         self._all_back = True
         self._now_s = now_s
@@ -354,7 +346,7 @@ class DecodePreallocQueue:
                 self._spent_at = self._version
 
     def _admit_alone(self, now_s: float) -> None:
-        """Make the pass for a single request: there is nothing to overtake, and no choice."""
+        """There is nothing to overtake, and no choice."""
         (waiter,) = self._waiters.values()
         version = self._version
         if self._spent_at == version or not self._pages.can_open:
@@ -369,19 +361,17 @@ class DecodePreallocQueue:
         self._spent_at = version
 
     def take_admitted(self) -> list[DecodeRequest]:
-        """Return the requests that the prealloc queue has admitted since the last call, in that
-        order."""
+        """Return the requests admitted since the last call, in that order."""
         admitted, self._admitted = self._admitted, []
         return admitted
 
     def take_loads(self) -> list[Flight]:
-        """Return the flights of loads from host memory that the prealloc queue has begun since the
-        last call, in that order."""
+        """Return the flights of loads begun since the last call, in that order."""
         loads, self._loads = self._loads, []
         return loads
 
     def _admit_in_order(self, now_s: float) -> None:
-        """Admit requests that fit by their estimates; if none does, renew the oldest estimates."""
+        """Admit what fits by its estimates; if nothing does, renew the oldest estimates."""
         # Each round searches from the front again: `renew` may reorder, and an admission
         # leaves less space for all the others. Looks that admit nothing count down, so that a pass
         # is bounded.
@@ -405,8 +395,7 @@ class DecodePreallocQueue:
         return self._order.first_that_may_fit(self._version, self._limits(), len(self._waiters))
 
     def _renew(self, lane: Lane, now_s: float) -> bool:
-        """Renew the oldest estimate of a lane, by another look at its waiter. Return False if none
-        is older than this version."""
+        """Renew a lane's oldest estimate by another look. False if none is older."""
         waiter = next(iter(lane.estimated), None)
         if waiter is None or waiter.seen_at == self._version:
             return False
@@ -426,9 +415,8 @@ class DecodePreallocQueue:
         return available - self._budget.kept_back, available + self._budget.private_pages
 
     def _look(self, waiter: Waiter) -> tuple[Flight | None, int]:
-        """Look at a request: compute the pages that admitting it takes now, and note them in its
-        waiter. Returns the flight that it would join behind its match in the tree, and the end of
-        both together, in pages."""
+        """Note in the waiter the pages that admitting it takes now. Returns the flight that it
+        would join behind its match, and the end of both in pages."""
         req, match, page_size = waiter.req, waiter.match, self._pages.page_size
         key = req.key
         # 1. What is cached. A match of a tree that has not changed since is still right.
@@ -472,9 +460,9 @@ class DecodePreallocQueue:
     def _count_pages(
         self, req: DecodeRequest, shared_pages: int, unprotected: int
     ) -> tuple[int, int, int]:
-        """Count the pages that a request takes when it is admitted, that it needs with what is kept
-        for its output, and that it may ever need, besides those it shares. Locking the match takes
-        its `unprotected` pages out of the evictable ones, so they count as needed."""
+        """Count the pages that a request takes when admitted, that it needs with the reserve, and
+        that it may ever need, besides those it shares. Locking the match takes `unprotected` pages
+        out of the evictable ones, so they count as needed."""
         page_size = self._pages.page_size
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
         # The token sampled last is written by the first step after the return, so it counts; unless
@@ -485,10 +473,8 @@ class DecodePreallocQueue:
         return pages_for(first_len, page_size) - shared_pages, kept - less, req.max_pages - less
 
     def _cut_to_compute(self, waiter: Waiter, shared_pages: int, now_s: float) -> _Cut | None:
-        """Return what a request takes if it is to be computed here, from a checkpoint on; None if
-        prefill sends what it lacks. `shared_pages`: here, on their way, or to be loaded from host
-        memory. It joins nothing, and loads nothing: a flight brings pages, and no state behind
-        them."""
+        """Return what a request takes if it is computed here from a checkpoint on; None if prefill
+        sends it. It joins and loads nothing: a flight brings pages, and no state behind them."""
         points, req, match = self._points, waiter.req, waiter.match
         assert points is not None
         assert self._chooses_here is not None
@@ -506,9 +492,8 @@ class DecodePreallocQueue:
         return _Cut(found, cut, depth, 0 if match is None else match.depth, *counted)
 
     def _sent_len(self, req: DecodeRequest, shared_pages: int) -> int:
-        """Return up to which token prefill would send a request. `shared_pages`: here, on their
-        way, or to be loaded from host memory. All of it where prefill has the whole prompt already,
-        or no checkpoint is kept here."""
+        """Return up to which token prefill would send a request: all where prefill has the whole
+        prompt already, or no checkpoint is kept here."""
         is_asked = self._sources.asks_late or req.generation > req.request.generation
         if self._points is None or req.is_alone or not is_asked:
             return req.fill_len
@@ -527,7 +512,7 @@ class DecodePreallocQueue:
         return self._sources.worth_loading(Lack(num_missing), loaded, address, self._now_s)
 
     def _try(self, waiter: Waiter, joined: Flight | None, shared_pages: int, now_s: float) -> bool:
-        """Admit a request that was just looked at, if it fits. Return True if it was admitted."""
+        """Admit a request that was just looked at, if it fits. Return whether."""
         pages, req, match = self._pages, waiter.req, waiter.match
         # 1. Measure. It fits if what it needs now leaves what is kept back, and all that it may
         # become could be had by retracting.

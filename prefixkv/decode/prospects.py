@@ -20,7 +20,7 @@ from prefixkv.pages.manager import PageManager
 
 
 class Unproved(NamedTuple):
-    """Pages without prospects: no request gives them back; by reason."""
+    """Pages that no request gives back, by reason."""
 
     held: int  # by rooms that have failed, until they are drained
     away: int  # promised to prefill workers that do not answer, and the prefixes locked for them
@@ -28,18 +28,15 @@ class Unproved(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Number of pages without prospects: the sum of those held, away and stuck."""
         return self.held + self.away + self.stuck
 
 
 class Prospects:
-    """Estimate of the pages that can come back to a request that waits on decode. Owned by the
-    scheduler's thread.
+    """Pages that can come back to a waiting request. Owned by the scheduler's thread.
 
-    Args:
-        stuck: returns the pages of requests with a device event that has raised, and enters the
-            locks of these requests into the `Releases` that it is given.
-        host: holds pages too, for copies from host memory, which end by themselves.
+    `stuck` returns the pages of requests with a device event that has raised, and enters their
+    locks into the `Releases` that it is given. `host` holds pages for copies, which end by
+    themselves.
     """
 
     def __init__(
@@ -56,9 +53,8 @@ class Prospects:
         self._flights, self._stuck = flights, stuck
 
     def unproved(self) -> Unproved:
-        """Count the pages without prospects of coming back, since no running request gives them
-        back. O(closed lanes, and requests that the device is busy with); where a lane is closed,
-        also O(flights)."""
+        """Count the pages that no running request gives back. O(closed lanes, and requests that the
+        device is busy with); where a lane is closed, also O(flights)."""
         pages, away, releases = self._pages.allocator, 0, Releases()
         # A prefill worker that does not answer may keep its flights open, and their pages, without
         # limit. Both counts share `releases`, since a prefix with two locks comes back only with
@@ -75,13 +71,12 @@ class Prospects:
 
     @property
     def most_pages(self) -> int:
-        """Number of pages that a single waiting request has prospects of: those it can come to have
-        at most."""
+        """Pages that a single waiting request can come to have at most."""
         return self._pages.num_pages - self.unproved().total
 
     def why(self) -> str:
-        """Describe in words which pages have no prospects of coming back, and where they are; ""
-        where none is missing."""
+        """Describe in words which pages cannot come back, and where they are; "" if there are
+        none."""
         held, away, stuck = self.unproved()
         of = ", ".join(self._shares.owners())
         parts = [

@@ -18,15 +18,8 @@ from prefixkv.protocol.ids import RoomKey
 
 
 class Refusals:
-    """What decode refuses, and what of it prefill has not answered. Owned by the scheduler's
-    thread. Every call is O(1), but for `drained`.
-
-    Args:
-        rooms: reserves the number of each room that is refused.
-        commands: takes the commands, in order.
-        ticket: draws a number for each use of a room, never the same one twice.
-        counters: counts under `refused`.
-    """
+    """What is refused, and what of it prefill has not answered. Owned by the scheduler's thread.
+    Every call is O(1), but for `drained`."""
 
     def __init__(
         self,
@@ -44,8 +37,8 @@ class Refusals:
         self._late: dict[RoomKey, tuple[str, Exception, bytes]] = {}
 
     def send(self, key: RoomKey, prefill: str, error: Exception, digest: bytes) -> None:
-        """Command that a prefill worker be told that decode does not take a request, which it may
-        have, with KV for it. The room's number is in use until prefill has answered."""
+        """Tell a prefill worker that a request is not taken. The room's number is in use until it
+        has answered."""
         command = RefuseRoom(key, self._ticket(), prefill, reason_of(error), digest)
         self._counters["refused"] += 1
         # Reserved before the command leaves: a request that reused the number could be hit by this
@@ -56,9 +49,9 @@ class Refusals:
     def note(
         self, key: RoomKey, prefill: str, error: Exception, digest: bytes, is_free: bool
     ) -> None:
-        """Refuse a room that decode's scheduler never took, and remember that until prefill has
-        answered. `is_free`: no room of its number is live, or not drained. Not twice: a key in
-        `unanswered` must not come again."""
+        """Refuse a room that was never taken, and remember that until prefill has answered.
+        `is_free`: no room of its number is live, or not drained. A key in `unanswered` must not
+        come again."""
         # 1. The number is free: refuse now.
         # 2. The number is in use by a room that is not drained: a frame about it now would be read
         # as one about that room, so it waits for `drained`.
@@ -69,8 +62,7 @@ class Refusals:
         self.unanswered.add(key)
 
     def drained(self, key: RoomKey) -> None:
-        """Note that a room is drained, and that its number was given back: send what waited for
-        that. O(refusals that wait)."""
+        """A room is drained, and its number given back: send what waited. O(refusals that wait)."""
         # One that still waits for this number stays noted, else it could be noted twice.
         if key not in self._late:
             self.unanswered.discard(key)

@@ -109,31 +109,25 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.decode_computed_tokens = 0
 
     def become(self, state: DecodeState) -> None:
-        """Move a request to another state, and set its `output_limit` to 0. Raises InternalError if
-        the table does not allow it."""
+        """Raises InternalError if the table does not allow it."""
         super().become(state)
         # No state inherits the limit: the pages behind it may be gone. `append_many` sets it again.
         self.output_limit = 0
 
     @property
     def kv_len(self) -> int:
-        """Number of tokens of a request with KV that is written, or promised by the transfer under
-        way.
-
-        These are the prompt and all output but the last token, which has no KV until the engine's
-        next step writes it.
-        """
+        """Tokens with KV that is written, or promised by the transfer under way: the prompt and all
+        output but the last token, which has no KV until the engine's next step writes it."""
         return self.prompt_len + max(0, len(self.output) - 1)
 
     @property
     def most_kv_len(self) -> int:
-        """Largest `kv_len` that a request may reach: its last token never gets KV."""
+        """Largest `kv_len` that may be reached: the last token never gets KV."""
         return self.prompt_len + self.max_new_tokens - 1
 
     @property
     def key(self) -> RadixKey:
-        """Tokens of a request with KV that is written, or promised. O(output since the last
-        call)."""
+        """Tokens with KV that is written, or promised. O(output since the last call)."""
         key, output = self._key, self.output
         if len(output) > 1 and (missing := self.kv_len - len(key)) > 0:
             # All at once, here: so a step of the batch costs a request no more than its token.
@@ -142,24 +136,20 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Prompt and output so far of a request, int32, the caller's."""
+        """Prompt and output so far, int32, the caller's."""
         return np.concatenate([self.request.key.tokens(), np.array(self.output, dtype=np.int32)])
 
     @property
     def most_output(self) -> int:
-        """Length that a request's `output` may reach with the pages that it has, at most
-        `max_new_tokens`.
-
-        The last token of all needs no page, since no step writes its KV.
-        """
+        """Length that `output` may reach with the pages there are, at most `max_new_tokens`; the
+        last token of all needs no page, since no step writes its KV."""
         assert self.pages_held is not None
         space = self.pages_held.num_pages * self.page_manager.page_size - self.prompt_len
         return self.max_new_tokens if space >= self.max_new_tokens - 1 else space
 
     @property
     def state_slot(self) -> int:
-        """Slot of the StatePool that a request has, the same on all ranks; -1 without one, or
-        before admission.
+        """Slot of the StatePool, the same on all ranks; -1 without one, or before admission.
 
         Its state is there from `pop_transferred` on, and is the engine's to advance until the
         request ends or is retracted; a retracted one's state is sent again, or computed here from a
@@ -169,8 +159,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
 
     @property
     def resumed(self) -> bool:
-        """True if a request ran before: its next token is known, the engine samples none from
-        `aux`."""
+        """True if it ran before: its next token is known, the engine samples none from `aux`."""
         return bool(self.output)
 
     def __repr__(self) -> str:
@@ -182,15 +171,10 @@ class PrefillAsk:
     """A prompt that the engine should submit to a prefill worker again: KV that decode had, or
     should have had, is lost, or the request's extra state is.
 
-    A retraction keeps whole pages only. So a retracted request mostly asks for its partial last
-    page, although nothing was evicted.
-
-    `tokens` are prompt and output but the last token: the KV that is needed; less the last ones
-    where decode computes these itself. `known_token` is the next token if there is one already (it
-    must not be sampled again), else None. `namespace` and
-    `cacheable` are the request's: prefill's cache must not share it with another namespace's.
-    `decode` is this decode worker's name, `prefill` the address of the prefill worker to submit it
-    to.
+    `tokens` are prompt and output but the last token; less the last ones where decode computes
+    these itself. `known_token` is the next token if there is one already (it must not be sampled
+    again). `namespace` and `cacheable` are the request's: prefill must not share its cache with
+    another namespace. `decode` is this worker's name, `prefill` the address to submit it to.
     """
 
     __slots__ = (
@@ -215,18 +199,15 @@ class PrefillAsk:
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """Retries after failed transfers: `most` per request, at the worker that the user chooses.
-
-    An exception that `retarget` raises is kept in `errors`.
-    """
+    """Retries after failed transfers: `most` per request, at the worker that the user chooses. An
+    exception of `retarget` is kept in `errors`."""
 
     most: int
     retarget: Retarget | None
     errors: UserErrors
 
     def next_prefill(self, req: DecodeRequest, error: Exception) -> str | None:
-        """Return the address of the prefill worker that the user wants for a request's next
-        attempt; None: the same as before."""
+        """Return the address that the user wants for the next attempt; None: the same as before."""
         if self.retarget is None:
             return None
         # The user's code runs in the middle of a change: what it raises, and what it returns that

@@ -36,16 +36,15 @@ class RoomNumbers:
         self._live.add(room)
 
     def remove(self, room: int) -> None:
-        """Note that the live request of a room number has ended; the number is free if no room of
-        it is undrained."""
+        """Note that the live request has ended; the number is free if no room of it is
+        undrained."""
         self._live.discard(room)
 
     def await_drained(self, key: RoomKey) -> None:
         self._undrained.setdefault(key.room, set()).add(key.generation)
 
     def drained(self, key: RoomKey) -> None:
-        """Note that a room is drained: its number is free again if nothing else uses it. Not
-        awaited: no-op."""
+        """A room is drained: its number is free if nothing else uses it. Not awaited: no-op."""
         generations = self._undrained.get(key.room, set())
         generations.discard(key.generation)
         if not generations:
@@ -53,11 +52,11 @@ class RoomNumbers:
 
     @property
     def any_undrained(self) -> bool:
-        """True if the number of a room that is not drained is kept in use. O(1)."""
+        """True if an undrained room keeps a number in use. O(1)."""
         return bool(self._undrained)
 
     def undrained(self) -> set[RoomKey]:
-        """Return all rooms with a number that is kept in use until they are drained. O(of them)."""
+        """Return all rooms that keep a number in use until they are drained. O(of them)."""
         return {RoomKey(room, gen) for room, gens in self._undrained.items() for gen in gens}
 
     def __repr__(self) -> str:

@@ -1,5 +1,4 @@
-"""The decode side of the library, without threads or sockets: queues, budget and pages behind one
-object.
+"""The decode side without threads or sockets: queues, budget and pages behind one object.
 
 It asks the control plane for rooms by commands (`take_commands`). The control plane reports what
 became of them through `room_ended`, `room_drained` and `room_overdue`. `runtime/decode_node.py`
@@ -247,11 +246,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return req
 
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
-        """Admit the requests that fit from decode's waiting queue, and return them: prefix locked,
-        pages taken, prefill asked for the rest. Ends what is past its deadline first. Raises what a
-        policy, a log handler or an event of the user's has raised since the last call, once all
-        state is consistent again. Requests that were admitted then are on their way; the next call
-        returns them."""
+        """Admit the requests that fit, and return them: prefix locked, pages taken, prefill asked
+        for the rest. Ends what is past its deadline first.
+
+        Raises what a policy, a log handler or an event of the user's has raised since the last
+        call, once all state is consistent again; the next call returns what was admitted then.
+        """
         check_time(now_s)
         # 1. Pages come back before any decision: what the device is done with, and what requests
         # hold that are past their deadlines.
@@ -295,7 +295,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return admitted
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
-        """Commit the requests with complete KV to decode's tree, and return them, ready to run."""
+        """Commit the requests with complete KV to the tree, and return them, ready to run."""
         check_time(now_s)
         committed = self.arriving.pop_transferred(now_s)
         if committed:
@@ -322,8 +322,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def pop_local(self, now_s: float) -> list[DecodeRequest]:
         """Return the requests that the engine has to compute from now on, each from its
-        `prefix_len` to its `fill_len`: what comes before is there. The engine says what has KV by
-        `computed`."""
+        `prefix_len` to its `fill_len`. The engine says what has KV by `computed`."""
         check_time(now_s)
         return self.computing.begin(self.arriving.local, self.choice.num_running, now_s)
 
@@ -335,16 +334,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         aux: bytes = b"",
         after: DeviceEvent | None = None,
     ) -> None:
-        """Note that the engine has queued the work of the device, or done it, that writes the KV of
-        a request of `pop_local` up to token `end`.
+        """Note that work that writes a request's KV up to token `end` is queued, or done.
 
-        With `end` at its `fill_len` it is whole: `pop_transferred` returns it, with `aux`. One that
-        lacks nothing but its extra state is, with that, too. A request that has ended meanwhile is
-        left out. `after` is an event behind that work: before it is done these pages are neither
-        copied to host memory nor free. None: the device is done. Raises RequestError, with nothing
-        changed, for one that is not computed here, or an `end` that is not behind the last one, or
-        beyond it; CallerError for an `aux` that is no bytes, or comes before the end, or an `after`
-        that is no event.
+        At its `fill_len` it is whole: `pop_transferred` returns it, with `aux`. A request that has
+        ended meanwhile is left out. `after` is an event behind that work: before it is done these
+        pages are neither copied to host memory nor free. None: the device is done. Raises
+        RequestError, with nothing changed, for one that is not computed here, or an `end` that is
+        not behind the last one, or beyond it; CallerError for an `aux` that is no bytes, or comes
+        before the end, or an `after` that is no event.
         """
         check_time(now_s)
         end = whole_count("end", end)
@@ -380,10 +377,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.journal.computed(req, now_s)
 
     def save_state(self, req: DecodeRequest, end: int, now_s: float) -> int:
-        """Return the slot into which decode's engine copies a request's extra state behind `end`
-        tokens, one of its `stops`, which it has just computed; -1 if it need not. Before `computed`
-        is told of that. Raises RequestError, with nothing changed, for another place, or a request
-        that is not computed here."""
+        """Return the slot into which the engine copies a request's extra state behind `end` tokens,
+        one of its `stops`, just computed; -1 if it need not. Before `computed`. Raises
+        RequestError, with nothing changed, for another place, or a request that is not computed
+        here."""
         check_time(now_s)
         end = whole_count("end", end)
         self.check_own(req)
@@ -394,8 +391,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return self.points.take(req, end)
 
     def save_states(self, reqs: Sequence[DecodeRequest], now_s: float) -> list[tuple[int, int]]:
-        """Return the copies of extra state that decode's engine makes before a step of these
-        requests: from one slot to another, for each of them at a page boundary."""
+        """Return the copies of extra state, from slot to slot, to be made before a step of these
+        requests: for each at a page boundary."""
         check_time(now_s)
         if self.points is None:
             return []
@@ -407,19 +404,21 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     @property
     def chunk_tokens(self) -> int:
-        """Most tokens of prompts that decode's engine should compute in its next step. O(1)."""
+        """Most tokens of prompts that the engine should compute in its next step. O(1)."""
         return self.sources.chunk_tokens(self.choice.num_running)
 
     @property
     def further_prompt_tokens(self) -> int:
-        """Tokens of decode's `chunk_tokens` that each prompt after the first in a step counts for,
-        besides its own. O(1)."""
+        """Tokens of `chunk_tokens` that a prompt after the first counts for beside its own.
+        O(1)."""
         return self.sources.further_prompt_tokens(self.choice.num_running)
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
         """Return the requests that failed or were aborted since the last call; `error` says why.
+
         `after`: an event behind the engine's work on those that it computed itself; nothing of
-        theirs is released before it is done. None: the device is done."""
+        theirs is released before it is done. None: the device is done.
+        """
         check_event("after", after)
         if self.computing.left:
             after = not_done(after)  # may raise: before anything changes
@@ -430,8 +429,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def give_up_prefill(self, rid: str, error: Exception, now_s: float) -> bool:
         """Note that a request could not be brought to its prefill worker: it is tried again,
-        computed here, or fails, as after a transfer that failed. Returns False if nothing is asked
-        of prefill for it, or no more."""
+        computed here, or fails. Returns False if nothing is asked of prefill for it, or no more."""
         check_time(now_s)
         check_rid(rid)
         check_error(error)
@@ -452,7 +450,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return True
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
-        """Return prompts that decode's engine should submit to a prefill worker again."""
+        """Return prompts that the engine should submit to a prefill worker again."""
         asks = [*self._asks]
         del self._asks[:]
         return asks
@@ -460,8 +458,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def append_many(
         self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int], now_s: float
     ) -> None:
-        """Append each running request's newly sampled token on decode; the KV of the token before
-        it is written by now.
+        """Append each running request's newly sampled token; KV of the token before is written.
 
         Afterwards every request has the page that the next step writes to. A request that has its
         `max_new_tokens` is to be finished, and has no page for another step. A request that was
@@ -493,11 +490,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.computing.step(reqs, now_s)
 
     def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> None:
-        """Take pages on decode for the KV of `num_tokens` tokens behind what each running request
-        has, as far as its `max_new_tokens` goes. For a step that writes more than one token's KV.
-        The pages stay with the request, which grows into them, until it ends or is retracted. One
-        that was aborted meanwhile is left out. Cost: O(requests + pages). Raises as `append_many`,
-        with nothing changed."""
+        """Take pages for the KV of `num_tokens` tokens behind what each request has, up to its
+        `max_new_tokens`: for a step that writes more than one.
+
+        The request grows into them, and keeps them until it ends or is retracted. One that was
+        aborted meanwhile is left out. O(requests + pages). Raises as `append_many`, with nothing
+        changed.
+        """
         check_time(now_s)
         num_tokens = whole_count("num_tokens", num_tokens)
         self._growth.ahead(reqs, num_tokens, now_s)
@@ -535,9 +534,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._deferred.release_after(after, req, continues, now_s, keep_tokens)
 
     def retract(self, rid: str, now_s: float, after: DeviceEvent | None = None) -> None:
-        """Retract a running request: take its pages back and queue it again, in front, to resume
-        where it was. Raises RequestError if the request does not run, or is the oldest that does:
-        so one request always makes progress."""
+        """Take a running request's pages back and queue it again, in front, to resume where it was.
+        Raises RequestError if it does not run, or is the oldest that does: so one always makes
+        progress."""
         check_time(now_s)
         check_rid(rid)
         check_event("after", after)
@@ -563,8 +562,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         error: Exception | None = None,
         after: DeviceEvent | None = None,
     ) -> bool:
-        """Abort a request, in whichever state it is. Unknown or ended: no-op, False. Nothing is
-        cached that was written since it was committed, or retracted."""
+        """Abort a request in any state. Unknown or ended: no-op, False. Nothing is cached that was
+        written since it was committed, or retracted."""
         check_rid(rid)
         check_error(error)
         error = error or AbortedError(f"request {rid!r} was aborted")
@@ -573,8 +572,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def fail(
         self, rid: str, error: Exception, now_s: float, after: DeviceEvent | None = None
     ) -> bool:
-        """End a request as failed, as `abort` does: what its engine has computed of it must not be
-        used."""
+        """End a request as failed, as `abort` does: what was computed must not be used."""
         check_rid(rid)
         check_failure(error)
         return self._cut_short_named(rid, DecodeState.FAILED, error, now_s, after)
@@ -595,11 +593,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return True
 
     def retarget(self, rid: str, prefill: str) -> None:
-        """Send a request to another prefill worker from its next attempt on. A request that was
-        never admitted is refused at the worker that it named; `pop_needs_prefill` returns it when
-        it is admitted. Raises RequestError, with nothing changed, if the request is not here, its
-        KV is on its way, `prefill` is no address, or the worker there is known to hold too little;
-        and what comparing a user's ranks raises."""
+        """Send a request to another prefill worker from its next attempt on.
+
+        One that was never admitted is refused at the worker that it named; `pop_needs_prefill`
+        returns it when it is admitted. Raises RequestError, with nothing changed, if the request is
+        not here, its KV is on its way, `prefill` is no address, or the worker there is known to
+        hold too little; and what comparing a user's ranks raises.
+        """
         check_rid(rid)
         req = self.requests.get(rid)
         if req is None:
@@ -612,11 +612,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._targets.retarget(req, prefill)
 
     def refuse(self, request: Request, error: Exception) -> None:
-        """Tell prefill at once that decode's scheduler will not take this request, as after a
-        refusal by `add`. Where a former request of its number has ended, prefill is told once the
-        room of that one is drained. Raises RequestError, with nothing changed: its room is a live
-        request's here, the same refusal is still unanswered, it names no prefill worker, or it is
-        for another decode worker."""
+        """Tell prefill at once that this request will not be taken, as after a refusal by `add`;
+        where a former request of its number has ended, once that room is drained.
+
+        Raises RequestError, with nothing changed: its room is a live request's here, the same
+        refusal is still unanswered, it names no prefill worker, or it is for another decode worker.
+        """
         check_request(request)
         check_error(error)
         key = RoomKey(request.room, request.generation)
@@ -625,9 +626,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._refusals.note(key, request.prefill, error, request.digest, is_free)
 
     def flush(self) -> int:
-        """Empty decode's cache after a weight update. Return the number of pages freed at once.
-        Requests that wait for another's pages ask prefill again: those pages are of the old
-        weights."""
+        """Empty the cache after a weight update. Return the number of pages freed at once. Requests
+        that wait for another's pages ask prefill again: those are of the old weights."""
         # Flights first: they release their locks, so that the flush frees those pages at once.
         self._ends.fall_back(self.flights.flush())
         freed = self.pages.flush()
@@ -639,11 +639,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def move_weights(
         self, weights_version: str, now_s: float, after: DeviceEvent | None = None
     ) -> None:
-        """Take over weights of another version from now on; `flush` has to follow at once. A
-        request that has KV of the former version, or output, ends as aborted with a
-        WeightsVersionError: it runs, is on its way, or was retracted. A request that only waits
-        stays in the queue. `after` is as for `abort`. Raises ConfigError, with nothing changed, for
-        what is no version."""
+        """Take over weights of another version; `flush` has to follow at once.
+
+        A request that has KV of the former version, or output, ends as aborted with a
+        WeightsVersionError: it runs, is on its way, or was retracted. One that only waits stays.
+        `after` is as for `abort`. Raises ConfigError, with nothing changed, for what is no version.
+        """
         check_time(now_s)
         check_version(weights_version)
         check_event("after", after)
@@ -656,8 +657,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._cut_all_short(error, now_s, after, but_waiting=True)
 
     def end_all(self, error: Exception, now_s: float, after: DeviceEvent | None = None) -> None:
-        """Take no new request, and end all as aborted with `error`: its worker computes no more.
-        `after` is as for `abort`."""
+        """Take no new request, and abort all with `error`: its worker computes no more. `after` is
+        as for `abort`."""
         check_time(now_s)
         check_error(error)
         check_event("after", after)
@@ -668,8 +669,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _cut_all_short(
         self, error: Exception, now_s: float, after: DeviceEvent | None, but_waiting: bool
     ) -> None:
-        """End all requests as aborted; `but_waiting`: those stay that wait and have no output.
-        `after`: None if the device is done."""
+        """Abort all; `but_waiting`: those stay that wait and have no output."""
         # Whole flights before requests: a request that is cut short alone would make those that
         # joined its flight ask again.
         for flight in self.flights.remove_all():
@@ -681,7 +681,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     @property
     def has_results(self) -> bool:
-        """True if one of the `pop_*` calls returns something, or may admit. O(1)."""
+        """True if a `pop_*` call returns something, or may admit. O(1)."""
         complete = self.arriving.num_complete
         if self._failed or self._asks or complete or self.waiting.may_admit:
             return True
@@ -695,8 +695,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     @property
     def wake_s(self) -> float:
-        """Time at which the next waiting request may pass its deadline, or be admitted since it is
-        overdue; infinity if none waits."""
+        """Time at which the next request may pass its deadline, or be admitted since it is overdue;
+        infinity if none waits."""
         return min(self.waiting.wake_s, self._deadlines.next_s)
 
     # --- calls of the control plane ---------------------------------------------------------------
@@ -704,12 +704,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def room_ended(
         self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float
     ) -> None:
-        """Take note that a room has reached its terminal state: its KV has arrived, or its request
-        tries again or fails.
+        """Note that a room is terminal: its KV has arrived, or its request tries again or fails.
 
-        Args:
-            poll: SUCCESS, or else the room failed with `error`.
-            aux: the payload that came with a success; bytes.
+        `poll`: SUCCESS, or else it failed with `error`. `aux` came with a success; bytes.
         """
         # 1. Success. If its flight is gone, or has lost its owner, the room number is what still
         # waits for the proof that every write has landed.
@@ -735,9 +732,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._try_again(req, error, now_s)
 
     def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
-        """Take note that a prefill worker answers: open its lane, and fail the requests that its
-        pool cannot hold. These fail before any page is promised. `max_tokens` is the size of its
-        pool, 0 if the worker does not say."""
+        """Open the lane of a prefill worker, and fail the requests that its pool of `max_tokens`
+        cannot hold, before any page is promised. 0 if the worker does not say."""
         lane = self.lanes.get(address)
         if lane is None:
             return
@@ -753,8 +749,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._end(req, DecodeState.FAILED, error, now_s)
 
     def prefill_away(self, address: str, now_s: float) -> None:
-        """Take note that a prefill worker does not answer: its lane is closed, and its requests
-        hold up no others."""
+        """Close the lane of a worker that does not answer: its requests hold up no others."""
         lane = self.lanes.get(address)
         if lane is None:
             return
@@ -767,8 +762,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._targets.go_alone(req)
 
     def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
-        """Try again, or fail, the requests for an address where no prefill worker answers, or a
-        peer is refused."""
+        """Try again, or fail, requests for an address where no worker answers, or one is
+        refused."""
         lane = self.lanes.get(address)
         if lane is None:
             return
@@ -782,8 +777,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.lanes.forget_if_idle(lane)
 
     def take_copies(self) -> list[HostCopy]:
-        """Return the copies between decode's pool and host memory that are to be made, and forget
-        them; `copy_ended` takes the end of each."""
+        """Return the copies to be made between pool and host memory, and forget them; `copy_ended`
+        takes the end of each."""
         return [] if self.host is None else self.host.take_orders()
 
     def host_ready(self, num_pages: int) -> None:
@@ -791,8 +786,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.host.ready(num_pages)
 
     def copy_ended(self, done: HostCopyDone, now_s: float) -> None:
-        """Take note that a copy between its pool and host memory has ended: what it loaded can be
-        committed, or what waits for it tries again."""
+        """A copy has ended: what it loaded may be committed, or its waiters try again."""
         assert self.host is not None
         key = self.host.ended(done, now_s)
         # What was written may be what a request needs that its prefill worker's share is too small
@@ -812,7 +806,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._ends.cancel(flight, done.error)
 
     def room_drained(self, key: RoomKey) -> None:
-        """Release a room's held pages and its number: no write can land in its pages any more."""
+        """Release a room's held pages and its number: no write can land there any more."""
         self.shares.release(key)
         self.pages.release(key)
         self.rooms.drained(key)
@@ -820,8 +814,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._refusals.drained(key)
 
     def room_overdue(self, key: RoomKey) -> None:
-        """Count a room's pages as quarantined: it is not drained by its deadline. They stay
-        held."""
+        """Quarantine a room's pages: it is not drained by its deadline. They stay held."""
         self.counters["quarantined_pages"] += self.pages.quarantine(key)
 
     def release_deferred(self, now_s: float) -> None:
@@ -834,8 +827,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return len(self._deferred)
 
     def holders(self) -> list[tuple[str, RequestPages]]:
-        """Return what holds decode's pages, by name: requests, and flights without one. Any thread
-        may call it."""
+        """Return what holds pages, by name: requests, and flights. Any thread may call it."""
         orphans = [flight for flight in self.flights.all() if flight.owner is None]
         left = [(req.rid, req.pages_held) for req in self.computing.left]
         held = super().holders() + self._deferred.holders()
@@ -873,8 +865,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._try_again(req, error, now_s)
 
     def _try_again(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
-        """Ask prefill again for a request after a transfer that failed or could not begin; else
-        fail the request."""
+        """Ask prefill again after a failed transfer; else fail the request."""
         last = self._targets.next_attempt(req, error)
         if last is None:
             self._ask_again(req)
@@ -901,8 +892,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     # --- ends -------------------------------------------------------------------------------------
 
     def _end(self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float) -> None:
-        """End a live request with an error, and hand on its flight or its place in the queue. A
-        request that runs keeps `pages_held`; the caller releases them."""
+        """Hand on its flight or its place in the queue. One that runs keeps `pages_held`; the
+        caller releases them."""
         # The flight, or the queue, gives the request up before anything is released: pages of an
         # open room go to that room, and `pages_held` is None afterwards. What the request then
         # still holds is its own.
@@ -923,8 +914,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self, req: DecodeRequest, state: DecodeState, error: Exception, now_s: float,
         after: DeviceEvent | None,
     ) -> None:  # fmt: skip
-        """End a request as aborted or failed, wherever it is, and hand on its pages. `after`: None
-        if the device is done with it."""
+        """End as aborted or failed, and hand on its pages. `after`: None if the device is done."""
         self._end(req, state, error, now_s)
         # One that ran still holds its pages. One that was retracted, and waits for the device, is
         # released by that entry: a second one would free its pages twice.
@@ -946,9 +936,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.computing.leave(req)
 
     def _check_can_open(self, request: Request, to_refuse: bool = False) -> bool:
-        """Return True if the room of `request` is free on decode. Raise RequestError if decode's
-        scheduler cannot take it. With `to_refuse` a room that is not drained yet passes too, and
-        gives False."""
+        """Return True if the room of `request` is free. Raise RequestError if it cannot be taken.
+        With `to_refuse` a room that is not drained yet gives False."""
         is_free = request.room not in self.rooms
         if not is_free and not (to_refuse and not self.rooms.is_live(request.room)):
             raise RequestError(f"room {request.room} is in use")
@@ -989,8 +978,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.journal.ended(req, now_s)
 
     def check_own(self, req: DecodeRequest) -> None:
-        """Raise RequestError for what is no request of this decode scheduler, whatever its
-        state."""
+        """Raise RequestError for what is no request of this scheduler, whatever its state."""
         if not isinstance(req, DecodeRequest):
             raise RequestError(f"req is a {type(req).__name__}, a DecodeRequest is needed")
         check_page_manager(req, self.pages)

@@ -1,7 +1,5 @@
 """What prefill workers take to answer: the cost of a token, by the answers of all, and what each
-worker still has to answer. The choice of a source counts on it (`sources.py`), as on what a pass
-costs here (`costs.py`). Pure.
-"""
+worker still has to answer. The choice of a source counts on it (`sources.py`). Pure."""
 
 from __future__ import annotations
 
@@ -22,9 +20,9 @@ _ROUND: Final = 512  # tokens that the costs of a transfer's round trip count fo
 
 @dataclass(slots=True)
 class ServiceLine:
-    """A line through the last services of prefill workers: seconds by tokens that are sent, by
-    tokens that decode loads, as prefill may have to compute these again, and by tokens that decode
-    has computed itself, which prefill does. Old ones fade.
+    """A line through the last services of prefill workers: seconds by tokens that are sent, that
+    decode loads, which prefill may have to compute again, and that decode has computed itself,
+    which prefill does. Old ones fade.
 
     Services are weighed by about the inverse of their tokens: of a long one a second is noise, of a
     short one it is all. No part of the line is below 0.
@@ -52,8 +50,8 @@ class ServiceLine:
     per_again_s: float = 0.0  # the same, of those that decode has computed
 
     def add(self, tokens: int, loaded: int, seconds: float, again: int = 0) -> tuple[float, float]:
-        """Add a prefill worker's service: tokens sent to decode, loaded there meanwhile, and
-        computed again. Return its weight, and the seconds by the line."""
+        """Add a service: tokens sent, loaded meanwhile, and computed again. Return its weight, and
+        the seconds by the line."""
         weight, kept = 1.0 / (tokens + loaded + again + _ROUND), _KEPT_TRANSFERS
         self.num += 1
         self.weights = self.weights * kept + weight
@@ -122,8 +120,7 @@ class ServiceLine:
 
 
 class AwaitedRoom(NamedTuple):
-    """A room that a prefill worker was promised: when, the tokens that it sends, those that decode
-    loads, and those that decode has computed."""
+    """When a room was promised, and tokens: sent, loaded by decode, and computed by decode."""
 
     time_s: float
     tokens: float
@@ -133,7 +130,7 @@ class AwaitedRoom(NamedTuple):
 
 @dataclass(slots=True)
 class PrefillLoad:
-    """The promises that a prefill worker has to answer, and how it compares with all workers."""
+    """The promises that a worker has to answer, and how it compares with all workers."""
 
     promises: dict[RoomKey, AwaitedRoom] = field(default_factory=dict)  # the oldest first
     tokens: float = 0.0  # of all of them
@@ -159,8 +156,7 @@ class PrefillLoad:
         return promise
 
     def answered(self, weight: float, took_s: float, by_line_s: float, now_s: float) -> None:
-        """Note that this prefill worker has answered a promise: in `took_s` seconds, `by_line_s` by
-        the line, which gave it this weight."""
+        """Note an answer: in `took_s` seconds, `by_line_s` by the line, with this weight."""
         self.took_s = self.took_s * _KEPT_TRANSFERS + weight * took_s
         self.by_line_s = self.by_line_s * _KEPT_TRANSFERS + weight * by_line_s
         self.answered_s = now_s
@@ -169,13 +165,13 @@ class PrefillLoad:
         return max(promise.time_s, self.answered_s)
 
     def factor(self, now_s: float) -> float:
-        """Return how many times as long as others this prefill worker takes; 1 if not known."""
+        """Return how many times as long as others this worker takes; 1 if not known."""
         if now_s - self.answered_s > FRESH_S or self.by_line_s <= 0.0:
             return 1.0
         return self.took_s / self.by_line_s
 
     def backlog_s(self, line: ServiceLine, now_s: float) -> float:
-        """Return the seconds until this prefill worker has answered what decode promised it."""
+        """Return the seconds until it has answered what it was promised."""
         oldest = next(iter(self.promises.values()), None)
         if oldest is None:
             return 0.0

@@ -22,10 +22,9 @@ _MAX_KNOWN: Final = 1024  # addresses; the one named longest ago goes first
 class PrefillShares:
     """Pages promised to each prefill worker, by its address. Owned by the scheduler's thread.
 
-    Args:
-        most: pages that one may have in its power while another is ready; infinity: no bound. One
-            that has none may always be promised what a request needs.
-        ready: the addresses of the ranks of prefill workers that answer now.
+    `most`: pages that one may have in its power while another is ready; infinity: no bound. One
+    that has none may always be promised what a request needs. `ready`: the addresses of the ranks
+    of prefill workers that answer now.
     """
 
     def __init__(
@@ -42,8 +41,7 @@ class PrefillShares:
         self._named: OrderedDict[str, None] = OrderedDict()  # named by requests, latest last
 
     def name(self, address: str) -> None:
-        """Note that a request names this prefill worker: while it answers, others are held to their
-        shares."""
+        """A request names this worker: while it answers, others are held to their shares."""
         self._named[address] = None
         # Addresses come from requests, so what is remembered of them is bounded.
         self._named.move_to_end(address)
@@ -51,17 +49,15 @@ class PrefillShares:
             self._named.popitem(last=False)
 
     def pages(self, address: str) -> int:
-        """Return the number of pages that count against the share of the prefill worker at
-        `address`."""
+        """Return the number of pages that count against a worker's share."""
         return self._pages.get(address, 0)
 
     def new_pass(self) -> None:
-        """Begin a pass of the queue over the shares: `ready` is called once in it at most."""
+        """Begin a pass of the queue: `ready` is called once in it at most."""
         self._answering = None
 
     def refuses(self, address: str, num_pages: int) -> bool:
-        """Return True if `num_pages` more would exceed a prefill worker's share. O(1) if they would
-        not."""
+        """Return True if `num_pages` more would exceed the share. O(1) if they would not."""
         held = self._pages.get(address)
         if held is None or held + num_pages <= self.most:
             return False
@@ -79,27 +75,24 @@ class PrefillShares:
             self._pages[address] = self._pages.get(address, 0) + num_pages
 
     def hold(self, key: RoomKey) -> None:
-        """Note that a room's transfer has failed, and that its held pages stay in the prefill
-        worker's share. Unknown: no-op."""
+        """A transfer has failed: its held pages stay in the share. Unknown: no-op."""
         if key in self._rooms:
             self._held_rooms.add(key)
 
     def is_hopeless(self, address: str, num_pages: int) -> bool:
-        """Return True if `num_pages` more exceed a prefill worker's share even after its transfers'
-        end. Then the pages that are held for its failed rooms take up the share. O(rooms that have
-        failed)."""
+        """Return True if `num_pages` more exceed the share even after its transfers' end: pages
+        held for failed rooms take it up. O(rooms that have failed)."""
         held = sum(
             self._rooms[key][1] for key in self._held_rooms if self._rooms[key][0] == address
         )
         return bool(held) and held + num_pages > self.most
 
     def owners(self) -> list[str]:
-        """Return the addresses of prefill workers with pages in their share, at most 8."""
+        """Return the addresses of workers with pages in their share, at most 8."""
         return sorted(self._pages)[:8]
 
     def release(self, key: RoomKey) -> None:
-        """Take a room that succeeded or is drained out of its prefill worker's share. Unknown:
-        no-op."""
+        """Take a room that succeeded or is drained out of the share. Unknown: no-op."""
         room = self._rooms.pop(key, None)
         self._held_rooms.discard(key)
         if room is not None:
@@ -113,9 +106,8 @@ class PrefillShares:
                 del self._pages[address]
 
     def check_invariants(self, rooms: Set[RoomKey]) -> None:
-        """Check the sum of each prefill worker's share against the rooms. Raises InternalError.
-        `rooms` are those that are open or undrained: no other may have pages in a worker's
-        power."""
+        """Check the sums against `rooms`, those that are open or undrained: no other may have pages
+        in a worker's power. Raises InternalError."""
         sums: dict[str, int] = {}
         for address, num_pages in self._rooms.values():
             sums[address] = sums.get(address, 0) + num_pages

@@ -79,10 +79,9 @@ class Source(enum.Enum):
 
 
 class Lack(NamedTuple):
-    """What a request lacks on decode's device, in one of the ways to get it: `missing` tokens,
-    which have to be computed or sent, and `loaded` ones, which decode has elsewhere and are here
-    in `load_s` seconds. Before these decode has `again` tokens that it has computed itself, and
-    that prefill, where it is asked, has to compute as well."""
+    """What a request lacks, in one of the ways to get it: `missing` tokens, to be computed or sent,
+    and `loaded` ones, here in `load_s` seconds. Before these are `again` tokens, computed here,
+    which prefill, where it is asked, has to compute as well."""
 
     missing: int
     loaded: int = 0
@@ -133,14 +132,13 @@ def fair(ways: Sequence[Way]) -> Way:
 
 
 class Sources:
-    """Measurements, and the decision by them; the module's text has the rule. Owned by the
-    scheduler's thread. Every call is O(1).
+    """Measurements, and the decision by them. Owned by the scheduler's thread. Every call is O(1).
 
     Args:
         config: None: everything comes from prefill.
-        fails_over: True if decode computes up to `down_below` tokens of a request where its prefill
+        fails_over: whether up to `down_below` tokens of a request are computed where its prefill
             worker cannot be asked; else up to `below`.
-        loads: True if decode has host memory, whose loads are compared with what prefill takes.
+        loads: whether there is host memory, whose loads are compared with what prefill takes.
     """
 
     def __init__(
@@ -176,10 +174,10 @@ class Sources:
         self, num_tokens: int, seconds: float, running: int, now_s: float, prompts: int = 1,
         goes_on: bool = False,
     ) -> None:  # fmt: skip
-        """Note that decode computed chunks in a pass.
+        """Note a pass that computed chunks.
 
         Args:
-            num_tokens: of all of them, at least 1.
+            num_tokens: of all chunks, at least 1.
             seconds: of the whole pass.
             running: requests that got a token in it, 0 if there was no batch.
             prompts: that the chunks are of, at least 1.
@@ -202,13 +200,11 @@ class Sources:
             self._added_s = added_s
 
     def step(self, seconds: float, running: int = 1) -> None:
-        """Note how long a step of decode's batch took that computed no chunk: of `running`
-        requests."""
+        """Note how long a step of `running` requests took that computed no chunk."""
         self._costs.add(running, 0, 0, seconds)
 
     def next_pass(self, running: int) -> None:
-        """Note that a pass of decode's engine begins, with a step of `running` requests: it allows
-        for more chunks."""
+        """Note that a pass begins, with a step of `running` requests: it allows for more chunks."""
         if self.config is not None and self._over_s and running:
             allowed_s = self._share_s(self.config, running)
             self._over_s = max(self._over_s - allowed_s, -allowed_s) if allowed_s > 0 else 0.0
@@ -217,13 +213,9 @@ class Sources:
         self, address: str, key: RoomKey, now_s: float, tokens: int | None = None, loaded: int = 0,
         again: int = 0,
     ) -> None:  # fmt: skip
-        """Note that the prefill worker at `address` was promised a room, and has to answer.
-
-        Args:
-            tokens: that it sends; None: as many as others do.
-            loaded: tokens of the prompt that decode loads meanwhile.
-            again: tokens of it that decode has computed, and prefill has not.
-        """
+        """Note that a worker was promised a room: `tokens` that it sends (None: as many as others
+        do), `loaded` ones that decode loads meanwhile, `again` that decode has computed, and
+        prefill has not."""
         if not self._measures:
             return
         worker = self._workers.pop(address, None) or PrefillLoad()
@@ -234,7 +226,7 @@ class Sources:
             del self._workers[next(iter(self._workers))]
 
     def arrived(self, address: str, key: RoomKey, num_tokens: int, now_s: float) -> None:
-        """Note that the KV of a room has arrived from the prefill worker at `address`."""
+        """Note that the KV of a room has arrived."""
         worker = self._workers.get(address)
         if worker is None or (promise := worker.remove(key)) is None:
             return
@@ -244,31 +236,29 @@ class Sources:
         self._answered_s = now_s
 
     def gave_up(self, address: str, key: RoomKey) -> None:
-        """Note that a room of the prefill worker at `address` has failed, or was aborted: its time
-        says nothing."""
+        """Note that a room has failed, or was aborted: its time says nothing."""
         if (worker := self._workers.get(address)) is not None:
             worker.remove(key)
 
     @property
     def is_measured(self) -> bool:
-        """True if decode has computed enough itself to say what that costs."""
+        """True if enough was computed here to say what that costs."""
         return self._tokens >= _LEAST_TOKENS
 
     def chunk_s(self, num_tokens: int, prompts: int = 1) -> float:
-        """Return the seconds that chunks of `num_tokens` add to a step of decode; 0 if none was
-        measured."""
+        """Return the seconds that chunks of `num_tokens` add to a step; 0 if none was measured."""
         return self._costs.seconds(0, 0, prompts, num_tokens)
 
     # --- the decision -----------------------------------------------------------------------------
 
     @property
     def least_tokens(self) -> int:
-        """Tokens of which decode always computes as few itself; -1: none at all."""
+        """As few tokens are always computed here; -1: none at all."""
         return -1 if self.config is None else min(_ALWAYS, self.config.below)
 
     def most_tokens(self, is_down: bool) -> int:
-        """Return how many tokens of one request decode computes at most; `is_down`: where its
-        prefill worker cannot be asked. -1: none at all."""
+        """Return how many tokens of one request are computed here at most; -1: none. `is_down`: its
+        prefill worker cannot be asked."""
         if self.config is None:
             return -1
         if is_down and self.fails_over:
@@ -312,8 +302,7 @@ class Sources:
         sent_lack: Lack | None = None,
         goes_on: bool = False,
     ) -> Way:
-        """Choose the way to get what a request lacks on decode, by the module's rule. Its `seconds`
-        are 0 where it was not chosen by them.
+        """Choose the way to get what a request lacks. Its `seconds` are 0 if not chosen by them.
 
         Args:
             lacks: at least one; the first lacks least, and is taken while nothing is measured.
@@ -364,8 +353,8 @@ class Sources:
         return way
 
     def _is_old(self, chosen: Source, worker: PrefillLoad, due: int, now_s: float) -> bool:
-        """Return True if the source that was not chosen was not measured lately, and this request
-        may measure it: with `due` tokens that decode computes with it, or by its prefill worker."""
+        """True if the source that was not chosen was not measured lately, and this request may
+        measure it."""
         if chosen is Source.HERE:
             return not worker.promises and now_s - self._answered_s > FRESH_S
         # After few passes what was measured is old sooner.
@@ -373,9 +362,9 @@ class Sources:
         return due <= _AGAIN and now_s - self._computed_s > fresh_s
 
     def worth_loading(self, sent: Lack, loaded: Lack, address: str, now_s: float) -> bool:
-        """Return whether decode loads what host memory has of a request (`loaded`), rather than
-        have all of it sent (`sent`). Without own compute alone: with it both ways are about as
-        good, and what is loaded makes prompts short enough to be computed here."""
+        """Return whether to load what host memory has (`loaded`), rather than have all sent
+        (`sent`). Without own compute alone: with it both are about as good, and what is loaded
+        makes prompts short enough to be computed here."""
         if not loaded.load_s or not self.weighs_loads(now_s):
             return True
         worker = self._workers.get(address) or PrefillLoad()
@@ -389,13 +378,12 @@ class Sources:
         return now_s - self._answered_s <= FRESH_S
 
     def chunk_tokens(self, running: int) -> int:
-        """Return the most tokens of one prompt that decode's next step may compute beside `running`
-        requests, whose step `itl_share` bounds the addition to. 0 without a config, and in a step
-        that has to go without: where even the least chunk adds more, only some steps have one, so
-        that all of them together keep to the share.
+        """Return the most tokens of one prompt for the next step, beside `running` requests, to
+        whose step it adds `itl_share` at most. 0 without a config, and in a step that has to go
+        without: where even the least chunk adds more, only some steps have one.
 
         A chunk is at most `_MORE` times as long as the last ones, as the costs of longer ones are
-        only guessed: the first one is the least, and says little that is wrong.
+        only guessed.
         """
         if self.config is None:
             return 0
@@ -405,8 +393,8 @@ class Sources:
         return 0 if steps > 1.0 and self._over_s > 0.0 else tokens
 
     def _chunk_beside(self, config: ComputeConfig, running: int) -> tuple[int, float]:
-        """Return the tokens of a chunk beside `running` requests, and in how many steps there may
-        be one such: more than 1 where even the least chunk adds more to a step than `itl_share`."""
+        """Return the tokens of a chunk, and in how many steps there may be one: more than 1 where
+        even the least chunk adds more to a step than `itl_share`."""
         costs, share_s = self._costs, self._share_s(config, running)
         tokens = min(costs.tokens_within(share_s), _MORE * costs.most_tokens)
         if tokens >= _LEAST_CHUNK:
@@ -419,8 +407,8 @@ class Sources:
         return config.itl_share * self._costs.seconds(1, running, 0, 0)
 
     def further_prompt_tokens(self, running: int) -> int:
-        """Return as many tokens as each prompt after the first in decode's next step counts for
-        besides its own, beside `running` requests: the engine reads its KV too."""
+        """Return as many tokens as each prompt after the first counts for besides its own: the
+        engine reads its KV too."""
         if self.config is None or not running:
             return 0
         return math.ceil(min(self.config.chunk_tokens, self._costs.prompt_tokens))
@@ -435,8 +423,8 @@ class Sources:
         return Way(Source.HERE, seconds, 0, weight, lack.loaded, self._sent_on * again_s)
 
     def _compute_s(self, num_tokens: int, running: int) -> float:
-        """Return the seconds in which decode computes `num_tokens` itself, by passes that have as
-        many of them as they may, less the doubt of that: but no less than the steps without."""
+        """By passes with as many tokens as they may have, less the doubt of that: no less than the
+        steps without."""
         if not num_tokens or self.config is None:
             return 0.0
         costs, steps = self._costs, 1.0
@@ -477,7 +465,7 @@ class Sources:
         self._log_s = log_s if self._log_s is None else self._log_s * kept + log_s * (1 - kept)
 
     def _typical_s(self, seconds: float) -> float:
-        """Return the seconds in which decode typically has what a request lacks: a mean in which a
-        few long ones count little, and at least `FAIR_S`. `seconds`: as long as there is none."""
+        """A mean in which a few long ones count little, at least `FAIR_S`. `seconds`: as long as
+        there is none."""
         found_s = seconds if self._log_s is None else math.exp(self._log_s)
         return max(FAIR_S, found_s)

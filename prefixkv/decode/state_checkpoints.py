@@ -26,16 +26,14 @@ from prefixkv.pages.request_checkpoints import RequestCheckpoints
 
 
 class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
-    """The checkpoints of a decode worker's page manager, as its requests use them. Owned by the
-    scheduler's thread.
+    """Checkpoints as a decode worker's requests use them. Owned by the scheduler's thread.
 
-    Args:
-        pages: with `num_checkpoints`, and `num_slots` or window groups. The slots of the StatePool
-            are those of the requests, then those of the checkpoints.
-        tokens: the depth of each is a multiple of that number of tokens, and of a page.
+    `pages`: with `num_checkpoints`, and `num_slots` or window groups. The slots of the StatePool
+    are those of the requests, then those of the checkpoints. `tokens`: the depth of each is a
+    multiple of that number of tokens, and of a page.
 
-    `cut_tokens` counts tokens whose KV was cached, and that are computed here again, since no
-    checkpoint lay behind them.
+    `cut_tokens` counts tokens whose KV was cached, and that are computed again, since no checkpoint
+    lay behind them.
     """
 
     def __init__(self, pages: PageManager, tokens: int) -> None:
@@ -45,9 +43,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
     # --- where a request goes on ------------------------------------------------------------------
 
     def find(self, req: DecodeRequest, match: MatchResult | None) -> Checkpoint | None:
-        """Return the deepest checkpoint on what is cached of a request, from which its engine can
-        go on. Changes nothing. Behind it a token is left at least, from which the first of the
-        answer is sampled; none needs to be for a resumed request, which has its next token."""
+        """Return the deepest checkpoint on what is cached, to go on from. Behind it a token is left
+        at least, from which the first of the answer is sampled; a resumed request needs none."""
         if match is None:
             return None
         if not req.resumed and match.prefix_len == len(req.key):
@@ -56,14 +53,13 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         return self._points.find(match)
 
     def tokens_behind(self, req: DecodeRequest, found: Checkpoint | None) -> int:
-        """Return how many tokens decode has to compute of a request from a checkpoint on; from its
-        beginning without one."""
+        """Return how many tokens have to be computed behind `found`, or from the beginning."""
         return req.kv_len - (0 if found is None else found.depth * self._pages.page_size)
 
     def sent_len(self, req: DecodeRequest, shared_pages: int, most: int) -> int:
         """Return up to which token prefill is to send a request: to its end, or where that leaves a
-        checkpoint, if the engine has at most `most` tokens to compute behind it. Not before the end
-        of the `shared_pages` that are here or on their way."""
+        checkpoint with at most `most` tokens behind it. Not before the end of the `shared_pages`
+        that are here or on their way."""
         at = req.fill_len // self._step * self._step
         can_save = self._pages.caching and req.request.cacheable and req.request.may_compute
         if can_save and req.fill_len - at <= most and at >= shared_pages * self._pages.page_size:
@@ -71,7 +67,7 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         return req.fill_len
 
     def hold(self, req: DecodeRequest, found: Checkpoint | None) -> None:
-        """Lock the checkpoint that a request goes on from, which is opened next."""
+        """Lock the checkpoint that a request, which is opened next, goes on from."""
         self._lock(req, found)
 
     def begin(self, req: DecodeRequest, dense_pages: int) -> None:
@@ -85,8 +81,7 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
                 self._add_stop(req, tokens, req.prefix_len)
 
     def go_on_from_sent(self, req: DecodeRequest) -> None:
-        """Say where a request goes on that prefill has sent up to `sent_len`: there, where what was
-        sent becomes a checkpoint before it moves on."""
+        """Go on from `sent_len`, where what was sent becomes a checkpoint before it moves on."""
         req.prefix_len, req.checkpoint_slot = req.sent_len, req.state_slot
         if self._may_save(req):
             self._add_stop(req, req.prefix_len, 0)
@@ -95,9 +90,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
     # --- what it saves ----------------------------------------------------------------------------
 
     def take(self, req: DecodeRequest, end: int) -> int:
-        """Return the slot of the StatePool for the state of a request that is computed here, behind
-        `end` tokens, one of its stops; -1 if none is free. Raises RequestError, with nothing
-        changed, for another place."""
+        """Return a slot for the state behind `end` tokens, one of the request's stops; -1 if none
+        is free. Raises RequestError, with nothing changed, for another place."""
         if end not in req.stops:
             where = f"{shown(end)}, but at {req.stops}"
             raise RequestError(f"request {req.rid!r} saves no state at {where}")
@@ -105,9 +99,9 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         return self._take(req, end, req.max_pages)
 
     def running(self, reqs: Iterable[DecodeRequest]) -> list[tuple[int, int]]:
-        """Return the copies of states that are due before decode's engine makes a step: of each
-        running request at a page boundary its slot, and the slot that keeps its state. O(requests),
-        and a heap for those that have no such slot yet."""
+        """Return the copies of states that are due before a step: of each request at a page
+        boundary its slot, and the slot that keeps its state. O(requests), and a heap for those
+        without such a slot."""
         copies: list[tuple[int, int]] = []
         for req in reqs if self._has_state else ():
             at = req.kv_len
@@ -128,8 +122,7 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         return copies
 
     def _may_save(self, req: DecodeRequest) -> bool:
-        """Return whether a request's pages go to the tree, so that a checkpoint can end on one: not
-        after a flush, which they were computed before."""
+        """False after a flush, which its pages were computed before: they do not go to the tree."""
         held = req.pages_held
         assert held is not None
         return self._pages.caching and req.request.cacheable and held.epoch == self._pages.epoch
@@ -137,8 +130,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
     # --- ends -------------------------------------------------------------------------------------
 
     def computed(self, req: DecodeRequest, end: int) -> None:
-        """Note that decode's engine has computed a request up to token `end`: it has copied the
-        state that it goes on from, and stops behind it are over."""
+        """Note progress to token `end`: the state it began from is copied, stops up to there are
+        over."""
         self._unlock(req)
         self._take_if_stop(req, end)
         self._pass_stops(req, end)
@@ -147,14 +140,13 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
             self._pages.slide(req.pages_held, end)
 
     def _take_if_stop(self, req: DecodeRequest, end: int) -> None:
-        """Keep what a request without extra state has behind `end` tokens, if that is one of its
-        stops: nothing has to be copied, what is computed is kept where it is."""
+        """Without extra state nothing has to be copied: what is computed is kept where it is."""
         if not self._has_state and end in req.stops:
             self.take(req, end)
 
     def committed(self, req: DecodeRequest) -> None:
-        """Enter what a request has saved that was just committed to the tree. One that was sent to
-        its end keeps its window there; its state the engine has still to copy."""
+        """Enter what a request has saved that was just committed. One that was sent to its end
+        keeps its window there; its state the engine has still to copy."""
         was_sent = not req.computes and req.sent_len == req.fill_len
         is_end = req.fill_len % self._step == 0
         if was_sent and is_end and not self._has_state and self._may_save(req):
@@ -166,8 +158,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
             self.enter(req)
 
     def enter(self, req: DecodeRequest) -> None:
-        """Enter the states that a request has saved, as far as their pages are in the tree, under
-        its lock; give the other slots back."""
+        """Enter the saved states, as far as their pages are in the tree, under the request's lock;
+        give the other slots back."""
         held, saved = req.pages_held, req.saved
         req.saved = []
         if not saved:
@@ -181,8 +173,8 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
                 self._save(req, depth, slot)
 
     def leave(self, req: DecodeRequest) -> None:
-        """Enter what a request leaves in the cache, its state and its window, and give back the
-        rest. Under its lock, which has all its pages that are cached."""
+        """Enter the state and window that a request leaves, and give back the rest. Under its lock,
+        which has all its cached pages."""
         held = req.pages_held
         self._enter_sent(req)
         if self._pages.windows and held is not None and self._may_save(req):
@@ -202,8 +194,7 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
             self._leave_windows(req, depth, slot)
 
     def _leave_windows(self, req: DecodeRequest, depth: int, slot: int) -> None:
-        """Let the checkpoint in a slot have the window pages that a request leaves, if they are all
-        there. The request itself needs none any more."""
+        """Let a checkpoint have the window pages that a request leaves, if they are all there."""
         if self._can_share(req, depth, depth):
             self._share(req, slot, depth, depth)
             req.saved.append((depth, slot))

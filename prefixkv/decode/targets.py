@@ -1,5 +1,4 @@
-"""The prefill worker that each request on decode is for, and what happens where that one cannot be
-asked.
+"""The prefill worker that each request on decode is for, and what happens where it cannot be asked.
 
     it answers       the request waits in its lane, and is asked of it when it is admitted
     it does not      its lane is closed. A request that decode may compute itself goes *alone*, to a
@@ -26,19 +25,8 @@ from prefixkv.protocol.commands import DecodeCommand, MeetPrefill
 
 
 class PrefillTargets:
-    """What moves requests on decode between prefill workers, and to decode's own compute. Owned by
-    the scheduler's thread.
-
-    Args:
-        lanes, shares, waiting: which workers answer, which are named by requests, and what waits
-            for each.
-        choice, sources: which requests decode may compute itself, and whether it does so for a
-            worker that cannot be asked.
-        refusals: tells a worker that a request goes elsewhere.
-        retries: how often a failed one tries again, and where.
-        commands: takes the commands, in order.
-        counters: counts under `retries` and `failovers`.
-    """
+    """What moves requests between prefill workers, and to decode's own compute. Owned by the
+    scheduler's thread."""
 
     def __init__(
         self,
@@ -62,17 +50,15 @@ class PrefillTargets:
     # --- workers ----------------------------------------------------------------------------------
 
     def meet(self, address: str) -> None:
-        """Command, for a request of decode, that it be found out whether a prefill worker answers,
-        unless that was done already."""
+        """Command, once, that it be found out whether a prefill worker answers."""
         lane = self._lanes.get(address)
         if self._lanes.gated and address and lane is not None and not lane.is_met:
             lane.is_met = True
             self._commands.append(MeetPrefill(address))
 
     def check_holds(self, rid: str, num_tokens: int, address: str) -> None:
-        """Raise RequestError where the prefill worker of a request is known to hold fewer than
-        `num_tokens`. All that the request may become counts. A request that was retracted late may
-        have to be computed again in full: it would fail with half of its answer given."""
+        """Raise RequestError where the worker is known to hold fewer than `num_tokens`, all that
+        the request may become: retracted late, it would fail with half of its answer given."""
         most = self._lanes.max_tokens(address)
         if 0 < most < num_tokens:
             raise RequestError(
@@ -81,23 +67,21 @@ class PrefillTargets:
             )
 
     def check_still_holds(self, req: DecodeRequest, address: str) -> None:
-        """Raise RequestError where a prefill worker is known to hold too few tokens for what it may
-        be asked for a request from now on. Of one that runs, or ran, that is what it has so far:
-        half of its answer is given, so what it may still become is no reason to refuse it."""
+        """Raise RequestError where a worker is known to hold too few tokens for what it may be
+        asked for from now on. Of a request that runs, or ran, that is what it has so far."""
         self.check_holds(req.rid, req.kv_len if req.resumed else req.most_kv_len, address)
 
     def may_have(self, req: DecodeRequest) -> bool:
-        """Return True if a prefill worker may have this attempt at a request that was not admitted
-        yet."""
+        """Return True if a worker may have this attempt at a request that was not admitted yet."""
         is_first = req.generation == req.request.generation
         return is_first and bool(req.prefill) and not self._sources.asks_late
 
     # --- moves ------------------------------------------------------------------------------------
 
     def retarget(self, req: DecodeRequest, prefill: str) -> None:
-        """Send a request that is not on its way to another prefill worker from its next attempt on.
-        One that was never admitted is refused at the worker that it named. Raises RequestError,
-        with nothing changed, if the worker is known to hold too little."""
+        """Send a request that is not on its way to another worker from its next attempt on. One
+        that was never admitted is refused at the former. Raises RequestError, with nothing changed,
+        if the worker is known to hold too little."""
         self.check_still_holds(req, prefill)
         # The former worker may have computed the prompt, and waits for a promise that will not
         # come: a refusal ends it there. A new generation keeps its answer apart from the next
@@ -108,18 +92,16 @@ class PrefillTargets:
         self._go_to(req, prefill)
 
     def go_alone(self, req: DecodeRequest) -> None:
-        """Let a waiting request, whose prefill worker does not answer, wait to be computed here, if
-        it may."""
+        """Let a request, whose worker does not answer, wait to be computed here, if it may."""
         if not req.is_alone and self._choice.may_take_alone(req):
             self._move(req, is_alone=True)
             self._counters["failovers"] += 1
 
     def come_back(self, req: DecodeRequest) -> None:
-        """Let a request that went alone wait for its prefill worker again."""
+        """Let a request that went alone wait for its worker again."""
         self._move(req, is_alone=False)
 
     def _go_to(self, req: DecodeRequest, prefill: str) -> None:
-        """Point a request at another prefill worker; if it waits, move it to that lane."""
         self._shares.name(prefill)
         req.prefill, req.is_alone = prefill, False
         # A request that runs, or still has to queue again, is in no lane: when it queues it enters
@@ -136,20 +118,19 @@ class PrefillTargets:
         self._waiting.move(req, ALONE if is_alone else req.prefill)
 
     def _withdraw(self, req: DecodeRequest, error: Exception) -> None:
-        """Refuse a waiting request at the prefill worker that may have it. Its next attempt is
-        another generation, whether or not a worker had it: so it is asked for late."""
+        """Refuse a waiting request where it may be. Its next attempt is another generation in any
+        case, and is asked for late."""
         self.refuse_waiting(req, error)
         req.generation += 1
 
     def refuse_waiting(self, req: DecodeRequest, error: Exception) -> None:
-        """Refuse a request that was not admitted yet, as it waits, at its prefill worker. One that
-        goes alone, names none, or is asked for late, no worker has."""
+        """Refuse a request that was not admitted yet at its worker, if one may have it."""
         if not req.is_alone and req.prefill and not self._sources.asks_late:
             self._refusals.send(req.room_key, req.prefill, error, req.request.digest)
 
     def next_attempt(self, req: DecodeRequest, error: Exception) -> Exception | None:
-        """Point a request at its next attempt, after a transfer that failed or could not begin:
-        then it has to queue again. Return None, or the error with which it is to end."""
+        """Point a request at its next attempt, after a failed transfer: then it has to queue again.
+        Return None, or the error with which it is to end."""
         if req.retries < self._retries.most:
             self._counters["retries"] += 1
             req.retries += 1

@@ -2,9 +2,9 @@
 
 A flight is complete when its room has succeeded, or its copy from host memory, or this worker's
 engine has computed it, and the flight that it joined has been committed. What an engine is to
-compute it gets once the flight that this one joined has been committed: it reads that KV.
-To commit it is to give its pages to the tree. The flights that joined it then find there what they
-waited for.
+compute it gets once the flight that this one joined has been committed: it reads that KV. To commit
+it is to give its pages to the tree. The flights that joined it then find there what they waited
+for.
 
 Source: SGLang's `DecodeTransferQueue`; there a request waits for its own transfer only.
 """
@@ -22,8 +22,8 @@ from prefixkv.protocol.ids import RoomKey
 
 
 class DecodeTransferQueue:
-    """Open rooms, flights that are computed here or loaded from host memory, and flights that are
-    complete. Owned by the scheduler's thread."""
+    """Open rooms, flights that are computed here or loaded, and complete ones. Owned by the
+    scheduler's thread."""
 
     def __init__(self, pages: PageManager, flights: InFlight) -> None:
         self._pages = pages
@@ -47,8 +47,8 @@ class DecodeTransferQueue:
         self._loads[flight.room_key] = flight
 
     def loaded(self, key: RoomKey) -> Flight | None:
-        """Note that a load's pages are all copied. Return its flight; None if nothing waits for it
-        any more."""
+        """Note that a load's pages are all copied. Return its flight; None if nothing waits for
+        it."""
         flight = self._loads.pop(key, None)
         if flight is not None:
             self.arrived(flight)
@@ -58,14 +58,13 @@ class DecodeTransferQueue:
         return self._loads.get(key)
 
     def add_local(self, flight: Flight) -> None:
-        """Enter the flight of an admitted request that this worker's engine computes; it has no
-        room, or none any more."""
+        """Enter a flight that the engine computes; it has no room, or none any more."""
         flight.is_local = True
         self._local[flight] = None
 
     @property
     def local(self) -> list[Flight]:
-        """Flights that the engine has to compute, or computes, oldest first. Any thread may ask."""
+        """Flights that the engine computes, or has to, oldest first. Any thread may ask."""
         return list(self._local)
 
     def get(self, key: RoomKey) -> Flight | None:
@@ -92,16 +91,13 @@ class DecodeTransferQueue:
             self._complete.append(flight)
 
     def is_complete(self, flight: Flight) -> bool:
-        """Return True if a flight has arrived and waits for no other, nor for the device, so that
-        `pop_transferred` will commit it.
-        """
+        """Return True if a flight has arrived and waits for no other, nor for the device."""
         has_arrived = not flight.is_open and flight.joined is None
         return has_arrived and not self._would_free_unwritten(flight)
 
     @property
     def complete(self) -> list[Flight]:
-        """Flights of the transfer queue that `pop_transferred` will commit, once the device has
-        written what some wait for."""
+        """Flights that `pop_transferred` will commit, once the device has written."""
         return list(self._complete)
 
     def remove(self, flight: Flight) -> bool:
@@ -134,8 +130,8 @@ class DecodeTransferQueue:
         return len(self._flights)
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
-        """Commit the complete flights, and return their requests. The whole pages of each become
-        cached prefix, which its request holds by a lock."""
+        """Commit the complete flights, and return their requests. Whole pages become cached prefix,
+        which the request locks."""
         # A commit may complete flights that joined it, so the queue grows as it is worked off.
         committed, unwritten = [], []
         while self._complete:
@@ -167,8 +163,8 @@ class DecodeTransferQueue:
         return committed
 
     def stuck(self) -> list[tuple[DecodeRequest, Exception]]:
-        """Return the requests of complete flights that would wait for ever, with the reason: they
-        would free what the device may still write, and its event has raised."""
+        """Return the requests that would wait for ever, with the reason: their device event has
+        raised, and they would free what the device may still write."""
         found = []
         for flight in self._complete:
             event = None if flight.owner is None else flight.owner.unwritten
@@ -178,8 +174,8 @@ class DecodeTransferQueue:
         return found
 
     def _would_free_unwritten(self, flight: Flight) -> bool:
-        """Return whether the commit of a flight would free pages that the device may still write:
-        its own copies of what the tree has by now. Prefill could write there next, beside it."""
+        """True if the commit frees pages that the device may still write: its own copies of what
+        the tree has by now. Prefill could write there next, beside it."""
         req = flight.owner
         if req is not None and req.unwritten is not None:
             req.unwritten = still_pending(req.unwritten, self._pages.errors)

@@ -16,11 +16,7 @@ from prefixkv.paging import Pages
 
 
 class UnsentPages:
-    """The pages that decode has computed and prefill has not. Owned by the scheduler's thread.
-
-    Args:
-        num_pages: of the pool.
-    """
+    """The pages that decode has computed and prefill has not. Owned by the scheduler's thread."""
 
     def __init__(self, num_pages: int) -> None:
         self._flags = np.zeros(num_pages, np.bool_)
@@ -31,14 +27,14 @@ class UnsentPages:
         self.has_any = True
 
     def sent(self, pages: Pages) -> None:
-        """Note that prefill has computed the prompt that these pages have the KV of, to its end."""
+        """Note that prefill has computed the prompt of these pages to its end."""
         if self.has_any:
             self._flags[pages] = False
             self.has_any = bool(self._flags.any())
 
     def count(self, pages: Pages) -> int:
-        """Count the pages that prefill would compute again of a path that begins a prompt: those
-        from the first on that it has not. O(pages), where there are any at all.
+        """Count the pages of a prompt's path that prefill would compute again: those from the first
+        on that it has not. O(pages), where there are any at all.
 
         >>> unsent, path = UnsentPages(8), np.array([3, 5, 1, 6])
         >>> unsent.computed(path[1:3])

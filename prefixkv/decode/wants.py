@@ -1,5 +1,4 @@
-"""Waiting requests that the tree knows of: it evicts their cached prefixes last
-(`RadixCache.want`).
+"""Waiting requests whose cached prefixes the tree evicts last (`RadixCache.want`).
 
 They are entered before an admission evicts, and after a pass that leaves requests waiting. A
 request that is admitted from free pages in the first pass after it came is never entered.
@@ -14,7 +13,7 @@ MAX_WANTS = 128  # prefixes that one `enter` enters at most
 
 
 class Wants:
-    """The wanted prefixes of decode's waiting requests. Owned by a `DecodePreallocQueue`.
+    """The wanted prefixes of waiting requests. Owned by a `DecodePreallocQueue`.
 
     `protects`: False where nothing is entered at all.
     """
@@ -25,14 +24,12 @@ class Wants:
         self.not_entered: list[Waiter] = []  # not entered in the tree yet; some may have left
 
     def enter_soon(self, waiter: Waiter) -> None:
-        """Note a waiting request, with a prefix that the tree should learn is wanted at the next
-        `enter`."""
+        """Note a request whose prefix the tree should learn is wanted at the next `enter`."""
         if self.protects and waiter.req.request.cacheable:
             self.not_entered.append(waiter)
 
     def enter(self) -> None:
-        """Tell the tree which prefixes decode's waiting requests want, the first to come first.
-        O(1) or a match for each."""
+        """Tell the tree which prefixes are wanted. O(1) or a match for each."""
         pages = self._pages
         # At most `MAX_WANTS` per call, which bounds the cost of a pass; the rest follow with later
         # passes.
@@ -46,8 +43,7 @@ class Wants:
         del self.not_entered[:MAX_WANTS]
 
     def admitting(self, waiter: Waiter) -> None:
-        """Tell the tree what the other waiting requests want, before an eviction that is due for
-        this one."""
+        """Tell the tree what the others want, before an eviction that is due for this one."""
         if self.not_entered:
             # Its own match is about to be locked, so it needs no protection.
             if waiter.want == NOT_ENTERED:
@@ -55,7 +51,7 @@ class Wants:
             self.enter()
 
     def forget(self, waiter: Waiter) -> None:
-        """Withdraw from the tree the want of a request that waits no longer."""
+        """Withdraw the want of a request that waits no longer."""
         if waiter.want > 0:
             self._pages.unwant(waiter.want)
         # It may still be in `not_entered`, where this mark makes `enter` pass over it.

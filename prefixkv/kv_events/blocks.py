@@ -74,10 +74,8 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class BlockEvents:
     """Cache events in vLLM's format. Hashes are unsigned: the last 8 bytes of page keys.
 
-    Args:
-        page_size: tokens per page, which is a block.
-        medium: where the KV is, in the format's own terms.
-        checkpoints: True to tell of checkpoints as well, as blocks of a group of their own.
+    `medium`: where the KV is, in the format's own terms. `checkpoints`: tell of checkpoints as
+    well, as blocks of a group of their own.
     """
 
     host_medium = "CPU"
@@ -90,8 +88,7 @@ class BlockEvents:
         self._group = PAGES_GROUP if checkpoints else None
 
     def check(self, namespace: Hashable) -> None:
-        """Raise RequestError for a namespace that events cannot express: neither None nor a
-        `Namespace`."""
+        """Raise RequestError for a namespace that is neither None nor a `Namespace`."""
         if namespace is not None and type(namespace) is not Namespace:
             raise RequestError(
                 f"namespace is {shown_namespace(namespace)}, which cache events have no words for: "
@@ -107,14 +104,13 @@ class BlockEvents:
         return self._blocks(run, *group)
 
     def removed(self, run: list[PageRef]) -> BlockRemoved:
-        """Return the event for a run of blocks that were removed, the last of them first."""
+        """Return the event for a run of blocks, the last of them first."""
         # Children before parents, so that a consumer's tree never has a block without a parent.
         hashes = [self.hash(place.key, place.namespace) for place in reversed(run)]
         return BlockRemoved(hashes, self._medium, self._group)
 
     def checkpoint_stored(self, place: PageRef) -> BlockStored:
-        """Return the event for a checkpoint that ends on this page: a block of the group of
-        checkpoints, with the hash and the tokens of that page."""
+        """The event for a checkpoint at this page: a block with its hash and tokens."""
         return self._blocks([place], CHECKPOINTS_GROUP, CHECKPOINTS_KIND)
 
     def checkpoint_removed(self, place: PageRef) -> BlockRemoved:
@@ -138,9 +134,8 @@ class BlockEvents:
         return BlockStored(*fixed, named.lora, keys, named.salt, group, kind)
 
     def _extra_keys(self, named: Namespace, number: int) -> tuple[Any, ...] | None:
-        """Return `extra_keys`, which tell a block apart beside its tokens: the adapter, images in
-        it with their start relative to the block's first token, and, for the first block, the
-        salt."""
+        """What tells a block apart beside its tokens: the adapter, images in it with their start
+        relative to its first token, and, for the first block, the salt."""
         keys: list[Any] = [] if named.lora is None else [named.lora]
         start = number * self._page_size
         end = start + self._page_size

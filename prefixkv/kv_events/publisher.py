@@ -94,10 +94,9 @@ class KVEventPublisher:
         has_host: it has a cache in host memory too, whose changes `host` takes.
         network_is_isolated: as `ControlConfig.network_is_isolated`.
 
-    Raises:
-        ConfigError: an address cannot be bound, or other machines can reach it and the network is
-            not isolated; a name makes no topic, or `medium` is that of host memory. Nothing is left
-            open.
+    Raises ConfigError: an address cannot be bound, or other machines can reach it and the network
+    is not isolated; a name makes no topic, or `medium` is that of host memory. Nothing is left
+    open.
     """
 
     def __init__(
@@ -167,8 +166,7 @@ class KVEventPublisher:
     # --- the scheduler's thread -------------------------------------------------------------------
 
     def hand_over(self, changes: list[Change]) -> bool:
-        """Take a list of changes of the pool's cache for the publisher's thread; False if the list
-        is lost. Under 5 us per change. See `Listener.hand_over`."""
+        """Take changes of the pool's cache; False if they are lost. See `Listener.hand_over`."""
         return self._hand_over(self._device, changes)
 
     def _hand_over(self, tier: _TierFeed, changes: list[Change]) -> bool:
@@ -194,17 +192,15 @@ class KVEventPublisher:
 
     @property
     def idle(self) -> bool:
-        """True if the publisher's thread has dealt with all that was handed over. False for good
-        after `_FAILURES` defects. See `Listener.idle`."""
+        """True if all handed over was dealt with. False for good after `_FAILURES` defects."""
         return self._handed_lists == self._done_lists and self._num_failures < _FAILURES
 
     def stats(self) -> dict[str, int]:
-        """Return the publisher's counts of what was published, answered and lost. Any thread may
-        call."""
+        """Return counts of what was published, answered and lost. Any thread may call."""
         return dict(self.counters)
 
     def close(self) -> None:
-        """Publish that the worker's cache is empty, and end the publisher's thread. Idempotent."""
+        """Publish that the cache is empty, and end the thread. Idempotent."""
         if not self._closing:
             self._closing = True
             self._bell.notify()
@@ -268,8 +264,7 @@ class KVEventPublisher:
         self._send(self._stream.clear(time.time()))
 
     def _publish(self, lists: list[tuple[_TierFeed, list[Change]]]) -> None:
-        """Publish lists of the caches' changes as batches of events. After a defect those of a tier
-        are dropped up to one that begins with Cleared."""
+        """After a defect a tier's changes are dropped up to a list that begins with Cleared."""
         for tier, changes in lists:
             if type(changes[0]) is Cleared:
                 tier.skips_until_clear = False
@@ -286,8 +281,7 @@ class KVEventPublisher:
             self._done_lists += 1
 
     def _failed(self) -> None:
-        """Handle a defect of the publisher: what routers know may be wrong, so publish empty caches
-        until snapshots come."""
+        """What routers know may be wrong: publish empty caches until snapshots come."""
         self._num_failures += 1
         _log.exception(
             "cache events could not be made; an empty cache is published until the next snapshot"
@@ -374,8 +368,7 @@ class KVEventPublisher:
                 self._waiting[sock, client] = batch.seq + 1
 
     def _send_to(self, sock: _Socket, client: bytes, frames: list[bytes]) -> bool | None:
-        """Send frames to one client of the replay or snapshot socket. Returns True if sent, False
-        if it is gone, None if it has no room."""
+        """True if sent, False if the client is gone, None if it has no room."""
         try:
             sock.send_multipart([client, b"", *frames], zmq.DONTWAIT)
         except zmq.Again:
@@ -385,14 +378,13 @@ class KVEventPublisher:
         return True
 
     def _close_sockets(self, linger_s: float) -> None:
-        """Close all sockets of the publisher, giving what is queued `linger_s` to leave."""
+        """What is queued gets `linger_s` to leave."""
         for newcomers in self._newcomers.values():
             newcomers.close()
         self._context.destroy(linger=int(linger_s * 1000))
 
     def _bound(self, kind: int, name: str, queue: int) -> _Socket | None:
-        """Bind a socket of the publisher to the address of setting `name`, with its bounds; None
-        without an address. Raises ConfigError."""
+        """None without an address in setting `name`. Raises ConfigError."""
         address = getattr(self.config, name)
         if not address:
             return None
@@ -424,8 +416,7 @@ class KVEventPublisher:
 
 
 def default_topic(worker: str, model: str) -> str:
-    """Return the topic to publish under if the config names none. Raises ConfigError for a name
-    with an "@"."""
+    """Return the topic if the config names none. Raises ConfigError for a name with an "@"."""
     for whose, name in (("the worker's name", worker), ("the model's name", model)):
         if "@" in name:
             raise ConfigError(

@@ -50,14 +50,10 @@ class EventStream:
     """Batches of one worker's events. One owner; no clock, no sockets.
 
     Args:
-        page_size: tokens per page.
-        blocks: makes the events.
         rank: data-parallel rank that batches name.
         first_seq: number of the first batch.
-        keep_batches, keep_bytes: most that is kept for repeats; a batch longer than `keep_bytes` is
-            not kept.
-        host: the format of events for the cache in host memory, which is tier 1; None: there is
-            none.
+        keep_batches, keep_bytes: most that is kept for repeats; a longer batch is not kept.
+        host: the format of events for the cache in host memory, tier 1; None: there is none.
     """
 
     def __init__(
@@ -85,12 +81,11 @@ class EventStream:
 
     @property
     def num_pages(self) -> int:
-        """Number of pages that the worker's caches hold, by the events published so far."""
+        """Number of pages that the caches hold, by the events so far."""
         return sum(len(paths) for _, paths in self._tiers)
 
     def publish(self, changes: Iterable[Change], ts: float, tier: int = 0) -> Iterator[Batch]:
-        """Yield numbered batches of events for the changes of the cache of this tier as they are
-        made; none if there are none."""
+        """Yield numbered batches for this tier's changes as they are made, if there are any."""
         blocks, paths = self._tiers[tier]
         events: list[object] = []
         num_pages = 0
@@ -140,19 +135,18 @@ class EventStream:
             yield self._batch(events, ts)
 
     def clear(self, ts: float) -> Batch:
-        """Make a numbered batch of events that says that no tier of the worker holds anything."""
+        """Make a batch that says that no tier holds anything."""
         for _, paths in self._tiers:
             paths.clear()
         return self._batch([self.blocks.cleared()], ts)
 
     def heartbeat(self, ts: float) -> Batch:
-        """Make a numbered batch without events. Its number shows a router that it missed the batch
-        before."""
+        """Make a batch without events. Its number shows what a router has missed."""
         return self._batch([], ts)
 
     def since(self, seq: int, ts: float) -> Batch | None:
-        """Return the stream's batch of cache events with this number, or a snapshot if it is no
-        longer kept. None if it is the next number, so that nothing is missing."""
+        """Return the batch with this number, or a snapshot if it is no longer kept. None if it is
+        the next number: nothing is missing."""
         if seq == self.next_seq:
             return None
         if (payload := self._kept.get(seq)) is not None:
@@ -161,9 +155,8 @@ class EventStream:
         return self.snapshot(ts)
 
     def snapshot(self, ts: float) -> Batch:
-        """Return a snapshot: one batch of cache events that adds up to all that the worker's caches
-        hold; the batch after it has the next number. O(pages), then O(1) until something is
-        published."""
+        """Return one batch that adds up to all that the caches hold; the batch after it has the
+        next number. O(pages), then O(1) until something is published."""
         if self._snapshot is None or self._snapshot.seq != self.next_seq - 1:
             events: list[object] = [self.blocks.cleared()]
             for blocks, paths in self._tiers:
@@ -187,8 +180,7 @@ class EventStream:
         return batch
 
     def check_invariants(self) -> None:
-        """Raise InternalError if the batches that this stream keeps are not the latest ones without
-        a gap, within the bounds."""
+        """Raise InternalError unless the kept batches are the latest, gapless, within bounds."""
         kept = list(self._kept)
         laws = {
             "what is kept has no gap": kept

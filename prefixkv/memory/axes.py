@@ -38,12 +38,9 @@ class AxisNames(NamedTuple):
 def as_slabs(
     k: Sequence[TensorLike], v: Sequence[TensorLike] | None, description: AxisNames
 ) -> tuple[list[torch.Tensor], str]:
-    """Return an engine's tensors, by the names of their axes, as views [page, token, head, dim] in
-    the order of `KVLayout.slabs`, and the kind of attention.
-
-    Raises:
-        ConfigError: the tensors differ from each other or from their description.
-    """
+    """Return an engine's tensors as views [page, token, head, dim] in the order of
+    `KVLayout.slabs`, and the kind of attention. Raises ConfigError if they differ from each other
+    or from their description."""
     k_tensors = as_tensors("k", k)
     v_tensors = None if v is None else as_tensors("v", v)
     if v_tensors is not None and len(v_tensors) != len(k_tensors):
@@ -105,8 +102,6 @@ def _checked_axes(description: AxisNames, *, k_and_v: bool) -> tuple[str, ...]:
 
 
 def _check_alike(i: int, tensor: torch.Tensor, first: torch.Tensor) -> None:
-    """Raise ConfigError unless an engine's tensor has shape, dtype and device of the first, so that
-    their axes are alike."""
     for name in ("shape", "dtype", "device"):
         if getattr(tensor, name) != getattr(first, name):
             raise ConfigError(
@@ -116,8 +111,7 @@ def _check_alike(i: int, tensor: torch.Tensor, first: torch.Tensor) -> None:
 
 
 def _check_shape(tensor: torch.Tensor, axes: tuple[str, ...], description: AxisNames) -> None:
-    """Raise ConfigError unless the shape of an engine's tensors agrees with the description of
-    their axes. All tensors have the same shape."""
+    """Raise ConfigError unless the shape, which all tensors have, agrees with the description."""
     if tensor.dim() != len(axes):
         latent = {*axes} == {*_LATENT_AXES} and not description.opaque
         raise ConfigError(
@@ -158,9 +152,8 @@ def _plain_slab(
 def _opaque_slab(
     i: int, tensor: torch.Tensor, axes: tuple[str, ...], description: AxisNames
 ) -> torch.Tensor:
-    """Return an engine's opaque tensor, by its axes, as a view [page, token, head, dim]. Its pages
-    keep their bytes in order. The shape is that of plain pages of the same size; only the page axis
-    has a meaning."""
+    """Pages keep their bytes in order. The shape is that of plain pages of the same size; only the
+    page axis has a meaning."""
     sizes = dict(zip(axes, tensor.shape, strict=True))
     strides = dict(zip(axes, tensor.stride(), strict=True))
     # From the innermost axis outwards: without gaps, or a page would be no run of bytes. Axes of

@@ -37,8 +37,7 @@ _MOST_WORDS_WIDE: Final = 256
 
 @cache
 def _kernel(interpreted: bool) -> Any:
-    """Return the Triton kernel, compiled or interpreted as Triton's settings are now. It reads them
-    once per kernel."""
+    """Triton reads its settings, compiled or interpreted, once per kernel."""
     return triton.jit(_copy_rows)
 
 
@@ -47,9 +46,8 @@ def _copy_rows(
     row_words: tl.tensor, fold: tl.constexpr, rows_a_unit: tl.constexpr, alignment: tl.constexpr,
     word: tl.constexpr, tile_rows: tl.constexpr, tile_width: tl.constexpr, to_stage: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Copy rows between pool and stage, as a Triton kernel. `slabs` int64 [slab, 3]: base, page
-    stride, unit stride. `offsets` int64 [slab, row of a unit]. Both in bytes. `num_rows` per slab,
-    `row_words` per row."""
+    """`slabs` int64 [slab, 3]: base, page stride, unit stride. `offsets` int64 [slab, row of a
+    unit]. Both in bytes. `num_rows` per slab, `row_words` per row."""
     # int64: row numbers times row sizes may pass 2**31.
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
     slab = tl.program_id(1).to(tl.int64)

@@ -44,12 +44,11 @@ _VERSIONS: Final = (
 
 
 class HostPool:
-    """Rows of host memory for decode's pages. Created and closed by one thread; its rows are for
-    the copies, which any thread may make.
+    """Rows of host memory for pages. Created and closed by one thread; any thread may copy.
 
     On the CPU all of it is there at once, and the system gives it out as it is first written. For a
-    GPU it is pinned chunk by chunk in a thread of its own, which takes about .1 s per GB. Torch
-    rounds each pinned chunk up to a power of two, so the last one may take twice its bytes.
+    GPU it is pinned chunk by chunk in a thread of its own. Torch rounds each pinned chunk up to a
+    power of two, so the last one may take twice its bytes.
 
     `page_bytes` are those of one page of this rank: all layers that have its id, K and V. `error`
     says why pinning ended early, None if it did not.
@@ -58,17 +57,11 @@ class HostPool:
     def __init__(
         self, layout: KVLayout, num_pages: int, device: str = "cpu", chunk_bytes: int = 1 << 30
     ) -> None:
-        """Take memory for `num_pages` host pages, or begin to.
+        """Take memory for `num_pages` host pages, or begin to, in chunks of at most `chunk_bytes`,
+        and of one page at least. For a `device` "cuda:INDEX" it is pinned.
 
-        Args:
-            layout: of this rank's pool.
-            num_pages: host pages; their number has nothing to do with that of the pool.
-            device: of the pool: for "cuda:INDEX" the memory is pinned.
-            chunk_bytes: memory is taken in chunks of at most this, and of one page at least.
-        Raises:
-            ConfigError: a value out of range, or the host has not enough memory beside what other
-                pools have reserved: nothing was taken.
-            CapacityError: the system refuses it.
+        Raises ConfigError: a value out of range, or too little memory beside what other pools have
+        reserved: nothing was taken. CapacityError: the system refuses it.
         """
         check_whole("num_pages", num_pages, 1, MAX_INDEX)
         check_whole("chunk_bytes", chunk_bytes, 1, MAX_BYTES)
@@ -113,21 +106,20 @@ class HostPool:
 
     @property
     def ready_pages(self) -> int:
-        """Number of host pages that are there: those below it may be used. It grows up to
-        `num_pages`. Any thread may ask."""
+        """Number of host pages that may be used, from the first on; grows up to `num_pages`. Any
+        thread may ask."""
         return self._ready_pages
 
     def wait_until_ready(self) -> None:
-        """Wait until all host pages can be used. Raises CapacityError if the system refused
-        some."""
+        """Wait until all pages can be used. Raises CapacityError if the system refused some."""
         if self._thread is not None:
             self._thread.join()
         if self.error is not None:
             raise CapacityError(f"host memory: {self.error}") from self.error
 
     def close(self) -> None:
-        """Give the host pages' memory back, once the chunk that is being pinned is. Idempotent. No
-        copy may be under way: close their `HostCopies` first."""
+        """Give the memory back, once the chunk that is being pinned is. Idempotent. No copy may be
+        under way: close their `HostCopies` first."""
         self._closing = True
         if self._thread is not None:
             self._thread.join()
@@ -140,21 +132,20 @@ class HostPool:
     # --- for the copies ---------------------------------------------------------------------------
 
     def checked(self, pages: npt.NDArray[np.integer]) -> Pages:
-        """Return host pages of a copy as int32. Raises PageStateError for one that is not ready."""
+        """Return pages as int32. Raises PageStateError for one that is not ready."""
         checked = checked_pages(pages, self._ready_pages, "host")
         if self._num_untouched:
             self._touch(checked)
         return checked
 
     def addresses(self, pages: Pages) -> npt.NDArray[np.int64]:
-        """Return the addresses of these host pages' rows, int64 [n]. They are checked already."""
+        """Return the addresses of checked pages' rows, int64 [n]."""
         chunk, row = np.divmod(pages.astype(np.int64), self._pages_a_chunk)
         found: npt.NDArray[np.int64] = self._bases[chunk] + row * self.page_bytes
         return found
 
     def stretches(self, pages: Pages) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield host pages that lie side by side, as a slice of `pages` and their memory, uint8
-        [bytes]. They are checked already."""
+        """Yield checked pages that lie side by side, as slice of `pages` and memory, uint8 [n]."""
         follows = (np.diff(pages) == 1) & (pages[1:] % self._pages_a_chunk != 0)
         starts = [0, *(np.flatnonzero(~follows) + 1).tolist()]
         for start, stop in zip(starts, [*starts[1:], len(pages)], strict=True):
@@ -178,7 +169,7 @@ class HostPool:
             self._ready_pages += pages
 
     def _touch(self, pages: Pages) -> None:
-        """Note that these host pages take memory from now on: the system counts them."""
+        """The system counts the memory of these pages from now on."""
         with self._touching:
             self._num_untouched -= int(np.count_nonzero(self._untouched[pages]))
             self._untouched[pages] = False
@@ -193,8 +184,7 @@ class HostPool:
 
 
 def _host_bytes(num_bytes: int, device: str) -> torch.Tensor:
-    """Return memory for a chunk of a host pool, uint8 [num_bytes], pinned where the device is a
-    GPU. Raises CapacityError if there is none."""
+    """Pinned where the device is a GPU. Raises CapacityError if there is none."""
     try:
         if device != "cpu":
             # Of this GPU: else torch would begin a context on the first one.
@@ -213,9 +203,8 @@ def free_host_bytes(
     """Return the bytes that a host pool could take: what the system has available, and no more than
     each control group around this process may still take. None if the system does not say.
 
-    Args:
-        group: the folder of all groups, of version 1, 2 or both.
-        own_group: the file that names the groups of this process.
+    `group` is the folder of all groups, of version 1, 2 or both; `own_group` the file that names
+    those of this process.
     """
     found = []
     # Systems without these files, and groups without a limit, whose limit is the word "max".
@@ -244,9 +233,9 @@ def _own_path(own_group: str, controller: str) -> str:
 
 
 def _groups_around(root: Path, path: str) -> list[Path]:
-    """Return a process's group and those around it, from `root` on. A root that does not have the
-    process's own group is a container's, mounted as the root, or was given in place of the
-    system's: then each group below it that has no other beside it counts too."""
+    """From `root` on. A root without the process's own group is a container's, mounted as the root,
+    or was given in place of the system's: then each group below it that has no other beside it
+    counts too."""
     found = [root]
     if path and (root / path).is_dir():
         for name in path.split("/"):

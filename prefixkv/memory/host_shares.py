@@ -32,10 +32,8 @@ _forking: Final = threading.RLock()  # no fork between a change of `_fds` and wh
 
 
 class HostShare:
-    """The bytes of one host pool that are reserved and not touched yet. Any thread may use it.
-
-    It ends with `close`, with the last reference to it, or with the process.
-    """
+    """Bytes of one pool that are reserved and not touched yet: until `close`, its last reference or
+    the process ends. Any thread may use it."""
 
     def __init__(self, path: str, fd: int, num_bytes: int) -> None:
         self._fd, self._pid = fd, os.getpid()
@@ -44,7 +42,7 @@ class HostShare:
         self.keep(num_bytes)
 
     def keep(self, num_bytes: int) -> None:
-        """Reserve this many bytes from now on: the rest of them is touched, or not needed."""
+        """Reserve this many bytes from now on: the rest is touched, or not needed."""
         if os.getpid() != self._pid:  # it is a fork, and the share is its parent's
             return
         with self._lock:  # else `close` may give the descriptor to another file meanwhile
@@ -52,7 +50,6 @@ class HostShare:
                 os.pwrite(self._fd, num_bytes.to_bytes(_NUMBER_BYTES, "little"), 0)
 
     def close(self) -> None:
-        """Give back what is reserved. Idempotent."""
         if os.getpid() == self._pid:
             with self._lock:
                 self._end()
@@ -66,7 +63,6 @@ class HostShares:
         self.num_bytes = sum(self._bytes_of(path) for path in folder.glob("share-*"))
 
     def enter(self, num_bytes: int) -> HostShare:
-        """Reserve bytes for another pool."""
         with _forking:
             fd, path = tempfile.mkstemp(prefix=_mine(), dir=self._folder)
             _fds.add(fd)
@@ -74,7 +70,7 @@ class HostShares:
         return HostShare(path, fd, num_bytes)
 
     def _bytes_of(self, path: Path) -> int:
-        """Return what a share's file says; 0, without the file, if its process is gone."""
+        """0, without the file, if its process is gone."""
         try:
             fd = os.open(path, os.O_RDONLY)
         except FileNotFoundError:  # closed meanwhile
@@ -126,7 +122,6 @@ def _mine() -> str:
 
 
 def _end(path: str, fd: int, pid: int) -> None:
-    """End a share: its file, and the lock on that."""
     if os.getpid() == pid:
         with suppress(OSError):
             os.unlink(path)
@@ -141,7 +136,7 @@ def _close(fd: int) -> None:
 
 
 def _begin_child() -> None:
-    """Close in a child what would keep the locks of its parent."""
+    """Close what would keep the locks of the parent."""
     for fd in _fds:
         os.close(fd)
     _fds.clear()

@@ -70,8 +70,7 @@ class PageGroup(msgspec.Struct, frozen=True, array_like=True):
     With a window its slabs may be the pool's: then no page id is promised in both."""
 
     def first_page(self, num_tokens: int) -> int:
-        """Return the number of the first page that a window group of the layout needs behind
-        `num_tokens` tokens."""
+        """Return the number of the first page needed behind `num_tokens` tokens."""
         return max(0, num_tokens + 1 - self.window) // self.layout.page_size
 
 
@@ -134,23 +133,22 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def windows(self) -> tuple[PageGroup, ...]:
-        """Groups of the layout whose layers keep the last tokens only."""
+        """Groups whose layers keep the last tokens only."""
         return tuple(group for group in self.groups if group.window)
 
     @property
     def aligned(self) -> tuple[PageGroup, ...]:
-        """Groups of the layout that have the same page ids as its own layers."""
+        """Groups that have the page ids of the first layers."""
         return tuple(group for group in self.groups if not group.window)
 
     @property
     def with_same_ids(self) -> tuple[KVLayout, ...]:
-        """Layouts of all that a page id of this one names: its own layers, then its aligned
-        groups."""
+        """Layouts of all that a page id names: its own layers, then its aligned groups."""
         return (self, *(group.layout for group in self.aligned))
 
     @property
     def device_id(self) -> int:
-        """INDEX of the layout's device "cuda:INDEX", 0 on the CPU."""
+        """INDEX of "cuda:INDEX", 0 on the CPU."""
         return int(self.device.partition(":")[2] or 0)
 
     # --- sizes ------------------------------------------------------------------------------------
@@ -190,24 +188,21 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of KV per token: one token in all slabs of the layout."""
+        """Bytes of one token in all slabs."""
         return self.token_bytes * len(self.slabs)
 
     # --- places -----------------------------------------------------------------------------------
 
     def slab(self, layer: int, kv: int) -> Slab:
-        """Return the KV layout's slab of `layer`; `kv` is 0 for K or the latent vector, 1 for V.
-        Raises ConfigError."""
+        """Return the slab of `layer`; `kv` is 0 for K or the latent vector, 1 for V. Raises
+        ConfigError."""
         _check_index("layer", layer, self.num_layers)
         _check_index("kv", kv, self.slabs_per_layer)
         return self.slabs[layer * self.slabs_per_layer + kv]
 
     def address(self, layer: int, kv: int, page: int, token: int = 0, head: int = 0) -> int:
-        """Return the address of the first byte of one head of one token.
-
-        Raises:
-            PageStateError: a page outside the pool. ConfigError: any other number out of range.
-        """
+        """Return the address of the first byte of one head of one token. Raises PageStateError for
+        a page outside the pool, ConfigError for another number out of range."""
         if not 0 <= page < self.num_pages:
             raise PageStateError(f"page {page} is not in [0, {self.num_pages})")
         _check_index("token", token, self.page_size)
@@ -221,14 +216,12 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def sized(self) -> KVLayout:
-        """Return this KV layout with `num_pages`, worked out if the peer did not say it.
+        """Return this layout with `num_pages`; if the peer did not say it, the number of pages that
+        fit behind its slabs' bases in their regions.
 
-        It is then the number of pages that fit behind its slabs' bases in their regions. That may
-        be more than the peer uses, if a region ends in something else, but never memory that it did
-        not register.
-
-        Raises:
-            ConfigError: not one page fits. `validate` checks the rest.
+        That may be more than the peer uses, if a region ends in something else, but never memory
+        that it did not register. Raises ConfigError if not one page fits; `validate` checks the
+        rest.
         """
         if self.num_pages:
             return self
@@ -264,16 +257,12 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     # --- laws -------------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Check every value, which may be a peer's, and that no two elements of the pool share a
-        byte.
+        """Check every value, which may be a peer's, and that no two elements share a byte.
 
         Accepted are slabs that nest: a stride spans all that is inside it, and slabs that
         interleave do so with equal strides. Every usual engine layout does; an exotic one that does
         not is refused, even if by luck no byte is shared. O(n log n) in slabs and regions;
-        allocates no more than a list of them.
-
-        Raises:
-            ConfigError: names the value and its bound.
+        allocates no more than a list of them. Raises ConfigError: names the value and its bound.
         """
         # Sizes first: the sums below rely on their bounds. Regions before slabs, which lie in them.
         self.validate_sizes()
@@ -290,8 +279,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             self._check_groups(regions)
 
     def _check_groups(self, regions: list[tuple[int, int]]) -> None:
-        """Raise ConfigError unless the groups fit it, and all their memory lies in its regions,
-        apart from what other groups have."""
+        """Raise ConfigError unless the groups fit, in memory that no other group has."""
         names = [group.name for group in self.groups]
         if "" in names or len(set(names)) < len(names):
             raise ConfigError(f"groups are named {shown(names)}, each needs a name of its own")
@@ -328,13 +316,12 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
                 raise ConfigError(f"{one} and {other} share memory at {start:#x}")
 
     def is_shared(self, group: PageGroup) -> bool:
-        """Return True if a group of the layout lies in the memory of its first group, slab for
-        slab: an engine with one pool of pages gives each page to one group at a time."""
+        """Return True if a group lies in the memory of the first group, slab for slab: an engine
+        with one pool of pages gives each page to one group at a time."""
         return bool(group.layout.slabs) and set(group.layout.slabs) <= set(self.slabs)
 
     def _spans(self, where: str) -> list[tuple[int, int, str]]:
-        """Return the memory from the first to the last byte of each set of the KV layout's slabs
-        that interleave: begin, end and `where`."""
+        """Return begin, end and `where` of the memory of each set of slabs that interleave."""
         ends = [slab.base + _extent(self._dims(slab), self.head_bytes) for slab in self.slabs]
         spans: list[tuple[int, int, str]] = []
         for (base, _), end in sorted(
@@ -365,8 +352,8 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ConfigError('attention is "fused", which only opaque pages are; opaque is empty')
 
     def _checked_regions(self) -> list[tuple[int, int]]:
-        """Return the KV layout's regions by address. Raises ConfigError if one is empty, out of
-        range or overlaps another."""
+        """Return the regions by address. Raises ConfigError if one is empty, out of range or
+        overlaps another."""
         regions = sorted(self.regions)
         for start, num_bytes in regions:
             check_range("region address", start, 0, ADDRESS_END - 1)
@@ -413,8 +400,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             )
 
     def _check_slabs_apart(self) -> None:
-        """Raise ConfigError if slabs share bytes. Only those with overlapping extents are compared
-        closely."""
+        """Only slabs with overlapping extents are compared closely."""
         placed = sorted((slab.base, i) for i, slab in enumerate(self.slabs))
         group: list[tuple[int, int]] = []
         end = 0
@@ -428,8 +414,6 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         self._check_group_apart(group)
 
     def _check_group_apart(self, group: list[tuple[int, int]]) -> None:
-        """Raise ConfigError unless slabs with overlapping extents interleave without sharing a
-        byte."""
         if len(group) < 2:
             return
         first = group[0][1]
@@ -466,10 +450,10 @@ def _extent(dims: _Dims, element_bytes: int) -> int:
 
 
 def _check_interleaved(group: list[tuple[int, int]], dims: _Dims, element_bytes: int) -> None:
-    """Raise ConfigError unless slabs, arrays of equal dimensions, sorted by base, share no byte.
-    Arrays with overlapping extents must all begin within one outermost stride and end before the
-    next, so that they meet only inside the same element of it; there the same holds one dimension
-    further in. `group` holds (base, slab number)."""
+    """Raise ConfigError unless slabs, arrays of equal dimensions sorted by base, share no byte. All
+    must begin within one outermost stride and end before the next, so that they meet only inside
+    the same element of it; there the same holds one dimension further in. `group` holds (base, slab
+    number)."""
     # Split into clusters of overlapping extents. At most one recursion per dimension, three in all.
     extent = _extent(dims, element_bytes)
     clusters: list[list[tuple[int, int]]] = []

@@ -57,7 +57,7 @@ class PoolGroup:
     step_tokens: int = 16
 
     def check(self) -> None:
-        """Raise ConfigError for a group of a pool that cannot be."""
+        """Raise ConfigError for a group that cannot be."""
         if not isinstance(self.name, str) or not 0 < len(self.name) <= 64:
             raise ConfigError(
                 f"a group's name is {shown(self.name)}, 1 to 64 characters are needed"
@@ -68,8 +68,7 @@ class PoolGroup:
 
 
 class KVPool:
-    """The KV of one worker: a view [num_pages, page_size, num_kv_heads, head_dim] per layer and
-    kind.
+    """One worker's KV: a view [num_pages, page_size, num_kv_heads, head_dim] per layer and kind.
 
     `groups` are layers with pages of their own beside these (`with_groups`).
     """
@@ -116,8 +115,7 @@ class KVPool:
                 (`TransportConfig.backend`); on the CPU only. All tensors lie in one block then, and
                 forks of this process share it.
 
-        Raises:
-            ConfigError: a value out of range. CapacityError: the device has not enough memory.
+        Raises ConfigError: a value out of range. CapacityError: the device has not enough memory.
         """
         check_flag("shared", shared)
         # Sizes are checked before memory is taken: products of them are its size.
@@ -192,9 +190,9 @@ class KVPool:
                 page, K and V. Without an axis "head", `num_kv_heads` is 1 by default.
             regions: (address, bytes) ranges to register. By default each storage that the views lie
                 in, whole. Give them if the storage is an arena that holds more than KV.
-        Raises:
-            ConfigError: the tensors differ from each other or from their description, are neither
-                on the CPU nor on a GPU, overlap, or lie in no region.
+
+        Raises ConfigError: the tensors differ from each other or from their description, are
+        neither on the CPU nor on a GPU, overlap, or lie in no region.
 
         >>> blocks = torch.zeros(8, 2, 32, 128)  # K and V of a head together, in the last 128
         >>> k_and_v = blocks.unflatten(3, (2, 64))
@@ -214,11 +212,9 @@ class KVPool:
         """Return this KV pool, of the layers that keep every token, with groups of other layers
         beside it. Nothing is copied.
 
-        Its own views, page ids and page states are as before: those of the first group.
-
-        Raises:
-            ConfigError: names that are not distinct, groups of another page size or device, an
-                aligned one with another number of pages, groups that share memory.
+        Its own views, page ids and page states are as before: those of the first group. Raises
+        ConfigError: names that are not distinct, groups of another page size or device, an aligned
+        one with another number of pages, groups that share memory.
 
         >>> full = KVPool.create(64, 16, num_layers=1, num_kv_heads=2, head_dim=32)
         >>> last = KVPool.create(24, 16, num_layers=5, num_kv_heads=2, head_dim=32)
@@ -242,36 +238,28 @@ class KVPool:
         return pool
 
     def group(self, name: str) -> KVPool:
-        """Return the memory of one of the KV pool's groups. Raises KeyError if there is none of
-        this name."""
+        """Return the memory of one group. Raises KeyError if none has this name."""
         return {group.name: group.pool for group in self.groups}[name]
 
     # --- views ------------------------------------------------------------------------------------
 
     @property
     def device(self) -> str:
-        """Device of the KV pool's tensors: "cpu" or "cuda:INDEX"."""
+        """ "cpu" or "cuda:INDEX"."""
         return self.layout.device
 
     def k(self, layer: int) -> torch.Tensor:
-        """Return K of one layer of the pool: a view [num_pages, page_size, num_kv_heads, head_dim].
-
-        With MLA it is the latent vector, as one head. With opaque pages the bytes are in their own
-        order.
-        """
+        """Return K of one layer: a view [num_pages, page_size, num_kv_heads, head_dim]; with MLA
+        the latent vector, as one head. Bytes of opaque pages are in their own order."""
         return self._slab(layer, 0)
 
     def v(self, layer: int) -> torch.Tensor:
-        """Return V of one layer of the pool, like `k`. Raises ConfigError with MLA, which has
-        none."""
+        """Return V of one layer, like `k`. Raises ConfigError with MLA, which has none."""
         return self._slab(layer, 1)
 
     def latent(self, layer: int) -> torch.Tensor:
-        """Return MLA's latent vectors of one layer of the pool: a view [num_pages, page_size,
-        head_dim].
-
-        Raises ConfigError with other attention.
-        """
+        """Return MLA's latent vectors of one layer: a view [num_pages, page_size, head_dim]. Raises
+        ConfigError with other attention."""
         if self.layout.attention != "mla":
             raise ConfigError(f"attention is {self.layout.attention}, only mla has latent vectors")
         return self._slab(layer, 0).squeeze(2)
@@ -283,14 +271,11 @@ class KVPool:
     # --- whole pages, as bytes --------------------------------------------------------------------
 
     def read_pages(self, pages: PageIds) -> torch.Tensor:
-        """Return a copy of the bytes of `pages` of the KV pool, on the CPU, whatever the layout.
+        """Return a copy of the bytes of `pages` on the CPU, whatever the layout: uint8 [n, slabs,
+        page_size, num_kv_heads, head_bytes].
 
-        Two pools of equal sizes hold the same KV if and only if these are equal.
-
-        Returns:
-            uint8 [n, slabs, page_size, num_kv_heads, head_bytes].
-        Raises:
-            PageStateError: a page outside the pool.
+        Two pools of equal sizes hold the same KV if and only if these are equal. Raises
+        PageStateError for a page outside the pool.
         """
         index = self._index(pages)
         out = torch.empty((len(index), *self._shape_words()), dtype=self._words[0].dtype)
@@ -299,14 +284,9 @@ class KVPool:
         return out.view(torch.uint8)
 
     def write_pages(self, pages: PageIds, data: TensorLike) -> None:
-        """Write into the KV pool bytes that `read_pages` returned. On a GPU it waits until they are
-        there.
-
-        Args:
-            data: uint8 [n, slabs, page_size, num_kv_heads, head_bytes], on any device.
-        Raises:
-            PageStateError: a page outside the pool. ConfigError: another shape or dtype.
-        """
+        """Write bytes that `read_pages` returned, on any device. On a GPU it waits until they are
+        there. Raises PageStateError for a page outside the pool, ConfigError for another shape or
+        dtype."""
         index = self._index(pages)
         layout = self.layout
         shape = (
@@ -339,14 +319,9 @@ class KVPool:
 
 
 def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
-    """Return zeros of `dtype`, a tensor of a KV pool, a state pool or staging, from a multiple of
-    4096 on.
-
-    They are made as bytes, since float8 has few operations of its own.
-
-    Raises:
-        CapacityError: the device has not enough memory. ConfigError: there is no such device.
-    """
+    """Return zeros of `dtype`, from a multiple of 4096 on, made as bytes: float8 has few operations
+    of its own. Raises CapacityError for too little memory, ConfigError for a device that is not
+    there."""
     check_device(device)
     element = getattr(torch, dtype)
     num_bytes = prod(shape) * element.itemsize
@@ -368,8 +343,7 @@ class ZerosFactory:
     """A maker of tensors like `zeros`, or of such in memory that a peer may map."""
 
     def __init__(self, dtype: str, device: str, shared: bool) -> None:
-        """Choose the kind of memory for tensors of a pool, or of staging. Raises ConfigError for
-        shared memory that is not on the CPU."""
+        """Choose the kind of memory. ConfigError for shared memory not on the CPU."""
         if shared and not (isinstance(device, str) and device == "cpu"):
             raise ConfigError(
                 f'device is {shown(device)}, memory that a peer may map is on the "cpu"'
@@ -377,8 +351,7 @@ class ZerosFactory:
         self._dtype, self._device, self._shared = dtype, device, shared
 
     def __call__(self, shape: tuple[int, ...], count: int = 1) -> list[torch.Tensor]:
-        """Return `count` tensors of this shape for a pool, or for staging; shared ones lie in one
-        block. Raises as `zeros`."""
+        """Return `count` tensors of this shape; shared ones lie in one block. Raises as `zeros`."""
         if not self._shared:
             return [zeros(shape, self._dtype, self._device) for _ in range(count)]
         element = getattr(torch, self._dtype)
@@ -397,8 +370,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def check_device(device: str) -> None:
-    """Raise ConfigError for a device on which this process cannot have a pool, or a model: another
-    kind than "cpu" and "cuda", or a GPU that is not there."""
+    """Raise ConfigError for a device other than "cpu" and "cuda", or a GPU that is not there."""
     if not isinstance(device, str):
         raise ConfigError(f'device is {shown(device)}, a string such as "cuda:0" is needed')
     try:
@@ -415,8 +387,7 @@ def check_device(device: str) -> None:
 
 
 def prefer_huge_pages(memory: torch.Tensor) -> None:
-    """Ask Linux for huge pages for a pool's memory, before it is first touched. NIXL's copies then
-    walk fewer pages."""
+    """Ask Linux for huge pages before memory is first touched: NIXL's copies then walk fewer."""
     # Only whole huge pages inside the memory: its edges belong to others.
     start = -(-memory.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     num_bytes = (memory.data_ptr() + memory.nbytes - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
@@ -462,15 +433,12 @@ def _describe(
 
 
 def storages(views: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-    """Return the memory ranges of the storages of a pool's views as (address, bytes). Overlapping
-    ones become one."""
+    """Return the ranges of the views' storages as (address, bytes); overlapping ones become one."""
     stores = [view.untyped_storage() for view in views]
     return _merged([(store.data_ptr(), store.nbytes()) for store in stores])
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return ranges of a pool's memory, as (address, bytes), in order. Overlapping ones become
-    one."""
     # A set: views of one storage name it once.
     spans = sorted({(start, start + num_bytes) for start, num_bytes in ranges})
     merged: list[tuple[int, int]] = []
@@ -483,8 +451,7 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def checked_regions(regions: object) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of memory that an engine names for its pool, as (address, bytes). Raises
-    ConfigError for what is none."""
+    """Return ranges of memory as (address, bytes). Raises ConfigError for what is none."""
     if not isinstance(regions, tuple | list):
         raise ConfigError(f"regions is a {type(regions).__name__}, a list is needed")
     for region in regions:
@@ -496,9 +463,7 @@ def checked_regions(regions: object) -> tuple[tuple[int, int], ...]:
 
 
 def _as_words(layout: KVLayout, slabs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the KV pool's slabs as views [num_pages, page_size, num_kv_heads, words] of the widest
-    possible word. Copying words instead of bytes is what makes `read_pages` fast: torch moves one
-    element at a time."""
+    """In the widest possible word: torch moves one element at a time, so `read_pages` is fast."""
     # Its size has to divide every stride, the offset and the bytes of a head.
     steps = [layout.head_bytes]
     for slab in slabs:

@@ -1,5 +1,4 @@
-"""Meshes: the part of a model's KV that each rank of a worker holds, and which rank writes to
-which.
+"""Meshes: the part of a model's KV that each rank holds, and which rank writes to which.
 
 A mesh shares the layers out over pipeline stages and the KV heads over tensor-parallel ranks; ranks
 are numbered stage by stage. If a stage has more ranks than heads (always so with MLA, which has one
@@ -37,14 +36,11 @@ class Shard(NamedTuple):
 
     @classmethod
     def whole(cls, layout: KVLayout) -> Shard:
-        """Return the shard of layers and heads that is all a pool holds, in its own numbers."""
+        """Return all that a pool holds, in its own numbers."""
         return cls(0, layout.num_layers, 0, layout.num_kv_heads)
 
     def overlap(self, other: Shard) -> Shard | None:
-        """Return the layers and heads that both shards hold, None if there are none.
-
-        Args:
-            other: in the same numbers.
+        """Return the layers and heads that both hold, or None; both in the same numbers.
 
         >>> Shard(0, 4, 0, 2).overlap(Shard(2, 4, 1, 1))
         Shard(first_layer=2, num_layers=2, first_head=1, num_heads=1)
@@ -58,7 +54,7 @@ class Shard(NamedTuple):
         return Shard(layer, layers, head, heads) if layers > 0 and heads > 0 else None
 
     def inside(self, rank: Shard) -> Shard:
-        """Return the same shard in the numbers of a rank of the mesh that holds it.
+        """Return the same shard in the numbers of a rank that holds it.
 
         >>> Shard(2, 2, 1, 1).inside(Shard(2, 4, 1, 1))
         Shard(first_layer=0, num_layers=2, first_head=0, num_heads=1)
@@ -71,11 +67,9 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The division of a model of `num_layers` and `num_kv_heads` (mla: 1) over the ranks of one
-    side.
+    """A model of `num_layers` and `num_kv_heads` (mla: 1), divided over the ranks of one side.
 
-    `stage_layers` are the layers of each stage; empty: as equal as possible, the first stages one
-    more.
+    `stage_layers` are the layers of each stage; empty: equal, the first stages one more.
     """
 
     num_layers: int
@@ -90,16 +84,14 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        """Ranks of a stage of the mesh that hold the same head."""
+        """Ranks of a stage that hold the same head."""
         return max(1, self.tp_size // self.num_kv_heads)
 
     def rank(self, pp_rank: int, tp_rank: int) -> int:
-        """Return the number that a rank has in the mesh."""
         return pp_rank * self.tp_size + tp_rank
 
     def validate(self) -> None:
-        """Raise ConfigError naming the value that no mesh of ranks can have. Call it before
-        anything else."""
+        """Raise ConfigError naming the value that no mesh can have. Call it first."""
         for name in ("num_layers", "num_kv_heads", "tp_size", "pp_size"):
             check_whole(name, getattr(self, name), 1, MAX_INDEX)
         # A peer's mesh comes here too: the number of ranks bounds the work for it.
@@ -129,7 +121,7 @@ class Mesh:
             )
 
     def shard(self, rank: int) -> Shard:
-        """Return the layers and heads of a rank of the mesh, in the numbers of the model.
+        """Return the layers and heads of a rank, in the numbers of the model.
 
         >>> Mesh(num_layers=5, num_kv_heads=8, tp_size=4, pp_size=2).shard(6)
         Shard(first_layer=3, num_layers=2, first_head=4, num_heads=2)
@@ -154,12 +146,8 @@ def _divides(a: int, b: int) -> bool:
 
 
 def check_meshes(ours: Mesh, theirs: Mesh) -> None:
-    """Refuse a pair of meshes of which one cannot write into the other's pools.
-
-    Raises:
-        ConfigError: theirs breaks a law of meshes.
-        HandshakeError: another model, or tensor-parallel sizes of which neither divides the other.
-    """
+    """Raise HandshakeError for another model, or tensor-parallel sizes of which neither divides the
+    other; ConfigError if theirs breaks a law of meshes."""
     # It came in a frame: nothing of it is used before this.
     theirs.validate()
     for name in ("num_layers", "num_kv_heads"):
@@ -170,8 +158,7 @@ def check_meshes(ours: Mesh, theirs: Mesh) -> None:
 
 
 def check_page_sizes(ours: int, theirs: int) -> None:
-    """Raise HandshakeError unless, of the page sizes of two meshes' pools, one is a whole multiple
-    of the other, up to MAX_FOLD."""
+    """Raise HandshakeError unless one size is a multiple of the other, up to MAX_FOLD."""
     if ours < 1 or theirs < 1 or not _divides(ours, theirs):
         raise HandshakeError("page_size", ours, theirs, "neither divides the other")
     if max(ours, theirs) > MAX_FOLD * min(ours, theirs):
@@ -181,8 +168,8 @@ def check_page_sizes(ours: int, theirs: int) -> None:
 
 
 def check_opaque(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: int) -> None:
-    """Raise HandshakeError unless each page in the pools of one mesh is a whole page in those of
-    the other. Opaque pages need that. Pipeline stages may differ."""
+    """Raise HandshakeError unless each page of one side is a whole page of the other, as opaque
+    pages need. Pipeline stages may differ."""
     why = "must be equal where pages are opaque"
     if our_page_size != their_page_size:
         raise HandshakeError("page_size", our_page_size, their_page_size, why)
@@ -191,8 +178,8 @@ def check_opaque(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: 
 
 
 def check_whole_groups(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: int) -> None:
-    """Raise HandshakeError where two meshes cannot exchange a model with groups of layers: of
-    several pipeline stages, or with pages of two sizes. Of the heads see `check_group_heads`."""
+    """Raise HandshakeError where layers in groups meet several pipeline stages, or pages of two
+    sizes. Of the heads see `check_group_heads`."""
     if max(ours.pp_size, theirs.pp_size) > 1:
         why = "must be 1 where a model has groups of layers"
         raise HandshakeError("pp_size", ours.pp_size, theirs.pp_size, why)
@@ -201,7 +188,7 @@ def check_whole_groups(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_
 
 
 class GroupHeads(NamedTuple):
-    """The heads of a group of layers on each rank of a mesh. `is_whole`: its pages are opaque."""
+    """The heads of a group of layers on each rank. `is_whole`: its pages are opaque."""
 
     name: str
     num_kv_heads: int
@@ -239,9 +226,9 @@ def check_group_heads(number: int, ours: Mesh, mine: GroupHeads, theirs: Mesh, i
 
 
 def group_part(part: Shard, first: KVLayout, group: KVLayout) -> Shard:
-    """Return what a rank of a mesh sends, or takes, of a group of layers: all of its layers, and as
-    many of its heads as `part` is of those of the pool's first layers. In the pool's own numbers.
-    Raises HandshakeError where that is no whole number of heads."""
+    """Return what a rank sends, or takes, of a group of layers, in the pool's own numbers: all
+    layers, and as many of the heads as `part` is of the first layers' heads. Raises HandshakeError
+    where that is no whole number."""
     heads, its_heads = first.num_kv_heads, group.num_kv_heads
     scaled = [divmod(number * its_heads, heads) for number in (part.first_head, part.num_heads)]
     if any(rest for _, rest in scaled):
@@ -251,8 +238,7 @@ def group_part(part: Shard, first: KVLayout, group: KVLayout) -> Shard:
 
 
 def check_holds(layout: KVLayout, shard: Shard) -> None:
-    """Raise HandshakeError if a pool does not have the layers and heads of its rank's shard of the
-    mesh."""
+    """Raise HandshakeError if a pool does not have the layers and heads of its rank's shard."""
     for name, expected in (("num_layers", shard.num_layers), ("num_kv_heads", shard.num_heads)):
         if getattr(layout, name) != expected:
             raise HandshakeError(
@@ -261,9 +247,9 @@ def check_holds(layout: KVLayout, shard: Shard) -> None:
 
 
 def sent_share(writers: Mesh, writer: int, readers: Mesh, reader: int) -> Shard | None:
-    """Return the shard that rank `writer` of one mesh writes into the pool of rank `reader` of the
-    other; None if nothing. Over all writers, the shares of a reader are its shard, each layer and
-    head once. The meshes have passed `check_meshes`."""
+    """Return the shard that rank `writer` writes into the pool of rank `reader`; None if nothing.
+    Over all writers these are the reader's shard, each layer and head once. The meshes have passed
+    `check_meshes`."""
     share = writers.shard(writer).overlap(readers.shard(reader))
     if share is None:
         return None
@@ -275,8 +261,7 @@ def sent_share(writers: Mesh, writer: int, readers: Mesh, reader: int) -> Shard 
 
 
 def sent_shares(writers: Mesh, readers: Mesh, reader: int) -> dict[int, Shard]:
-    """Return, by rank in order, the shard that each rank of a mesh writes to `reader` of the other;
-    see `sent_share`."""
+    """Return, by rank in order, the shard that each rank writes to `reader`; see `sent_share`."""
     shares = (
         (rank, sent_share(writers, rank, readers, reader)) for rank in range(writers.num_ranks)
     )
@@ -284,8 +269,7 @@ def sent_shares(writers: Mesh, readers: Mesh, reader: int) -> dict[int, Shard]:
 
 
 def writers_to(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
-    """Return the ranks of the writing mesh that write to `reader`: it waits for each of them, and
-    for no other.
+    """Return the ranks that write to `reader`: it waits for each of them, and for no other.
 
     >>> writers_to(Mesh(4, 8, tp_size=4), Mesh(4, 8, tp_size=2), reader=1)
     (2, 3)
@@ -296,19 +280,16 @@ def writers_to(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
 
 
 def readers_of(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
-    """Return the ranks of the reading mesh that `writer` writes to; none if other replicas of its
-    heads serve all readers."""
+    """Return the ranks that `writer` writes to; none if replicas of its heads serve all readers."""
     return tuple(
         rank for rank in range(readers.num_ranks) if sent_share(writers, writer, readers, rank)
     )
 
 
 def ranks_promised_to(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
-    """Return the ranks of the writing mesh that `reader` promises its pages to: those that write to
-    it.
+    """Return the ranks that `reader` promises its pages to: those that write to it.
 
-    Rank 0 also sends its promise to ranks that write to no reader, since their engine waits for the
-    room as well.
+    Rank 0 also promises to ranks that write to no reader: their engine waits for the room too.
 
     >>> ranks_promised_to(Mesh(4, 1, tp_size=2), Mesh(4, 1), reader=0)
     (0, 1)
@@ -321,7 +302,6 @@ def ranks_promised_to(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, .
 
 
 def readers_awaited(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
-    """Return the ranks of the reading mesh from which `writer` awaits promises; see
-    `ranks_promised_to`."""
+    """Return the ranks from which `writer` awaits promises; see `ranks_promised_to`."""
     # A writer without readers waits for rank 0, or it would never learn of the room's end.
     return readers_of(writers, writer, readers) or (0,)

@@ -51,28 +51,21 @@ class PageCopy(Protocol):
     """
 
     def load(self, host_pages: Pages, device_pages: Pages) -> None:
-        """Copy host_pages[i] to device_pages[i] of the pool, which are named once each.
+        """Copy host_pages[i] to device_pages[i], int32 [n], n >= 1, named once each.
 
-        Args:
-            host_pages, device_pages: int32 [n], n >= 1.
-        Raises:
-            PageStateError: a page that is in neither pool, or not yet. Nothing was copied. OSError:
-                the system broke the copy off. Some pages may be filled.
+        Raises PageStateError, with nothing copied, for a page that is in neither pool, or not yet;
+        OSError if the system broke the copy off: some pages may be filled.
         """
         ...
 
     def write(self, host_pages: Pages, device_pages: Pages) -> None:
-        """Copy device_pages[i] of the pool to host_pages[i], which are named once each; the inverse
-        of `load`."""
+        """Copy device_pages[i] to host_pages[i], named once each; the inverse of `load`."""
         ...
 
 
 def page_copy(layout: KVLayout, pool: HostPool, device: str = "cpu") -> PageCopy:
-    """Return the copy of pages between a pool of ours and a host pool.
-
-    Raises:
-        ConfigError: a host pool for other pages, or a device without a copy.
-    """
+    """Return the copy between a pool and a host pool. Raises ConfigError for a host pool for other
+    pages, or a device without a copy."""
     if device == "cpu":
         return CpuPageCopy(layout, pool)
     # Each by itself, so that a host page has its parts one behind the other.
@@ -82,8 +75,6 @@ def page_copy(layout: KVLayout, pool: HostPool, device: str = "cpu") -> PageCopy
 
 
 class _Ends:
-    """Both ends of copies between a pool and a host pool, checked."""
-
     def __init__(self, layout: KVLayout, pool: HostPool) -> None:
         if layout.host_page_bytes != pool.page_bytes:
             raise ConfigError(
@@ -105,12 +96,11 @@ class CpuPageCopy:
     """A `PageCopy` for memory that the CPU reads. It lets the GIL go while it copies.
 
     Long runs are copied by one memmove each. Many short ones are handed to Linux at once, by
-    process_vm_readv and process_vm_writev on this very process: between them there is neither
-    Python nor a wait for the GIL.
+    process_vm_readv and process_vm_writev on this very process.
     """
 
     def __init__(self, layout: KVLayout, pool: HostPool) -> None:
-        """Plan the copies of pages between a pool and a host pool. O(rows of a page)."""
+        """O(rows of a page)."""
         self._ends = _Ends(layout, pool)
         self._starts, self._strides, self._lengths = page_runs(layout)
         # Where each run begins in a host page.
@@ -162,7 +152,7 @@ class CpuPageCopy:
 
 class StagedPageCopy:
     """A `PageCopy` through memory of the device, for CUDA; with a `StagingCopy` of whole pages of
-    the pool's first layers, and of each aligned group."""
+    the first layers, and of each aligned group."""
 
     def __init__(
         self, staged: Sequence[StagingCopy], layout: KVLayout, pool: HostPool, device: str
@@ -201,10 +191,8 @@ class StagedPageCopy:
 
 
 class _StagedPart(NamedTuple):
-    """Layers of one layout in host pages that are staged: bytes [start, end) of each row.
-
-    A stage has all pages of one slab side by side, a host page all slabs.
-    """
+    """Layers of one layout in staged host pages: bytes [start, end) of each row. A stage has all
+    pages of one slab side by side, a host page all slabs."""
 
     copy: StagingCopy
     start: int
@@ -225,8 +213,7 @@ class _StagedPart(NamedTuple):
         part.copy_(by_slab.transpose(0, 1))
 
     def _of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return this part of rows of host pages: a view [page, slab, word], in the widest words,
-        since torch moves one element at a time."""
+        """A view [page, slab, word], in the widest words: torch moves element by element."""
         import torch
 
         sizes = rows.shape[1], self.start, (self.end - self.start) // self.num_slabs
@@ -237,8 +224,8 @@ class _StagedPart(NamedTuple):
 
 
 def page_runs(layout: KVLayout) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the runs of bytes that a page of the pool consists of, for host copies: address in
-    page 0, stride from page to page, and length. Those of aligned groups come last."""
+    """Return the runs of bytes that a page consists of: address in page 0, stride from page to
+    page, length. Those of aligned groups come last."""
     runs = zip(*map(_layout_runs, layout.with_same_ids), strict=True)
     starts, steps, lengths = (np.concatenate(of_all) for of_all in runs)
     return starts, steps, lengths
@@ -262,8 +249,7 @@ def _layout_runs(layout: KVLayout) -> tuple[Int64s, Int64s, Int64s]:
 
 @cache
 def _transfers() -> tuple[_Transfer, _Transfer]:
-    """Return Linux's process_vm_readv and process_vm_writev, for host copies. Raises AttributeError
-    where there are none."""
+    """Raises AttributeError where Linux's process_vm_readv and process_vm_writev are missing."""
     libc = ctypes.CDLL(None, use_errno=True)
     word, address = ctypes.c_ulong, ctypes.c_void_p
     for found in (libc.process_vm_readv, libc.process_vm_writev):
@@ -279,8 +265,7 @@ def _call(
     remote: npt.NDArray[np.uint64],
     wanted: int,
 ) -> None:
-    """Copy between two lists of (address, bytes), pool and host rows, in one call of Linux. Raises
-    OSError unless all was copied."""
+    """Raises OSError unless all was copied between two lists of (address, bytes)."""
     copied = transfer(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
     if copied < 0:
         number = ctypes.get_errno()
@@ -291,8 +276,7 @@ def _call(
 
 @cache
 def _vectors_work() -> bool:
-    """Return whether host copies may use process_vm_readv and process_vm_writev: some sandboxes
-    refuse them."""
+    """Some sandboxes refuse process_vm_readv and process_vm_writev."""
     ends = np.zeros(2, np.uint8)
     local, remote = (np.array([[ends.ctypes.data + i, 1]], np.uint64) for i in range(2))
     try:

@@ -43,15 +43,11 @@ class _Mapping(mmap.mmap):
 
 
 def shared_bytes(num_bytes: int) -> torch.Tensor:
-    """Return zeros in shared memory, which a peer may map, uint8 [num_bytes], from a multiple of
-    4096 on. O(bytes).
+    """Return zeros in memory that a peer may map, uint8 [num_bytes], from a multiple of 4096 on.
 
     For an engine that makes its tensors itself: views of it go to `KVPool.from_tensors`, or
-    `StatePool`. Forks of this process share it too.
-
-    Raises:
-        ConfigError: the system has no such memory (it is Linux's), or `num_bytes` is below 1.
-            CapacityError: there is not enough.
+    `StatePool`. Forks of this process share it too. Raises ConfigError where the system is not
+    Linux, or `num_bytes` is below 1, CapacityError for too little memory.
     """
     check_whole("num_bytes", num_bytes, 1, MAX_BYTES)
     if not hasattr(os, "memfd_create"):
@@ -92,8 +88,8 @@ def block_of(address: int, num_bytes: int) -> SharedBlock | None:
 
 
 def blocks_of(ranges: Iterable[tuple[int, int]]) -> list[SharedBlock] | None:
-    """Return the blocks of shared memory that these ranges lie in, each once, by address; None if
-    one is not shared."""
+    """Return the shared blocks of these ranges, each once, by address; None if one is not
+    shared."""
     found = set()
     for address, num_bytes in ranges:
         block = block_of(address, num_bytes)

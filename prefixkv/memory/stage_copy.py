@@ -44,43 +44,35 @@ class StagingCopy(Protocol):
     """
 
     def num_bytes(self, num_units: int) -> int:
-        """Return the bytes of staging memory that a copy of `num_units` unit pages takes."""
+        """Return the bytes of staging memory for `num_units` unit pages."""
         ...
 
     def gather(self, units: Pages, stage: torch.Tensor) -> None:
-        """Gather the part of these unit pages from the pool: copy it into `stage`.
+        """Copy the part of these unit pages into `stage`, uint8 [num_bytes(n)], contiguous, on the
+        pool's device.
 
-        Args:
-            units: int32 [n], n >= 1: unit j of page p is p * fold + j. With pages of one size, page
-                ids.
-            stage: uint8 [num_bytes(n)], contiguous, on the pool's device.
-        Raises:
-            PageStateError: a unit that is not in the pool. ConfigError: another stage. Nothing was
-                copied.
+        `units`: int32 [n], n >= 1: unit j of page p is p * fold + j. Raises PageStateError for a
+        unit that is not in the pool, ConfigError for another stage. Nothing was copied.
         """
         ...
 
     def scatter(self, units: Pages, stage: torch.Tensor) -> None:
-        """Scatter `stage` into these unit pages of the pool, each named once; the inverse of
-        `gather`."""
+        """Copy `stage` into these unit pages, each named once; the inverse of `gather`."""
         ...
 
     def scatter_steps(self, units: Pages, stage: torch.Tensor) -> Iterator[None]:
-        """Scatter a stage into the pool in small steps, as the result is iterated over, in the
-        order of the stage. The arguments are checked at once. A copy that only queues its work may
-        do so at once as well, and return no steps."""
+        """Scatter in small steps, as the result is iterated over, in the order of the stage. The
+        arguments are checked at once. A copy that only queues its work may do so at once, and
+        return no steps."""
         ...
 
 
 def scatter_together(parts: Sequence[tuple[StagingCopy, torch.Tensor]], units: Pages) -> None:
-    """Scatter the stages of several parts into the same unit pages of the pool, each as its
-    `scatter` would.
+    """Scatter the stages of several parts into the same unit pages, a few of each in turn.
 
-    It takes a few pages of each part in turn: parts of one token lie side by side in a pool, so the
-    memory that one part has brought into the cache is there for the next.
-
-    Raises:
-        As `scatter`. Nothing was copied (on CUDA: not of the part, nor of those behind it).
+    Parts of one token lie side by side in a pool, so what one part has brought into the cache is
+    there for the next. Raises as `scatter`; nothing was copied (on CUDA: not of the part, nor of
+    those behind it).
     """
     # A list: all parts are checked before any is copied.
     steps = [copy.scatter_steps(units, stage) for copy, stage in parts]
@@ -90,12 +82,11 @@ def scatter_together(parts: Sequence[tuple[StagingCopy, torch.Tensor]], units: P
 def staging_copy(
     layout: KVLayout, part: Shard, unit_tokens: int, device: str = "cpu"
 ) -> StagingCopy:
-    """Return the staging copy of a part of a pool of ours, by numpy or Triton, `part` in the pool's
-    own numbers. The same part of its aligned groups is with it.
+    """Return the copy of a part of a pool of ours, by numpy or Triton, and of the same part of its
+    aligned groups; `part` in the pool's own numbers.
 
-    Raises:
-        ConfigError: a part or a unit that does not fit the pool, or a device without a copy.
-        HandshakeError: see `mesh.group_part`.
+    Raises ConfigError for a part or a unit that does not fit the pool, or a device without a copy;
+    HandshakeError as `mesh.group_part`.
     """
     if layout.aligned:
         copies = [_copy_of(*one, unit_tokens, device) for one in stage_parts(layout, part)]
@@ -117,12 +108,7 @@ def _copy_of(layout: KVLayout, part: Shard, unit_tokens: int, device: str) -> St
 
 class JoinedCopy:
     """A `StagingCopy` of layers with several layouts and the same page ids: in the stage, all units
-    of one lie behind all units of the one before.
-
-    Args:
-        copies: by layout.
-        unit_bytes: of the stage, for one unit page of each.
-    """
+    of one lie behind all units of the one before."""
 
     def __init__(self, copies: Sequence[StagingCopy], unit_bytes: Sequence[int]) -> None:
         self._copies, self._unit_bytes = copies, unit_bytes
@@ -145,8 +131,7 @@ class JoinedCopy:
         ])  # fmt: skip
 
     def _split(self, units: Pages, stage: torch.Tensor) -> list[tuple[StagingCopy, torch.Tensor]]:
-        """Return each layout's staging copy with its part of the stage. Raises ConfigError for a
-        stage of another size."""
+        """Raises ConfigError for a stage of another size."""
         count = len(units)
         if tuple(stage.shape) != (self.num_bytes(count),):
             raise ConfigError(f"stage is {tuple(stage.shape)}, must be ({self.num_bytes(count)},)")

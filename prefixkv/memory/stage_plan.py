@@ -1,5 +1,4 @@
-"""Plans of the copies between a pool and staging memory: the place of each row of a part of a
-pool."""
+"""Plans of staging copies: the place of each row of a part of a pool."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 class StagePlan:
     """The places of a part's rows: `row_bytes` that are contiguous in the pool and in the stage.
 
-    Row r of unit j of page p of slab s is at
-    `slabs[s].base + p * slabs[s].page_stride + j * unit_strides[s] + row_offsets[s, r]`.
+    Row r of unit j of page p of slab s is at `slabs[s].base + p * slabs[s].page_stride + j *
+    unit_strides[s] + row_offsets[s, r]`.
     """
 
     layout: KVLayout
@@ -35,11 +34,8 @@ class StagePlan:
 
     @classmethod
     def of(cls, layout: KVLayout, part: Shard, unit_tokens: int) -> StagePlan:
-        """Plan the copies of `part` between pool and stage in units of `unit_tokens`. O(slabs).
-
-        Raises:
-            ConfigError: a part or a unit that does not fit the pool, or an invalid layout.
-        """
+        """Plan the copies of `part` in units of `unit_tokens`. O(slabs). Raises ConfigError for a
+        part or a unit that does not fit the pool, or an invalid layout."""
         # From here on addresses are computed without further checks.
         layout.validate()
         if part.overlap(Shard.whole(layout)) != part:
@@ -89,8 +85,8 @@ class StagePlan:
         return len(self.slabs) * num_units * self.unit_bytes
 
     def checked(self, units: Pages, stage: torch.Tensor, device: str) -> Pages:
-        """Return `units` of a planned copy as int32. Raises PageStateError or ConfigError if they
-        cannot be copied to `stage`."""
+        """Return `units` as int32. Raises PageStateError or ConfigError for others than fit
+        `stage`."""
         units = checked_pages(units, self.layout.num_pages * self.fold, "staged")
         # The copies write through raw addresses: a stage that is too small would mean writing past
         # it.

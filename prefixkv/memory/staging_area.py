@@ -1,5 +1,4 @@
-"""A node's staging memory as described to a peer: its place, and the most that one lease may
-take."""
+"""A node's staging memory as described to a peer: its place, and the most of one lease."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ _MAX_ADDRESS: Final = 2**63 - 1
 
 
 def whole_blocks(num_bytes: int) -> int:
-    """`num_bytes` of a staging area rounded up to whole blocks, in bytes.
+    """Round `num_bytes` up to whole blocks.
 
     >>> whole_blocks(4097)
     8192
@@ -38,8 +37,7 @@ class StagingArea(msgspec.Struct, frozen=True, array_like=True):
         return self.num_bytes // BLOCK_BYTES
 
     def validate(self) -> None:
-        """Check a peer's description of its staging area. Raises ConfigError naming the value at
-        fault."""
+        """Raise ConfigError naming the value at fault in a peer's description."""
         # Whole blocks: leases are counted in them, and begin at block boundaries.
         for name in ("num_bytes", "lease_bytes"):
             value = getattr(self, name)

@@ -1,5 +1,4 @@
-"""A rank's staging memory: local slots on prefill, the area that leases are granted in on
-decode."""
+"""A rank's staging memory: slots on prefill, the area of leases on decode."""
 
 from __future__ import annotations
 
@@ -14,19 +13,14 @@ class StagingBuffer:
     """Zeros on the pool's device, from a multiple of BLOCK_BYTES on. The transport registers it,
     the copies write it.
 
-    `area` is its description for peers. On prefill, which grants no leases, its lease_bytes are
-    those of a slot.
+    `area` describes it for peers. On prefill its lease_bytes are those of a slot.
     """
 
     def __init__(
         self, num_bytes: int, lease_bytes: int, device: str = "cpu", shared: bool = False
     ) -> None:
-        """Make the memory of a rank's staging buffer; `shared` as for `KVPool.create`.
-
-        Raises:
-            ConfigError: sizes that no StagingArea has. CapacityError: the device has not enough
-                memory.
-        """
+        """Make the memory; `shared` as for `KVPool.create`. Raises ConfigError for sizes that no
+        StagingArea has, CapacityError for too little memory."""
         # The sizes are checked before memory is taken; the address is not known yet.
         StagingArea(BLOCK_BYTES, num_bytes, lease_bytes).validate()
         (self._memory,) = ZerosFactory("uint8", device, shared)((num_bytes,))
@@ -37,8 +31,7 @@ class StagingBuffer:
         return str(self._memory.device)
 
     def slice(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return a view of the staging buffer, uint8 [num_bytes]. Raises ConfigError if it is not
-        inside."""
+        """Return a view, uint8 [num_bytes]. Raises ConfigError if it is not inside."""
         if offset < 0 or num_bytes < 0 or offset + num_bytes > self.area.num_bytes:
             raise ConfigError(
                 f"bytes {offset} to {offset + num_bytes} of a staging area of {self.area.num_bytes}"

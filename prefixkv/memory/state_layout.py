@@ -49,18 +49,16 @@ class StateTensor(msgspec.Struct, frozen=True, array_like=True):
         return prod(self.head_shape) * ITEMSIZE[self.dtype]
 
     def mesh(self, mesh: Mesh) -> Mesh:
-        """Return the mesh in which a worker's ranks share this state tensor's heads."""
+        """Return the mesh in which a worker's ranks share the heads."""
         return replace(mesh, num_kv_heads=self.num_heads)
 
     def shard(self, mesh: Mesh, rank: int) -> Shard | None:
-        """Return the heads of this state tensor that a rank holds; None if the layer is not in its
-        stage."""
+        """Return the heads that a rank holds; None if the layer is not in its stage."""
         shard = self.mesh(mesh).shard(rank)
         return shard if 0 <= self.layer - shard.first_layer < shard.num_layers else None
 
     def validate(self, mesh: Mesh) -> None:
-        """Raise ConfigError naming the value of this state tensor that is out of range, or heads
-        that the mesh cannot share."""
+        """Raise ConfigError naming the value out of range, or heads that the mesh cannot share."""
         if not isinstance(self.name, str):
             raise ConfigError(f"a state tensor's name is {shown(self.name)}, a string is needed")
         where = f"state tensor {self.name!r}"
@@ -111,11 +109,8 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
     """The registered ranges, as (address, bytes)."""
 
     def validate(self) -> None:
-        """Check every value of the state layout, and that slots share no byte. Raises ConfigError.
-        Call it on a peer's layout.
-
-        Entries lie apart, or interleave with one stride.
-        """
+        """Check every value, and that slots share no byte: entries lie apart, or interleave with
+        one stride. Raises ConfigError. Call it on a peer's layout."""
         check_whole("state num_slots", self.num_slots, 1, MAX_INDEX)
         # Bounds the work below: each entry is looked up in all regions.
         if len(self.regions) > len(self.entries):
@@ -159,8 +154,7 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
         return (self.num_slots - 1) * entry.slot_stride + entry.num_bytes
 
     def check_holds(self, tensors: Iterable[StateTensor], mesh: Mesh, rank: int) -> None:
-        """Raise HandshakeError unless this state layout is what a rank of the mesh holds of the
-        tensors."""
+        """Raise HandshakeError unless this is what a rank of the mesh holds of the tensors."""
         shards = [(tensor, tensor.shard(mesh, rank)) for tensor in tensors]
         expected = [
             tensor.head_bytes * shard.num_heads for tensor, shard in shards if shard is not None
@@ -193,14 +187,8 @@ class StateLink(NamedTuple):
 
 
 def check_state_pairs(tensors: Iterable[StateTensor], writers: Mesh, readers: Mesh) -> None:
-    """Refuse meshes that cannot share the state tensors, and pairs in which a rank would send state
-    to a rank that it sends no KV.
-
-    The meshes have passed `check_meshes`.
-
-    Raises:
-        ConfigError, HandshakeError.
-    """
+    """Raise HandshakeError or ConfigError for meshes that cannot share the state tensors, or in
+    which a rank would send state to a rank that it sends no KV. They have passed `check_meshes`."""
     for num_heads in {tensor.num_heads for tensor in tensors}:
         ours = replace(writers, num_kv_heads=num_heads)
         ours.validate()
@@ -219,8 +207,8 @@ def check_state_pairs(tensors: Iterable[StateTensor], writers: Mesh, readers: Me
 def state_blocks(
     tensors: Iterable[StateTensor], writers: Mesh, writer: int, readers: Mesh, reader: int
 ) -> tuple[StateBlock, ...]:
-    """Return the blocks of extra state that `writer` sends to `reader` of each slot. Over all
-    writers, each byte of a reader's slot comes once."""
+    """Return the blocks of each slot that `writer` sends to `reader`. Over all writers, each byte
+    of a slot comes once."""
     blocks: list[StateBlock] = []
     src = dst = 0
     for tensor in tensors:

@@ -1,5 +1,4 @@
-"""State pools: torch tensors with the extra state of requests, one slot per request, and their
-layout."""
+"""State pools: torch tensors with the extra state of requests, a slot each, and their layout."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ class StatePool:
     """A view [num_slots, heads of this rank, *head_shape] for each tensor of this rank's stage.
 
     On decode the library assigns the slots (`DecodeRequest.state_slot`); on prefill the engine
-    does. `device` is that of the views, as torch names it, and that of the rank's KV pool. None:
-    there are no views.
+    does. `device` is that of the views, and of the rank's KV pool. None: there are no views.
     """
 
     def __init__(
@@ -43,9 +41,9 @@ class StatePool:
             regions: (address, bytes) ranges to register; by default the storages of the views,
                 whole.
             num_slots: for a rank without tensors in its stage, and so without views.
-        Raises:
-            ConfigError: a value out of range; views of another shape, dtype or number of slots, on
-                several devices, or that overlap.
+
+        Raises ConfigError: a value out of range; views of another shape, dtype or number of slots,
+        on several devices, or that overlap.
         """
         self.tensors = _checked_tensors(tensors)
         views = as_tensors("views", views)
@@ -99,11 +97,8 @@ class StatePool:
         device: str = "cpu",
         shared: bool = False,
     ) -> StatePool:
-        """Create a state pool of zeros; `shared` as for `KVPool.create`.
-
-        Raises:
-            ConfigError: a value out of range. CapacityError: the device has not enough memory.
-        """
+        """Create a state pool of zeros; `shared` as for `KVPool.create`. Raises ConfigError: a
+        value out of range. CapacityError: the device has not enough memory."""
         check_whole("num_slots", num_slots, 1, MAX_INDEX)
         check_flag("shared", shared)
         tensors = _checked_tensors(tensors)
@@ -118,8 +113,8 @@ class StatePool:
         return self.layout.num_slots
 
     def view(self, name: str, layer: int) -> torch.Tensor:
-        """Return the state pool's view [num_slots, heads of this rank, *head_shape] of a tensor.
-        Raises KeyError if this rank has none."""
+        """Return the view [num_slots, heads of this rank, *head_shape] of a tensor. Raises KeyError
+        if this rank has none."""
         return self._views[name, layer]
 
 

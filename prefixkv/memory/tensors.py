@@ -18,15 +18,8 @@ _ARRAYS: Final = (np.ndarray, np.memmap)
 
 
 def as_tensor(name: str, value: Any) -> torch.Tensor:
-    """Return an engine's tensor as a torch tensor on the same memory. Nothing is copied.
-
-    Args:
-        name: what it is, for the error.
-        value: a dense torch tensor, or a numpy array that can be written. The result keeps it
-            alive.
-    Raises:
-        ConfigError: anything else, or an array that torch cannot stand on.
-    """
+    """Return a dense torch tensor, or a writable numpy array, as a torch tensor on the same memory,
+    which it keeps alive. Raises ConfigError, with `name`, for anything else."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise ConfigError(f"{name} is a tensor of {value.layout}, a dense one is needed")
@@ -47,8 +40,8 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
 
 
 def as_tensors(name: str, values: Any) -> list[torch.Tensor]:
-    """Return an engine's sequence of tensors as torch tensors; one tensor or array counts as the
-    sequence of its parts. Raises as `as_tensor`."""
+    """Return a sequence of tensors; one tensor counts as the sequence of its parts. Raises as
+    `as_tensor`."""
     if not isinstance(values, torch.Tensor | np.ndarray | Sequence) or isinstance(
         values, str | bytes
     ):

@@ -36,8 +36,8 @@ class PageState(enum.IntEnum):
     """The holder of a page: see `PageAllocator` for what each state means.
 
     FREE: none. OWNED: a request, or the caller between two moves. CACHED: the tree. HELD: a room
-    that a peer may still write. QUARANTINED: such a room, after its deadline for proof.
-    RESERVED: the engine itself, for padding.
+    that a peer may still write. QUARANTINED: such a room, after its deadline for proof. RESERVED:
+    the engine itself, for padding.
     """
 
     FREE = 0
@@ -98,9 +98,8 @@ class PageAllocator:
     def alloc(self, num_pages: int) -> Pages:
         """Take free pages (FREE -> OWNED) and return their ids, ascending, in the fewest runs.
 
-        Raises:
-            OutOfPagesError: fewer pages are free. CallerError: the number is negative or not whole.
-                Nothing was taken.
+        Raises, with nothing taken, OutOfPagesError: fewer pages are free; CallerError: the number
+        is negative or not whole.
         """
         num_pages = whole_count("num_pages", num_pages)
         if num_pages > self._counts[_FREE]:
@@ -134,8 +133,8 @@ class PageAllocator:
                 raise
 
     def owned(self, pages: PageIds | bytes) -> tuple[Where, int]:
-        """Return where `pages` are, and how many. Raises PageStateError unless all are OWNED, each
-        named once."""
+        """Where `pages` are, and how many. Raises PageStateError unless all are OWNED, each
+        once."""
         return self._checked(pages, _OWNED)
 
     def cache(self, pages: PageIds | bytes) -> None:
@@ -144,8 +143,7 @@ class PageAllocator:
         self._move(*self._checked(pages, _OWNED), _OWNED, _CACHED)
 
     def cache_owned(self, where: Where, num_pages: int) -> None:
-        """Mark pages as the tree's, like `cache`, without checking again what `owned` has returned.
-        No page may have changed its state since."""
+        """As `cache`, without a check of what `owned` returned: no page may have changed since."""
         self._move(where, num_pages, _OWNED, _CACHED)
 
     def uncache(self, pages: PageIds | bytes) -> None:
@@ -158,10 +156,7 @@ class PageAllocator:
         `release`.
 
         An owner may hold more in a later call, and may hold none: it exists until its release all
-        the same.
-
-        Raises:
-            PageStateError: a page is not OWNED. Nothing was changed.
+        the same. Raises PageStateError, with nothing changed, for a page that is not OWNED.
         """
         # First: it raises for an owner without a hash, which must change nothing.
         held = self._held.get(owner)
@@ -181,14 +176,8 @@ class PageAllocator:
             raise
 
     def quarantine(self, owner: Hashable) -> int:
-        """Mark all that `owner` holds as overdue (HELD -> QUARANTINED), and return how many pages.
-
-        Its deadline has passed without proof that no write can land, so the pages stay where they
-        are.
-
-        Raises:
-            PageStateError: the owner is unknown, or in quarantine already.
-        """
+        """Mark what `owner` holds as overdue (HELD -> QUARANTINED): no proof came by its deadline.
+        Return how many pages. Raises PageStateError for an unknown owner, or one in quarantine."""
         pages = self._pages_of(owner)
         # The owner may have come to hold more since an earlier quarantine.
         held = pages[self._state[pages] == _HELD]
@@ -197,13 +186,8 @@ class PageAllocator:
         return self._move(held, len(held), _HELD, _QUARANTINED)
 
     def release(self, owner: Hashable) -> int:
-        """Free all that `owner` holds (HELD, QUARANTINED -> FREE), and return how many pages.
-
-        Only for a caller with proof that no write can land any more.
-
-        Raises:
-            PageStateError: the owner is unknown.
-        """
+        """Free all that `owner` holds (HELD, QUARANTINED -> FREE), and return how many pages. Only
+        with proof that no write can land any more. Raises PageStateError for an unknown owner."""
         # Copies of the states and the owner's list, for the undo: pages may be in either state.
         pages = np.sort(self._pages_of(owner))
         before, parts = self._state[pages], self._held[owner]
@@ -231,16 +215,15 @@ class PageAllocator:
             raise
 
     def _undo(self, pages: Where | None, before: Any) -> None:
-        """Give `pages` of an interrupted transition their state back, and rebuild counts and runs.
-        O(num_pages of the pool). `before` is one state, or one per page."""
+        """Rebuild states, counts and runs after an interrupted transition. O(num_pages of the
+        pool). `before` is one state, or one per page."""
         if pages is not None:
             self._state[pages] = before
         self._counts[:] = np.bincount(self._state, minlength=6).tolist()
         self._runs = FreeRuns.of(self._state == _FREE)
 
     def _set(self, where: Where, num_pages: int, before: int, after: int) -> None:
-        """Write the allocator's new state of pages and move their counts. The caller has checked
-        the pages."""
+        """The caller has checked the pages."""
         counts = self._counts
         if type(where) is slice:
             self._states[where] = _RUN_OF[after] * num_pages
@@ -282,7 +265,7 @@ class PageAllocator:
         return PageState(int(self._state[page]))
 
     def pages_in(self, state: PageState) -> Pages:
-        """Return all pages that the allocator has in `state`, ascending. O(num_pages)."""
+        """Return all pages in `state`, ascending. O(num_pages)."""
         return np.flatnonzero(self._state == int(state)).astype(np.int32)
 
     def owners(self) -> list[Hashable]:
@@ -290,8 +273,7 @@ class PageAllocator:
         return list(self._held)
 
     def holds(self, owner: Hashable) -> bool:
-        """Return whether `owner` has called the allocator's `hold` and was not released since.
-        O(1)."""
+        """Return whether `owner` has called `hold` and was not released since. O(1)."""
         return owner in self._held
 
     def held_by(self, owner: Hashable) -> Pages:
@@ -318,8 +300,7 @@ class PageAllocator:
         return held[0] if len(held) == 1 else np.concatenate(held)
 
     def _checked(self, pages: PageIds | bytes, state: int) -> tuple[Where, int]:
-        """Return where `pages` are, and how many. Raises PageStateError unless all are in `state`,
-        each once."""
+        """Raises PageStateError unless all are in `state`, each once."""
         if type(pages) is bytes:
             packed = pages
             if len(packed) % _PACKED:
@@ -367,8 +348,7 @@ class PageAllocator:
         raise InternalError(f"no fault found in {pages!r}")
 
     def check_invariants(self) -> None:
-        """Check every law. O(num_pages); for tests and audits. Raises InternalError with the
-        state."""
+        """Check every law. O(num_pages). Raises InternalError with the state."""
         counts = np.bincount(self._state, minlength=6)
         is_kept = (self._state == _HELD) | (self._state == _QUARANTINED)
         kept = np.flatnonzero(is_kept).tolist()

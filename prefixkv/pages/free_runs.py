@@ -28,8 +28,7 @@ _LOOP_BELOW_RUNS = 8
 class FreeRuns:
     """The maximal runs among pages 0..num_pages-1, all free at first. Owned by one `PageAllocator`.
 
-    It trusts its caller: `add` gets pages that are not free, `take` is asked for no more than there
-    are.
+    It trusts its caller: `add` gets pages that are not free, `take` never more than there are.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -49,7 +48,7 @@ class FreeRuns:
 
     @classmethod
     def of(cls, free: npt.NDArray[np.bool_]) -> FreeRuns:
-        """Build the free runs of the pages that are free. O(num_pages)."""
+        """O(num_pages)."""
         runs = cls(len(free))
         # Empty it first: a new one has all pages free.
         runs.take(len(free))
@@ -59,19 +58,17 @@ class FreeRuns:
         return runs
 
     def __len__(self) -> int:
-        """Return the number of free runs. O(1)."""
         return self._num_runs
 
     def runs(self) -> list[tuple[int, int]]:
-        """Return all free runs as (first page, pages), ascending. O(num_pages)."""
+        """Return all runs as (first page, pages), ascending. O(num_pages)."""
         starts = np.flatnonzero(self._length_from)
         return list(zip(starts.tolist(), self._length_from[starts].tolist(), strict=True))
 
     # --- out --------------------------------------------------------------------------------------
 
     def take(self, num_pages: int) -> Index:
-        """Remove `num_pages` pages, at least one, from the free runs and return their ids,
-        ascending. About 0.1 us per run."""
+        """Remove `num_pages` pages, at least one, and return their ids, ascending."""
         # Whole lengths first, then the part of a run that is left: the ends in the two arrays are
         # cleared below, for all runs at once.
         lengths = self._lengths
@@ -108,8 +105,7 @@ class FreeRuns:
         return pages
 
     def take_run(self, num_pages: int) -> int | None:
-        """Remove `num_pages` pages of one free run and return the first. None if no run is so long:
-        nothing is taken."""
+        """Remove `num_pages` pages of one run and return the first. None if no run is so long."""
         lengths = self._lengths
         at = bisect_left(lengths, num_pages)
         if at == len(lengths):
@@ -127,8 +123,8 @@ class FreeRuns:
         return start
 
     def _pop(self, length: int, most: int) -> list[int]:
-        """Remove up to `most` free runs of this length from the file, and return their first pages.
-        Both arrays still have the length at their ends: the caller clears these."""
+        """Return the first pages of up to `most` runs of this length, taken out of the file. Both
+        arrays still have the length at their ends: the caller clears these."""
         runs = self._by_length[length]
         if most < len(runs):
             starts = [runs.popitem()[0] for _ in range(most)]
@@ -145,7 +141,7 @@ class FreeRuns:
     # --- back -------------------------------------------------------------------------------------
 
     def add(self, pages: Where) -> None:
-        """Add `pages`, at least one, ascending, to the free runs. About 0.3 us per run."""
+        """Add `pages`, at least one, ascending."""
         if type(pages) is slice:
             self._add_run(pages.start, pages.stop)
             return
@@ -186,7 +182,7 @@ class FreeRuns:
         self._num_runs -= 1
 
     def _add_runs(self, starts: Index, ends: Index) -> None:
-        """Add many free runs, which ascend and do not touch each other. See `_add_run`."""
+        """Add many runs, which ascend and do not touch each other."""
         meets = (self._length_to[starts] | self._length_from[ends]).astype(np.bool_)
         # 1. Those that touch a free run merge, one by one. Two of them may touch the same free run,
         #    so the second has to see what the first has made. The others still touch none then.
@@ -202,7 +198,7 @@ class FreeRuns:
         self._file(starts.tolist(), lengths.tolist())
 
     def _put(self, start: int, length: int) -> None:
-        """Enter a maximal free run: both ends and the file."""
+        """Enter a maximal run: both ends and the file."""
         self._from[start] = self._to[start + length] = length
         self._num_runs += 1
         self._file((start,), (length,))
@@ -220,8 +216,7 @@ class FreeRuns:
     # --- laws -------------------------------------------------------------------------------------
 
     def check_invariants(self, free: npt.NDArray[np.bool_]) -> None:
-        """Check the free runs against the pages that are free. O(num_pages). Raises
-        InternalError."""
+        """Check the runs against the pages that are free. O(num_pages). Raises InternalError."""
         edges = np.diff(np.concatenate(([False], free, [False])).astype(np.int8))
         starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
         expected = list(zip(starts.tolist(), ends.tolist(), strict=True))

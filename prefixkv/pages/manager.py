@@ -50,8 +50,7 @@ class KeptHash(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestPages:
-    """One request's pages, and its slot of extra state (-1: none), which is freed or held with
-    them.
+    """One request's pages, and its slot of extra state (-1: none), freed or held with them.
 
     Made by `PageManager.open`; ended by exactly one of `cache_finished`, `drop` and `hold`.
     """
@@ -68,19 +67,17 @@ class RequestPages:
 
     @property
     def num_shared(self) -> int:
-        """Pages at the front of a request's row that are not its own: the tree's, or another
-        request's on their way there."""
+        """Pages in front that are not its own: the tree's, or on their way there."""
         return self.num_locked + self.num_joined
 
     @property
     def num_own(self) -> int:
-        """Pages of a request's row that only it holds; ending it frees them."""
+        """Pages that only it holds; ending it frees them."""
         return self.num_pages - self.num_locked - self.num_joined
 
 
 class PageManager:
-    """One worker's tree, allocator and page table, kept in agreement. Owner: the scheduler's
-    thread.
+    """One worker's tree, allocator and page table, in agreement. Owner: the scheduler's thread.
 
     Args:
         caching: if False nothing is matched and nothing kept.
@@ -142,31 +139,31 @@ class PageManager:
 
     @property
     def available_pages(self) -> int:
-        """Pages that the page manager could take now: free, or cached without a lock."""
+        """Pages that could be taken now: free, or cached without a lock."""
         return self.allocator.free_pages + self.cache.evictable_pages
 
     @property
     def can_open(self) -> bool:
-        """True if the page manager has a row, and a slot, for one request more."""
+        """True if there is a row, and a slot, for one request more."""
         return bool(self.table.free_rows and (self.slots is None or self.slots.free_pages))
 
     def pages(self, pages: RequestPages) -> Pages:
-        """Return the page manager's read-only view of all page ids of a request, int32, in
-        order."""
+        """Return a read-only view of all page ids of a request, int32, in order."""
         return self.table.pages(pages.row)
 
     # --- a request's life -------------------------------------------------------------------------
 
     def match(self, key: RadixKey, cacheable: bool = True) -> MatchResult | None:
-        """Return the longest cached prefix in the page manager's tree; None if caching is off.
-        Changes nothing."""
+        """Return the longest cached prefix; None if caching is off. Changes nothing."""
         return self.cache.match_prefix(key) if self.caching and cacheable else None
 
     def digest(self, key: RadixKey, match: MatchResult | None) -> tuple[bytes, list[KeptHash]]:
         """Return the digest of a checked key (`prompt_digest`), worked out from the deepest path
-        hash that the page manager's tree has of its match, and new path hashes to be kept. O(tokens
-        behind that hash). New ones are of the match, where another path may part, and of all whole
-        pages, where a next turn goes on."""
+        hash of its match, and new path hashes to keep. O(tokens behind that hash).
+
+        New ones are of the match, where another path may part, and of all whole pages, where a next
+        turn goes on.
+        """
         data, page_bytes = key.data, self._page_bytes
         known = None if match is None else self.cache.hashed(match)
         if known is None:
@@ -184,8 +181,7 @@ class PageManager:
         return path_hash.digest(), kept
 
     def keep_hashes(self, pages: RequestPages) -> None:
-        """Keep in the page manager's tree those path hashes of a request at which its lock ends
-        now."""
+        """Keep those path hashes of a request at which its lock ends now."""
         if pages.lock is not None:
             for depth, path_hash in pages.hashes:
                 self.cache.keep_hash(pages.lock, depth, path_hash)
@@ -203,7 +199,7 @@ class PageManager:
         window_start: WindowStart | None = None,
     ) -> RequestPages:
         """Lock the match of `key`, take new pages behind it from the allocator, and return the
-        request's pages, in a new row of the page table.
+        request's pages, in a new row.
 
         Args:
             joined: a request on its way with the same first `joined_end` tokens' pages, more than
@@ -216,9 +212,9 @@ class PageManager:
             is_used: the use of the cache was counted: by the load that was opened for this request.
             window_start: where it begins in the window groups, if there are some. The checkpoint
                 that it goes on from is locked.
-        Raises:
-            CapacityError: no row or slot is left. OutOfPagesError. RequestError: more pages than a
-                row has. Nothing is locked or taken then, and no use is counted.
+
+        Raises CapacityError: no row or slot is left. OutOfPagesError. RequestError: more pages than
+        a row has. Nothing is locked or taken then, and no use is counted.
         """
         check_time(now_s)
         num_new_pages = whole_count("num_new_pages", num_new_pages)
@@ -286,10 +282,8 @@ class PageManager:
         """Lock in the tree the pages that the request joined, now that they have gone there.
 
         With `is_used` no use is counted: they went there by this request's own load, as a use.
-
-        Raises:
-            InternalError: the tree does not have them. CallerError: the request has ended. Nothing
-                is locked then.
+        Raises InternalError: the tree does not have them. CallerError: the request has ended.
+        Nothing is locked then.
         """
         # Raises for a request that has ended, before anything is locked.
         self.table.length(pages.row)
@@ -316,11 +310,10 @@ class PageManager:
         pages.num_joined = 0
 
     def grow_many(self, many: Sequence[RequestPages], now_s: float) -> None:
-        """Take one page of the allocator at the end of the row of each of these requests.
+        """Take one page at the end of the row of each of these requests.
 
-        Raises:
-            OutOfPagesError. CallerError: a request has ended or is named twice. RequestError: a row
-                is full. Nothing is taken then.
+        Raises, with nothing taken, OutOfPagesError; CallerError: a request has ended or is named
+        twice; RequestError: a row is full.
         """
         check_time(now_s)
         many = list(many)
@@ -342,10 +335,12 @@ class PageManager:
         priority: int = 0,
         being_read: bool = False,
     ) -> None:
-        """Give the request's whole pages, while it runs, to the tree, and extend its lock over
-        them. Where the tree has a page already, the request's row is repointed to it and its own
-        page is freed. With `being_read` (writes to a peer may still read it) that waits until the
-        request ends."""
+        """Give a running request's whole pages to the tree, and extend its lock over them.
+
+        Where the tree has a page already, the row is repointed to it and the request's own page is
+        freed. With `being_read` (writes to a peer may still read it) that waits until the request
+        ends.
+        """
         # What was joined is another request's to cache; the key would cover pages that are not
         # ours.
         if pages.num_joined:
@@ -405,9 +400,11 @@ class PageManager:
         keep_tokens: int | None = None,
         on_cached: Callable[[], None] | None = None,
     ) -> None:
-        """End the request: its whole pages become cached prefix, its tail is freed. With
-        `keep_tokens` only the whole pages of its first that many tokens; what the tree has of it
-        already stays. `on_cached` is called while they are locked."""
+        """End the request: its whole pages become cached prefix, its tail is freed.
+
+        With `keep_tokens` only the whole pages of its first that many tokens; what the tree has of
+        it already stays. `on_cached` is called while they are locked.
+        """
         if keep_tokens is None or keep_tokens >= len(key):
             self.cache_unfinished(pages, key, now_s, priority=priority)
         elif self._can_cache(pages) and keep_tokens // self.page_size > pages.num_locked:
@@ -427,18 +424,17 @@ class PageManager:
         return self.caching and pages.epoch == self.epoch
 
     def hint(self, pages: RequestPages, continues: bool) -> None:
-        """Tell the eviction policy, by the request's pages, whether the conversation will continue.
-        See `RadixCache.hint`."""
+        """Say whether the conversation will continue: see `RadixCache.hint`."""
         if pages.lock is not None and pages.epoch == self.epoch:
             self.cache.hint(pages.lock.node, continues=continues)
 
     def want(self, match: MatchResult) -> int:
-        """Let the page manager evict the pages of a waiting request's tokens last, and return a
-        number for `unwant`. See `RadixCache.want`."""
+        """Have the pages of a waiting request evicted last; return a number for `unwant`. See
+        `RadixCache.want`."""
         return self.cache.want(match)
 
     def unwant(self, number: int) -> None:
-        """End a want in the page manager's tree: the request waits no longer."""
+        """End a want: the request waits no longer."""
         self.cache.unwant(number)
 
     @property
@@ -446,27 +442,25 @@ class PageManager:
         return bool(self.table.free_spare_rows)
 
     def find(self, key: RadixKey) -> MatchResult:
-        """Return the longest cached prefix in the page manager's tree. Changes nothing."""
+        """Return the longest cached prefix. Changes nothing."""
         return self.cache.match_prefix(key)
 
     def pin_key(self, key: RadixKey, now_s: float) -> PrefixLock:
         return self.pin(self.cache.match_prefix(key), now_s)
 
     def pin(self, match: MatchResult, now_s: float) -> PrefixLock:
-        """Lock a match in the page manager's tree while its pages are copied, until `unpin`: no use
-        is counted."""
+        """Lock a match while its pages are copied, until `unpin`: no use is counted."""
         return self.cache.pin(match, now_s)
 
     def unpin(self, lock: PrefixLock) -> None:
-        """End a lock of `pin` in the page manager's tree, and free what only it held: pages of
-        before a flush."""
+        """End a lock of `pin`, and free what only it held: pages of before a flush."""
         self._unlock(lock)
         self.version += 1
 
     def slide(self, pages: RequestPages, num_tokens: int) -> None:
-        """Move a request's rows in the page manager's window groups on: the device is done with
-        what comes before the window behind `num_tokens` tokens. Raises CallerError, with nothing
-        changed, for tokens beyond the rows, or a request that has ended."""
+        """Move a request's window rows on: the device is done with what comes before the window
+        behind `num_tokens` tokens. Raises CallerError, with nothing changed, for tokens beyond the
+        rows, or a request that has ended."""
         self.windows.slide(pages.row, whole_count("num_tokens", num_tokens))
 
     def drop(self, pages: RequestPages) -> None:
@@ -478,7 +472,7 @@ class PageManager:
             self.slots.free([pages.slot])
 
     def hold(self, pages: RequestPages, owner: Hashable) -> None:
-        """End the request while a peer may still write its own pages: `owner` holds them until
+        """End the request while a peer may still write its pages: `owner` holds them until
         `release`."""
         # First: it raises for an owner without a hash, which must change nothing.
         self.allocator.holds(owner)
@@ -492,8 +486,8 @@ class PageManager:
             self.slots.hold([pages.slot] if pages.slot >= 0 else [], owner)
 
     def release(self, owner: Hashable) -> int:
-        """Free the pages, and slots, that `owner` holds, and return how many pages; 0 if the owner
-        is unknown. Only with proof that no write can land there any more."""
+        """Free the pages, and slots, that `owner` holds, and return how many pages; 0 if it is
+        unknown. Only with proof that no write can land there any more."""
         if not self.allocator.holds(owner):
             return 0
         self.version += 1
@@ -504,8 +498,7 @@ class PageManager:
         return self.allocator.release(owner)
 
     def quarantine(self, owner: Hashable) -> int:
-        """Mark the pages, and slots, that `owner` holds as overdue, and return how many pages: they
-        stay held."""
+        """Mark what `owner` holds as overdue, and return how many pages: they stay held."""
         if not self.allocator.holds(owner):
             return 0
         if self.slots is not None:
@@ -519,14 +512,12 @@ class PageManager:
         return self.allocator.holds(owner)
 
     def holds_all(self, owner: Hashable, pages: Pages) -> bool:
-        """Return whether the page manager's pages that `owner` holds are just these. O(pages in the
-        pool)."""
+        """Return whether the pages that `owner` holds are just these. O(pages in the pool)."""
         return np.array_equal(np.sort(pages), self.allocator.held_by(owner))
 
     def flush(self) -> int:
-        """Empty the page manager's tree after a weight update, and return how many pages were freed
-        at once. Requests that run now finish, but cache nothing. Locked pages come back as their
-        requests end."""
+        """Empty the tree after a weight update, and return how many pages were freed at once.
+        Running requests finish, but cache nothing. Locked pages come back as their requests end."""
         # The epoch first: from here on no request of before adds KV of the old weights.
         self.epoch += 1
         freed = self.cache.reset()
@@ -538,8 +529,7 @@ class PageManager:
     # --- pages ------------------------------------------------------------------------------------
 
     def _take(self, num_pages: int, now_s: float) -> Pages:
-        """Allocate pages, evicting from the tree what is missing and the reserve. Raises
-        OutOfPagesError, with nothing evicted."""
+        """Evicts what is missing and the reserve. Raises OutOfPagesError, with nothing evicted."""
         free = self.allocator.free_pages
         missing = num_pages - free
         if missing <= 0:
@@ -594,8 +584,8 @@ class PageManager:
             self.version += 1
 
     def check_invariants(self) -> None:
-        """Audit the page manager's tree, allocator and table, and that they agree on how many pages
-        are cached. O(nodes x tokens of a path) for the path hashes."""
+        """Audit tree, allocator and table, and that they agree. O(nodes x tokens of a path) for the
+        path hashes."""
         self.cache.check_invariants()
         self._check_hashes()
         if self.checkpoints is not None:

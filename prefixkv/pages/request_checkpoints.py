@@ -1,8 +1,5 @@
-"""Checkpoints as the requests of one worker use them, on either side: a request locks the one that
-it goes on from, fills slots where it saves others, and enters those in the cache.
-
-Prefill and decode differ in where a request saves, and in when that is entered.
-"""
+"""Checkpoints as the requests of one worker use them: a request locks the one that it goes on from,
+fills slots where it saves others, and enters those in the cache."""
 
 from __future__ import annotations
 
@@ -21,13 +18,8 @@ R = TypeVar("R", bound=PagedRequest[Any])
 
 class RequestCheckpoints(Generic[R]):
     """The checkpoints of a page manager, and what its requests have of them. Owned by the
-    scheduler's thread.
-
-    Args:
-        pages: with `num_checkpoints`.
-        first_slot: of the StatePool, that is a checkpoint's; 0: there is no extra state.
-        tokens: the depth of each is a multiple of that number of tokens, and of a page.
-    """
+    scheduler's thread. `first_slot`: of the StatePool, that is a checkpoint's; 0: there is no extra
+    state. `tokens`: the depth of each is a multiple of that number of tokens, and of a page."""
 
     def __init__(self, pages: PageManager, first_slot: int, tokens: int) -> None:
         assert pages.checkpoints is not None
@@ -58,8 +50,7 @@ class RequestCheckpoints(Generic[R]):
             req.checkpoint_slot = self._first_slot + req.checkpoint.slot
 
     def _add_stop(self, req: R, tokens: int, done: int) -> None:
-        """Have a request save a checkpoint at `tokens`, rounded down, if it has not computed as
-        much: it has computed `done`."""
+        """At `tokens`, rounded down, if the request has computed less: `done`."""
         at = tokens // self._step * self._step
         if at > done and at not in req.stops:
             insort(req.stops, at)
@@ -71,9 +62,9 @@ class RequestCheckpoints(Generic[R]):
     # --- what it saves ----------------------------------------------------------------------------
 
     def _take(self, req: R, end: int, end_pages: int, with_windows: bool = True) -> int:
-        """Take a slot for what is behind `end` tokens of a request, and return it as one of the
-        StatePool; -1 if none is free. With its pages in the window groups, all or nothing, which
-        get others in their place up to `end_pages`."""
+        """Return a slot of the StatePool for what is behind `end` tokens; -1 if none is free. With
+        the window pages, all or nothing: the request gets others in their place up to
+        `end_pages`."""
         depth = end // self._pages.page_size
         windows = with_windows and self._pages.windows
         if windows and not self._can_share(req, depth, end_pages):
@@ -115,8 +106,7 @@ class RequestCheckpoints(Generic[R]):
         req.saved, req.stops = [], []
 
     def check_invariants(self, requests: Collection[R]) -> None:
-        """Check the checkpoints against the requests that have to do with them. Raises
-        InternalError."""
+        """Check the checkpoints against the requests. Raises InternalError."""
         taken = sorted(slot for req in requests for _, slot in req.saved)
         laws = {
             "every lock of a checkpoint is a request's": self._points.num_locks

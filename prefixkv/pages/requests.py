@@ -35,9 +35,9 @@ MAX_REASON_CHARS: Final = 1000
 
 
 def reason_of(error: BaseException | str) -> str:
-    """Return the text of a paged request's error as a peer is to read it, shortened. Never raises.
-    It runs in the middle of a change, and the error may be of the user's own class. An error of an
-    engine's is named: the peer knows its class by nothing else."""
+    """Return an error's text for a peer, shortened. Never raises: it runs in the middle of a
+    change, and the error may be of the user's own class. An engine's is named: the peer knows its
+    class by nothing else."""
     try:
         text = str(error)
         if isinstance(error, NotFiniteError) or not isinstance(error, PrefixKVError | str):
@@ -49,8 +49,7 @@ def reason_of(error: BaseException | str) -> str:
 
 
 def check_reason(reason: object) -> None:
-    """Raise RequestError for a reason to end a paged request, of either side, that no frame can
-    carry."""
+    """Raise RequestError for a reason that no frame can carry."""
     if not isinstance(reason, str):
         raise RequestError(f"reason is a {type(reason).__name__}, a string is needed")
     if not travels(reason):
@@ -58,15 +57,13 @@ def check_reason(reason: object) -> None:
 
 
 def check_error(error: object) -> None:
-    """Raise CallerError for an error that is to end a paged request, of either side, and is no
-    exception."""
+    """Raise CallerError for what is no exception."""
     if error is not None:
         check_failure(error)
 
 
 def check_failure(error: object) -> None:
-    """Raise CallerError for what is no exception, with which an engine fails a paged request of
-    either side."""
+    """Raise CallerError for what is no exception, with which an engine fails a request."""
     if not isinstance(error, Exception):
         raise CallerError(f"error is a {type(error).__name__}, an exception is needed")
 
@@ -74,8 +71,7 @@ def check_failure(error: object) -> None:
 class PagedRequest(Generic[State]):
     """A request as a scheduler sees it: its state, its error, its pages.
 
-    `TRANSITIONS` has for each state those that may follow. `TIMES` names the fields that hold
-    times.
+    `TRANSITIONS` has for each state those that may follow; `TIMES` names the fields with times.
     """
 
     __slots__ = (
@@ -113,20 +109,17 @@ class PagedRequest(Generic[State]):
         self.saved: list[tuple[int, int]] = []
 
     def name_prompt(self, match: MatchResult | None) -> None:
-        """Work out the digest of a paged request's prompt, of either side, from what the tree knows
-        of its match."""
+        """Work out the prompt's digest from what the tree knows of its match."""
         digest, self.hashes = self.page_manager.digest(self.request.key, match)
         self.request.know_digest(digest)
 
     @property
     def is_named_right(self) -> bool:
-        """True unless the digest of a paged request, of either side, is another prompt's, for
-        audits. O(tokens)."""
+        """True unless the digest is another prompt's, for audits. O(tokens)."""
         return self.request.digest == prompt_digest(self.request.key)
 
     def become(self, state: State) -> None:
-        """Move a paged request, of either side, to another state. Raises InternalError if
-        `TRANSITIONS` does not allow it."""
+        """Raises InternalError if `TRANSITIONS` does not allow it."""
         if state not in self.TRANSITIONS[self.state]:
             raise InternalError(
                 f"request {self.rid!r} cannot go from {self.state.value} to {state.value}"
@@ -139,21 +132,19 @@ class PagedRequest(Generic[State]):
 
     @property
     def room_key(self) -> RoomKey:
-        """Room and generation of a paged request, of either side: one attempt at the transfer."""
+        """Room and generation: one attempt at the transfer."""
         return RoomKey(self.request.room, self.generation)
 
     @property
     def pages(self) -> Pages:
-        """Page ids of a paged request in order, int32; a read-only view, valid until the next call
-        on the node."""
+        """Page ids in order, int32; a read-only view, valid until the next call on the node."""
         if self.pages_held is None:
             return np.empty(0, dtype=np.int32)
         return self.page_manager.pages(self.pages_held)
 
     def window_pages(self, name: str) -> WindowPages:
-        """Return what a paged request has in a window group: the number of its first page there,
-        and page ids from it on, a read-only view, valid until the next call on the node. Raises
-        CallerError for a group that there is not."""
+        """Return what it has in a window group: a read-only view, valid until the next call on the
+        node. Raises CallerError for a group that there is not."""
         group = self.page_manager.windows.named(name)
         if self.pages_held is None:
             return WindowPages(0, np.empty(0, dtype=np.int32))
@@ -210,8 +201,7 @@ class PagedRequest(Generic[State]):
 
 
 def check_page_manager(req: PagedRequest[Any], pages: PageManager) -> None:
-    """Raise RequestError for a paged request that another node has taken in: its pages are those of
-    another pool. By its id alone it may be taken for one of this node's."""
+    """Raise RequestError for a request of another node, which its id may not show."""
     if req.page_manager is not pages:
         raise RequestError(f"request {req.rid!r} is another node's")
 
@@ -227,8 +217,7 @@ class BrokenEvent:
         self._event, self.error = event, error
 
     def query(self) -> bool:
-        """Return whether the device is done with a paged request's pages; False if the event, which
-        has raised before, raises again."""
+        """False if the event, which has raised before, raises again."""
         try:
             return self._event.query()
         except Exception:
@@ -244,15 +233,14 @@ class AllOf:
             self._events += event._events if isinstance(event, AllOf) else [event]
 
     def query(self) -> bool:
-        """Return whether the device is done with a paged request's pages by all of the events."""
         while self._events and self._events[-1].query():
             self._events.pop()
         return not self._events
 
 
 def still_pending(event: DeviceEvent, errors: UserErrors) -> DeviceEvent | None:
-    """Return None once the device is done with a paged request's pages, else the event to query
-    next time. An event that raises has proved nothing, so its pages stay where they are."""
+    """Return None once the device is done, else the event to query next time. An event that raises
+    has proved nothing, so its pages stay where they are."""
     try:
         return None if event.query() else event
     except Exception as error:
@@ -283,33 +271,25 @@ class PagedScheduler(Generic[Req, Command]):
             self._deadlines.wake(req, req.arrived_s + req.request.deadline_s)
 
     def take_commands(self) -> list[Command]:
-        """Return the commands of the paged scheduler, of either side, for its control plane, in
-        order, and forget them."""
+        """Return the commands for the control plane, in order, and forget them."""
         commands = [*self._commands]
         del self._commands[:]
         return commands
 
     def flush(self) -> int:
-        """Empty the cache of the paged scheduler, of either side, after a weight update. Returns
-        the pages freed at once."""
+        """Empty the cache after a weight update. Returns the pages freed at once."""
         return self.pages.flush()
 
     def holders(self) -> list[tuple[str, RequestPages]]:
-        """Return (request id, pages) of all requests of the paged scheduler that hold pages. Any
-        thread may call it."""
+        """Return (request id, pages) of all requests that hold pages. Any thread may call it."""
         # A copy of the values first: the scheduler may add and remove requests meanwhile. Each
         # request's field is read once, since it may become None.
         held = [(req.rid, req.pages_held) for req in list(self.requests.values())]
         return [(name, pages) for name, pages in held if pages is not None]
 
     def _check_new(self, request: Request, num_pages: int, needs: str) -> None:
-        """Raise RequestError for a new request that the paged scheduler, of either side, cannot
-        accept.
-
-        Args:
-            num_pages: pages that it may need in all.
-            needs: the need in words, with {} for `num_pages`.
-        """
+        """Raise RequestError for a request that cannot be accepted. `num_pages` it may need in all;
+        `needs` says so in words, with {} for the number."""
         rid, limit = request.rid, min(self.pages.num_pages, self.pages.table.array.shape[1])
         if self.draining:
             raise DrainingError(f"request {rid!r} comes too late: this node is being drained")

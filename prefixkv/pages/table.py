@@ -81,8 +81,7 @@ class PageTable:
         return row >= self._first_spare
 
     def alloc_row(self, spare: bool = False) -> int:
-        """Return a row without pages, now in use; with `spare` one of the spare rows. Raises
-        CapacityError if there is none."""
+        """Return a row without pages, with `spare` a spare one. CapacityError if there is none."""
         rows = self._spare_rows if spare else self._free_rows
         if not rows:
             num_rows = len(self.array) - self._first_spare if spare else self._first_spare
@@ -102,8 +101,7 @@ class PageTable:
         (self._free_rows if row < self._first_spare else self._spare_rows).append(row)
 
     def length(self, row: int) -> int:
-        """Return the number of pages in the page table's row. Raises CallerError if it is not in
-        use."""
+        """Return the number of pages in a row. Raises CallerError if it is not in use."""
         # A row of -1 marks a request that has ended; numpy would take it for the last row.
         if not 0 <= row < len(self._length) or self._length[row] == _NO_ROW:
             raise CallerError(f"row {row} of the page table is not in use")
@@ -111,19 +109,18 @@ class PageTable:
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """Number of pages by row of the page table, below 0 where it is not in use; read only."""
+        """Number of pages by row, below 0 where it is not in use; read only."""
         return self._lengths
 
     def pages(self, row: int) -> Pages:
-        """Return the page ids in the page table's row: a read-only view, valid until the row
-        changes."""
+        """Return a row's page ids: a read-only view, valid until the row changes."""
         view = self.array[row, : self.length(row)]
         view.flags.writeable = False
         return view
 
     def packed(self, row: int, start_page: int, end_page: int) -> bytes:
-        """Return the page ids at [start_page, end_page) of the page table's row as packed
-        little-endian int32. Raises CallerError if the row is not in use, or shorter."""
+        """Return the page ids at [start_page, end_page) as packed little-endian int32. Raises
+        CallerError if the row is not in use, or shorter."""
         length = self.length(row)
         if not 0 <= start_page <= end_page <= length:
             raise CallerError(f"pages {start_page} to {end_page} of row {row}, which has {length}")
@@ -131,13 +128,11 @@ class PageTable:
         return self._packed[_BYTES * (at + start_page) : _BYTES * (at + end_page)].tobytes()
 
     def fill(self, row: int, runs: Iterable[bytes | bytearray | Pages]) -> int:
-        """Fill a row that has no pages with runs of ids, one after the other; return their number.
+        """Fill a row that has no pages with runs of ids; return their number. The ids are not
+        checked: they come from the allocator and the tree.
 
-        The ids are not checked: they come from the allocator and the tree.
-
-        Raises:
-            RequestError: they reach beyond the row's end. CallerError: the row is not in use, or
-                has pages. Nothing is changed then.
+        Raises, with nothing changed, RequestError: they reach beyond the row's end; CallerError:
+        the row is not in use, or has pages.
         """
         if self.length(row):
             raise CallerError(f"row {row} of the page table has pages")
@@ -161,15 +156,11 @@ class PageTable:
             )
 
     def write(self, row: int, start_page: int, pages: PageIds) -> None:
-        """Put `pages` at positions start_page, start_page + 1, ... of the page table's row, over
-        what was there.
+        """Put `pages` at positions start_page, start_page + 1, ... of a row, at most its length,
+        over what was there.
 
-        The first position may be at most the row's length, which grows if they reach beyond it.
-
-        Raises:
-            RequestError: they reach beyond the row's end. CallerError: the row is not in use, or
-                there would be a gap. PageStateError: a page id is negative. Nothing is changed
-                then.
+        Raises, with nothing changed, RequestError: they reach beyond the row's end; CallerError:
+        the row is not in use, or there would be a gap; PageStateError: a page id is negative.
         """
         length = self.length(row)
         ids = as_pages(pages)
@@ -191,8 +182,7 @@ class PageTable:
             self._length[row] = end
 
     def append_each(self, rows: npt.NDArray[np.integer] | Sequence[int], pages: PageIds) -> None:
-        """Append pages[i] to rows[i], for many requests that cross a page boundary in one step. The
-        rows are distinct. Raises as `write` does, with nothing changed."""
+        """Append pages[i] to rows[i], all distinct. Raises as `write`, changing nothing."""
         page_ids = as_pages(pages)
         if len(rows) != len(page_ids):
             raise CallerError(f"{len(rows)} rows and {len(page_ids)} pages")
@@ -202,8 +192,8 @@ class PageTable:
         self.append_checked(growth, page_ids)
 
     def check_growth(self, rows: npt.NDArray[np.integer] | Sequence[int]) -> Growth:
-        """Check that each of these rows is in use, named once, and has room for one page more. So
-        nothing can fail once the pages are taken. Raises CallerError, RequestError."""
+        """Check that each row is in use, named once, and has room for one page more, so that
+        nothing can fail once pages are taken. Raises CallerError, RequestError."""
         row_ids = np.asarray(rows)
         if row_ids.ndim != 1 or (len(row_ids) and row_ids.dtype.kind not in "iu"):
             raise CallerError(f"rows are {row_ids.dtype} {row_ids.shape}, must be integers [n]")
@@ -231,8 +221,7 @@ class PageTable:
         return Growth(row_ids, lengths)
 
     def append_checked(self, growth: Growth, pages: Pages) -> None:
-        """Append one page of the allocator to each row that `check_growth` has checked. The rows
-        must not have changed since."""
+        """Append one page to each row, unchanged since `check_growth`."""
         # Ids before lengths: a row names no page within its length that is not there yet.
         self.array[growth.rows, growth.lengths] = pages
         self._lengths[growth.rows] = growth.lengths + 1

@@ -34,10 +34,9 @@ _NONE: Final = np.empty(0, np.int32)
 
 
 class WindowSpec(NamedTuple):
-    """A window group of a worker: its name, its pages, and the tokens that its layers see.
+    """A window group: its name, its pages, and the tokens that its layers see.
 
-    `step_tokens` is the most that the engine computes of a request between two calls of the node
-    about it.
+    `step_tokens` is the most that the engine computes of a request between two calls about it.
     """
 
     name: str
@@ -48,10 +47,8 @@ class WindowSpec(NamedTuple):
 
 class WindowStart(NamedTuple):
     """Where a request begins in the window groups: behind `num_tokens` tokens, of `end_pages` pages
-    that it may come to have.
-
-    `shared`: by group, the pages of a checkpoint there, from which it goes on.
-    """
+    that it may come to have. `shared`: by group, the pages of the checkpoint from which it goes
+    on."""
 
     num_tokens: int
     end_pages: int
@@ -62,10 +59,8 @@ class WindowStart(NamedTuple):
 
 
 class WindowPages(NamedTuple):
-    """What a request has in one window group: int32 `ids` of its pages `first_page`, and following.
-
-    The token at position n is slot n % page_size of page ids[n // page_size - first_page].
-    """
+    """What a request has in one window group: int32 `ids` of its pages from `first_page` on. The
+    token at position n is slot n % page_size of page ids[n // page_size - first_page]."""
 
     first_page: int
     ids: Pages
@@ -76,11 +71,8 @@ class WindowGroup:
 
     `array` (int32 [max_requests, columns], C order; its memory never moves) and `first_pages` are
     for an attention kernel: by the request's row of the page table, its page ids, -1 where unused,
-    and the page number of the first of them.
-
-    Args:
-        num_requests: rows.
-        is_shared: whether checkpoints keep pages of it.
+    and the page number of the first of them. `num_requests`: rows. `is_shared`: whether checkpoints
+    keep pages of it.
     """
 
     def __init__(
@@ -115,8 +107,7 @@ class WindowGroup:
         return self.row_pages + (self.tail_pages if self.is_shared else 0)
 
     def first_page(self, num_tokens: int) -> int:
-        """Return the number of the first page that the window group needs behind `num_tokens`
-        tokens.
+        """Return the number of the first page that is needed behind `num_tokens` tokens.
 
         >>> group = WindowGroup(WindowSpec("w", 9, 8, 1), page_size=4, num_requests=1)
         >>> [group.first_page(num_tokens) for num_tokens in (0, 8, 11, 12, 16)]
@@ -131,8 +122,7 @@ class WindowGroup:
         return max(0, min(self.row_pages, start.end_pages - there))
 
     def available_pages(self, besides: Pages = _NONE) -> int:
-        """Return the window group's pages that are free, or checkpoints could give up, `besides`
-        left out."""
+        """Return the pages that are free, or checkpoints could give up, `besides` left out."""
         if not self.is_shared:
             return self.allocator.free_pages
         may_go = (self.refs > 0) & (self.pins == 0)
@@ -142,8 +132,8 @@ class WindowGroup:
     # --- a request's life -------------------------------------------------------------------------
 
     def open(self, row: int, num_tokens: int, num_own: int, shared: Pages = _NONE) -> None:
-        """Give a request its row: `num_own` pages of the allocator, behind those of a checkpoint.
-        Raises OutOfPagesError, with nothing changed."""
+        """Give a request its row: `num_own` new pages, behind those of a checkpoint. Raises
+        OutOfPagesError, with nothing changed."""
         own = self.allocator.alloc(num_own)
         if len(shared):
             self.refs[shared] += 1
@@ -155,8 +145,8 @@ class WindowGroup:
         self._num_changes[row] += 1
 
     def row(self, row: int) -> WindowPages:
-        """Return what a request has: a read-only view, valid until the row changes. Raises
-        CallerError if it is not in use."""
+        """Return a read-only view, valid until the row changes. Raises CallerError if not in
+        use."""
         view = self.array[row, : self._length(row)]
         view.flags.writeable = False
         return WindowPages(int(self.first_pages[row]), view)
@@ -167,8 +157,7 @@ class WindowGroup:
         return self._length_of[row]
 
     def slide(self, row: int, num_tokens: int) -> None:
-        """Move a request's row on: nothing more is read of the pages before those that it needs
-        behind `num_tokens` tokens."""
+        """Move a row on: only the pages needed behind `num_tokens` tokens are read."""
         first, length = self.first_page(num_tokens), self._length(row)
         passed = first - self._first_page[row]
         if passed <= 0:
@@ -212,8 +201,8 @@ class WindowGroup:
     # --- checkpoints ------------------------------------------------------------------------------
 
     def num_replaced(self, row: int, depth: int, end_pages: int) -> int:
-        """Return the pages that a request needs for those of its own that a checkpoint of its first
-        `depth` pages would keep, as far as it goes on to `end_pages`."""
+        """Return the pages that a request, which goes on to `end_pages`, needs for those that a
+        checkpoint of its first `depth` pages would keep."""
         first, ids = self.row(row)
         own = int(np.count_nonzero(self.refs[ids] == 0))
         kept = self._tail(first, ids, depth)
@@ -221,10 +210,9 @@ class WindowGroup:
         return max(0, min(self.row_pages, end_pages - depth) - left)
 
     def share(self, row: int, depth: int, end_pages: int) -> Pages:
-        """Let a checkpoint have the window group's pages before the end of a request's first
-        `depth` pages, all of them whole; nothing before them is read any more. Return them; they
-        are pinned for the checkpoint. Raises OutOfPagesError if too few are free for those that the
-        request needs instead."""
+        """Let a checkpoint have the pages, all whole, before the end of a request's first `depth`;
+        nothing before them is read any more. Return them, pinned. Raises OutOfPagesError if too few
+        are free for those that the request needs instead."""
         # First, so that the row has room for what comes instead.
         self.slide(row, depth * self.page_size)
         new = self.allocator.alloc(self.num_replaced(row, depth, end_pages))
@@ -253,7 +241,7 @@ class WindowGroup:
         return ids[start - first : depth - first]
 
     def drop(self, ids: Pages) -> None:
-        """End one count of these shared pages; those that nothing has any more are free."""
+        """End one count of these shared pages; those without a count are free."""
         self.refs[ids] -= 1
         gone = ids[self.refs[ids] == 0]
         if len(gone):
@@ -311,7 +299,7 @@ class WindowGroups(tuple[WindowGroup, ...]):
         return super().__new__(cls, groups)
 
     def named(self, name: str) -> WindowGroup:
-        """Return the window group of this name. Raises CallerError if there is none."""
+        """Return the group of this name. Raises CallerError if there is none."""
         found = next(
             (group for group in self if isinstance(name, str) and group.name == name), None
         )
@@ -320,13 +308,11 @@ class WindowGroups(tuple[WindowGroup, ...]):
         return found
 
     def fit(self, start: WindowStart) -> bool:
-        """Return whether a request that begins there has room in all window groups; what it shares
-        is left out of what could be given up."""
+        """Return whether all groups have room; what the request shares could not be given up."""
         return not self.short_of(start)
 
     def short_of(self, start: WindowStart) -> str:
-        """Return the name of the first window group without room for a request that begins there;
-        "" if all have it."""
+        """Return the name of the first group without room; "" if all have it."""
         for number, group in enumerate(self):
             available = group.available_pages(start.shared_in(number))
             if group.own_pages(start, number) > available:
@@ -336,8 +322,8 @@ class WindowGroups(tuple[WindowGroup, ...]):
     def open(
         self, row: int, start: WindowStart, make_room: Callable[[Sequence[int]], object] | None
     ) -> None:
-        """Give a request that fits its row in each window group. `make_room` has checkpoints give
-        up what each group needs."""
+        """Give a request that fits its row in each group; `make_room` has checkpoints give up what
+        is needed."""
         needs = [group.own_pages(start, number) for number, group in enumerate(self)]
         if make_room is not None:
             make_room(needs)
@@ -352,7 +338,7 @@ class WindowGroups(tuple[WindowGroup, ...]):
             raise
 
     def check_fit(self, start: WindowStart) -> None:
-        """Raise OutOfPagesError for a request that has no room in one of the window groups."""
+        """Raise OutOfPagesError for a request that has no room in a group."""
         for number, group in enumerate(self):
             needed, free = group.own_pages(start, number), group.allocator.free_pages
             available = group.available_pages(start.shared_in(number))
@@ -376,13 +362,11 @@ class WindowGroups(tuple[WindowGroup, ...]):
         return all(need <= group.available_pages() for group, need in zip(self, needs, strict=True))
 
     def share(self, row: int, depth: int, end_pages: int) -> tuple[Pages, ...]:
-        """Let a checkpoint have the pages before its depth in each window group, of which enough
-        are free. See `WindowGroup.share`."""
+        """`WindowGroup.share` in each group, of which enough pages are free."""
         return tuple(group.share(row, depth, end_pages) for group in self)
 
     def promised(self, row: int, end_page: int) -> tuple[bytes, ...]:
-        """Return, by window group, the packed ids of a request's pages there up to `end_page`: what
-        prefill is to write."""
+        """By group, packed ids of a request's pages up to `end_page`: what prefill is to write."""
         found = []
         for group in self:
             first, ids = group.row(row)
@@ -390,7 +374,7 @@ class WindowGroups(tuple[WindowGroup, ...]):
         return tuple(found)
 
     def slide(self, row: int, num_tokens: int) -> None:
-        """Move a request's row on in each window group. See `WindowGroup.slide`."""
+        """`WindowGroup.slide` in each group."""
         for group in self:
             group.slide(row, num_tokens)
 
@@ -399,9 +383,8 @@ class WindowGroups(tuple[WindowGroup, ...]):
             group.allocator.free(group.close(row))
 
     def hold(self, row: int | None, owner: Hashable) -> None:
-        """End a request's row in each window group; `owner` holds its own pages until `release`.
-        None: those of a load from host memory, which has none there; `owner` is known all the
-        same."""
+        """End a request's row; `owner` holds its pages until `release`. None: of a load, which has
+        none there; `owner` is known all the same."""
         for group in self:
             group.allocator.hold(_NONE if row is None else group.close(row), owner)
 
@@ -410,6 +393,5 @@ class WindowGroups(tuple[WindowGroup, ...]):
             group.allocator.release(owner)
 
     def quarantine(self, owner: Hashable) -> None:
-        """Mark what `owner` holds in each window group as overdue."""
         for group in self:
             group.allocator.quarantine(owner)

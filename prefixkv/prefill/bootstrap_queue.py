@@ -30,8 +30,7 @@ _FEW: Final = 64  # requests that have left and are still in the heap: not worth
 
 
 class PrefillBootstrapQueue:
-    """Requests of prefill that decode has promised pages for, and that wait for pages here. Owned
-    by the scheduler's thread.
+    """Requests that wait for pages here. Owned by the scheduler's thread.
 
     `usable_prefix` is called for each hit; None: every hit is used whole, and requests follow
     others (`SharedPrefixes`). With `checkpoints`, a hit is used up to the deepest of them.
@@ -58,8 +57,7 @@ class PrefillBootstrapQueue:
         self._look_due = False  # one came, or a leader moved, since a whole pass
 
     def add(self, req: PrefillRequest, decode_prefix_len: int) -> None:
-        """Enter a promised request in prefill's bootstrap queue; decode has `decode_prefix_len`
-        tokens of it and waits for the rest."""
+        """Enter a promised request, of which decode has `decode_prefix_len` tokens."""
         req.become(PrefillState.BOOTSTRAPPED)
         req.decode_prefix_len = decode_prefix_len
         self._ready[req] = next(self._numbers)
@@ -85,8 +83,7 @@ class PrefillBootstrapQueue:
         self.look_again()
 
     def look_again(self) -> None:
-        """Make the next pass of the bootstrap queue look at all: a prefix may be there now, or will
-        not come."""
+        """Make the next pass look at all: a prefix may be there now, or will not come."""
         self._blocked_at = -1
         self._look_due = True
 
@@ -98,24 +95,24 @@ class PrefillBootstrapQueue:
 
     @property
     def may_open(self) -> bool:
-        """True if a pass of the bootstrap queue may hand out a request. O(1)."""
+        """True if a pass may hand out a request. O(1)."""
         may_fit = self._blocked_at != self._pages.version and self._pages.table.free_rows
         return bool(self._ready and self._look_due and may_fit)
 
     @property
     def wake_s(self) -> float:
-        """Time at which a wait for another's prefix ends, so that the bootstrap queue may hand out
-        a request."""
+        """Time at which a wait for another's prefix ends, so that a request may be handed out."""
         # Waking earlier would be for nothing: the first that may start lacks pages or a row.
         if self._blocked_at == self._pages.version or not self._pages.table.free_rows:
             return math.inf
         return self._shared_prefixes.wake_s
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
-        """Hand out requests from prefill's bootstrap queue that the engine may compute now, at most
-        `limit`. The own prefix of each is locked, and pages for all of its prompt are taken. A
-        request that follows another is passed over. One that does not fit is not: others would
-        overtake it each time. O(requests that do not follow another)."""
+        """Hand out at most `limit` requests to compute: prefix locked, pages for the prompt taken.
+
+        One that follows another is passed over. One that does not fit is not: others would overtake
+        it each time. O(requests that do not follow another).
+        """
         popped: list[PrefillRequest] = []
         shared_prefixes = self._shared_prefixes
         if shared_prefixes.wake_s <= now_s:
@@ -158,8 +155,7 @@ class PrefillBootstrapQueue:
         return popped
 
     def _open(self, req: PrefillRequest, match: MatchResult | None, now_s: float) -> bool:
-        """Take pages for a request of the bootstrap queue. Return False, and change nothing, if too
-        few are available."""
+        """Return False, and change nothing, if too few pages are available."""
         pages, page_size = self._pages, self._pages.page_size
         prefix_len = match.prefix_len if match is not None else 0
         unprotected = match.unprotected_pages if match is not None else 0
@@ -201,8 +197,7 @@ class PrefillBootstrapQueue:
         return True
 
     def _match(self, req: PrefillRequest) -> MatchResult | None:
-        """Return the cached prefix of a bootstrapped request that prefill's engine can continue
-        from. Never the last token: the engine has to compute that one to sample the next."""
+        """Never the last token: the engine has to compute that one to sample the next."""
         key = req.key
         if len(key) % self._pages.page_size == 0:
             key = key.prefix(len(key) - 1)

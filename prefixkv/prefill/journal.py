@@ -17,20 +17,19 @@ acknowledgement."""
 
 
 class PrefillJournal(Journal):
-    """Journal of the prefill side, over the steps that the module lists."""
+    """The steps that the module lists."""
 
     def __init__(self) -> None:
         super().__init__(REASONS)
 
     def promised(self, req: PrefillRequest, peer: str, now_s: float) -> None:
-        """Write down in prefill's journal that decode (`peer`) has named the pages."""
+        """Decode (`peer`) has named the pages."""
         req.peer = peer
         req.promised_s = now_s
         self.waited("decode", req.arrived_s, now_s)
 
     def started(self, req: PrefillRequest, cut_tokens: int, now_s: float) -> None:
-        """Write down in prefill's journal that the engine may compute a request, of which it has
-        the KV of `cut_tokens` behind the checkpoint that it goes on from."""
+        """The engine may compute a request; KV of `cut_tokens` is cached behind its checkpoint."""
         if cut_tokens:
             self.counters["cut_tokens"] += cut_tokens
         self.counters["prompt_tokens"] += req.num_tokens
@@ -48,7 +47,6 @@ class PrefillJournal(Journal):
             self.waited("compute", req.started_s, now_s)
 
     def ended(self, req: PrefillRequest, now_s: float) -> None:
-        """Write down the end of a request in the journal, and log it."""
         req.ended_s = now_s
         if req.state is PrefillState.SENT:
             self.waited("send", req.computed_s, now_s)

@@ -83,17 +83,16 @@ class PrefillRequest(PagedRequest[PrefillState]):
 
     @property
     def room_key(self) -> RoomKey:
-        """Key of a request's room, with the decode worker's name."""
+        """With the decode worker's name."""
         return RoomKey(self.request.room, self.generation, self.request.decode)
 
     @property
     def num_tokens(self) -> int:
-        """Length of a request's prompt, in tokens."""
         return len(self.key)
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """The prompt of a request, int32, the caller's."""
+        """The prompt, int32, the caller's."""
         return self.key.tokens()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The prefill side of the library, without threads or sockets.
+"""The prefill side without threads or sockets.
 
 Source pages are shared and cached, so other requests may use them meanwhile. A request that has
 ended keeps its lock and its own tail until two things are true: the control plane reports that no
@@ -61,8 +61,8 @@ from prefixkv.settings import check_time, whole_count
 
 
 class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
-    """The requests of one prefill rank, from `add` until their pages are released; see the module's
-    text. Owned by the scheduler's thread."""
+    """The requests of one prefill rank, from `add` until their pages are released. Owned by the
+    scheduler's thread."""
 
     def __init__(
         self,
@@ -75,11 +75,12 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         weights_version: str = "",
         checkpoint_tokens: int = 1,
     ) -> None:
-        """Begin prefill's scheduler without requests. `num_slots`: of the engine's extra state, a
-        slot of which is sent with every request; 0: there is none. `follow_s`: see PrefillConfig.
-        `weights_version`: of the weights that it begins with. `checkpoint_tokens`: where `pages`
-        has checkpoints, the depth of each is a multiple of it; their slots of the extra state come
-        behind the `num_slots`."""
+        """Begin without requests.
+
+        `num_slots`: of the engine's extra state, a slot of which is sent with every request; 0:
+        there is none. `follow_s`: see PrefillConfig. `checkpoint_tokens`: where `pages` has
+        checkpoints, the depth of each is a multiple of it; their slots come behind the `num_slots`.
+        """
         self.journal = PrefillJournal()
         super().__init__(pages, self.journal, weights_version)
         self.num_slots = num_slots
@@ -113,10 +114,12 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     # --- calls of the engine ----------------------------------------------------------------------
 
     def add(self, request: Request, now_s: float) -> PrefillRequest:
-        """Take a request; it waits for decode's promise. Raises RequestError, with nothing changed:
-        a duplicate id, a room in use, a decode worker that is not named, a prompt that the pool
-        could never hold; DrainingError for any request while `draining`. Where the room is not in
-        use, decode gets the reason."""
+        """Take a request; it waits for decode's promise.
+
+        Raises RequestError, with nothing changed: a duplicate id, a room in use, a decode worker
+        that is not named, a prompt that the pool could never hold; DrainingError for any request
+        while `draining`. Where the room is not in use, decode gets the reason.
+        """
         check_time(now_s)
         check_request(request)
         needed = pages_for(len(request.key), self.pages.page_size)
@@ -151,8 +154,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return req
 
     def refuse(self, request: Request, reason: str) -> None:
-        """Let decode know that prefill's scheduler will not take this request. Raises RequestError
-        where the room is in use, the request names no decode worker, or the reason is no string."""
+        """Let decode know that this request will not be taken. Raises RequestError where the room
+        is in use, the request names no decode worker, or the reason is no string."""
         check_reason(reason)
         check_request(request)
         key = self._free_room(request)
@@ -174,11 +177,13 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return RoomKey(request.room, request.generation, request.decode)
 
     def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
-        """Return the requests that prefill's engine may compute now, at most `limit`, after a pass
-        of the scheduler. KV that is computed goes to the tree before. Raises first, with nothing
-        changed, what a policy, a log handler or an event of the user's has raised since the last
-        call. Raises CallerError, with nothing changed, for a `limit` that is no whole number, or
-        below 0."""
+        """Return at most `limit` requests that the engine may compute now. KV that is computed goes
+        to the tree before.
+
+        Raises first, with nothing changed, what a policy, a log handler or an event of the user's
+        has raised since the last call, and CallerError for a `limit` that is no whole number, or
+        below 0.
+        """
         check_time(now_s)
         limit = None if limit is None else whole_count("limit", limit)
         self.pages.errors.raise_due()
@@ -212,12 +217,13 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         ready: DeviceEvent | None = None,
         state_slot: int = -1,
     ) -> int:
-        """Send decode what it lacks of the KV that prefill's engine has computed, up to token
-        `end`. Return the pages queued. With `last` the outcome follows, and `aux` and `state_slot`
-        with it. A request that has failed meanwhile takes no chunk: the call returns 0, and
-        `pop_failed` says why; KV that was computed goes to the tree all the same, unless the engine
-        itself has failed or aborted it. Raises RequestError or AuxTooLargeError, with nothing
-        changed."""
+        """Send decode what it lacks of the KV up to token `end`. Return the pages queued. With
+        `last` the outcome, `aux` and `state_slot` follow.
+
+        A request that has failed meanwhile takes no chunk: the call returns 0, and `pop_failed`
+        says why; its computed KV goes to the tree all the same, unless the engine has failed or
+        aborted it. Raises RequestError or AuxTooLargeError, with nothing changed.
+        """
         check_time(now_s)
         # 1. Check everything before anything moves: an error that is found later would leave the
         # room stuck.
@@ -295,10 +301,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return tuple(chunks)
 
     def save_state(self, req: PrefillRequest, end: int, now_s: float) -> int:
-        """Return the slot into which prefill's engine copies a request's extra state behind `end`
-        tokens, one of its `stops`, which it has just computed; -1 if it need not. Before the chunk
-        is handed over by `send_chunk`. Raises RequestError, with nothing changed, for another
-        place, or a request that is not computed."""
+        """Return the slot for a request's extra state behind `end` tokens, one of its `stops`, just
+        computed; -1 if it need not be copied. Before the chunk is handed over. Raises RequestError,
+        with nothing changed, for another place, or a request that is not computed."""
         check_time(now_s)
         if not isinstance(req, PrefillRequest):
             raise RequestError(f"req is a {type(req).__name__}, a PrefillRequest is needed")
@@ -318,15 +323,18 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     def pop_failed(self, now_s: float, after: DeviceEvent | None = None) -> list[PrefillRequest]:
         """Return the requests that failed or were aborted; `error` says why. The engine stops
-        computing them. A request that had handed over a state slot comes when no write reads it any
-        more. `after`: device work launched for the requests before this call is done once its
-        `query()` is True; their pages are not released before."""
+        computing them.
+
+        One that had handed over a state slot comes when no write reads it any more. `after`: pages
+        are not released before the `query()` of this device work, launched before this call, is
+        True.
+        """
         return self._pop(self._failed, after, now_s)
 
     def abort(self, rid: str, now_s: float, error: Exception | None = None) -> bool:
         """Abort a request. Unknown or ended: no-op, False. Nothing of it is cached that no
-        `pop_bootstrapped` has cached yet. A request with its last chunk handed over may have
-        succeeded already, and decode may know: then it does succeed."""
+        `pop_bootstrapped` has cached yet. With its last chunk handed over it may have succeeded,
+        and decode may know: then it does succeed."""
         check_time(now_s)
         check_error(error)
         check_rid(rid)
@@ -338,8 +346,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return True
 
     def fail(self, rid: str, error: Exception, now_s: float) -> bool:
-        """End a request as failed, as `abort` does: what its engine has computed of it must not be
-        used. So nothing more is cached of one that has ended, too."""
+        """End a request as failed, as `abort` does: what was computed must not be used. So nothing
+        more is cached of one that has ended, too."""
         check_time(now_s)
         check_failure(error)
         check_rid(rid)
@@ -363,8 +371,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self._fail(req, error, now_s)
 
     def end_all(self, error: Exception, now_s: float) -> None:
-        """Take no new request, and abort all with `error`: its worker computes no more. One that is
-        all handed over ends as its room does."""
+        """Take no new request, and abort all with `error`. One that is all handed over ends as its
+        room does."""
         check_time(now_s)
         check_error(error)
         self.draining = True
@@ -399,7 +407,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self.journal.promised(req, peer, now_s)
 
     def room_ended(self, key: RoomKey, poll: KVPoll, error: Exception | None, now_s: float) -> None:
-        """End the request of a room that has reached its terminal state, as sent or as failed."""
+        """End the request of a terminal room, as sent or as failed."""
         req = self._rooms.get(key)
         if req is None or req.state.ended:
             return
@@ -414,8 +422,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self._fail(req, error, now_s)
 
     def source_free(self, key: RoomKey, now_s: float) -> None:
-        """Note that no write reads a room's source pages any more; release them once the engine is
-        done."""
+        """Note that no write reads a room's pages; release them once the engine is done."""
         req = self._rooms.get(key)
         if req is not None:
             # A failed request with a state slot was kept back: the engine may reuse the slot once
@@ -436,18 +443,20 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 self._deferred.append((left, req))
 
     def flush(self) -> int:
-        """Empty prefill's cache after a weight update. Return the number of pages freed at once."""
+        """Empty the cache after a weight update. Return the number of pages freed at once."""
         # First, so that no request waits for KV of the old weights.
         self.shared_prefixes.flush()
         self.bootstrapped.look_again()
         return super().flush()
 
     def move_weights(self, weights_version: str, now_s: float) -> None:
-        """Take over weights of another version from now on; `flush` has to follow at once. A
-        request that was promised pages under the former version, or is computed with it, fails with
-        a WeightsVersionError. One that waits for its promise stays. One with its last chunk handed
-        over ends as its room does: it may have succeeded already. Raises ConfigError, with nothing
-        changed, for what is no version."""
+        """Take over weights of another version; `flush` has to follow at once.
+
+        A request that was promised pages under the former version, or is computed with it, fails
+        with a WeightsVersionError. One that waits for its promise stays. One with its last chunk
+        handed over ends as its room does. Raises ConfigError, with nothing changed, for what is no
+        version.
+        """
         check_time(now_s)
         check_version(weights_version)
         error = WeightsVersionError(self.weights_version, weights_version)
@@ -520,7 +529,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return reqs
 
     def _computes_no_more(self, req: PrefillRequest) -> None:
-        """Take a request from the leaders of shared prefixes; those that followed it look again."""
+        """Those that followed it look again."""
         self.shared_prefixes.end(req)
         if len(self.shared_prefixes):
             self.bootstrapped.look_again()
@@ -571,8 +580,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
 
 def _check_step(req: PrefillRequest, plan: SendPlan, end: int) -> None:
-    """Raise RequestError for a chunk of a request that is longer than its rows in window groups
-    have pages for."""
+    """Raise RequestError for a chunk too long for the rows in window groups."""
     computed = end - max(req.prefix_len, plan.computed)
     most = min(one.step_tokens for one in req.window_plans)
     if computed > most:

@@ -44,9 +44,9 @@ class SendPlan:
         self.ended = False
 
     def send(self, end: int, last: bool = False) -> Span:
-        """Return the pages that a chunk is to send by this plan, now that KV is computed up to
-        token `end`. Raises RequestError, with nothing changed: after the last send; an `end` below
-        the one before or beyond the request; a last send before its end."""
+        """Return the pages to send, now that KV is computed up to token `end`. Raises RequestError,
+        with nothing changed: after the last send; an `end` below the one before or beyond the
+        request; a last send before its end."""
         if self.ended:
             raise RequestError("a chunk after the last one")
         if not self.computed <= end <= self.num_tokens:
@@ -89,15 +89,13 @@ class WindowPlan:
         self.step_tokens = step_tokens
 
     def send(self, end: int, last: bool = False) -> Span:
-        """Return the pages that a chunk is to send by this plan of a window group, now that KV is
-        computed up to token `end`."""
+        """Return the pages to send, now that KV is computed up to token `end`."""
         span = self.next(end, last)
         self.cursor_page = span.end_page
         return span
 
     def next(self, end: int, last: bool) -> Span:
-        """Return what `send` would return for a chunk, without a move of the cursor of prefill's
-        plan."""
+        """Return what `send` would return, without a move of the cursor."""
         end_page = pages_for(end, self.page_size) if last else whole_pages(end, self.page_size)
         return Span(self.cursor_page, max(self.cursor_page, end_page))
 
@@ -105,9 +103,8 @@ class WindowPlan:
 def checked_chunk(
     end: int, state_slot: int, aux: bytes, last: bool, ready: DeviceEvent | None
 ) -> tuple[int, int, bytes]:
-    """Return a chunk's `end`, `state_slot` and `aux`, which prefill's engine has passed for
-    sending, as the types that travel. Raises RequestError for one of another type, an `aux` without
-    `last`, and a `ready` without `query()`."""
+    """Return `end`, `state_slot` and `aux` as the types that travel. Raises RequestError for
+    another type, an `aux` without `last`, and a `ready` without `query()`."""
     end = whole_number("end", end, 0, MAX_INDEX + 1)
     state_slot = whole_number("state_slot", state_slot, -1, MAX_INDEX + 1)
     if not isinstance(aux, bytes | bytearray | memoryview):

@@ -64,10 +64,8 @@ class _Wait:
 class SharedPrefixes:
     """Leaders and followers of one rank. Owned by the scheduler's thread.
 
-    With a `stall_s` of 0 no request follows another.
-
-    A wait ends at a multiple of `step_pages`. `on_wait` is told of its leader, and of the tokens
-    that this has to pass.
+    With a `stall_s` of 0 no request follows another. A wait ends at a multiple of `step_pages`.
+    `on_wait` is told of its leader, and of the tokens that this has to pass.
     """
 
     def __init__(
@@ -98,14 +96,12 @@ class SharedPrefixes:
         self.progress_s = -math.inf  # time at which anything was computed last
 
     def __len__(self) -> int:
-        """Return the number of followers, which wait for a prefix that another request computes, or
-        have waited and are to be looked at."""
+        """Followers that wait, or have waited and are to be looked at."""
         return len(self._waits) + len(self._released)
 
     @property
     def wake_s(self) -> float:
-        """Time at which a follower's wait for a shared prefix ends unless something is computed.
-        O(1)."""
+        """Time at which a wait ends unless something is computed. O(1)."""
         # The first has begun first, so it ends first.
         for wait in self._waits.values():
             return max(wait.since_s, self.progress_s) + self._stall_s
@@ -114,8 +110,8 @@ class SharedPrefixes:
     # --- those in the queue -----------------------------------------------------------------------
 
     def to_look_at(self, now_s: float) -> list[PrefillRequest]:
-        """Return the followers that the queue has to look at: what they waited for is there, or
-        will not come, or nothing has been computed for long. O(those)."""
+        """Return the followers to look at: what they waited for is there, or will not come, or
+        nothing has been computed for long. O(those)."""
         released, self._released = self._released, []
         # Those that have left the queue since are forgotten here.
         found = [req for req in released if req in self._passed_over]
@@ -127,8 +123,8 @@ class SharedPrefixes:
         return found
 
     def waits(self, req: PrefillRequest, now_s: float) -> bool:
-        """Return True if the shared prefix that a follower waits for is still to come. O(1). False
-        makes the queue match it again."""
+        """Return True if what a follower waits for is still to come. O(1). False makes the queue
+        match it again."""
         wait = self._waits.get(req)
         if wait is None:
             return False
@@ -138,9 +134,8 @@ class SharedPrefixes:
         return False
 
     def follow(self, req: PrefillRequest, num_pages: int, now_s: float) -> bool:
-        """Let a request follow another that computes a shared prefix from the `num_pages` on that
-        the tree has of it. Returns True if it waits. O(leaders at that page), and a memcmp each;
-        and a place among the waits."""
+        """Let a request follow another that computes a prefix from the `num_pages` on that the tree
+        has of it. Returns True if it waits. O(leaders at that page), and a memcmp each."""
         if not (self._by_next_page and self._stall_s and req.request.cacheable):
             return False
         data, page_bytes = req.key.data, self._page_bytes
@@ -201,7 +196,7 @@ class SharedPrefixes:
                 self._released.append(wait.req)
 
     def forget(self, req: PrefillRequest) -> None:
-        """Drop the wait of a follower that leaves prefill's queue."""
+        """Drop the wait of a follower that leaves the queue."""
         if (wait := self._waits.get(req)) is not None:
             self._drop(wait)
         self._passed_over.pop(req, None)
@@ -209,8 +204,7 @@ class SharedPrefixes:
     # --- those that the engine has ----------------------------------------------------------------
 
     def handed_out(self, req: PrefillRequest, caches: bool) -> None:
-        """Enter a request that prefill's engine has now among the leaders. `caches`: what it
-        computes goes to the tree, so that others with the same prefix may follow it."""
+        """Enter a leader. `caches`: what it computes goes to the tree, so others may follow it."""
         self.forget(req)
         self._handed_out += 1
         self._leads[req] = lead = _Lead(self._handed_out)
@@ -221,11 +215,9 @@ class SharedPrefixes:
             self._set_next_page(req, lead, req.prefix_len)
 
     def advance(self, req: PrefillRequest, computed: int, goes_on_at: int | None = None) -> None:
-        """Note that the first `computed` tokens of a request with the engine are there: a leader
-        leads from there, and followers that it has overtaken wait no longer. O(followers that it
-        releases), and of others those that lack as much as it has computed since the last time.
-        `goes_on_at`: tokens behind which others can go on, if not behind all; it leads from
-        there."""
+        """Note that the first `computed` tokens of a request are there: a leader leads from there,
+        or from `goes_on_at`, behind which others can go on. Followers that it has overtaken, and
+        those that lack as much as it has computed since, wait no longer."""
         lead = self._leads.get(req)
         if lead is None:
             return
@@ -247,16 +239,14 @@ class SharedPrefixes:
             self._set_next_page(req, lead, there if goes_on_at is None else goes_on_at)
 
     def end(self, req: PrefillRequest) -> None:
-        """Drop the leader of a shared prefix that computes nothing any more. Repeated, or never
-        handed out: no-op."""
+        """Drop a leader that computes nothing any more. Repeated, or never handed out: no-op."""
         lead = self._leads.pop(req, None)
         if lead is not None:
             self._clear_next_page(req, lead)
             self._end_waits_for(lead)
 
     def flush(self) -> None:
-        """Let followers find no leader of a shared prefix any more: what leaders compute goes to no
-        tree any more."""
+        """Let followers find no leader: what leaders compute goes to no tree any more."""
         for req, lead in self._leads.items():
             self._clear_next_page(req, lead)
             self._end_waits_for(lead)
@@ -284,8 +274,7 @@ class SharedPrefixes:
     # --- checks -----------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Check every law of the leaders and followers of shared prefixes. Raises InternalError
-        with the state."""
+        """Check every law. Raises InternalError with the state."""
         found = {req: page for page, reqs in self._by_next_page.items() for req in reqs}
         laws = {
             "what is found leads, from there": all(

@@ -3,8 +3,8 @@ saves one, and when that is entered in the cache.
 
 A model with recurrent layers can go on computing behind a cached prefix only from a state. A state
 is saved where it will be wanted: at the end of each prompt, since the next turn goes on there; and
-where the path of a prompt leaves what is cached, since what branched there once may do so again.
-A request that waits for a prefix which another computes has it save one where they part.
+where the path of a prompt leaves what is cached, since what branched there once may do so again. A
+request that waits for a prefix which another computes has it save one where they part.
 
 Where layers keep a window, a checkpoint has the pages of the window before it. A request that goes
 on from it reads them where they are; what it computes goes to pages of its own.
@@ -21,8 +21,8 @@ from prefixkv.prefill.request import PrefillRequest
 
 
 class StateCheckpoints(RequestCheckpoints[PrefillRequest]):
-    """The checkpoints of a prefill worker's page manager, as its requests use them. Owned by the
-    scheduler's thread. Slots of the StatePool before `first_slot` are the engine's."""
+    """Checkpoints as a prefill worker's requests use them. Owned by the scheduler's thread. Slots
+    of the StatePool before `first_slot` are the engine's."""
 
     def __init__(self, pages: PageManager, first_slot: int, tokens: int) -> None:
         super().__init__(pages, first_slot, tokens)
@@ -33,25 +33,22 @@ class StateCheckpoints(RequestCheckpoints[PrefillRequest]):
         return self._step // self._pages.page_size
 
     def usable_tokens(self, req: PrefillRequest, match: MatchResult | None) -> int:
-        """Return how many tokens of a match prefill can continue from: those of the deepest
-        checkpoint on it, which `begin` locks. Changes nothing in the cache."""
+        """Tokens of a match's deepest checkpoint, which `begin` locks. Changes nothing."""
         self._found = None if match is None else self._points.find(match)
         req.dense_pages = 0 if match is None else match.depth
         return 0 if self._found is None else self._found.depth * self._pages.page_size
 
     @property
     def found_windows(self) -> Windows:
-        """Pages in each window group of the checkpoint that the request of prefill looked at last
-        goes on from."""
+        """Window pages of the checkpoint that the request looked at last goes on from."""
         return () if self._found is None else self._found.windows
 
     def hold(self, req: PrefillRequest) -> None:
-        """Lock the checkpoint that a request of prefill goes on from, which was just looked at, and
-        is opened next."""
+        """Lock the checkpoint of a request that was just looked at, and is opened next."""
         self._lock(req, self._found)
 
     def begin(self, req: PrefillRequest) -> None:
-        """Say where a request of prefill, just opened, goes on from, and is to save checkpoints."""
+        """Say where a request, just opened, goes on from, and is to save checkpoints."""
         page_size = self._pages.page_size
         self._go_on(req)
         if self._pages.caching and req.request.cacheable:
@@ -60,34 +57,30 @@ class StateCheckpoints(RequestCheckpoints[PrefillRequest]):
                 self.add_stop(req, tokens)
 
     def add_stop(self, req: PrefillRequest, tokens: int) -> None:
-        """Have a request of prefill save a checkpoint at `tokens`, rounded down, if it has not
-        computed as much."""
+        """Save a checkpoint at `tokens`, rounded down, if the request has computed less."""
         done = max(req.prefix_len, req.plan.computed if req.plan is not None else 0)
         self._add_stop(req, tokens, done)
 
     def take(self, req: PrefillRequest, end: int) -> int:
-        """Return the slot of the StatePool for the state of a request of prefill behind `end`
-        tokens, one of its stops; -1 if none is free. In the window groups its pages there are kept
-        too."""
+        """Return a slot for the state behind `end` tokens, one of the request's stops, with its
+        window pages; -1 if none is free."""
         req.stops.remove(end)
         return self._take(req, end, pages_for(req.num_tokens, self._pages.page_size))
 
     def take_if_stop(self, req: PrefillRequest, end: int) -> None:
-        """Keep the window pages of a request of prefill behind `end` tokens, if that is one of its
-        stops and it has no extra state, which its engine would have to copy."""
+        """Keep the window pages behind `end` tokens, a stop, of a request without extra state."""
         if not self._has_state and end in req.stops:
             self.take(req, end)
 
     def computed(self, req: PrefillRequest) -> None:
-        """Note that a request of prefill has computed a chunk: it has copied the state that it goes
-        on from, and stops behind it are over."""
+        """Note a computed chunk: the state it began from is copied, stops up to there are over."""
         self._unlock(req)
         if req.plan is not None:
             self._pass_stops(req, req.plan.computed)
 
     def enter(self, req: PrefillRequest) -> int:
-        """Enter the states that a request of prefill has saved, and whose pages are in the tree by
-        now. Return the depth, in tokens, of the deepest that it has entered, or went on from."""
+        """Enter the saved states whose pages are in the tree. Return the depth, in tokens, of the
+        deepest entered, or gone on from."""
         pages = req.pages_held
         if not req.saved or pages is None:
             return req.goes_on_at

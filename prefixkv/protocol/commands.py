@@ -1,6 +1,4 @@
-"""Commands that a scheduler gives to its side's control object. Decode's commands travel to the
-other ranks as they are.
-"""
+"""Commands of a scheduler to its control object. Decode's travel to the other ranks as they are."""
 
 from __future__ import annotations
 
@@ -20,10 +18,8 @@ class _Command(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
 
 
 class OpenRoom(_Command, frozen=True, tag="open"):
-    """Promise these pages to the prefill worker at `address`, for the prompt of this digest.
-
-    A RoomEnded follows, and after a failure a RoomDrained.
-    """
+    """Promise these pages to the prefill worker at `address`, for the prompt of this digest. A
+    RoomEnded follows, and after a failure a RoomDrained."""
 
     promise: Promise
     address: str
@@ -31,19 +27,15 @@ class OpenRoom(_Command, frozen=True, tag="open"):
 
 
 class MeetPrefill(_Command, frozen=True, tag="meet"):
-    """Greet the prefill worker at `address`, and report whether it answers.
-
-    PrefillReady and PrefillAway follow as that changes, until a PrefillLost.
-    """
+    """Greet the prefill worker at `address`, and report whether it answers. PrefillReady and
+    PrefillAway follow as that changes, until a PrefillLost."""
 
     address: str
 
 
 class RefuseRoom(_Command, frozen=True, tag="refuse"):
-    """Tell the prefill worker at `address` that decode refuses this room. A RoomDrained follows.
-
-    `digest` is that of the room's prompt; b"" stands for any prompt.
-    """
+    """Tell the prefill worker at `address` that this room is refused. A RoomDrained follows.
+    `digest` is the prompt's; b"" stands for any prompt."""
 
     key: RoomKey
     ticket: int
@@ -86,11 +78,8 @@ class AddRoom(_Command, frozen=True, tag="add"):
 
 
 class OfferRoom(_Command, frozen=True, tag="offer"):
-    """Offer a room that prefill's engine has drawn for a prompt that it has computed.
-
-    The first decode worker that proves the digest within `timeout_s` opens it. The key names no
-    decode worker.
-    """
+    """Offer a room, drawn for a prompt that is computed: the first decode worker that proves the
+    digest within `timeout_s` opens it. The key names no decode worker."""
 
     key: RoomKey
     num_tokens: int
@@ -106,11 +95,8 @@ class WithdrawRoom(_Command, frozen=True, tag="withdraw"):
 
 
 class DeclineRoom(_Command, frozen=True, tag="decline"):
-    """Tell decode why prefill's engine does not take the request of this room.
-
-    No event follows. A room that was added is not touched. `digest` is that of the room's prompt;
-    b"" stands for any prompt.
-    """
+    """Tell decode why this request is not taken. No event follows, and a room that was added is not
+    touched. `digest` is the prompt's; b"" stands for any prompt."""
 
     key: RoomKey
     reason: str

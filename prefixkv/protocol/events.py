@@ -1,8 +1,6 @@
 """Events that tell a scheduler what became of a room, or of a prefill worker. Decode's events of
-rooms travel to rank 0 as they are.
-
-An exception travels as the name of its class and its text: see `encode_error`.
-"""
+rooms travel to rank 0 as they are. An exception travels as its class's name and its text:
+`encode_error`."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ class RoomOverdue(_Event, frozen=True, tag="overdue"):
 
 
 class CopyEnded(_Event, frozen=True, tag="copied"):
-    """A copy between a decode rank's pool and its host memory has ended; see `HostCopyDone`. Only
-    ranks above 0 report it so."""
+    """A copy to or from host memory has ended; see `HostCopyDone`. Of ranks above 0 alone."""
 
     number: int
     error: Exception | None
@@ -52,8 +49,7 @@ class CopyEnded(_Event, frozen=True, tag="copied"):
 
 
 class PrefillReady(_Event, frozen=True, tag="ready"):
-    """All ranks of the prefill worker at this address answer decode's rank 0. Its pool holds
-    `max_tokens`, 0 where it does not say."""
+    """All ranks of this worker answer. Its pool holds `max_tokens`, 0 where it does not say."""
 
     address: str
     max_tokens: int = 0
@@ -66,18 +62,16 @@ class PrefillAway(_Event, frozen=True, tag="away"):
 
 
 class PrefillLost(_Event, frozen=True, tag="lost"):
-    """Nothing answers at this address, or what does is refused; `error` says which of the two.
-
-    No further event of this address comes until it is asked about again.
-    """
+    """Nothing answers at this address, or what does is refused, as `error` says. No further event
+    of this address comes until it is asked about again."""
 
     address: str
     error: Exception
 
 
 class Bootstrapped(_Event, frozen=True, tag="bootstrapped"):
-    """Prefill's engine and all readers have named the room: computing may start. `peer` is the
-    lowest reader, `prefix_len` what decode has."""
+    """The engine and all readers have named the room: computing may start. `peer` is the lowest
+    reader, `prefix_len` what decode has."""
 
     key: RoomKey
     peer: PeerId
@@ -98,9 +92,8 @@ RoomEvent = RoomEnded | RoomDrained | RoomOverdue | Bootstrapped | SourceFree | 
 
 
 def encode_error(value: Any) -> tuple[Any, ...]:
-    """Return the exception of an event as the name of its class and its text; a msgspec `enc_hook`.
-    The text is cut to MAX_ERROR_CHARS. The peer that was lost, or the two versions, come with
-    it."""
+    """Return an exception as its class's name and its text, cut to MAX_ERROR_CHARS, with the lost
+    peer or the two versions; a msgspec `enc_hook`."""
     # Subclasses before Exception: these carry fields that the scheduler of another rank acts on.
     if isinstance(value, errors.PeerLostError) and value.peer is not None:
         return type(value).__name__, str(value)[:MAX_ERROR_CHARS], *value.peer
@@ -112,9 +105,8 @@ def encode_error(value: Any) -> tuple[Any, ...]:
 
 
 def decode_error(kind: type, value: Any) -> Exception:
-    """Return the exception of an event that `encode_error` has encoded; a msgspec `dec_hook`.
-
-    An exception of any other class than our TransferErrors comes back as a TransferError.
+    """Return the exception that `encode_error` has encoded; a msgspec `dec_hook`. Any class but our
+    TransferErrors comes back as a TransferError.
 
     >>> decode_error(Exception, encode_error(errors.AbortedError("enough")))
     AbortedError('enough')

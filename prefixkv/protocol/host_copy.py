@@ -1,5 +1,4 @@
-"""Orders of decode's host tier, copies of pages between the host and the device, and what says that
-one has ended."""
+"""Orders of decode's host tier, copies of pages between host and device, and their ends."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from prefixkv.paging import Pages
 
 
 class HostCopy(NamedTuple):
-    """An order of decode's host tier: copy pages between host memory and the device's pool.
+    """An order to copy pages between host memory and the device's pool.
 
     Until its `HostCopyDone` has come, nothing writes the pages that it reads, and nothing reads or
     writes those that it fills. A load names each of its device pages once, a write each of its host
@@ -23,12 +22,8 @@ class HostCopy(NamedTuple):
 
 
 class HostCopyDone(NamedTuple):
-    """The end of an order of decode's host tier: nothing of it touches memory any more. Comes once
-    for each order.
-
-    After an error some of the order's destination pages may have been written, and the bytes in
-    them mean nothing.
-    """
+    """The end of an order: nothing of it touches memory any more. Comes once. After an error some
+    destination pages may have been written, and their bytes mean nothing."""
 
     number: int
     error: Exception | None  # the first one; None if all pages were copied

@@ -36,8 +36,7 @@ class RoomKey(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """Numbers of a room's key, which frames and tags carry; `decode` is known from the peer
-        that sends them."""
+        """What frames and tags carry; `decode` is known from the peer that sends them."""
         return self.room, self.generation
 
 
@@ -52,5 +51,4 @@ class KVPoll(enum.IntEnum):
 
     @property
     def ended(self) -> bool:
-        """True in the two terminal states of KVPoll."""
         return self >= KVPoll.SUCCESS

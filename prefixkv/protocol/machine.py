@@ -24,9 +24,7 @@ from prefixkv.protocol.ids import KVPoll, RoomKey
 
 class Fail(msgspec.Struct, frozen=True):
     """End the room from this side: aborted or refused here, or the peer's rank `gone` has left.
-
-    `tell` is False where no rank of the peer listens.
-    """
+    `tell` is False where no rank of the peer listens."""
 
     error: Exception
     tell: bool = True
@@ -40,8 +38,8 @@ class RoomTick(msgspec.Struct, frozen=True):
 
 
 class Step(NamedTuple):
-    """One entry of a room machine's table: `method(machine, event, now_s)` takes the event and
-    returns actions. Then the machine is in one of `next_states`."""
+    """One entry of a table: `method(machine, event, now_s)` takes the event and returns actions.
+    Then the machine is in one of `next_states`."""
 
     method: Callable[..., list[Any]] | None
     next_states: Set[KVPoll]
@@ -63,7 +61,7 @@ class _Machine(Protocol):
 
 
 def run(machine: _Machine, table: Table, event: object, now_s: float) -> list[Any]:
-    """Run a room machine by one event, as its `table` says; return the actions, in order. Raises
+    """Run a machine by one event, as its `table` says; return the actions, in order. Raises
     InternalError for an event that the state's row does not name (nothing has changed), and for a
     step into a state that its row does not list."""
     before = machine.poll
@@ -85,7 +83,7 @@ def run(machine: _Machine, table: Table, event: object, now_s: float) -> list[An
 
 
 def fault(machine: _Machine, event: object, why: str = "") -> InternalError:
-    """Return the error of an event that must not come in a room machine's present state."""
+    """Return the error of an event that must not come in the present state."""
     return InternalError(
         f"{type(machine).__name__} of {machine.key}: {type(event).__name__} must not come in "
         f"{machine.poll.name}" + (f": {why}" if why else "")
@@ -93,9 +91,8 @@ def fault(machine: _Machine, event: object, why: str = "") -> InternalError:
 
 
 def mermaid(table: Table) -> str:
-    """Return a room machine's table as a mermaid state diagram. An arrow names the events that may
-    lead along it, a note those that its state ignores. An event that a state names in neither must
-    not come in it."""
+    """Return a table as a mermaid state diagram. An arrow names the events that may lead along it,
+    a note those that its state ignores. Others must not come."""
     lines = ["stateDiagram-v2", f"    [*] --> {min(table).name}"]
     for state, row in table.items():
         for after in KVPoll:
@@ -111,8 +108,7 @@ def mermaid(table: Table) -> str:
 
 
 def diagrams() -> dict[str, str]:
-    """Return the mermaid diagrams of both room machines, the receiver's and the sender's, by the
-    name of the class."""
+    """Return the mermaid diagrams of both room machines, by the name of the class."""
     found = {}
     for side in ("Receiver", "Sender"):  # by name: those modules import this one
         module = import_module(f"prefixkv.protocol.{side.lower()}_machine")

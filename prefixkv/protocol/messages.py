@@ -63,8 +63,8 @@ WindowIds = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 
 
 class GroupDigest(msgspec.Struct, frozen=True, array_like=True):
-    """Fields of a group of layers that must be equal on both sides, in a handshake: see
-    `PageGroup`. Heads are those of each rank, and have to fit the peer's: `check_group_heads`."""
+    """Fields of a group of layers that must be equal on both sides: see `PageGroup`. Heads are
+    those of each rank, and have to fit the peer's: `check_group_heads`."""
 
     name: GroupName
     """The engine's name for it."""
@@ -96,8 +96,7 @@ GroupDigests = Annotated[tuple[GroupDigest, ...], msgspec.Meta(max_length=MAX_GR
 
 
 class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
-    """Fields of a handshake that must be equal on both sides for KV and extra state to mean the
-    same."""
+    """Fields that must be equal on both sides for KV and extra state to mean the same."""
 
     model: Short
     """`ModelConfig.model`."""
@@ -121,8 +120,7 @@ class ModelDigest(msgspec.Struct, frozen=True, array_like=True):
     """The groups of layers beside the first one, in one order on both sides."""
 
     def check(self, theirs: ModelDigest) -> None:
-        """Compare this model digest with the peer's of the handshake. Raise HandshakeError for the
-        first field that differs."""
+        """Raise HandshakeError for the first field that differs."""
         # `opaque` first: it is the reason where `attention` or `head_dim` differ too. Lists last.
         _check_fields(self, theirs, ("opaque", *self.__struct_fields__[:-2]))
         _check_lists("state", self.state, theirs.state)
@@ -136,8 +134,7 @@ def _check_lists(
     theirs: Sequence[msgspec.Struct],
     besides: tuple[str, ...] = (),
 ) -> None:
-    """Compare lists of structs of a handshake's messages, `besides` these fields. Raise
-    HandshakeError for the first field that differs."""
+    """Raise HandshakeError for the first field, `besides` these, that differs."""
     for i, (mine, other) in enumerate(zip_longest(ours, theirs)):
         if mine is None or other is None:
             raise HandshakeError(f"{name}[{i}]", mine, other)
@@ -148,8 +145,7 @@ def _check_lists(
 def _check_fields(
     ours: msgspec.Struct, theirs: msgspec.Struct, fields: tuple[str, ...], of: str = ""
 ) -> None:
-    """Compare fields of two structs of a handshake's messages. Raise HandshakeError for the first
-    field that differs; `of` is put before its name."""
+    """Raise HandshakeError for the first field that differs; `of` is put before its name."""
     for field in fields:
         if getattr(ours, field) != getattr(theirs, field):
             raise HandshakeError(of + field, getattr(ours, field), getattr(theirs, field))
@@ -162,8 +158,7 @@ class Libraries(msgspec.Struct, frozen=True, array_like=True):
     ucx: Version = ""
 
     def check(self, theirs: Libraries) -> None:
-        """Compare the versions that both sides know. Raise HandshakeError for the first that
-        differs."""
+        """Raise HandshakeError for the first version that both sides know and that differs."""
         for name in self.__struct_fields__:
             ours, other = getattr(self, name), getattr(theirs, name)
             if ours and other and ours != other:
@@ -171,8 +166,7 @@ class Libraries(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Topology(msgspec.Struct, frozen=True, array_like=True):
-    """Fields of a handshake that may differ and are negotiated: how a side's ranks share the model,
-    and its page size in tokens."""
+    """Fields that may differ: how a side's ranks share the model, and its page size in tokens."""
 
     page_size: Count
     """Tokens of a page."""
@@ -185,8 +179,8 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
     """
 
     def mesh(self, digest: ModelDigest) -> Mesh:
-        """Return how the model of `digest` is shared out over the ranks of this message's topology;
-        a peer's still has to pass `check_meshes`."""
+        """Return how the ranks share the model of `digest`; a peer's still has to pass
+        `check_meshes`."""
         return Mesh(
             digest.num_layers,
             digest.num_kv_heads,
@@ -215,8 +209,7 @@ class ProcessLife(msgspec.Struct, frozen=True, array_like=True):
     """When the node was made, in nanoseconds since boot; 0: unknown."""
 
     def is_before(self, other: ProcessLife) -> bool:
-        """Return True if this process, as its message tells, was made before the other; False where
-        that is not known."""
+        """Return True if this process was made before the other; False where that is not known."""
         same = self.boot == other.boot
         # Times of different boots do not compare.
         return same and 0 < self.opened_ns < other.opened_ns
@@ -283,8 +276,8 @@ class HelloReply(Body, frozen=True, tag="hello-reply"):
 
 
 class HelloWanted(Body, frozen=True, tag="hello-wanted"):
-    """Prefill to decode: prefill does not know the sender of a frame, since it was restarted or has
-    forgotten it; or the sender's Hello came without the nonce.
+    """Prefill to decode: the sender of a frame is not known (any more), or its Hello came without
+    the nonce.
 
     A Hello counts only with the nonce that is wanted, so a late one of a former life is no more
     than a question.
@@ -295,8 +288,7 @@ class HelloWanted(Body, frozen=True, tag="hello-wanted"):
 
 
 class HelloRefused(Body, frozen=True, tag="hello-refused"):
-    """Decode to prefill: decode does not work with this process. Counts only for the process that
-    it names."""
+    """Decode to prefill: no work with this process. Counts for the named process only."""
 
     life: U64
     """The incarnation that is refused."""
@@ -322,10 +314,7 @@ class RoomBody(Body, frozen=True):
 
 class Promise(RoomBody, frozen=True, tag="promise"):
     """Decode to prefill: decode has `prefix_len` tokens of the request, and wants the rest of
-    `fill_len` in these pages.
-
-    Extra state, where the model has some, is wanted whole, as it is after `fill_len` tokens.
-    """
+    `fill_len` in these pages. Extra state is wanted whole, as it is after `fill_len` tokens."""
 
     fill_len: Count
     """Tokens of the prompt (of an attempt after the first: those whose KV is needed; less the end
@@ -355,23 +344,19 @@ class Promise(RoomBody, frozen=True, tag="promise"):
 
     @property
     def num_pages(self) -> int:
-        """Number of pages that a Promise message names, those of window groups included."""
+        """Number of pages, those of window groups included."""
         return (len(self.pages) + sum(map(len, self.windows))) // 4
 
     def page_ids(self) -> npt.NDArray[np.int32]:
-        """Return the destination pages that a Promise message names, int32. Raises ProtocolError if
-        the bytes are no whole number of ids."""
+        """Return the destination pages, int32. Raises ProtocolError for no whole number of ids."""
         return _ids_of(self.pages)
 
     def window_ids(self) -> tuple[npt.NDArray[np.int32], ...]:
-        """Return the destination pages that a Promise message names in each window group. Raises
-        as `page_ids`."""
+        """Return the destination pages in each window group. Raises as `page_ids`."""
         return tuple(map(_ids_of, self.windows))
 
 
 def _ids_of(packed: bytes) -> npt.NDArray[np.int32]:
-    """Return the page ids of a message. Raises ProtocolError for bytes that are no whole number of
-    them."""
     if len(packed) % 4:
         raise ProtocolError(f"{len(packed)} bytes are no list of page ids")
     return np.frombuffer(packed, dtype="<i4").astype(np.int32)
@@ -386,8 +371,8 @@ class PromiseAck(RoomBody, frozen=True, tag="promise-ack"):
 
 
 class Abort(RoomBody, frozen=True, tag="abort"):
-    """Decode to prefill: refuse every earlier frame of this room, stop writing for it, and say when
-    it is drained."""
+    """Decode to prefill: refuse every earlier frame of this room, stop writing for it, say when it
+    is drained."""
 
     reason: Text
     """For prefill's engine; cut to 1,000 characters."""
@@ -477,7 +462,7 @@ class LeaseAsk(RoomBody, frozen=True, tag="lease-ask"):
 
 class LeaseGrant(RoomBody, frozen=True, tag="lease-grant"):
     """Decode to prefill: the piece may be written, each writer to its section of the lease
-    (`LeaseCut.sections`), which follows from the two meshes and the staging area."""
+    (`LeaseCut.sections`)."""
 
     piece: Count
     """As in the ask."""
@@ -541,9 +526,8 @@ def encode(sender: PeerId, seq: int, body: AnyBody) -> bytes:
 
 
 def decode(raw: bytes) -> Frame:
-    """Decode a frame of the control plane from these bytes, which `encode` has made. Raises
-    VersionError for a frame of another version, whatever its body is like there, and ProtocolError
-    for anything that is no frame."""
+    """Decode a frame that `encode` has made. Raises VersionError for another version, whatever its
+    body is like, and ProtocolError for anything that is no frame."""
     # First the size, before anything is parsed.
     if len(raw) > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame of {len(raw)} bytes, the limit is {MAX_FRAME_BYTES}")
@@ -559,7 +543,7 @@ def decode(raw: bytes) -> Frame:
 
 
 def _version(raw: bytes) -> int:
-    """Return the protocol version that a frame begins with; ours where it begins with none."""
+    """Ours where a frame begins with none."""
     try:
         return _envelope.decode(raw).version
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

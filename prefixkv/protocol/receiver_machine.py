@@ -1,5 +1,4 @@
-"""Decode's side of one room: promise pages, wait for every writer rank, know when nothing can land
-any more.
+"""Decode's side of one room: promise pages, wait for every writer rank, know when nothing can land.
 
 The *end* of a room and the *proof* that it is drained are two things. The end is for the request:
 SUCCESS or FAILED, once. The proof is for the pages: they may be used again only when each rank that
@@ -105,11 +104,8 @@ _MAX_OPEN_CHUNKS = 1024  # bound per rank; a writer has fewer posts under way
 
 
 class _Landings:
-    """Sum of the notifications of one prefill rank that the room waits for, as whole chunks.
-
-    A peer may repeat notifications, or invent them: the state kept for it is bounded by the units
-    that it was promised.
-    """
+    """Sum of the notifications of one prefill rank, as whole chunks. A peer may repeat or invent
+    notifications: what is kept is bounded by the units that it was promised."""
 
     __slots__ = ("_done", "_max_chunks", "_open", "num_chunks", "num_units")
 
@@ -123,8 +119,7 @@ class _Landings:
         self._open: dict[int, tuple[int, int, int]] = {}  # by chunk: parts, units, bits of parts
 
     def take(self, event: ChunkLanded) -> None:
-        """Count one notified part of a chunk that has landed for the receiver. Repeated,
-        contradictory or beyond the bound: no-op."""
+        """Repeated, contradictory or beyond the bound: no-op."""
         of_chunk = event.num_parts, event.num_units
         parts, units, landed = self._open.get(event.chunk, (*of_chunk, 0))
         is_known = event.chunk in self._open
@@ -154,15 +149,14 @@ def _error(failed: Outcome) -> TransferError:
 class ReceiverMachine:
     """One (room, generation) on decode. Pure; owned by the control object that holds it.
 
-    The states are those of KVPoll; `TABLE` says which events each takes. Once ended, the room stays
-    until it is drained (`over`).
+    `TABLE` says which events each state of KVPoll takes. Once ended, the room stays until it is
+    drained (`over`).
     """
 
     def __init__(
         self, promise: Promise, timing: ControlConfig, now_s: float, prefill: str = ""
     ) -> None:
-        """Begin the receiver's machine before any rank is known. `prefill`: its worker's address,
-        for errors."""
+        """Begin before any rank is known. `prefill`: its worker's address, for errors."""
         self.key = promise.key
         self.promise = promise
         self.num_pages = promise.num_pages
@@ -196,23 +190,23 @@ class ReceiverMachine:
 
     @property
     def is_written(self) -> bool:
-        """True if a peer may be writing for the room, or its last writes may not be notified yet. A
-        promise without pages, of a full hit, lets nothing be written."""
+        """True if a peer may be writing, or its last writes may not be notified yet. A promise
+        without pages, of a full hit, lets nothing be written."""
         return (bool(self._undrained) or self.awaits_notifications) and self._has_target
 
     @property
     def undrained(self) -> frozenset[int]:
-        """Prefill ranks that may write for the room, or be writing. Any thread may read it."""
+        """Ranks that may be writing. Any thread may read it."""
         return frozenset(self._undrained)
 
     @property
     def over(self) -> bool:
-        """True if nothing more can happen in the room: the machine may be dropped."""
+        """True if nothing more can happen: the machine may be dropped."""
         return self.poll.ended and self.drained
 
     @property
     def wake_s(self) -> float:
-        """Latest time at which the receiver machine wants its next RoomTick."""
+        """Latest time at which the next RoomTick is wanted."""
         if self.over:
             return float("inf")
         deadline_s = float("inf") if self._overdue_reported else self._wait.due_s
@@ -221,8 +215,7 @@ class ReceiverMachine:
         return min(deadline_s, self._resend.due_s) if waiting_for_answer else deadline_s
 
     def on(self, event: ReceiverEvent, now_s: float) -> list[ReceiverAction]:
-        """Take one event of the room, as the receiver machine's table says; return the actions, in
-        order."""
+        """Take one event, as the table says; return the actions, in order."""
         actions: list[ReceiverAction] = run(self, self.TABLE, event, now_s)
         # Looked at after every event, since both halves can come last: the failure, or the proof.
         # RoomDrained therefore always follows RoomEnded. After SUCCESS the end itself is the proof.
@@ -256,7 +249,6 @@ class ReceiverMachine:
         return []
 
     def _on_landed(self, event: Landed, now_s: float) -> list[ReceiverAction]:
-        """Count what has landed for the room: a part of a chunk, or staged units."""
         # Of a rank that no promise went to: invented, or of another use of the number.
         if event.rank not in self.ranks:
             return []
@@ -300,8 +292,7 @@ class ReceiverMachine:
 
     @property
     def awaits_notifications(self) -> bool:
-        """True if every prefill rank reports that it has written all, but the receiver lacks
-        notifications."""
+        """True if every rank reports that it has written all, but notifications are missing."""
         return self._all_reported and not self.poll.ended
 
     def _maybe_success(self, now_s: float) -> list[ReceiverAction]:
@@ -334,7 +325,6 @@ class ReceiverMachine:
         return SendToRank(outcome.rank, OutcomeAck(*self.key.numbers, outcome.rank, self.ticket))
 
     def _on_fenced(self, event: FencedOff, now_s: float) -> list[ReceiverAction]:
-        """Fail the room, since a prefill rank of it can write no more; that rank is drained."""
         if event.rank not in self.ranks:
             return []
         self._undrained.discard(event.rank)
@@ -367,7 +357,7 @@ class ReceiverMachine:
         return []
 
     def _fail(self, event: Fail, now_s: float) -> list[ReceiverAction]:
-        """End the room as failed; its pages stay until they are proved free."""
+        """The pages stay until they are proved free."""
         self.poll = KVPoll.FAILED
         self.error = event.error
         # The wait is now one for proof. When it is over the room is reported as overdue, and kept.
@@ -387,8 +377,7 @@ class ReceiverMachine:
         return [SendToRank(rank, abort) for rank in sorted(self._undrained) if rank != gone]
 
     def _on_late_outcome(self, event: OutcomeSaid, now_s: float) -> list[ReceiverAction]:
-        """Acknowledge a prefill rank's outcome that comes after the end of the room; it may carry
-        the proof."""
+        """Acknowledge it; it may carry the proof."""
         if event.outcome.drained:
             self._undrained.discard(event.outcome.rank)
         return [self._ack(event.outcome)]

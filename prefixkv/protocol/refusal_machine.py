@@ -1,9 +1,6 @@
 """Decode's side of a room that it does not open: tell prefill, which may have the request, that no
-promise will come.
-
-No page is at stake, only prefill's patience. So, unlike a receiver's, this room also ends once
-prefill has not been heard for that long.
-"""
+promise will come. No page is at stake, so this room also ends once prefill has not been heard for
+long."""
 
 from __future__ import annotations
 
@@ -22,11 +19,7 @@ class RefusalMachine:
     """One (room, generation) that decode refuses. Pure; owned by the control object that holds it.
 
     It has one state, FAILED, and no table: it ends once (`over`), and takes nothing after that.
-
-    Args:
-        reports_end: whether it ends with RoomDrained, which comes once prefill has answered or
-            cannot.
-        versions: as of Abort.
+    `reports_end`: whether it ends with RoomDrained, once prefill has answered or cannot.
     """
 
     drained: ClassVar = True  # no peer ever knew its pages
@@ -57,12 +50,11 @@ class RefusalMachine:
 
     @property
     def wake_s(self) -> float:
-        """Latest time at which the refusal's next RoomTick is wanted."""
+        """Latest time at which the next RoomTick is wanted."""
         return float("inf") if self.over else min(self._wait.due_s, self._resend.due_s)
 
     def on(self, event: receiver.ReceiverEvent, now_s: float) -> list[receiver.ReceiverAction]:
-        """Take one event of a room that decode refuses; return the actions. Raises InternalError
-        for a second PeerReady."""
+        """Take one event; return the actions. Raises InternalError for a second PeerReady."""
         match event:
             case receiver.PeerReady(ranks):
                 if self._unanswered or self.over:

@@ -18,10 +18,7 @@ from prefixkv.request import DeviceEvent
 
 
 class Added(msgspec.Struct, frozen=True):
-    """The engine has the request, and will hand over KV of its tokens.
-
-    `digest` is that of the `num_tokens` tokens, `weights_version` that of the weights.
-    """
+    """The engine has the request, and hands over KV of `num_tokens` tokens, of this digest."""
 
     num_tokens: int
     digest: bytes
@@ -30,13 +27,12 @@ class Added(msgspec.Struct, frozen=True):
 
 class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Rank `reader` of decode has `prefix_len` tokens and wants the rest of `fill_len` in `pages`
-    of its pool: `num_units` unit pages of `unit_tokens` (paging.py), `fold` of them per page.
+    of its pool: `num_units` unit pages of `unit_tokens`, `fold` of them per page.
 
     The control object has checked it. `readers` are all ranks that will promise. `writes` is False
     for a reader that gets none of our KV and only has to know how the room ends. Extra state is
     wanted in `state_slot` (-1: none is); `takes_state` is False where none of ours goes there.
-    `digest` is that of the prompt.
-    `windows` are the pages promised in each window group.
+    `digest` is that of the prompt. `windows` are the pages promised in each window group.
     """
 
     peer: PeerId
@@ -58,20 +54,19 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def all_pages(self) -> int:
-        """Number of pages that the Promised event names, those of window groups included."""
+        """Number of pages, those of window groups included."""
         return len(self.pages) + sum(map(len, self.windows))
 
     def span(self, chunk: SendChunk, page_size: int) -> tuple[int, int, int]:
-        """Return the units of a chunk that prefill sends, counted behind the promised prefix:
-        (first, end, units per page). `first` is negative where decode has some of them."""
+        """Return a chunk's units, counted behind the promised prefix: (first, end, units per page).
+        `first` is negative where decode has some of them."""
         unit_tokens = self.unit_tokens or page_size
         fold = page_size // unit_tokens
         first = chunk.first_page * fold - self.prefix_len // unit_tokens
         return first, first + len(chunk.src_pages) * fold, fold
 
     def units(self, start: int, stop: int) -> Pages:
-        """Return the promised unit pages of a reader's pool from `start` to `stop`, counted from
-        the first."""
+        """Return the unit pages of the reader's pool from `start` to `stop`."""
         return unit_pages(self.pages, self.fold, start, stop)
 
     def repeats(self, other: Promised) -> bool:
@@ -85,7 +80,7 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         )
 
     def agrees_with(self, other: Promised) -> bool:
-        """Return True if the Promised events of two readers agree, each in its own pool's units."""
+        """Return True if two readers agree, each in its own pool's units."""
         mine = (self.ticket, self.fill_len, self.prefix_len, self.state_slot)
         others = (other.ticket, other.fill_len, other.prefix_len, other.state_slot)
         same = self.weights_version == other.weights_version
@@ -135,8 +130,7 @@ class OutcomeAcked(msgspec.Struct, frozen=True):
 
 
 class LifeBegan(msgspec.Struct, frozen=True):
-    """The decode worker was started after the request came here: this life of it has until
-    `until_s` to promise."""
+    """Decode was started after the request came: it has until `until_s` to promise."""
 
     peer: PeerId
     until_s: float
@@ -156,11 +150,8 @@ class SendToReader(msgspec.Struct, frozen=True):
 
 
 class PostWrite(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Queue a write with the transport: unit pages, from `first_unit` behind the prefix on.
-
-    With `state` the pages are slots of the state pools, with a `window` those of the window group
-    of this number.
-    """
+    """Queue a write with the transport: unit pages, from `first_unit` behind the prefix on; with
+    `state` slots of the state pools, with a `window` pages of the group of this number."""
 
     job_id: int
     key: RoomKey

@@ -1,7 +1,7 @@
 """Prefill's side of one room: take decode's promises, post the engine's chunks, report the end.
 
-Each decode rank that takes a part of our KV (a *reader*) promises its pages, all of them the same;
-the room begins when all have, and ends for all of them alike.
+Each decode rank that takes a part of our KV (a *reader*) promises its pages; the room begins when
+all have, and ends for all alike.
 
 Three ends are kept apart. *Ended* is for the engine: SUCCESS or FAILED, once. *Source free* is for
 our own pages: no write reads them any more. *Drained* is for decode's pages: reported only when
@@ -67,10 +67,8 @@ class _RoomReader:
 
 
 class SenderMachine:
-    """One (room, generation) on one prefill rank. Pure; owned by its `PrefillControl`.
-
-    The states are those of KVPoll; `TABLE` says which events each takes.
-    """
+    """One (room, generation) on one prefill rank. Pure; owned by its `PrefillControl`. `TABLE` says
+    which events each state of KVPoll takes."""
 
     def __init__(
         self,
@@ -124,22 +122,22 @@ class SenderMachine:
 
     @property
     def has_begun(self) -> bool:
-        """True if the room has a promise or a chunk, so the engine may have computed."""
+        """True if there is a promise or a chunk, so the engine may have computed."""
         return self._promise is not None or bool(self._early_chunks)
 
     @property
     def awaits_promise(self) -> bool:
-        """True if prefill's engine has added the room, and a reader has yet to promise."""
+        """True if the engine has added the room, and a reader has yet to promise."""
         return self.added and self.poll is KVPoll.BOOTSTRAPPING
 
     @property
     def is_left_over(self) -> bool:
-        """True if the room ended before any reader spoke of it, and is kept to answer them."""
+        """True if it ended before any reader spoke of it, and is kept to answer them."""
         return self.poll.ended and self.drained and not self.readers
 
     def may_be_about(self, digest: bytes) -> bool:
-        """Return True if a frame with this digest may be about the request in the room. False only
-        where both sides name a prompt, and the two differ."""
+        """True if a frame with this digest may be about the room's request: False only where both
+        name a prompt, and the two differ."""
         return not (digest and self.digest) or digest == self.digest
 
     def parked(self) -> list[tuple[Promised, PeerId]]:
@@ -155,8 +153,7 @@ class SenderMachine:
         return all(is_proved(one.promise) for one in self.readers.values() if one.promise)
 
     def may_be_for(self, digest: bytes) -> bool:
-        """Return True if the promises that have come to the room may be for this prompt. False only
-        where both sides name a prompt, and the two differ."""
+        """As `may_be_about`, of the promises that have come."""
         return self.proves(lambda one: not (one.digest and digest) or one.digest == digest)
 
     @property
@@ -165,7 +162,7 @@ class SenderMachine:
 
     @property
     def expected(self) -> tuple[int, ...]:
-        """Ranks of decode that read from the room, as far as known; rank 0 always does."""
+        """Ranks of decode that read, as far as known; rank 0 always does."""
         return self._expected or (0,)
 
     @property
@@ -180,20 +177,19 @@ class SenderMachine:
 
     @property
     def over(self) -> bool:
-        """True if nothing more can happen in the room: the machine may be dropped."""
+        """True if nothing more can happen: the machine may be dropped."""
         return self.drained and self._answered
 
     @property
     def wake_s(self) -> float:
-        """Latest time at which the sender machine wants its next RoomTick."""
+        """Latest time at which the next RoomTick is wanted."""
         if not self.poll.ended:
             newborn = self._newborn
             return self._wait.due_s if newborn is None else min(self._wait.due_s, newborn.until_s)
         return float("inf") if self._answered else min(self._resend.due_s, self._wait.due_s)
 
     def on(self, event: SenderEvent, now_s: float) -> list[SenderAction]:
-        """Take one event of the room, as the sender machine's table says; return the actions, in
-        order."""
+        """Take one event, as the table says; return the actions, in order."""
         actions: list[SenderAction] = run(self, self.TABLE, event, now_s)
         # After every event, since either half can come last: the end of the room, or that of its
         # last write. SourceFree frees the pages for other requests, so it comes once, and never
@@ -214,7 +210,7 @@ class SenderMachine:
         return self._maybe_bootstrapped(now_s)
 
     def _on_promised(self, event: Promised, now_s: float) -> list[SenderAction]:
-        """Take a reader's promise to the room; begin if it was the last one missing."""
+        """Begins if it was the last promise missing."""
         reader = self._reader_of(event)
         if reader.promise is not None:
             return self._on_promise_repeated(event, now_s)
@@ -238,8 +234,8 @@ class SenderMachine:
         return [SendToReader(event.peer, PromiseAck(*self.key.numbers, self._rank, self.ticket))]
 
     def is_other_use(self, ticket: int) -> bool:
-        """Return True if a frame with this ticket is about another use of the number of the room.
-        False as long as no reader has spoken: then no ticket is known here."""
+        """Return True if a frame with this ticket is about another use of the room's number. False
+        as long as no reader has spoken: then no ticket is known here."""
         return bool(self.readers) and self.ticket != ticket
 
     def is_strange(self, peer: PeerId, reader: int) -> bool:
@@ -247,8 +243,7 @@ class SenderMachine:
         return known is not None and known.peer != peer
 
     def same_promise(self, event: Promised) -> bool:
-        """Return True if this repeats a reader's promise to the room, or is its first and like the
-        others."""
+        """Return True if this repeats a reader's promise, or is its first and like the others."""
         reader, first = self.readers.get(event.reader), self._promise
         before = reader.promise if reader is not None else None
         repeats = before is None or before.repeats(event)
@@ -376,9 +371,8 @@ class SenderMachine:
         state: bool = False,
         window: int = -1,
     ) -> Iterator[SenderAction]:
-        """Yield a write of a chunk from the room to each reader that has a share in our KV. It is
-        of these unit pages, with `state` of the extra state in this slot, or with a `window` of
-        these pages of a window group."""
+        """Yield a write to each reader with a share in our KV: of these unit pages, with `state` of
+        the extra state in this slot, or with a `window` of these pages of a window group."""
         for reader in self.readers.values():
             promise = reader.promise
             assert promise is not None
@@ -456,8 +450,7 @@ class SenderMachine:
         return actions + self._on_late_abort(event, now_s)
 
     def _on_life_began(self, event: LifeBegan, now_s: float) -> list[SenderAction]:
-        """Note in the room a restart of decode before its promise: the new life may not know the
-        request."""
+        """The new life may not know the request."""
         # The first of several lives counts: a worker that is killed again and again would have the
         # request wait on.
         if self._promise is None:
@@ -491,8 +484,7 @@ class SenderMachine:
         return self._fail(Fail(TransferTimeoutError(what)), now_s)
 
     def _send_outcomes(self, now_s: float) -> list[SenderAction]:
-        """Send the outcome of the room to all readers that have not answered it, and wait for their
-        answers. Waits also for promises that are on their way."""
+        """To all readers that have not answered. Waits also for promises that are on their way."""
         if self._answered:
             return []
         wait_s = self._timing.ack_timeout_s if self._complete else self._timing.parked_timeout_s

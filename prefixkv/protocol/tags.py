@@ -22,9 +22,8 @@ TAG_BYTES = _FORMAT.size
 class ChunkTag(NamedTuple):
     """One part of one chunk, as a notification names it.
 
-    `lease_id` is that of the lease it lands in; -1: it lands in pages. `num_pages` is how many
-    pages (of a staged write: blocks; of extra state: slots) the transport posts for the whole
-    chunk. `ticket` is that of the promise it is written for.
+    `lease_id`: -1 where it lands in pages. `num_pages`: how many pages (staged: blocks; of extra
+    state: slots) are posted for the whole chunk. `ticket`: of the promise that it is written for.
     """
 
     incarnation: int
@@ -39,7 +38,7 @@ class ChunkTag(NamedTuple):
     ticket: int = 0
 
     def pack(self) -> bytes:
-        """Return a chunk's tag as the bytes that a notification carries.
+        """Return the bytes that a notification carries.
 
         >>> len(ChunkTag(incarnation=1, room=7, generation=0, rank=0, chunk=2).pack()) == TAG_BYTES
         True
@@ -48,7 +47,7 @@ class ChunkTag(NamedTuple):
 
     @classmethod
     def unpack(cls, raw: bytes) -> ChunkTag:
-        """Return the chunk tag in `raw`. Raises ProtocolError for bytes that are no tag of ours."""
+        """Return the tag in `raw`. Raises ProtocolError for bytes that are no tag of ours."""
         if len(raw) != TAG_BYTES or raw[:4] != _MAGIC:
             raise ProtocolError(f"{len(raw)} bytes are no chunk tag")
         tag = cls(*_FORMAT.unpack(raw)[1:])

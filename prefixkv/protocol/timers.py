@@ -1,5 +1,4 @@
-"""Time in the machines: `Timers` wakes what waits, `Backoff` paces repeated frames, `Wait` limits a
-wait for a peer.
+"""`Timers` wakes what waits, `Backoff` paces repeated frames, `Wait` limits a wait for a peer.
 
 `Timers` is a heap with lazy deletion, so that a wait costs O(log waits) and no scan. Once most of
 its entries are stale it is rebuilt, so that it does not hold forgotten keys for long.
@@ -32,12 +31,11 @@ class Timers(Generic[K]):
 
     @property
     def next_s(self) -> float:
-        """Time of the earliest wake-up of these timers, or earlier (a stale entry); infinity if
-        there is none."""
+        """Time of the earliest wake-up, or earlier (a stale entry); infinity if there is none."""
         return self._heap[0][0] if self._heap else float("inf")
 
     def wake(self, key: K, when_s: float) -> None:
-        """Set the timer of `key` to `when_s`, unless an earlier wake-up was asked for already."""
+        """Wake `key` at `when_s`, unless an earlier wake-up was asked for."""
         if when_s < self._wake_s.get(key, float("inf")):
             self._wake_s[key] = when_s
             self._pushes += 1  # a tie-breaker: keys need no order
@@ -45,14 +43,13 @@ class Timers(Generic[K]):
             self._tidy()
 
     def forget(self, key: K) -> None:
-        """Cancel the timer of `key`. Unknown: no-op. The key itself stays referenced until as many
-        others were forgotten as wait, and 64 more."""
+        """Cancel a wake-up. Unknown: no-op. The key stays referenced until as many others were
+        forgotten as wait, and 64 more."""
         if self._wake_s.pop(key, None) is not None:
             self._tidy()
 
     def due(self, now_s: float) -> list[K]:
-        """Return the keys with a timer that is due, each once. A key has to ask again for another
-        wake-up, which comes with a later call."""
+        """Return the keys that are due, each once. A key has to ask again for another wake-up."""
         keys = []
         while self._heap and (self._heap[0][0] <= now_s or self._stale()):
             when_s, _, key = heapq.heappop(self._heap)
@@ -63,8 +60,8 @@ class Timers(Generic[K]):
         return keys
 
     def visit(self, now_s: float, look: Callable[[K], None]) -> None:
-        """Call `look` for each key with a timer that is due. If it raises, that key is woken again
-        a second later, those behind it with the next call, and the exception passes on."""
+        """Call `look` for each key that is due. If it raises, that key is woken again a second
+        later, those behind it with the next call, and the exception passes on."""
         keys = self.due(now_s)
         for number, key in enumerate(keys):
             try:
@@ -78,7 +75,7 @@ class Timers(Generic[K]):
                 raise
 
     def _tidy(self) -> None:
-        """Drop stale timers once they are most of the heap: O(log waits) per call, amortized."""
+        """O(log waits) per call, amortized."""
         if len(self._heap) <= 2 * len(self._wake_s) + _FEW:
             return
         first: dict[K, tuple[float, int, K]] = {}
@@ -113,13 +110,12 @@ class Backoff:
         self.due_s = float("inf")
 
     def start(self, now_s: float) -> None:
-        """Begin the backoff with the shortest pause: the frame was sent just now."""
+        """Begin with the shortest pause: the frame was sent just now."""
         self._pause_s = self._first_s
         self.due_s = now_s + self._pause_s
 
     def take(self, now_s: float) -> bool:
-        """Return True if the backoff's pause is over, so that it is time to repeat a frame; the
-        next pause is then twice as long."""
+        """Return True if it is time to repeat a frame; the next pause is then twice as long."""
         if now_s < self.due_s:
             return False
         self._pause_s = min(2 * self._pause_s, 8 * self._first_s)
@@ -151,8 +147,7 @@ class Wait:
 
     @property
     def limit(self) -> str:
-        """Name of the limit that ends a wait for a peer when it is due, its longest time or its
-        deadline; for errors."""
+        """Name of the limit that is due, the longest time or the deadline; for errors."""
         is_last = self.last_s <= self.due_s and self._longest_s > self._patience_s
         return "longest_wait_s" if is_last else "the deadline"
 
@@ -162,8 +157,7 @@ class Wait:
         self.last_s = now_s + max(patience_s, self._longest_s)
 
     def goes_on(self, heard_s: float, now_s: float) -> bool:
-        """Return True if the wait for a peer lasts beyond now, and move `due_s` to the next time to
-        ask."""
+        """Return True if the wait lasts beyond now, and move `due_s` to the next time to ask."""
         if now_s < self.due_s:
             return True
         # A peer that is heard may have queued the request, so it is waited for; `last_s` bounds the

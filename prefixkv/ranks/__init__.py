@@ -1,2 +1,1 @@
-"""The ranks of a worker: the log that the others follow, and the joined events of their rooms.
-Pure."""
+"""The ranks of a worker: the log that the others follow, and their rooms' joined events. Pure."""

@@ -1,5 +1,4 @@
-"""Copies between the pools and the host memory of all ranks of a decode worker, joined to one end
-each. Pure.
+"""Copies between the pools and the host memory of all ranks, joined to one end each. Pure.
 
 Every rank copies its own part of the KV, from and to the same page numbers. What reads or fills a
 page is over when it is on every rank, and good when it was good on every rank.
@@ -11,8 +10,7 @@ from prefixkv.protocol.host_copy import HostCopyDone
 
 
 class RankCopies:
-    """Copies of host memory that have ended on some ranks and not on all. Owned by rank 0's
-    scheduler thread."""
+    """Copies that have ended on some ranks and not on all. Owned by rank 0's scheduler thread."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -23,8 +21,7 @@ class RankCopies:
         return len(self._ended)
 
     def on(self, rank: int, done: HostCopyDone) -> HostCopyDone | None:
-        """Join the end of a copy of host memory on one rank with those on the others. Return its
-        end on all of them, None while one is missing."""
+        """Take the end of a copy on one rank. Return its end on all, None while one is missing."""
         if (ranks := self._ended.get(done.number)) is None:
             gone = self._fenced.items()
             ranks = {at: HostCopyDone(done.number, error, 0, 0.0) for at, error in gone}
@@ -42,8 +39,8 @@ class RankCopies:
         )
 
     def fence(self, rank: int, error: Exception) -> list[HostCopyDone]:
-        """Count every copy of host memory as ended with `error` on a rank whose process is dead.
-        Return those that have ended on all ranks with that."""
+        """Count every copy as ended with `error` on a dead rank. Return those that have ended on
+        all with that."""
         self._fenced[rank] = error
         waiting = [number for number, ranks in self._ended.items() if rank not in ranks]
         ended = [self.on(rank, HostCopyDone(number, error, 0, 0.0)) for number in waiting]

@@ -1,5 +1,4 @@
-"""The rooms of one number on all ranks of a worker, joined at rank 0: what a decode worker and a
-prefill worker have in common. Pure.
+"""The rooms of one number on all ranks of a worker, joined at rank 0, of either side. Pure.
 
 The first failure ends the room on all ranks. It is over when every rank is done with it: then its
 number, and its pages, which have the same ids on all, may be used again. A rank whose process is
@@ -39,7 +38,7 @@ E = TypeVar("E")  # events for the scheduler
 
 class RankEvents(msgspec.Struct, Generic[E], frozen=True, array_like=True):
     """What became of rooms (and of decode's copies) on a rank above 0, in order; `number` counts
-    the rank's messages from 0."""
+    its messages from 0."""
 
     rank: int
     number: int
@@ -50,8 +49,7 @@ _encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=encode_error)
 
 
 def pack_rank_events(rank: int, number: int, events: Sequence[Any]) -> bytes:
-    """Return events of rank `rank` as the bytes of its message `number` to rank 0, counted from
-    0."""
+    """Return the bytes of message `number`, counted from 0, of rank `rank` to rank 0."""
     return _encode(RankEvents(rank, number, list(events)))
 
 
@@ -71,10 +69,11 @@ class JoinedRooms(ABC, Generic[R, E]):
         return len(self._rooms)
 
     def unpack(self, raw: bytes) -> Iterator[tuple[int, Any]]:
-        """Return the events of another rank's message to rank 0, as (rank, event) for `on`.
+        """Return the events of another rank's message, as (rank, event) for `on`; none of a rank
+        that was fenced.
 
-        Each rank's messages have to come in order, and none may be left out: else it raises
-        CallerError, with nothing changed. Of a rank that was fenced there are no events.
+        Raises CallerError, with nothing changed, unless each rank's messages come in order, and
+        none is left out.
         """
         message: RankEvents[Any] = decoded(raw, self.decoder.decode, "a rank")
         self._messages.take(message.rank, message.number)
@@ -103,21 +102,20 @@ class JoinedRooms(ABC, Generic[R, E]):
     # --- ranks that are dead ----------------------------------------------------------------------
 
     def death(self, rank: int) -> TransferError:
-        """Return the error of what ends since the process of this rank is dead. Raises CallerError
-        for what is no rank above 0 of the worker of these rooms."""
+        """Return the error of what ends since this rank is dead. Raises CallerError for what is no
+        rank above 0."""
         self._messages.check_rank(rank)
         return of_rank(self.side, rank, PeerLostError("its process is dead"))
 
     def awaited(self) -> dict[int, int]:
-        """Return, by rank, how many rooms wait for it alone, since all others are done. O(rooms)"""
+        """Return, by rank, how many rooms wait for it alone. O(rooms)."""
         ranks = set(range(self.num_ranks))
         missing = (ranks - room.done for room in self._rooms.values())
         return dict(Counter(rank for one in missing if len(one) == 1 for rank in one))
 
     def fence(self, rank: int) -> tuple[list[E | RoomEnded], list[AbortRoom]]:
-        """Count a rank whose process is dead as done with every room: what it has is gone with it.
-        Rooms on which it has not succeeded fail. Return events for the scheduler, and commands for
-        all ranks."""
+        """Count a dead rank as done with every room; those on which it has not succeeded fail.
+        Return events for the scheduler, and commands for all ranks."""
         error = self.death(rank)
         self._messages.fenced.add(rank)
         events: list[E | RoomEnded] = []

@@ -1,6 +1,5 @@
 """Rank 0's scheduler among the ranks of a decode worker: it gets the events of rooms that all ranks
-together report, and its commands go to every rank. Pure.
-"""
+together report, and its commands go to every rank. Pure."""
 
 from __future__ import annotations
 
@@ -55,11 +54,8 @@ class RankLeader:
     """Link between rank 0's scheduler and the control objects of all ranks. Owned by the
     scheduler's thread.
 
-    Args:
-        num_ranks: ranks that receive parts of the KV, each in rooms of its own; above 1, `log` is
-            needed.
-        log: where the other ranks' commands go.
-        submit: hands a command to rank 0's own control object.
+    `log`, for the other ranks' commands, is needed for more than one rank; `submit` hands a command
+    to rank 0's own control object.
     """
 
     def __init__(
@@ -76,16 +72,14 @@ class RankLeader:
         self.copies = RankCopies(num_ranks)
 
     def command(self, command: DecodeCommand) -> None:
-        """Send a command of rank 0's scheduler, the leader, to the control object of every rank.
-        But rank 0 alone asks which prefill workers answer; the others greet them with their first
-        room."""
+        """Send a command to every rank. But rank 0 alone asks which prefill workers answer; the
+        others greet them with their first room."""
         self._submit(command)
         if self._log is not None and not isinstance(command, MeetPrefill):
             self._log.command(command)
 
     def on(self, event: DecodeEvent | WorkerEvent, now_s: float) -> None:
-        """Take an event of rank 0's own control object: pass it to the leader's scheduler, or join
-        it with the other ranks' first."""
+        """Take an event of rank 0's control object, joined with the other ranks' if need be."""
         match event:
             # 1. About a prefill worker: only rank 0 asks, so nothing is to be joined.
             # 2. About a room, with one rank: it is the scheduler's as it is.
@@ -102,8 +96,8 @@ class RankLeader:
                 self._on_rank_event(self.rooms, 0, event, now_s)
 
     def on_rank_events(self, raw: bytes, now_s: float) -> None:
-        """Take another rank's message of events to the leader, rank 0; b"" holds no event. Each
-        rank's messages have to come in order, and none may be left out: else CallerError."""
+        """Take another rank's message; b"" is none. Raises CallerError if not all come, in
+        order."""
         check_bytes(raw)
         if not raw:
             return
@@ -117,15 +111,13 @@ class RankLeader:
                 self._on_rank_event(self.rooms, rank, event, now_s)
 
     def on_copy(self, rank: int, done: HostCopyDone, now_s: float) -> None:
-        """Join the end of a copy of host memory on one rank, at the leader, with those on the
-        others, and pass it to the scheduler once it has ended on all."""
+        """Take the end of a copy on one rank; the scheduler gets it once it has ended on all."""
         if (joined := self.copies.on(rank, done)) is not None:
             self._scheduler.copy_ended(joined, now_s)
 
     def fence(self, rank: int, now_s: float, after: DeviceEvent | None) -> None:
-        """Take note at the leader that a rank's process is dead: every request ends, and nothing
-        waits for that rank. `after` is as for `DecodeScheduler.abort`. Raises CallerError for what
-        is no other rank."""
+        """Note that a rank is dead: every request ends, and nothing waits for it. `after` is as for
+        `DecodeScheduler.abort`. Raises CallerError for what is no other rank."""
         if self.rooms is None:
             raise CallerError("this worker has only one rank")
         error = self.rooms.death(rank)

@@ -1,7 +1,6 @@
 """Messages between the ranks of a worker, which the engine carries: rank 0's log to the others, and
-their events back. What both sides check of each, before anything is changed: that it is one, and
-the next. Pure.
-"""
+their events back. Each is checked, before anything is changed: that it is one, and the next.
+Pure."""
 
 from __future__ import annotations
 
@@ -21,14 +20,12 @@ _ID_BYTES: Final = 4
 
 
 def check_bytes(raw: object) -> None:
-    """Raise CallerError for a message between ranks that is not of bytes."""
     if not isinstance(raw, bytes | bytearray | memoryview):
         raise CallerError(f"raw is a {type(raw).__name__}, bytes are needed")
 
 
 def decoded(raw: bytes, decode: Callable[[bytes], T], sender: str) -> T:
-    """Return a message between ranks, as `decode` reads it. Raises CallerError for what is none of
-    `sender`."""
+    """Return a message as `decode` reads it. Raises CallerError for what is none of `sender`."""
     check_bytes(raw)
     try:
         return decode(raw)
@@ -38,19 +35,18 @@ def decoded(raw: bytes, decode: Callable[[bytes], T], sender: str) -> T:
 
 
 def check_next(number: int, due: int) -> None:
-    """Raise CallerError for a message of rank 0's log that is not the next one."""
+    """Raise CallerError for a message that is not the next one."""
     if number != due:
         raise CallerError(f"message {number} of rank 0 came where {due} is the next")
 
 
 def packed_ids(pages: Pages) -> bytes:
-    """Return page ids as they travel between ranks."""
     return pages.astype("<i4").tobytes()
 
 
 def unpacked_ids(raw: bytes, num_pages: int) -> Pages:
-    """Return the page ids of a message of rank 0, int32. Raises CallerError for what are none, of a
-    pool of `num_pages`: each id becomes an address."""
+    """Return page ids, int32. Raises CallerError for what are none, of a pool of `num_pages`: each
+    becomes an address."""
     if len(raw) % _ID_BYTES:
         raise CallerError(f"rank 0 sent {len(raw)} bytes of page ids, of {_ID_BYTES} each")
     ids = np.frombuffer(raw, "<i4").astype(np.int32)
@@ -59,22 +55,21 @@ def unpacked_ids(raw: bytes, num_pages: int) -> Pages:
 
 
 class RankMessages:
-    """The numbers of the messages that rank 0 gets of the other ranks of its worker, and which of
-    these are dead."""
+    """Numbers of the other ranks' messages to rank 0, and which ranks are dead."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_taken = [0] * num_ranks
         self.fenced: set[int] = set()
 
     def check_rank(self, rank: int) -> None:
-        """Raise CallerError for what is no rank above 0 of the worker."""
+        """Raise CallerError for what is no rank above 0."""
         check_whole("rank", rank, 0, len(self._num_taken) - 1)
         if rank == 0:
             raise CallerError("rank is 0: that is this process")
 
     def take(self, rank: int, number: int) -> None:
-        """Count a rank's message to rank 0. Raises CallerError for a rank that there is not, and
-        for a message that is not the next one of its rank; nothing was changed."""
+        """Count a rank's message. Raises CallerError, with nothing changed, for a rank that there
+        is not, and a message that is not the next one."""
         if not 1 <= rank < len(self._num_taken):
             raise CallerError(f"a message of rank {rank}, which this worker has not")
         due = self._num_taken[rank]

@@ -1,6 +1,4 @@
-"""The rooms of one number on all ranks of a prefill worker with one cache, joined at rank 0: its
-scheduler hears of a room what all ranks together say. Pure.
-"""
+"""The rooms of one number on all ranks of a prefill worker, joined at rank 0. Pure."""
 
 from __future__ import annotations
 
@@ -23,24 +21,21 @@ from prefixkv.ranks.joined import JoinedRooms, RankEvents, Reports
 
 @dataclass(slots=True)
 class _PrefillReports(Reports):
-    """What the ranks of a prefill worker have reported of one room. A rank whose writes read its
-    pages no more is done with it."""
+    """A rank whose writes read its pages no more is done with the room."""
 
     begun: set[int] = field(default_factory=set)
     first: Bootstrapped | None = None  # rank 0's
 
 
 class PrefillRankRooms(JoinedRooms[_PrefillReports, PrefillEvent]):
-    """Rooms that are not over on all ranks of a prefill worker. Owned by rank 0's scheduler
-    thread."""
+    """Rooms that are not over on all ranks. Owned by rank 0's scheduler thread."""
 
     side = "prefill"
     make_reports = _PrefillReports
     decoder = msgspec.msgpack.Decoder(RankEvents[PrefillEvent], dec_hook=decode_error)
 
     def on(self, rank: int, event: PrefillEvent) -> tuple[list[PrefillEvent], list[AbortRoom]]:
-        """Join a rank's event of a room with those of the other prefill ranks; return events for
-        the scheduler, and commands for all ranks."""
+        """Take a rank's event; return events for the scheduler, and commands for all ranks."""
         room = self._room(event.key)
         events: list[PrefillEvent] = []
         commands: list[AbortRoom] = []

@@ -31,16 +31,14 @@ from prefixkv.ranks.joined import JoinedRooms, RankEvents, Reports
 
 @dataclass(slots=True)
 class _RankReports(Reports):
-    """What the ranks of a decode worker have reported of one room. One that has succeeded is
-    written no more, so that rank is done with it."""
+    """A rank that has succeeded is written no more, so it is done with the room."""
 
     overdue: bool = False
     aux: bytes = b""
 
 
 class RankRooms(JoinedRooms[_RankReports, DecodeEvent]):
-    """Rooms that are not over on all ranks of a decode worker. Owned by rank 0's scheduler
-    thread."""
+    """Rooms that are not over on all ranks. Owned by rank 0's scheduler thread."""
 
     side = "decode"
     make_reports = _RankReports

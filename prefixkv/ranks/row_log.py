@@ -51,8 +51,8 @@ _Windows: TypeAlias = list[tuple[Count, bytes]]  # by window group: a first page
 
 
 class RankSizes(NamedTuple):
-    """What all ranks of a worker have alike: sizes of the pool, its window groups, the StatePool,
-    the page table and the host memory."""
+    """What all ranks have alike: sizes of the pool, its window groups, the StatePool, the page
+    table and the host memory."""
 
     side: str  # "decode" or "prefill"
     num_pages: int
@@ -128,8 +128,8 @@ C = TypeVar("C")
 
 
 class _Pass(msgspec.Struct, Generic[C], frozen=True, array_like=True):
-    """One message of rank 0: the rows that have changed and those that have ended, the requests of
-    prefill that have, and what is to be carried out. `sizes` come with the first message."""
+    """One message of rank 0: rows and requests that have changed or ended, and what is to be
+    carried out. `sizes` come with the first message."""
 
     number: int
     rows: list[_Row]
@@ -152,8 +152,8 @@ _DECODERS: Mapping[str, Callable[[bytes], _Pass[Any]]] = {
 
 
 class _Told(NamedTuple):
-    """What tells two states of the page table apart, in place of its ids: by row, the length (below
-    0: not in use), how often ids were overwritten, and changes in the window groups."""
+    """What tells two states of the page table apart: by row, the length (below 0: not in use), how
+    often ids were overwritten, and changes in the window groups."""
 
     lengths: npt.NDArray[np.int32]
     writes: npt.NDArray[np.int64]
@@ -173,10 +173,10 @@ class RankLog:
     """Rank 0's log, for the other ranks of a decode worker, or of a prefill worker with one cache.
     Owned by the scheduler's thread.
 
-    The engine carries the bytes, by its own broadcast, once a pass: before the step whose attention
-    reads the rows. Ranks may apply late and at different times. Rank 0's `after=` events stand for
-    all ranks: a step that has ended there has passed its last all-reduce, so every rank has read
-    all of its pages.
+    The engine broadcasts the bytes once a pass, before the step whose attention reads the rows.
+    Ranks may apply late and at different times. Rank 0's `after=` events stand for all ranks: a
+    step that has ended there has passed its last all-reduce, so every rank has read all of its
+    pages.
     """
 
     def __init__(self) -> None:
@@ -188,8 +188,7 @@ class RankLog:
         self._views: dict[str, _View] = {}  # by rid, as the other ranks know them
 
     def has_news(self, pages: PageManager) -> bool:
-        """Return True if a command, a copy or a changed row waits to be taken for the other ranks.
-        O(rows)."""
+        """Return True if a command, a copy or a changed row waits to be taken. O(rows)."""
         if self._commands or self._copies:
             return True
         now, told = _Told.of(pages), self._told
@@ -202,7 +201,7 @@ class RankLog:
         )
 
     def command(self, command: DecodeCommand | PrefillCommand) -> None:
-        """Add a command of rank 0's scheduler, for the rooms of every other rank."""
+        """Add a command for the rooms of every other rank."""
         if isinstance(command, SendChunk):
             chunk = _Chunk(
                 command.key,
@@ -220,17 +219,15 @@ class RankLog:
             raise InternalError(f"{type(command).__name__} is no command for other ranks")
 
     def copy(self, order: HostCopy) -> None:
-        """Add a copy between pool and host memory, for every rank to make of its own part."""
+        """Add a copy, for every rank to make of its own part."""
         host, device = packed_ids(order.host_pages), packed_ids(order.device_pages)
         self._copies.append(_Copy(order.number, order.is_load, host, device))
 
     def take(self, pages: PageManager, requests: Iterable[LoggedRequest] = ()) -> bytes:
-        """Return what the other ranks have to apply, as one message, and forget it.
+        """Return what the other ranks have to apply, as one message, and forget it; `requests` are
+        all of prefill's rank 0. O(rows + what has changed).
 
-        Every rank has to apply every message, in order. O(rows + what has changed).
-
-        Args:
-            requests: all of rank 0's, on prefill.
+        Every rank has to apply every message, in order.
         """
         now, told = _Told.of(pages), self._told
         if told is None:
@@ -290,8 +287,8 @@ class Orders(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankRequest:
-    """A request that computes, as the engine of a prefill rank above 0 reads it: see
-    `PrefillRequest`. Its pages are valid until the next `apply`."""
+    """A request that computes, as a prefill rank above 0 reads it: see `PrefillRequest`. Its pages
+    are valid until the next `apply`."""
 
     rid: str
     decode_prefix_len: int
@@ -302,8 +299,7 @@ class RankRequest:
     windows: Mapping[str, WindowPages]
 
     def window_pages(self, name: str) -> WindowPages:
-        """Return what the request has in a window group; see `PrefillRequest.window_pages`. Raises
-        CallerError if there is none of this name."""
+        """See `PrefillRequest.window_pages`. Raises CallerError for a group that there is not."""
         return _of_group(self.windows, name)
 
 
@@ -311,10 +307,7 @@ class RowFollower:
     """What a rank above 0 knows by rank 0's log. Owned by one thread.
 
     `page_table` (int32 [max_running, num_pages], C order; its memory never moves) has the page ids
-    of each row of rank 0's, and -1 where unused.
-
-    Args:
-        sizes: this rank's, as rank 0 has them.
+    of each row of rank 0's, and -1 where unused. `sizes`: this rank's.
     """
 
     def __init__(self, sizes: RankSizes) -> None:
@@ -326,23 +319,21 @@ class RowFollower:
         self._views: dict[str, _View] = {}
 
     def __len__(self) -> int:
-        """Return the number of rows in use."""
         return len(self._rows)
 
     def pages(self, row: int) -> Pages:
-        """Return the page ids of the request in this row, in order: a read-only view, valid until
-        the next `apply`. Raises CallerError for a row without one."""
+        """Return a row's page ids: a read-only view, valid until the next `apply`. Raises
+        CallerError for a row without a request."""
         view = self.page_table[row, : self._held(row).num_pages]
         view.flags.writeable = False
         return view
 
     def window_pages(self, row: int, name: str) -> WindowPages:
-        """Return what the request in this row has in a window group; see
-        `PagedRequest.window_pages`."""
+        """See `PagedRequest.window_pages`."""
         return _of_group(self._held(row).windows, name)
 
     def state_slot(self, row: int) -> int:
-        """Return the slot of extra state of the request in this row, -1 if there is none."""
+        """Return the slot of extra state of a row's request, -1 if there is none."""
         return self._held(row).slot
 
     def _held(self, row: int) -> _Held:
@@ -352,8 +343,7 @@ class RowFollower:
             raise CallerError(f"row {shown(row)} has no request on this rank") from None
 
     def request(self, rid: str) -> RankRequest:
-        """Return a request that computes on this prefill rank. Raises RequestError if it is not
-        here."""
+        """Return a request that computes on this rank. Raises RequestError if it is not here."""
         if not isinstance(rid, str) or (view := self._views.get(rid)) is None:
             raise RequestError(f"request {shown(rid)} is not here")
         return RankRequest(
@@ -362,8 +352,8 @@ class RowFollower:
         )  # fmt: skip
 
     def is_like(self, pages: PageManager, requests: Iterable[LoggedRequest] = ()) -> bool:
-        """Return True if this rank's rows are rank 0's, and its requests those of `requests` that
-        have pages, for audits. O(rows)."""
+        """Return True if the rows are rank 0's, and the requests those of `requests` that have
+        pages; for audits. O(rows)."""
         ours = [(row, _shown(self.pages(row), *held[1:])) for row, held in self._rows.items()]
         theirs = [
             (
@@ -388,13 +378,12 @@ class RowFollower:
         )
 
     def apply(self, raw: bytes, ready: DeviceEvent | None = None) -> Orders:
-        """Take rank 0's message of one pass. Return what this rank has to carry out; chunks in it
-        are sent once `ready` is.
+        """Take rank 0's message of one pass. Return what to carry out; chunks in it are sent once
+        `ready` is.
 
-        Raises:
-            CallerError: a message that is none, names pages, rows or slots that there are not, was
-                left out, or comes twice. Nothing was changed.
-            ConfigError: this rank was built with other sizes than rank 0's. Nothing was changed.
+        Raises, with nothing changed, CallerError: a message that is none, names pages, rows or
+        slots that there are not, was left out, or comes twice; ConfigError: this rank was built
+        with other sizes than rank 0's.
         """
         message = decoded(raw, self._decode, "rank 0")
         check_next(message.number, self.num_batches)
@@ -428,8 +417,7 @@ class RowFollower:
                 raise ConfigError(f"{name} is {value} on this rank, {their_value} on rank 0")
 
     def _ids(self, told: _Row, new: dict[int, _Held]) -> Pages:
-        """Return the page ids of a row that has changed, and enter in `new` what else it has.
-        Raises CallerError for one that cannot be."""
+        """Enters in `new` what else the row has. Raises CallerError for one that cannot be."""
         sizes, row = self._sizes, told.row
         if row >= sizes.max_running:
             raise CallerError(f"rank 0 sent row {row}, there are {sizes.max_running}")
@@ -496,7 +484,6 @@ def _of_group(windows: Mapping[str, WindowPages], name: str) -> WindowPages:
 
 
 def _views(requests: Iterable[LoggedRequest]) -> dict[str, _View]:
-    """Return what prefill's engine reads of those requests that have pages."""
     held = ((req, req.pages_held) for req in requests)
     return {
         req.rid: _View(
@@ -513,5 +500,4 @@ def _views(requests: Iterable[LoggedRequest]) -> dict[str, _View]:
 
 
 def _shown(pages: Pages, slot: int, windows: Mapping[str, WindowPages]) -> Any:
-    """Return what a row has, to be compared."""
     return pages.tolist(), slot, [(one.first_page, one.ids.tolist()) for one in windows.values()]

@@ -1,5 +1,4 @@
 """The sockets of the control plane: a ROUTER on prefill, one DEALER per prefill worker on decode.
-The only importer of zmq besides `connections`.
 
 A socket belongs to the thread that made it. Nothing here waits but `poll`, and nothing queues
 without bound: a frame that finds its queue full, or its peer gone, is counted and dropped; what
@@ -58,8 +57,8 @@ def _came_from(frame: zmq.Frame) -> str:
 
 
 class _Channel(Closing):
-    """The parts of both ends: a context, a poller that also listens to a file descriptor, and
-    counters of drops. Owned by the control thread once built."""
+    """A context, a poller that also listens to a file descriptor, and counters of drops. Owned by
+    the control thread once built."""
 
     def __init__(self, config: ControlConfig, wake_fd: int) -> None:
         self.counters: Counter[str] = Counter()
@@ -71,8 +70,7 @@ class _Channel(Closing):
         self._poller.register(wake_fd, zmq.POLLIN)
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        """Return a ZeroMQ socket of a control channel with every option set. Raises ValueError or
-        ZMQError; nothing is left open."""
+        """Raises ValueError or ZMQError; nothing is left open."""
         check_address(address)
         sock = self._context.socket(kind)
         try:
@@ -112,18 +110,14 @@ class _Channel(Closing):
         self.counters[f"frames_not_sent: {why}"] += 1
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close every ZeroMQ socket of the channel; frames that are queued may leave for `linger_s`
-        more."""
+        """Close every socket; queued frames may leave for `linger_s` more."""
         self._context.destroy(linger=int(linger_s * 1000))
 
 
 class RouterChannel(_Channel):
-    """Prefill's socket: many decode workers, each behind a route that the socket made up.
-
-    Raises:
-        ConfigError: the address cannot be bound; or other machines can reach it while no keys are
-            set, and `network_is_isolated` is not.
-    """
+    """Prefill's socket: many decode workers, each behind a route that the socket made up. Raises
+    ConfigError: the address cannot be bound; or other machines can reach it while no keys are set,
+    and `network_is_isolated` is not."""
 
     def __init__(self, bind: str, config: ControlConfig, wake_fd: int) -> None:
         # 1. Refused before anything is open: an address, or one that is open to the network without
@@ -161,8 +155,8 @@ class RouterChannel(_Channel):
         self._poller.register(sock, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> list[FrameReceived[bytes] | ConnectFailed]:
-        """Wait for decode workers' frames on the ROUTER socket, or for the wake-up descriptor, and
-        return the frames, and the clients that were not let in."""
+        """Wait for frames, or for the wake-up descriptor, and return the frames, and the clients
+        that were not let in."""
         frames: list[FrameReceived[bytes] | ConnectFailed] = []
         assert self._newcomers is not None
         ready = self._poll(timeout_s)
@@ -197,8 +191,7 @@ class RouterChannel(_Channel):
         return frames
 
     def _let_in(self) -> Iterator[ConnectFailed]:
-        """Answer libzmq, which asks for each CURVE client whether its key is allowed; yield those
-        that are turned away."""
+        """Answer libzmq, which asks for each CURVE client whether its key is allowed."""
         curve = self._config.curve
         with suppress(zmq.Again):
             for _ in range(_FRAMES_A_POLL):
@@ -217,8 +210,7 @@ class RouterChannel(_Channel):
                     )
 
     def _failed_handshakes(self, codes: list[int]) -> Iterator[ConnectFailed]:
-        """Yield the clients that ended in the handshake because of their keys. libzmq does not say
-        from where they came."""
+        """libzmq does not say from where these clients came."""
         client, curve = f"a client of {self.endpoint}", self._config.curve
         for code in codes:
             if code == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
@@ -231,8 +223,7 @@ class RouterChannel(_Channel):
         return str(frame.get("User-Id")) if self._config.curve is not None else ""
 
     def send(self, route: bytes, raw: bytes) -> None:
-        """Queue a frame on the ROUTER socket for the decode worker behind `route`. One that cannot
-        be queued is counted and dropped."""
+        """Queue a frame for `route`. If that cannot be, it is counted and dropped."""
         try:
             self._sock.send_multipart((route, raw), zmq.DONTWAIT)
         except zmq.Again:
@@ -241,7 +232,7 @@ class RouterChannel(_Channel):
             self._drop(str(error.strerror))
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Stop the monitor, then close the ROUTER socket. See `_Channel.close`."""
+        """Stop the monitor, then close as `_Channel.close`."""
         if self._newcomers is not None:
             self._newcomers.close()
         super().close(linger_s)
@@ -265,16 +256,15 @@ class _Probe:
             raise
 
     def blames_keys(self) -> bool:
-        """Note that a handshake has failed. Return True if keys must be the reason: what listens
-        has greeted with CURVE, and went on after a failure before this one."""
+        """Note a failed handshake. True if keys must be the reason: what listens has greeted with
+        CURVE, and went on after an earlier failure."""
         self.read()
         is_curve = self._is_up and self._heard[12:17] == b"CURVE"
         has_outlived, self._has_outlived = self._has_outlived, is_curve
         return has_outlived
 
     def read(self) -> None:
-        """Take what the connection has brought; a new one is greeted, since the other end waits for
-        that."""
+        """A new connection is greeted, since the other end waits for that."""
         with suppress(zmq.ZMQError):
             for _ in range(_FRAMES_A_POLL):
                 route, raw = self.sock.recv_multipart(zmq.DONTWAIT)
@@ -307,12 +297,8 @@ class DealerChannel(_Channel):
         self._probes: dict[str, _Probe] = {}  # of addresses that ended a handshake under keys
 
     def connect(self, address: str) -> None:
-        """Open a DEALER socket for the prefill worker at `address`, if it has none; connecting goes
-        on by itself.
-
-        Raises:
-            ConfigError: it is no address, or `check` refuses it; nothing is left open.
-        """
+        """Open a socket for `address`, if it has none; connecting goes on by itself. Raises
+        ConfigError, with nothing left open, if it is no address, or `check` refuses it."""
         if address in self._socks:
             return
         sock: zmq.Socket[bytes] | None = None
@@ -338,8 +324,7 @@ class DealerChannel(_Channel):
             self._poller.register(one, zmq.POLLIN)
 
     def disconnect(self, address: str) -> None:
-        """Close the DEALER socket for this address; frames that are queued may still leave for a
-        second."""
+        """Close the socket for this address; queued frames may still leave for a second."""
         sock = self._socks.pop(address, None)
         if sock is not None:
             monitor = self._monitors.pop(address)
@@ -356,8 +341,7 @@ class DealerChannel(_Channel):
     def poll(
         self, timeout_s: float
     ) -> list[FrameReceived[str] | Reached | Unreached | ConnectFailed]:
-        """Wait on the DEALER sockets, and return frames, changes of connections, or nothing if the
-        wake-up descriptor ended it."""
+        """Wait, and return frames, changes of connections, or nothing if woken up."""
         frames: list[FrameReceived[str] | Reached | Unreached | ConnectFailed] = []
         # Each socket is read up to its own bound, so that one worker does not delay others.
         for one in self._poll(timeout_s):
@@ -388,8 +372,7 @@ class DealerChannel(_Channel):
     def _monitor_changes(
         self, monitor: zmq.Socket[bytes], address: str
     ) -> Iterator[Reached | Unreached | ConnectFailed]:
-        """Yield the last change that a DEALER socket's zmq monitor reports for its connection, and
-        whether keys are in the way of it."""
+        """Yield the last change of the connection, and whether keys are in the way of it."""
         last: Reached | Unreached | None = None
         error: HandshakeError | None = None
         with suppress(zmq.Again):
@@ -447,8 +430,7 @@ class DealerChannel(_Channel):
             probe.sock.close()
 
     def send(self, address: str, raw: bytes) -> None:
-        """Queue a frame on the DEALER socket of the prefill worker at `address`. One that cannot be
-        queued is counted and dropped."""
+        """Queue a frame for `address`. One that cannot be queued is counted and dropped."""
         sock = self._socks.get(address)
         if sock is None:
             self._drop("not connected")

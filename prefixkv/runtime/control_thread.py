@@ -156,8 +156,7 @@ class ControlThread(Generic[Command, To]):
         copies: Callable[[CopySink], StagingCopies | None],
         prover: Prover | None = None,
     ) -> None:
-        """Create the control thread's parts (transport, control object, copies, sockets) and start
-        it.
+        """Create transport, control object, copies and sockets, and start the thread.
 
         Args:
             transport: makes the transport, given where its events go.
@@ -201,22 +200,17 @@ class ControlThread(Generic[Command, To]):
             undo.pop_all()
 
     def submit(self, command: Command) -> None:
-        """Queue a command of the scheduler's thread for the control thread. Raises ClosedError
-        after `close`."""
+        """Queue a command. Raises ClosedError after `close`."""
         if self._closed:
             raise ClosedError("the node is closed")
         self.inbox.put(command)
 
     def close(self) -> None:
-        """End the control thread: destroy the transport's agent, send the farewell, join the
-        thread.
+        """Destroy the transport's agent, send the farewell, join the thread.
 
         No-op if called again, and in a process forked from this one: the inboxes' descriptors are
-        its parent's.
-
-        Raises:
-            InternalError: the agent could not be destroyed. The peers then get no farewell, since
-                writes may still land.
+        its parent's. Raises InternalError if the agent could not be destroyed: the peers then get
+        no farewell, since writes may still land.
         """
         if self._closed or os.getpid() != self._pid:
             return
@@ -236,7 +230,7 @@ class ControlThread(Generic[Command, To]):
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Run the control thread: steps until it is stopped, then the end in its order."""
+        """Steps until it is stopped, then the end in its order."""
         while not self._stopping:
             try:
                 self._step(time.monotonic())
@@ -288,8 +282,7 @@ class ControlThread(Generic[Command, To]):
             self._log_news(now_s)
 
     def _log_news(self, now_s: float) -> None:
-        """Write what the control object reports of peers to the log, by `PeerLog`; a log handler's
-        exception is only counted."""
+        """A log handler's exception is only counted."""
         try:
             self._peer_log.write(self.control.news.take(), now_s)
         except Exception:  # a handler's, which is the user's
@@ -302,8 +295,7 @@ class ControlThread(Generic[Command, To]):
             self.num_log_errors += 1
 
     def _take(self, what: Command | FrameReceived[To] | Common, now_s: float) -> None:
-        """Give one input of the control thread to its control object and carry out the effects,
-        also those before an exception."""
+        """Carries out the effects also before an exception."""
         try:
             self.control.on(what, now_s)
         except Exception as error:
@@ -325,8 +317,7 @@ class ControlThread(Generic[Command, To]):
             self._log_error(another, "nor can its room be ended")
 
     def _carry_out(self, effects: Sequence[Effect[To]]) -> None:
-        """Carry out the control object's effects on the control thread: events for the scheduler
-        first, then the others in order."""
+        """Events for the scheduler first, then the others in order."""
         # First what the scheduler waits for: a send wakes zmq's own thread and may cost 0.2 ms, and
         # nothing that the scheduler does depends on it.
         rest: list[Effect[To]] = []
@@ -397,8 +388,7 @@ class ControlThread(Generic[Command, To]):
                 assert_never(effect)
 
     def _connect(self, address: str) -> None:
-        """Connect decode's channel to an address, on the control thread; a failure is an input at
-        once, since rooms wait for the address."""
+        """A failure is an input at once, since rooms wait for the address."""
         try:
             self._dealer.connect(address)
         except ConfigError as error:

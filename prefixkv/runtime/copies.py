@@ -46,10 +46,8 @@ def start_workers(
     """Start threads that make copies, each in `run`, which gets the wait for the device.
 
     On CUDA each has a stream of its own, which is current in it. On the CPU there is nothing to
-    wait for. The threads are daemons, "prefixkv-NAME-0" and so on.
-
-    Raises:
-        ConfigError: `num_threads` is not positive.
+    wait for. The threads are daemons, "prefixkv-NAME-0" and so on. Raises ConfigError unless
+    `num_threads` is positive.
     """
     if num_threads < 1:
         raise ConfigError(f"num_threads is {num_threads}, must be at least 1")
@@ -82,8 +80,7 @@ def _run_on_stream(run: Callable[[Settle | None], None], device: str) -> None:
 
 
 def run_settled(copy: Callable[[], None], settle: Settle | None) -> Exception | None:
-    """Make one copy and wait until the device has done what it queued; return the first error of
-    both, None if there was none."""
+    """Make a copy, wait until it is done, return the first error of both, or None."""
     error: Exception | None = None
     # `settle` also after a copy that failed: it may have queued work that still reads or writes the
     # memory which the end of the copy gives back.
@@ -102,27 +99,25 @@ class _CopyJob(NamedTuple):
 
 
 class CopyPool:
-    """The threads that run copies; see the module's text. Created, given jobs and closed by one
-    thread."""
+    """The threads that run copies. Created, given jobs and closed by one thread."""
 
     def __init__(
         self, num_threads: int, sink: CopySink, device: str = "cpu", name: str = "node"
     ) -> None:
-        """Start the copy pool's threads. Raises ConfigError if `num_threads` is not positive."""
+        """Start the threads. Raises ConfigError unless `num_threads` is positive."""
         self._sink = sink
         self._jobs: SimpleQueue[_CopyJob | None] = SimpleQueue()
         self._closed = False  # read by the workers without a lock: one more copy may start, no more
         self._threads = start_workers(num_threads, self._run, device, f"copy-{name}")
 
     def submit(self, copy_id: int, copy: Callable[[], None]) -> None:
-        """Queue a staging copy for the pool's threads. Raises ClosedError after `close`."""
+        """Queue a copy. Raises ClosedError after `close`."""
         if self._closed:
             raise ClosedError("the copy pool is closed")
         self._jobs.put(_CopyJob(copy_id, copy))
 
     def close(self) -> None:
-        """Let the staging copies that run end, start no others, join the pool's threads.
-        Idempotent."""
+        """Let the copies that run end, start no others, join the threads. Idempotent."""
         # Set first: jobs in the queue before the None entries then end without being run.
         self._closed = True
         for _ in self._threads:
@@ -144,11 +139,9 @@ class CopyPool:
 
 class StagingCopies:
     """The copies for a control object's Gather and Scatter. Used by the control thread; the copies
-    themselves run in `workers`.
+    run in `workers`.
 
-    Args:
-        layout: of the rank's pool.
-        buffer: the rank's staging memory, in slots of `slot_bytes` on prefill.
+    `buffer` is the rank's staging memory, in slots of `slot_bytes` on prefill.
     """
 
     def __init__(
@@ -165,22 +158,20 @@ class StagingCopies:
 
     @property
     def num_peers(self) -> int:
-        """Number of readers that the staging copies gather slices for."""
+        """Number of readers that slices are gathered for."""
         return len(self._to_peers)
 
     def add_peer(self, added: AddPeer) -> None:
-        """Prepare the gathers that the copy threads will run for a peer, if it is staged to."""
+        """Prepare the gathers for a peer, if it is staged to."""
         if added.staged:
             self._to_peers[added.peer] = self._copy_of(added.parts[0], added.unit_tokens)
 
     def remove_peer(self, peer: PeerId) -> None:
-        """Forget a peer in the staging copies. A gather for it that has not started fails, by its
-        CopyDone."""
+        """Forget a peer. A gather for it that has not started fails, by its CopyDone."""
         self._to_peers.pop(peer, None)
 
     def gather(self, effect: Gather) -> None:
-        """Queue a gather into its slot of the staging buffer on the copy threads. All errors come
-        back in its CopyDone, as with `scatter`."""
+        """Queue a gather into its slot. All errors come back in its CopyDone, as with `scatter`."""
 
         def run() -> None:
             # In the worker, so that a peer that is removed meanwhile fails this copy alone.
@@ -190,8 +181,7 @@ class StagingCopies:
         self._workers.submit(effect.gather_id, run)
 
     def scatter(self, effect: Scatter) -> None:
-        """Queue a scatter of a lease's sections of the staging buffer into pages on the copy
-        threads."""
+        """Queue a scatter of a lease's sections into pages."""
 
         def run() -> None:
             parts = [
@@ -209,8 +199,8 @@ class StagingCopies:
         self._workers.close()
 
     def _copy_of(self, part: Shard, unit_tokens: int) -> StagingCopy:
-        """Return the staging copy for this part of the KV, built on first use since it holds tables
-        of the whole pool. Two threads may both build one at the same time; one of them is kept."""
+        """Built on first use, since it holds tables of the whole pool. Two threads may both build
+        one; one of them is kept."""
         copy = self._copies.get((part, unit_tokens))
         if copy is None:
             copy = self._copies[part, unit_tokens] = staging_copy(

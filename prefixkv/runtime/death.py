@@ -34,8 +34,7 @@ class HeldLife:
     """The identity of this process, held as long as it, or a fork of it, lives. One descriptor."""
 
     def __init__(self) -> None:
-        """Bind the abstract socket that shows this process alive. Raises OSError if the kernel
-        lacks any of it."""
+        """Bind the socket that shows this process alive. OSError where the kernel lacks it."""
         began = _began(os.getpid())
         if began is None:
             raise OSError("/proc has nothing of this process")
@@ -53,10 +52,8 @@ class HeldLife:
             raise
 
     def close(self, *, ended: bool = True) -> None:
-        """Let go of the abstract socket that shows this process alive, since its writes are over.
-
-        If they are not (`ended` False), it stays open until the process ends.
-        """
+        """Let go of the socket, since writes are over. If not (`ended` False), it stays open until
+        the process ends."""
         if ended:
             self._holder.close()
         else:
@@ -64,8 +61,8 @@ class HeldLife:
 
 
 def is_dead(life: ProcessLife) -> bool:
-    """Return True if the kernel proves the process with this identity dead, and every fork of it
-    that runs no other program. False if that cannot be found out."""
+    """Return True if the kernel proves this process dead, and every fork of it that runs no other
+    program. False if that cannot be found out."""
     try:
         # 1. The same boot and namespaces, or its process id and socket name mean something else
         # here.
@@ -136,8 +133,7 @@ class _Connection(NamedTuple):
 
 
 def _connections(name: str) -> Iterator[_Connection]:
-    """Yield the rows of a table of TCP connections in /proc. Raises OSError if it cannot be
-    read."""
+    """Raises OSError if /proc's table of TCP connections cannot be read."""
     try:
         lines = (_PROC / "thread-self" / "net" / name).read_text().splitlines()[1:]
     except FileNotFoundError:
@@ -189,8 +185,8 @@ def _unread_bytes_of_tcp(fd: int) -> int:
 
 
 def _place() -> tuple[str, int, int]:
-    """Return the machine's boot id, and the namespaces in which this thread looks up process ids
-    and sockets. Raises OSError if /proc is that of another pid namespace."""
+    """Return the boot id, and the namespaces in which this thread looks up process ids and sockets.
+    Raises OSError if /proc is that of another pid namespace."""
     if os.readlink(_PROC / "self") != str(os.getpid()):
         raise OSError("/proc is of another pid namespace")
     boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
@@ -199,8 +195,8 @@ def _place() -> tuple[str, int, int]:
 
 
 def _began(pid: int) -> int | None:
-    """Return when the process with this id began, as /proc says it, in clock ticks since boot; None
-    if there is none. A zombie still counts: it may be a leader with other threads that run on."""
+    """In clock ticks since boot; None if there is none. A zombie still counts: it may be a leader
+    with other threads that run on."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

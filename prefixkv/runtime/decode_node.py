@@ -231,11 +231,10 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
                 self._recorder.close()
 
     def add(self, request: Request) -> DecodeRequest:
-        """Queue a request of the engine.
+        """Queue a request.
 
-        Raises:
-            RequestError: it cannot be taken; DrainingError is one of them. Nothing was changed, and
-                prefill does not hear of it: see `refuse`.
+        Raises RequestError, with nothing changed, if it cannot be taken; DrainingError is one of
+        them. Prefill does not hear of it: see `refuse`.
         """
         check_request(request)
         self._check_namespace(request)
@@ -244,13 +243,10 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return req
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
-        """Tell prefill at once that the node will not take this request, as when `add` has refused
-        it.
+        """Tell prefill at once that this request will not be taken, as when `add` has refused it.
 
-        Its room's number is in use here until prefill has answered.
-
-        Raises:
-            RequestError: the number is in use already. Nothing was changed.
+        Its room's number is in use here until prefill has answered. Raises RequestError, with
+        nothing changed, if the number is in use already.
         """
         check_request(request)
         check_reason(reason)
@@ -259,8 +255,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def pop_preallocated(self) -> list[DecodeRequest]:
-        """Return the requests that the node admits now: prefix locked, pages taken, the rest asked
-        of prefill.
+        """Return the requests admitted now: prefix locked, pages taken, the rest asked of prefill.
 
         Call it once per pass. The first request to a prefill worker is admitted when that has
         answered, by a later call, and `wait` returns for it.
@@ -273,10 +268,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return admitted
 
     def pop_transferred(self) -> list[DecodeRequest]:
-        """Return the requests with KV complete in `req.pages`; `req.aux` came with it.
-
-        They run from now on.
-        """
+        """Return requests with complete KV in `req.pages` and `req.aux`: they run from now on."""
         return self.scheduler.pop_transferred(self._pump())
 
     def pop_local(self) -> list[DecodeRequest]:
@@ -307,58 +299,53 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
                 they are cached already (from a checkpoint on), does not come out of
                 `pop_transferred`. None: the device is done.
 
-        Raises:
-            RequestError: it is not computed here, or `end` is not behind the last one, or beyond
-                `fill_len`. CallerError: `aux` is no bytes, or comes before the end, or `after` is
-                no event. Nothing was changed.
+        Raises RequestError: it is not computed here, or `end` is not behind the last one, or beyond
+        `fill_len`. CallerError: `aux` is no bytes, or comes before the end, or `after` is no event.
+        Nothing was changed.
         """
         self.scheduler.computed(req, end, self._pump(), aux, after)
         self._tell()
 
     def save_state(self, req: DecodeRequest, end: int) -> int:
         """Return the slot into which the engine copies the extra state behind `end` tokens of a
-        request of `pop_local`, one of `req.stops`, to go on from; -1 if it need not.
+        request of `pop_local`, one of `req.stops`; -1 if it need not.
 
-        Before `computed(req, end)` or a later one: with that its stops up to there are over.
-
-        Raises:
-            RequestError: another place, or a request that is not computed here. Nothing was
-                changed.
+        Before `computed(req, end)` or a later one: with that its stops up to there are over. Raises
+        RequestError, with nothing changed, for another place, or a request that is not computed
+        here.
         """
         return self.scheduler.save_state(req, end, self._pump())
 
     def save_states(self, reqs: Sequence[DecodeRequest]) -> list[tuple[int, int]]:
-        """Return the copies of extra state that the engine makes before a step of these running
-        requests: (from, to) slots of the StatePool, for those of them that are at a page boundary.
+        """Return the copies of extra state to make before a step of these running requests: (from,
+        to) slots of the StatePool, for those at a page boundary. O(requests).
 
         A request keeps one state so: the next one takes its place, and `finish` and `retract` enter
         the last in the cache. Call it where `req.state_slot` has the state behind `req.kv_len`
-        tokens. Without `DecodeConfig.checkpoints` there are none. O(requests).
-
-        Raises:
-            RequestError: for what is no request of this node. Nothing was changed.
+        tokens. Without `DecodeConfig.checkpoints` there are none. Raises RequestError, with nothing
+        changed, for what is no request of this node.
         """
         return self.scheduler.save_states(reqs, self._pump())
 
     @property
     def chunk_tokens(self) -> int:
-        """Most tokens of prompts that the engine should compute in its next step, so that those
-        that run wait no longer for it than `ComputeConfig.itl_share` says; 0 where that step has to
-        go without, and without a `DecodeConfig.compute`."""
+        """Most tokens of prompts to compute in the next step, so that running requests wait no
+        longer for it than `ComputeConfig.itl_share` says; 0 where that step has to go without, and
+        without a `DecodeConfig.compute`."""
         return self.scheduler.chunk_tokens
 
     @property
     def further_prompt_tokens(self) -> int:
-        """Tokens of `chunk_tokens` that each prompt after the first in the same step counts for,
-        besides its own; 0 where nothing runs, or none was measured."""
+        """Tokens of `chunk_tokens` that each prompt after the first in a step counts for, besides
+        its own; 0 where nothing runs, or none was measured."""
         return self.scheduler.further_prompt_tokens
 
     def give_up_prefill(self, rid: str, reason: str = "prefill was not reached") -> bool:
-        """Tell the decode node that the engine could not bring a request to its prefill worker:
-        then it need not wait for a deadline. It is tried again, computed here, or fails, as
-        `DecodeConfig.failure_policy` says.
+        """Tell the node that a request could not be brought to its prefill worker, so it need not
+        wait for a deadline.
 
-        Returns False if nothing is asked of prefill for it, or no more.
+        It is tried again, computed here, or fails, as `DecodeConfig.failure_policy` says. Returns
+        False if nothing is asked of prefill for it, or no more.
         """
         check_reason(reason)
         given_up = self.scheduler.give_up_prefill(rid, TransferError(reason), self._pump())
@@ -366,13 +353,10 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return given_up
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
-        """Return the requests that failed or were aborted; `req.error` says why.
+        """Return the requests that failed or were aborted; `req.error` says why. Leave their pages.
 
-        Their pages must not be touched.
-
-        Args:
-            after: an event behind the engine's work on requests of `pop_local`: nothing of those
-                that failed is released before it is done. None: the device is done with them.
+        `after`: an event behind the engine's work on requests of `pop_local`: nothing of those that
+        failed is released before it is done. None: the device is done with them.
         """
         self._pump()
         return self.scheduler.pop_failed(after)
@@ -383,16 +367,12 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return self.scheduler.pop_needs_prefill()
 
     def append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]) -> None:
-        """Add the token that the engine has newly sampled to each request; afterwards the page for
-        its KV is there.
+        """Add the newly sampled token to each request; afterwards the page for its KV is there.
 
         The exception is the token that completes `max_new_tokens`: finish that request, no step
-        writes its KV. Requests that were aborted meanwhile are left out.
-
-        Raises:
-            OutOfPagesError: its `retract` names the requests to retract, best first. It is empty if
-                what is missing comes back by itself: wait a step. Nothing was changed: keep the
-                tokens, and call again.
+        writes its KV. Requests that were aborted meanwhile are left out. Raises OutOfPagesError,
+        with nothing changed: its `retract` names the requests to retract, best first. It is empty
+        if what is missing comes back by itself: wait a step. Keep the tokens, and call again.
         """
         self.scheduler.append_many(reqs, token_ids, self._pump())
 
@@ -400,18 +380,15 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         """Take pages for the KV of `num_tokens` tokens from the `kv_len` of each request on, as far
         as its `max_new_tokens` goes.
 
-        For a step that writes more KV than that of the newest token: drafts, or a step that is
-        launched before the last one's tokens are known. `append_many` gives pages for one token.
-        What is not used stays with the request until its next tokens need it, or it ends or is
-        retracted; there is nothing to give back. Requests that were aborted meanwhile are left out.
+        For a step that writes more KV than that of the newest token, which counts: drafts, or a
+        step that is launched before the last one's tokens are known. `append_many` gives pages for
+        one token. What is not used stays with the request until its next tokens need it, or it ends
+        or is retracted; there is nothing to give back. Requests that were aborted meanwhile are
+        left out.
 
-        Args:
-            num_tokens: tokens, at least 0; the newest one counts, which has no KV yet.
-
-        Raises:
-            OutOfPagesError: its `retract` names requests as by `append_many`. Nothing was changed:
-                a step without drafts needs no more pages than there are.
-            RequestError: a request does not run, or is named twice. Nothing was changed.
+        Raises, with nothing changed, OutOfPagesError as `append_many` (a step without drafts needs
+        no more pages than there are), and RequestError for a request that does not run, or is named
+        twice.
         """
         self.scheduler.reserve_many(reqs, num_tokens, self._pump())
 
@@ -438,11 +415,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._tell()
 
     def abort(self, rid: str, after: DeviceEvent | None = None) -> bool:
-        """End a request wherever it is; it comes out of `pop_failed`.
-
-        Nothing of it is cached but its prompt, and what a retraction has cached. Returns False if
-        it is unknown or has ended.
-        """
+        """End a request wherever it is; it comes out of `pop_failed`. Returns False if it is
+        unknown or has ended. Nothing of it is cached but its prompt, and what a retraction has
+        cached."""
         known = self.scheduler.abort(rid, self._pump(), after=after)
         self._tell()
         return known
@@ -468,14 +443,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         is on its way, what was retracted. What only waits to be admitted goes on, and is promised
         under the new version. A prefill worker of another version refuses it by name, so both
         workers have to be moved, in any order. No step of the model may come between the change of
-        the weights and this call.
-
-        Args:
-            weights_version: at most 256 characters.
-            after: as of `abort`, for the pages of the requests that end.
-
-        Raises:
-            ConfigError: no string, or one that is too long. Nothing was changed.
+        the weights and this call. `weights_version`: at most 256 characters. `after`: as of
+        `abort`, for the pages of the requests that end. Raises ConfigError: no string, or one that
+        is too long. Nothing was changed.
         """
         check_event("after", after)
         return self._flush(
@@ -484,13 +454,11 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         )
 
     def retarget(self, rid: str, prefill: str) -> None:
-        """Send a request to the prefill worker at another address from its next attempt on.
+        """Send a request to another prefill worker from its next attempt on.
 
         One that waits to be admitted is refused where it was submitted, and comes out of
-        `pop_needs_prefill` once admitted.
-
-        Raises:
-            RequestError: it is not here, or its KV is on its way. Nothing was changed.
+        `pop_needs_prefill` once admitted. Raises RequestError, with nothing changed, if it is not
+        here, or its KV is on its way.
         """
         self._pump()
         self.scheduler.retarget(rid, prefill)
@@ -551,12 +519,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return stats
 
     def take_log(self) -> bytes:
-        """Return what the other tensor-parallel ranks have to apply of this pass, for the engine to
-        broadcast once per pass.
-
-        Raises:
-            CallerError: the node was built without `ranks`.
-        """
+        """Return what the other tensor-parallel ranks have to apply of this pass, to be broadcast
+        once per pass. Raises CallerError without `ranks`."""
         if self._ranks is None:
             raise CallerError("this node was built without ranks=RankLog()")
         return self._ranks.take(self.scheduler.pages)
@@ -568,40 +532,34 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self._command(Fence(peer_id(peer, incarnation)))
 
     def fence_rank(self, rank: int, after: DeviceEvent | None = None) -> None:
-        """Take the caller's word that the process of another rank of this decode worker is dead.
+        """Take the caller's word that the process of another rank of this worker is dead.
 
-        The worker computes no more: every request ends with a PeerLostError and comes out of
-        `pop_failed`, `add` takes none, and no page waits for that rank. So `drain` becomes True as
-        on a worker of the ranks that are left; these go on to get the log until then. What the
-        dead one said that comes later is left out.
-
-        Args:
-            rank: from 1. Never one that lives: its pages would be used while prefill writes them.
-            after: as of `abort`, for the pages of the requests that end.
-
-        Raises:
-            CallerError: there is no such rank. Nothing was changed.
+        Every request ends with a PeerLostError and comes out of `pop_failed`, `add` takes none, and
+        no page waits for that rank. So `drain` becomes True as on a worker of the ranks that are
+        left; these go on to get the log until then. What the dead one said that comes later is left
+        out. `rank`: from 1. Never one that lives: its pages would be used while prefill writes
+        them. `after`: as of `abort`, for the pages of the requests that end. Raises CallerError:
+        there is no such rank. Nothing was changed.
         """
         check_event("after", after)
         self._leader.fence(rank, self._pump(), after)
         self._tell()
 
     def awaited_ranks(self) -> dict[int, int]:
-        """Return, by decode rank, how many rooms wait for what it alone has not said. A rank that
-        stays there is dead (`fence_rank`), or a peer that writes to it (its `lost_peers`)."""
+        """Return, by rank, how many rooms wait for what it alone has not said. A rank that stays
+        there is dead (`fence_rank`), or a peer that writes to it (its `lost_peers`)."""
         return {} if self._leader.rooms is None else self._leader.rooms.awaited()
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
-        """Return the prefill workers: by address, the identity, and "ready", "suspect" or
+        """Return, by address, the identity of each prefill worker, and "ready", "suspect" or
         "connecting". Any thread may ask."""
         return self.transfers.peers()
 
     def lost_peers(self) -> LostPeers:
-        """Return the prefill processes to think of fencing: suspect or over, and may still write
-        pages. Any thread may ask.
+        """Return the prefill processes to think of fencing, that may still write pages: what is
+        wrong, and how many pages. Any thread may ask.
 
-        Over means replaced, fenced, or left. For each: what is wrong, and how many pages. Fence
-        those that are dead.
+        They are suspect or over: replaced, fenced, or left. Fence those that are dead.
         """
         return self.transfers.lost_peers()
 
@@ -612,8 +570,7 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         return self.scheduler.take_commands()
 
     def _take(self, event: DecodeEvent | WorkerEvent | HostCopyDone, now_s: float) -> None:
-        """Hand an event of a room to the leader, which waits for the other ranks before the
-        scheduler hears it; the end of a copy to the scheduler."""
+        """The leader waits for the other ranks before the scheduler hears of a room."""
         if isinstance(event, HostCopyDone):
             self._leader.on_copy(0, event, now_s)
         else:
@@ -628,11 +585,8 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         super()._tell()
 
     def apply_rank_events(self, raw: bytes) -> None:
-        """Take the events of a `DecodeRank` (its `take_rank_events`) into rank 0; b"" is nothing.
-
-        Raises:
-            CallerError: a batch of this rank is missing or doubled: each has to come, in order.
-        """
+        """Take the events of a `DecodeRank` (its `take_rank_events`); b"" is nothing. Raises
+        CallerError if a batch of this rank is missing or doubled: each has to come, in order."""
         self._leader.on_rank_events(raw, self._pump())
         self._tell()
 

@@ -27,18 +27,14 @@ class DecodeRank(FollowingRank):
     """A decode rank above 0. Used from one thread.
 
     Args:
-        pool: this rank's share of the KV; as many pages, and of the same size, as rank 0's. It must
-            outlive this.
+        pool, state: this rank's share of the KV, and of the extra state; as many pages, of the same
+            size, and slots as rank 0's. They must outlive this.
         config: rank 0's.
         mesh: how the model is shared out over the decode worker's ranks.
         rank: from 1.
         worker: `DecodeNode.peer_id` of rank 0; this rank receives in its name.
-        state: this rank's share of the extra state, with as many slots as rank 0's; it must outlive
-            this as well.
 
-    Raises:
-        ConfigError: a pool that is not this rank's share or cannot be
-            registered.
+    Raises ConfigError: a pool that is not this rank's share or cannot be registered.
     """
 
     leader = "DecodeNode"
@@ -77,13 +73,11 @@ class DecodeRank(FollowingRank):
             undo.pop_all()
 
     def apply(self, raw: bytes) -> None:
-        """Apply to this rank's rows and rooms what rank 0 did in one pass
-        (`DecodeNode.take_log`).
+        """Apply to this rank's rows and rooms what rank 0 did in one pass (`DecodeNode.take_log`).
 
-        Raises:
-            CallerError: a message that is none, names pages or rows that there are not, was left
-                out, or comes twice. Nothing was changed.
-            ConfigError: this rank was built with other sizes than rank 0's. Nothing was changed.
+        Raises, with nothing changed, CallerError: a message that is none, names pages or rows that
+        there are not, was left out, or comes twice; ConfigError: this rank was built with other
+        sizes than rank 0's.
         """
         self.transfers.check_open()
         commands, copies = self.follower.apply(raw)
@@ -99,27 +93,25 @@ class DecodeRank(FollowingRank):
 
     @property
     def page_table(self) -> Pages:
-        """Page ids of this rank, int32 [max_running, num_pages], by `DecodeRequest.row`, -1
-        where unused. Its memory never moves."""
+        """Page ids, int32 [max_running, num_pages], by `DecodeRequest.row`, -1 where unused. Its
+        memory never moves."""
         return self.follower.page_table
 
     def pages(self, row: int) -> Pages:
-        """Return this rank's page ids for the request in this row, in order: a read-only
-        view, valid until the next `apply`. Raises CallerError for a row without one."""
+        """Return the page ids of the request in this row: a read-only view, valid until the next
+        `apply`. Raises CallerError for a row without one."""
         return self.follower.pages(row)
 
     def window_pages(self, row: int, name: str) -> WindowPages:
-        """Return this rank's pages for the request in this row in a window group; see
+        """Return the pages of the request in this row in a window group; see
         `DecodeRequest.window_pages`."""
         return self.follower.window_pages(row, name)
 
     def state_slot(self, row: int) -> int:
-        """Return this rank's state slot for the request in this row; see
-        `DecodeRequest.state_slot`."""
+        """Return the slot of the request in this row; see `DecodeRequest.state_slot`."""
         return self.follower.state_slot(row)
 
     def close(self) -> None:
-        """Close this rank's transfer side, with its threads. See `DecodeNode.close`."""
         try:
             super().close()
         finally:

@@ -62,8 +62,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         state: this rank's share of the extra state of requests; kept as long.
         transport: makes another transport than NIXL's, for tests.
 
-    Raises:
-        ConfigError: a pool that is not the rank's share, or cannot be registered.
+    Raises ConfigError: a pool that is not the rank's share, or cannot be registered.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
 
     @property
     def control(self) -> DecodeControl:
-        """Control object, for audits; it belongs to the control thread."""
+        """For audits; it belongs to the control thread."""
         return cast(DecodeControl, self.thread.control)
 
     @property
@@ -167,11 +166,10 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
                 one in which the window behind the prompt begins, whatever the prefix is:
                 `(num_tokens + 1 - window) // page_size`, at least 0.
 
-        Raises:
-            RequestError: a number, the slot or the digest out of range, a room that is open or not
-                drained yet, a prefix that is not whole pages of the prompt, or another number of
-                pages than the rest takes. Nothing was changed.
-            PageStateError: ids outside the pool. Nothing was changed.
+        Raises RequestError: a number, the slot or the digest out of range, a room that is open or
+        not drained yet, a prefix that is not whole pages of the prompt, or another number of pages
+        than the rest takes. Nothing was changed. PageStateError: ids outside the pool. Nothing was
+        changed.
         """
         # 1. Every argument, before anything is changed.
         key = room_key(room, generation)
@@ -205,7 +203,6 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self.submit(OpenRoom(promise, prefill, digest))
 
     def _window_ids(self, num_tokens: int, windows: Sequence[PageIds]) -> tuple[bytes, ...]:
-        """Return what a room promises in each window group, packed. Raises as `open`."""
         groups = self._windows
         if not isinstance(windows, tuple | list):
             raise RequestError(f"windows is {shown(windows)}, a list of page ids is needed")
@@ -236,14 +233,11 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         ticket: int | None = None,
         digest: bytes = b"",
     ) -> None:
-        """Tell prefill at once that this decode rank will not open the room. RoomDrained follows.
+        """Tell prefill at once that this rank will not open the room. RoomDrained follows.
 
         `ticket` and `digest` are as for `open`. Without the digest any request with this number
-        that prefill has, or gets next, is refused.
-
-        Raises:
-            RequestError: the room is open or not drained yet, or a digest, address or reason is
-                malformed.
+        that prefill has, or gets next, is refused. Raises RequestError: the room is open or not
+        drained yet, or a digest, address or reason is malformed.
         """
         check_reason(reason)
         key = room_key(room, generation)
@@ -269,22 +263,17 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             self._keys.discard(event.key)
 
     def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this prefill process is dead: its rooms end, and are
-        drained."""
+        """Take the caller's word that this prefill process is dead: its rooms end, drained."""
         self.submit(Fence(peer_id(peer, incarnation)))
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
-        """Return the prefill workers: by address, the identity, and "ready", "suspect" or
+        """Return, by address, the identity of each prefill worker, and "ready", "suspect" or
         "connecting". Any thread may ask."""
         self.check_open()
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
-        """Return the prefill processes to think of fencing: suspect or over, and may still write
-        pages. Any thread may ask.
-
-        Over means replaced, fenced, or left. For each: what is wrong, and how many pages.
-        """
+        """As `DecodeNode.lost_peers`. Any thread may ask."""
         self.check_open()
         return self.control.lost_peers(time.monotonic())
 

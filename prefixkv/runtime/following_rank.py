@@ -1,5 +1,5 @@
-"""A rank above 0 of a decode or a prefill worker: its own pool, agent and rooms. Rank 0 decides
-what to do with them: the engine carries its log here, and what became of the rooms back."""
+"""A rank above 0: its own pool, agent and rooms. The engine carries rank 0's log here, and what
+became of the rooms back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FollowingRank(OneThread):
     follower: RowFollower
 
     def __init__(self, pool: KVPool, state: StatePool | None, rank: int) -> None:
-        """Remember the memory of a rank; the subclass builds what follows rank 0, and transfers."""
+        """Remember the memory; the subclass builds what follows rank 0, and transfers."""
         check_whole("rank", rank, 0, MAX_RANKS - 1)
         if rank == 0:
             raise ConfigError(f"rank is {rank}: rank 0 is a {self.leader}")
@@ -41,10 +41,12 @@ class FollowingRank(OneThread):
         return self.transfers.peer_id
 
     def take_rank_events(self) -> bytes:
-        """Return what became of this rank's rooms (and of decode's copies) since the last call,
-        packed for rank 0's `apply_rank_events`. Each result has to be applied, in order; empty if
-        nothing happened. Raises InternalError for an exception in the control thread; the events
-        come next time."""
+        """Return what became of this rank's rooms (and of decode's copies) since the last call, for
+        rank 0's `apply_rank_events`; empty if nothing.
+
+        Each result has to be applied, in order. Raises InternalError for an exception in the
+        control thread; the events come next time.
+        """
         events = self.transfers.take_events()
         if not events:
             return b""
@@ -52,33 +54,30 @@ class FollowingRank(OneThread):
         return pack_rank_events(self.rank, self._num_messages - 1, self._to_send(events))
 
     def _to_send(self, events: Sequence[Any]) -> Sequence[Any]:
-        """Return the events of this rank's transfers as they travel."""
+        """Return the events as they travel."""
         return events
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until this rank may have events for rank 0, at most `timeout_s`; return True if it
-        may have some."""
+        """Block until there may be events for rank 0, at most `timeout_s`; return whether."""
         return self.transfers.wait(timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while this rank has events for rank 0. Any thread
-        may ask."""
+        """Return a descriptor that is readable while there are events. Any thread may ask."""
         return self.transfers.fileno()
 
     def lost_peers(self) -> LostPeers:
-        """Return the lost peers of this rank; see `DecodeNode.lost_peers` and
-        `PrefillNode.lost_peers`. Any thread may ask."""
+        """See the node's `lost_peers`. Any thread may ask."""
         return self.transfers.lost_peers()
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms that are open on this rank, or not drained yet. Any thread may ask."""
+        """Number of rooms that are open, or not drained yet. Any thread may ask."""
         return self.transfers.num_rooms
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of this rank's control thread. Any thread may ask."""
+        """Return the counters of the control thread. Any thread may ask."""
         return self.transfers.stats()
 
     def close(self) -> None:
-        """Close this rank's transfer side, with its threads. See `Node.close`."""
+        """Close the transfer side, with its threads. See `Node.close`."""
         self.transfers.close()

@@ -35,13 +35,8 @@ from prefixkv.wakeups import wait_readable
 def _check_ranks(
     pools: Sequence[KVPool], states: Sequence[StatePool | None], num_ranks: int
 ) -> list[StatePool | None]:
-    """Check that the pools and states of a group's ranks are alike; return the states, one per
-    rank.
-
-    Raises:
-        ConfigError: the ranks differ in pages, page size or slots: one would refuse what another
-            has done.
-    """
+    """Raises ConfigError if ranks differ in pages, page size or slots: one would refuse what
+    another has done."""
     for kind, given in (("pools", pools), ("states", states)):
         if not isinstance(given, tuple | list):
             raise ConfigError(f"{kind} is a {type(given).__name__}, a list is needed")
@@ -89,16 +84,11 @@ class _Readiness:
 
 
 class DecodeGroup(DecodeNode):
-    """Rank 0 of a mesh with the other ranks at hand: each call takes their events in and hands them
-    the log.
+    """Rank 0 with the other ranks at hand: each call takes their events, and hands them the log.
 
-    Args:
-        pools: by rank; each holds its rank's share, all have as many pages.
-        states: by rank, where requests have extra state; all have as many slots.
-
-    Raises:
-        ConfigError: the ranks differ in pages, page size or slots, or are not as many as the mesh
-            has.
+    `pools`: by rank; each holds its rank's share, all have as many pages. `states`: by rank, where
+    requests have extra state; all have as many slots. Raises ConfigError: the ranks differ in
+    pages, page size or slots, or are not as many as the mesh has.
     """
 
     def __init__(
@@ -146,8 +136,8 @@ class DecodeGroup(DecodeNode):
                 other.apply(raw)
 
     def pages_of(self, req: DecodeRequest) -> list[Pages]:
-        """Return the request's page ids as each rank knows them; none on any rank, if it holds
-        none. Raises RequestError for a request that is not the group's."""
+        """Return the request's page ids as each rank knows them; none if it holds none. Raises
+        RequestError for another's request."""
         self.scheduler.check_own(req)
         self._hand_log()
         if req.pages_held is None:
@@ -159,24 +149,23 @@ class DecodeGroup(DecodeNode):
         raise CallerError(f"rank {shown(rank)} of a group is of this process, which lives")
 
     def lost_peers(self) -> LostPeers:
-        """Return the lost peers of all ranks, merged; see `DecodeNode.lost_peers`."""
+        """As `DecodeNode.lost_peers`, of all ranks."""
         return merged_lost_peers(
             [super().lost_peers(), *(rank.lost_peers() for rank in self.others)]
         )
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for events of any rank; see `DecodeNode.wait`."""
+        """As `DecodeNode.wait`, for any rank."""
         check_timeout(timeout_s)
         self._check_open()
         return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable for any rank. See `Node.fileno`."""
+        """As `Node.fileno`, for any rank."""
         return self._readiness.fd if self.others else super().fileno()
 
     def audit(self) -> None:
-        """Check the laws of the decode group, and that every rank has rank 0's rows. Raises
-        InternalError."""
+        """Check the laws, and that every rank has rank 0's rows. Raises InternalError."""
         super().audit()
         self._hand_log()
         for other in self.others:
@@ -194,17 +183,14 @@ class DecodeGroup(DecodeNode):
 
 
 class PrefillGroup(PrefillNode):
-    """Rank 0 of a mesh with the other ranks at hand: each call takes their events in and hands them
-    the log.
+    """Rank 0 with the other ranks at hand: each call takes their events in and hands them the log.
 
     Args:
         pools: by rank; each holds its rank's share, all have as many pages.
         states: by rank, where requests have extra state; all have as many slots.
         usable_prefix: as for PrefillNode.
 
-    Raises:
-        ConfigError: the ranks differ in pages, page size or slots, or are not as many as the mesh
-            has.
+    Raises ConfigError: the ranks differ in pages, page size or slots, or number.
     """
 
     def __init__(
@@ -272,13 +258,13 @@ class PrefillGroup(PrefillNode):
             self._chunk_ready = None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for events of any rank; see `PrefillNode.wait`."""
+        """As `PrefillNode.wait`, for any rank."""
         check_timeout(timeout_s)
         self._check_open()
         return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable for any rank. See `Node.fileno`."""
+        """As `Node.fileno`, for any rank."""
         return self._readiness.fd if self.others else super().fileno()
 
     def stats(self) -> dict[str, int]:

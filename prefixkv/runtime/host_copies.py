@@ -37,7 +37,7 @@ _PIECE_BYTES, _GPU_PIECE_BYTES = 4 << 20, 16 << 20
 
 @dataclass(slots=True, eq=False)
 class _Order:
-    """An order of host copies that has not ended. Owned by the lock of its `HostCopies`."""
+    """Owned by the lock of its `HostCopies`."""
 
     copy: HostCopy
     after: DeviceEvent | None  # what it waits for; None: it may begin
@@ -57,8 +57,8 @@ class _Order:
 
 
 class HostCopies:
-    """The threads that copy pages between decode's pool and its host pool. Created, given orders
-    and closed by one thread; see the module's text.
+    """The threads that copy pages between a pool and its host pool. Created, given orders and
+    closed by one thread.
 
     The sink is called by these threads, and by `close` for orders that it cuts off.
     """
@@ -73,18 +73,18 @@ class HostCopies:
         piece_bytes: int = 0,
         name: str = "node",
     ) -> None:
-        """Start the threads of the host copies.
+        """Start the threads.
 
         Args:
             layout: of the device's pool, whose memory has to stay until `close` has returned, as
                 the host pool's has.
             num_threads: on CUDA each has a stream, and uses twice `piece_bytes` of the device.
             sink: takes each order's end; it must not raise, nor wait.
-            piece_bytes: a piece is as many whole pages as fit, at least one. 0: 4 MiB, on CUDA
-                16 MiB, since a launch takes as long as some MiB there.
-        Raises:
-            ConfigError: a value out of range, a host pool for other pages, or a device without a
-                copy.
+            piece_bytes: a piece is as many whole pages as fit, at least one. 0: 4 MiB, on CUDA 16
+                MiB.
+
+        Raises ConfigError: a value out of range, a host pool for other pages, or a device without a
+        copy.
         """
         check_whole("piece_bytes", piece_bytes, 0, MAX_BYTES)
         piece_bytes = piece_bytes or (_PIECE_BYTES if device == "cpu" else _GPU_PIECE_BYTES)
@@ -106,14 +106,12 @@ class HostCopies:
         self._num_threads = num_threads
 
     def submit(self, order: HostCopy, after: DeviceEvent | None = None) -> None:
-        """Queue an order of host copies. It never waits; O(threads). Errors in its pages come back
-        in its HostCopyDone, and so does what `after` raises.
+        """Queue an order, to begin once `after.query()` is True; None: at once. Never waits;
+        O(threads).
 
-        Args:
-            after: the copy begins once its `query()` is True; None: there is nothing to wait for.
-        Raises:
-            PageStateError: not as many host pages as pages of the device, or none. ClosedError:
-                after `close`. Nothing was queued.
+        Errors in its pages, and what `after` raises, come back in its HostCopyDone. Raises, with
+        nothing queued, PageStateError: not as many host pages as pages of the device, or none;
+        ClosedError: after `close`.
         """
         num_pages = len(order.host_pages)
         if num_pages != len(order.device_pages) or not num_pages:
@@ -130,8 +128,8 @@ class HostCopies:
             self._wakes.put(None)
 
     def close(self) -> None:
-        """Let the host copies' pieces that run end, begin no others, join the threads. Orders that
-        were cut off end with a ClosedError. Idempotent."""
+        """Let the pieces that run end, begin no others, join the threads. Orders that were cut off
+        end with a ClosedError. Idempotent."""
         # Set first: a worker that is woken then begins no piece.
         self._closed = True
         for _ in self._threads:
@@ -180,8 +178,7 @@ class HostCopies:
     def _begin_piece(
         self, orders: deque[_Order], failed: list[_Order]
     ) -> tuple[_Order, int, int] | None:
-        """Begin a piece of the first of these host copies that need not wait for the device. Those
-        whose event raises go to `failed`."""
+        """Of the first that need not wait. Where its event raises, it goes to `failed`."""
         for order in list(orders):
             if order.has_begun_all:
                 orders.remove(order)

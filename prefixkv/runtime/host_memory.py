@@ -21,14 +21,9 @@ _LEAST_TIMES: Final = 2  # sizes of the pool
 class HostMemory:
     """The host memory of a decode rank. Used from one thread.
 
-    Args:
-        pool: the rank's; kept until this has closed.
-        name: the worker's, for the names of threads and the log.
-
-    Logs a warning where it is less than twice the pool.
-
-    Raises:
-        ConfigError: more memory than the host has, or less than a page.
+    `pool` is the rank's, kept until this has closed; `name` the worker's, for the names of threads
+    and the log. Logs a warning where it is less than twice the pool. Raises ConfigError for more
+    memory than the host has, or less than a page.
     """
 
     def __init__(self, pool: KVPool, config: HostConfig, name: str) -> None:
@@ -44,8 +39,7 @@ class HostMemory:
             )  # fmt: skip
 
     def start(self, sink: Callable[[HostCopyDone], None]) -> None:
-        """Start the threads that copy to and from host memory; `sink` gets the end of each copy,
-        from any thread."""
+        """Start the threads; `sink` gets the end of each copy, from any thread."""
         self._copies = HostCopies(
             self._device_pool.layout,
             self._pool,
@@ -57,23 +51,21 @@ class HostMemory:
         )
 
     def wait_until_ready(self) -> None:
-        """Wait until all of host memory can be used. Raises CapacityError if that cannot be had."""
+        """Wait until all pages can be used. Raises CapacityError if that cannot be had."""
         self._pool.wait_until_ready()
 
     @property
     def ready_pages(self) -> int:
-        """Pages of host memory that can be used by now, from the first on."""
+        """Pages that can be used by now, from the first on."""
         return self._pool.ready_pages
 
     def submit(self, order: HostCopy, after: DeviceEvent | None = None) -> None:
-        """Begin a copy between the pool and host memory, once a thread is free and the device has
-        done what `after` stands for."""
+        """Begin a copy, once a thread is free and the device has done what `after` stands for."""
         assert self._copies is not None
         self._copies.submit(order, after)
 
     def close(self) -> None:
-        """Let the copies to and from host memory that run end, and give the memory back.
-        Idempotent."""
+        """Let the copies that run end, and give the memory back. Idempotent."""
         if self._copies is not None:
             self._copies.close()
         self._pool.close()

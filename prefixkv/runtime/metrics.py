@@ -40,10 +40,8 @@ Samples = Iterable[tuple[Labels, float]]
 
 
 class _Spec(NamedTuple):
-    """One metric, with the function that reads its samples from a node.
-
-    A sample has the values of `labels` (besides `node`) and a number.
-    """
+    """One metric, and the function that reads its samples from a node: values of `labels` (besides
+    `node`) and a number."""
 
     family: type[CounterMetricFamily] | type[GaugeMetricFamily]
     name: str
@@ -53,8 +51,6 @@ class _Spec(NamedTuple):
 
 
 class _HistogramSpec(NamedTuple):
-    """One histogram, with the function that reads it from a node."""
-
     name: str
     text: str
     labels: Labels
@@ -183,8 +179,7 @@ def _oldest_lock_owner(node: Node) -> Samples:
 
 
 def _peers(node: Node) -> Samples:
-    """Yield the number of peers as samples of a node's metric, by state; nothing of a node that has
-    closed meanwhile."""
+    """Nothing of a node that has closed meanwhile."""
     try:
         answers = node.transfers.peer_states()
     except ClosedError:

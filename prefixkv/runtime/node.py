@@ -1,5 +1,4 @@
-"""The common part of decode's and prefill's node: a scheduler, a transfer side with its threads,
-and the way between them."""
+"""The common part of both nodes: a scheduler, a transfer side with its threads."""
 
 from __future__ import annotations
 
@@ -43,11 +42,8 @@ COUNTERS = (
 
 
 class Node(OneThread, Generic[C, To, E]):
-    """The base of DecodeNode and PrefillNode. Used from one thread.
-
-    That is the engine's scheduler thread. It owns scheduler, tree, allocator and requests; the
-    other threads are reached by `transfers` alone.
-    """
+    """The base of DecodeNode and PrefillNode. Used from one thread: the engine's scheduler thread
+    owns scheduler, tree, allocator and requests."""
 
     any_thread = frozenset({"fileno", "lost_peers", "peers"})
 
@@ -60,7 +56,7 @@ class Node(OneThread, Generic[C, To, E]):
     _counters: tuple[str, ...]
 
     def __init__(self, pool: KVPool, state: StatePool | None) -> None:
-        """Remember the memory of a node; the subclass builds scheduler and transfers."""
+        """Remember the memory; the subclass builds scheduler and transfers."""
         self.pool, self.state = pool, state
 
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
@@ -86,23 +82,15 @@ class Node(OneThread, Generic[C, To, E]):
 
         It is called on the node's thread, in the middle of the request's end: it must be quick, and
         call nothing of the node. What it raises comes out of a later call of the engine's, and is
-        counted as `user_errors`.
-
-        Args:
-            listener: gets the request's record as the request log has it, whether that is on or
-                not, and the time of `time.monotonic` at which the request arrived.
+        counted as `user_errors`. `record` is as the request log has it, whether that is on or not;
+        `arrived_s` the `time.monotonic` at which the request arrived.
         """
         if not callable(listener):
             raise CallerError(f"{shown(listener)} cannot be called")
         self._request_log.listeners.append(listener)
 
     def _publish_events(self, config: DecodeConfig | PrefillConfig) -> None:
-        """Publish the node's cache events, if that is asked for. Called last of all in a node's
-        constructor.
-
-        Raises:
-            ConfigError: with the node closed.
-        """
+        """Called last of all in a node's constructor. Raises ConfigError with the node closed."""
         if config.kv_events is None:
             return
         page_size = self.pool.layout.page_size
@@ -132,10 +120,7 @@ class Node(OneThread, Generic[C, To, E]):
             self.kv_events.blocks.check(request.key.namespace)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a `pop_*` may have something for the engine, at most `timeout_s`.
-
-        Returns True if one may.
-        """
+        """Block until a `pop_*` may have something, at most `timeout_s`. Returns whether."""
         check_timeout(timeout_s)
         self._check_open()
         if self.kv_events is not None:
@@ -150,8 +135,7 @@ class Node(OneThread, Generic[C, To, E]):
         return wait(timeout_s)
 
     def drain(self, timeout_s: float = 0.0) -> bool:
-        """Take no new requests from now on (`add` raises DrainingError); return True once all have
-        ended.
+        """Take no new requests (`add` raises DrainingError); return True once all have ended.
 
         True once no request lives, nothing is left to pop, and no peer may still write here or read
         from here: then `close` harms nothing. Waits for that up to `timeout_s`, but not while a
@@ -175,8 +159,7 @@ class Node(OneThread, Generic[C, To, E]):
             self.transfers.wait(min(end_s - now_s, 0.05))
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while a `pop_*` may have something, for the engine's
-        own poller. Any thread may ask.
+        """A descriptor that is readable while a `pop_*` may have something. Any thread may ask.
 
         Now and then it is readable once more when all has been popped already. It does not become
         readable when a request has waited too long: call `pop_preallocated` from time to time.
@@ -185,8 +168,8 @@ class Node(OneThread, Generic[C, To, E]):
 
     @property
     def weights_version(self) -> str:
-        """Version of the weights that the node computes and caches KV for:
-        `ModelConfig.weights_version`, until `flush` moves it."""
+        """Version of the weights that KV is computed and cached for: `ModelConfig.weights_version`,
+        until `flush` moves it."""
         return self.scheduler.weights_version
 
     @abstractmethod
@@ -194,7 +177,7 @@ class Node(OneThread, Generic[C, To, E]):
         """Empty the prefix cache. Returns the pages freed at once."""
 
     def _flush(self, weights_version: str | None, move: Callable[[str, float], None]) -> int:
-        """Empty the prefix cache; call `move` first if the version differs from the present one."""
+        """Calls `move` first if the version differs from the present one."""
         # The version is checked before anything changes; events that have come are taken in under
         # the old one.
         if weights_version is not None:
@@ -212,11 +195,12 @@ class Node(OneThread, Generic[C, To, E]):
         self.scheduler.check_invariants()
 
     def take_cache_events(self, snapshot: bool = False) -> EventBatch:
-        """Return what the prefix cache stored and removed since the last call, for a router
-        (`BoundedAffinityRouter.apply`); behind it what its host memory did.
+        """Return what the cache, and behind it host memory, stored and removed since the last call,
+        for a router (`BoundedAffinityRouter.apply`).
 
         The first batch, and one with `snapshot`, gives the whole content. Before the first call
-        nothing is recorded."""
+        nothing is recorded.
+        """
         check_flag("snapshot", snapshot)
         self._pump()
         batch = self._feed.take(snapshot)
@@ -312,14 +296,11 @@ class Node(OneThread, Generic[C, To, E]):
         }
 
     def close(self) -> None:
-        """Close the node: destroy the transport's agent, tell the peers, join every thread.
-        Idempotent.
+        """Destroy the transport's agent, tell the peers, join every thread. Idempotent.
 
         A peer that is writing into this pool over shared memory is not stopped by it: keep the
-        pool's memory until its requests have ended there.
-
-        Raises:
-            InternalError: the agent could not be destroyed; the threads are joined all the same.
+        pool's memory until its requests have ended there. Raises InternalError if the agent could
+        not be destroyed; the threads are joined all the same.
         """
         try:
             self.transfers.close()
@@ -328,13 +309,8 @@ class Node(OneThread, Generic[C, To, E]):
                 self.kv_events.close()
 
     def _pump(self) -> float:
-        """Take in what the control thread has to say to the node; return the time.
-
-        Every call of the engine begins with this, so that it sees the present state.
-
-        Raises:
-            InternalError: an exception in the control thread. All events were taken in.
-        """
+        """Take in what the control thread has to say; return the time. Every call of the engine
+        begins with this. Raises InternalError for an exception there, with all events taken in."""
         now_s = time.monotonic()
         if self.kv_events is not None:
             self._pass_on_events()
@@ -351,12 +327,8 @@ class Node(OneThread, Generic[C, To, E]):
         return now_s
 
     def _tell(self) -> None:
-        """Hand the commands of the node's scheduler to the control thread, and mark what is left
-        for the engine.
-
-        Any call takes in what has happened, but only some pop it: the descriptor has been read by
-        then, so it is made readable again.
-        """
+        """Hand commands to the control thread, and mark what is left for the engine: any call takes
+        in what has happened, but only some pop it, so the descriptor is made readable again."""
         # 1. Commands first: the control thread works on them while the rest is done here.
         for command in self._take_commands():
             self._command(command)
@@ -374,11 +346,11 @@ class Node(OneThread, Generic[C, To, E]):
 
     @abstractmethod
     def _take_commands(self) -> list[C]:
-        """Return and remove the commands of the node's scheduler."""
+        """Return and remove the scheduler's commands."""
 
     @abstractmethod
     def _take(self, event: E, now_s: float) -> None:
-        """Tell the node's scheduler what became of a room."""
+        """Tell the scheduler what became of a room."""
 
 
 def checkpoint_counts(pages: PageManager) -> dict[str, int]:
@@ -391,7 +363,7 @@ def checkpoint_counts(pages: PageManager) -> dict[str, int]:
 
 
 def check_windows(pages: PageManager, page_size: int) -> None:
-    """Raise ConfigError for a window group of a node in which not even one request has room."""
+    """Raise ConfigError for a window group in which not even one request has room."""
     for group in pages.windows:
         if (has := group.allocator.num_pages) < group.most_pages:
             raise ConfigError(

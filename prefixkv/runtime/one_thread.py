@@ -25,7 +25,7 @@ VARIABLE: Final = "PREFIXKV_DEBUG"
 
 class OneThread(Closing):
     """Base of classes with objects that are used from one thread. `any_thread` names the methods
-    that any thread may call all the same."""
+    that any thread may call."""
 
     any_thread: ClassVar[frozenset[str]] = frozenset()
 

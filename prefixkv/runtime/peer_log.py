@@ -26,7 +26,7 @@ _log = logging.getLogger("prefixkv.peers")
 
 
 class PeerLog:
-    """Writes changes of peers to the log. Owned by a control thread; `name` is the worker's.
+    """Writes changes of peers. Owned by a control thread; `name` is the worker's.
 
     An exception of a log handler comes out of `write`; the lines behind it are lost.
     """
@@ -40,7 +40,7 @@ class PeerLog:
         self._num_lines = 0
 
     def write(self, news: list[PeerChange], now_s: float) -> None:
-        """Write the lines of the peer log that are due; may raise what a log handler raises."""
+        """Write the lines that are due; may raise what a log handler raises."""
         # 1. A new window begins: first say what the last one left out.
         if now_s >= self._window_s + WINDOW_S:
             left_out, self._num_lines = max(0, self._num_lines - LINES), 0
@@ -61,8 +61,7 @@ class PeerLog:
             _log.log(level, "%s: %s: %s %s%s", self._name, one.kind, one.peer, one.why, again)
 
     def _more(self, one: PeerChange, now_s: float) -> int | None:
-        """Return how many changes like it the peer log left out since the last line; None: leave
-        this one out too."""
+        """Return how many such changes were left out since the last line; None: this one too."""
         key: _Key = one.kind, one.peer
         name = one.peer.name if isinstance(one.peer, PeerId) else one.peer
         # A refused peer is known by its name alone: each restart is another life. Once met, a new

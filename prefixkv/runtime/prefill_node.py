@@ -71,10 +71,9 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         ranks: with several: the others are `PrefillRank`s, which follow this node's cache
             (`take_log`).
 
-    Raises:
-        ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this
-            rank's share or cannot be registered, `checkpoints` without as many slots of extra state
-            and one more, or with `usable_prefix`, a mesh of several ranks without `ranks`.
+    Raises ConfigError: an address that cannot be bound, an unknown policy, a pool that is not this
+    rank's share or cannot be registered, `checkpoints` without as many slots of extra state and one
+    more, or with `usable_prefix`, a mesh of several ranks without `ranks`.
     """
 
     scheduler: PrefillScheduler
@@ -152,12 +151,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.transfers.endpoint
 
     def add(self, request: Request) -> PrefillRequest:
-        """Take a request of the engine; it waits for decode's promise.
-
-        Raises:
-            RequestError: nothing was changed here. Decode hears of it as by `refuse`, unless the
-                room is in use.
-        """
+        """Take a request; it waits for decode's promise. Raises RequestError, with nothing changed
+        here; decode hears of it as by `refuse`, unless the room is in use."""
         check_request(request)
         try:
             self._check_namespace(request)
@@ -171,12 +166,10 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             self._tell()
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
-        """Tell decode at once that the node will not take this request.
+        """Tell decode at once that the node will not take this request; if it promises its pages
+        later, it hears it then, for `parked_timeout_s`.
 
-        If decode promises its pages later, it hears it then, for `parked_timeout_s`.
-
-        Raises:
-            RequestError: the request is here, or names no decode worker.
+        Raises RequestError if the request is here, or names no decode worker.
         """
         check_request(request)
         check_reason(reason)
@@ -185,8 +178,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self._tell()
 
     def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
-        """Return the requests for the engine to compute now: `decode_prefix_len` and `prefix_len`
-        are known, `pages` are there.
+        """Return the requests to compute now: `decode_prefix_len` and `prefix_len` are known,
+        `pages` are there.
 
         At most `limit`, first come first served. But one that needs a prefix which another request
         computes comes when that is there, or will not come.
@@ -200,11 +193,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         ready: DeviceEvent | None = None, state_slot: int = -1,
     ) -> int:  # fmt: skip
         """Send what decode lacks of a request's KV up to token `end`, computed once `ready.query()`
-        is True.
-
-        With `last`, the extra state in `state_slot`, the outcome and `aux` follow. Returns the
-        number of pages queued.
-        """
+        is True. Returns the number of pages queued. With `last`, the extra state in `state_slot`,
+        the outcome and `aux` follow."""
         now_s = self._pump()
         queued = self.scheduler.send_chunk(
             req, end, now_s, last=last, aux=aux, ready=ready, state_slot=state_slot
@@ -213,15 +203,12 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return queued
 
     def save_state(self, req: PrefillRequest, end: int) -> int:
-        """Return the slot of the StatePool into which the engine copies the extra state of a
-        request behind `end` tokens, one of its `stops`, which it has just computed; -1 if it need
-        not.
+        """Return the slot of the StatePool into which the engine copies the extra state behind
+        `end` tokens, one of the request's `stops`, just computed; -1 if it need not.
 
         Before the chunk up to there is handed over by `send_chunk`. The copy has to be queued
-        before any later work on that slot. The slot is the library's from then on.
-
-        Raises:
-            RequestError: `end` is none of its stops, or it is not computed. Nothing was changed.
+        before any later work on that slot, which is the library's from then on. Raises
+        RequestError, with nothing changed, if `end` is none of its stops, or it is not computed.
         """
         return self.scheduler.save_state(req, end, self._pump())
 
@@ -230,20 +217,18 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.scheduler.pop_sent(self._pump())
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
-        """Return the requests that failed or were aborted; `req.error` says why.
+        """Return the requests that failed or were aborted; `req.error` says why. The engine has to
+        stop computing them.
 
-        The engine has to stop computing them. One with extra state handed over comes when no write
-        reads that any more. `after`: device work launched for them before this call has ended once
-        its `query()` is True.
+        One with extra state handed over comes when no write reads that any more. `after`: device
+        work launched for them before this call has ended once its `query()` is True.
         """
         return self.scheduler.pop_failed(self._pump(), after)
 
     def abort(self, rid: str) -> bool:
         """End a request; it comes out of `pop_failed`. Returns False if it is unknown or has ended.
-
         What its chunks have brought is cached by the next `pop_bootstrapped`, unless this comes
-        before that.
-        """
+        before that."""
         known = self.scheduler.abort(rid, self._pump())
         self._tell()
         return known
@@ -253,8 +238,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         (`NotFiniteError`). It comes out of `pop_failed` with `error`; decode is told its name and
         its text.
 
-        Caches no more than `abort`. Before its last chunk is sent: decode goes on from that at
-        once.
+        Caches no more than `abort`. Before its last chunk is sent: decode goes on from that.
         """
         known = self.scheduler.fail(rid, error, self._pump())
         self._tell()
@@ -268,13 +252,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         the former one, or is computed with it, fails: it comes out of `pop_failed` with a
         WeightsVersionError, and decode hears of it at once. What waits for decode's promise goes
         on. No step of the model may come between the change of the weights and this call. Each rank
-        of a mesh is moved by itself; until all are, requests fail.
-
-        Args:
-            weights_version: at most 256 characters.
-
-        Raises:
-            ConfigError: no string, or one that is too long. Nothing was changed.
+        of a mesh is moved by itself; until all are, requests fail. `weights_version`: at most 256
+        characters. Raises ConfigError: no string, or one that is too long. Nothing was changed.
         """
         return self._flush(weights_version, self.scheduler.move_weights)
 
@@ -284,21 +263,14 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self._command(Fence(peer_id(peer, incarnation)))
 
     def fence_rank(self, rank: int) -> None:
-        """Take the caller's word that the process of a `PrefillRank` of this prefill worker is
-        dead.
+        """Take the caller's word that the process of a `PrefillRank` of this worker is dead.
 
-        The worker computes no more: every request ends with a PeerLostError and comes out of
-        `pop_failed` (but one that has been sent, out of `pop_sent`), decode hears of it at once,
-        `add` takes none, and no page waits for that rank. So `drain` becomes True as on a worker of
-        the ranks that are left; these go on to get the log until then. What the dead one said that
-        comes later is left out.
-
-        Args:
-            rank: from 1. Never one that lives: it would send what is in its pages then.
-
-        Raises:
-            CallerError: there is no such rank, or the node was built without `ranks`. Nothing was
-                changed.
+        Every request ends with a PeerLostError and comes out of `pop_failed` (but one that has been
+        sent, out of `pop_sent`), decode hears of it at once, `add` takes none, and no page waits
+        for that rank. So `drain` becomes True as on a worker of the ranks that are left; these go
+        on to get the log until then. What the dead one said that comes later is left out. `rank`:
+        from 1. Never one that lives: it would send what is in its pages then. Raises CallerError:
+        there is no such rank, or the node was built without `ranks`. Nothing was changed.
         """
         rooms = self._led_rooms
         now_s, error = self._pump(), rooms.death(rank)
@@ -307,8 +279,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         self._tell()
 
     def awaited_ranks(self) -> dict[int, int]:
-        """Return, by prefill rank, how many rooms wait for what it alone has not said. A rank that
-        stays there is dead (`fence_rank`), or a peer that it writes to (its `lost_peers`)."""
+        """Return, by rank, how many rooms wait for what it alone has not said. A rank that stays
+        there is dead (`fence_rank`), or a peer that it writes to (its `lost_peers`)."""
         return {} if self._rank_rooms is None else self._rank_rooms.awaited()
 
     @property
@@ -318,21 +290,20 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self._rank_rooms
 
     def peers(self) -> dict[PeerId, str]:
-        """Return "ready" or "suspect" for each decode rank that the node knows. Any thread may
-        ask."""
+        """Return "ready" or "suspect" for each decode rank. Any thread may ask."""
         return self.transfers.peers()
 
     def lost_peers(self) -> LostPeers:
-        """Return the decode processes to think of fencing: suspect or over, and still in rooms
-        here. Any thread may ask.
+        """Return the decode processes to think of fencing, that are still in rooms here: what is
+        wrong, and how many rooms. Any thread may ask.
 
-        Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
+        They are suspect or over: replaced, fenced, or left.
         """
         return self.transfers.lost_peers()
 
     @property
     def bytes_sent(self) -> int:
-        """KV bytes that the node has written to decode workers. Any thread may ask."""
+        """KV bytes written to decode workers. Any thread may ask."""
         return self.transfers.bytes_sent
 
     def stats(self) -> dict[str, int]:
@@ -365,30 +336,20 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         return self.scheduler.take_commands()
 
     def _command(self, command: PrefillCommand) -> None:
-        """Hand a command of the scheduler to its control thread, and log it for the ranks that
-        follow."""
         super()._command(command)
         if self._ranks is not None:
             self._ranks.command(command)
 
     def take_log(self) -> bytes:
-        """Return what the ranks that follow have to apply of this pass, for the engine to
-        broadcast: once a pass, before they compute, and once the chunks of a pass were handed over.
-
-        Raises:
-            CallerError: the node was built without `ranks`.
-        """
+        """Return what the ranks that follow have to apply, to be broadcast once a pass, before they
+        compute, and once its chunks were handed over. Raises CallerError without `ranks`."""
         if self._ranks is None:
             raise CallerError("this node was built without ranks=RankLog()")
         return self._ranks.take(self.scheduler.pages, self.scheduler.requests.values())
 
     def apply_rank_events(self, raw: bytes) -> None:
-        """Take the events of a `PrefillRank` (its `take_rank_events`) into rank 0; b"" is nothing.
-
-        Raises:
-            CallerError: a batch of this rank is missing or doubled: each has to come, in order; or
-                the node was built without `ranks`.
-        """
+        """Take the events of a `PrefillRank` (its `take_rank_events`); b"" is nothing. Raises
+        CallerError if a batch of this rank is missing or doubled, or without `ranks`."""
         rooms, now_s = self._led_rooms, self._pump()
         if raw != b"":
             for rank, event in rooms.unpack(raw):

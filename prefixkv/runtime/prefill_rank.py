@@ -1,5 +1,4 @@
-"""A prefill rank above 0: its own pool, agent and rooms; rank 0 decides
-what to do with them."""
+"""A prefill rank above 0: its own pool, agent and rooms; rank 0 decides what to do with them."""
 
 from __future__ import annotations
 
@@ -16,21 +15,18 @@ from prefixkv.settings import check_kind
 
 
 class PrefillRank(FollowingRank):
-    """A prefill rank above 0 that follows rank 0's log (`PrefillNode(ranks=RankLog())`). Used
-    from one thread.
+    """A prefill rank above 0 that follows rank 0's log (`PrefillNode(ranks=RankLog())`). Used from
+    one thread.
 
     Args:
-        pool: this rank's share of the KV; as many pages, and of the same size, as rank 0's, in each
-            group. It must outlive this.
+        pool, state: this rank's share of the KV, and of the extra state; as many pages, of the same
+            size, in each group, and slots as rank 0's. They must outlive this.
         config: rank 0's, but for `bind`.
         mesh: how the model is shared out over the prefill worker's ranks.
         rank: from 1.
-        state: this rank's share of the extra state, with as many slots as rank 0's; it must outlive
-            this as well.
 
-    Raises:
-        ConfigError: a pool that is not this rank's share or cannot be registered, an address that
-            cannot be bound.
+    Raises ConfigError: a pool that is not this rank's share or cannot be registered, an address
+    that cannot be bound.
     """
 
     leader = "PrefillNode"
@@ -57,14 +53,12 @@ class PrefillRank(FollowingRank):
         return self.transfers.endpoint
 
     def apply(self, raw: bytes, ready: DeviceEvent | None = None) -> None:
-        """Apply to this rank's rooms what rank 0 did in one pass (`PrefillNode.take_log`).
+        """Apply to this rank's rooms what rank 0 did in one pass (`PrefillNode.take_log`); its
+        chunks are sent once `ready.query()` is True.
 
-        Its chunks are sent once `ready.query()` is True: when this rank has computed them.
-
-        Raises:
-            CallerError: a message that is none, names pages, rows or slots that there are not, was
-                left out, or comes twice. Nothing was changed.
-            ConfigError: this rank was built with other sizes than rank 0's. Nothing was changed.
+        Raises, with nothing changed, CallerError: a message that is none, names pages, rows or
+        slots that there are not, was left out, or comes twice; ConfigError: this rank was built
+        with other sizes than rank 0's.
         """
         self.transfers.check_open()
         check_event("ready", ready)
@@ -72,7 +66,7 @@ class PrefillRank(FollowingRank):
             self.transfers.submit(command)
 
     def request(self, rid: str) -> RankRequest:
-        """Return what this rank's engine computes a request by: its pages, where it goes on from,
-        where it saves. It holds until the next `apply`. Raises RequestError for one that does not
-        compute here."""
+        """Return what this rank computes a request by: its pages, where it goes on from, where it
+        saves. Holds until the next `apply`. Raises RequestError for one that does not compute
+        here."""
         return self.follower.request(rid)

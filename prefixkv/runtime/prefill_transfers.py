@@ -59,15 +59,14 @@ _STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
 
 
 class _Plans(NamedTuple):
-    """What chunks of a room send: pages of the first group, and of each window group."""
+    """What chunks send: pages of the first group, and of each window group."""
 
     pages: SendPlan
     windows: tuple[WindowPlan, ...]
 
 
 def _key(room: int, generation: int, decode: str) -> RoomKey:
-    """Return the key of a room between prefill and this decode worker. Raise RequestError for
-    numbers or names that cannot be."""
+    """Raise RequestError for numbers or names that cannot be."""
     if not isinstance(decode, str) or not decode:
         raise RequestError(f"decode is {shown(decode)}, the decode worker's name is needed")
     return room_key(room, generation, decode)
@@ -85,9 +84,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         state: this rank's share of the extra state of requests; kept as long.
         transport: makes another transport than NIXL's, for tests.
 
-    Raises:
-        ConfigError: an address that cannot be bound, a pool that is not the rank's share or cannot
-            be registered, another number of endpoints than there are other ranks.
+    Raises ConfigError: an address that cannot be bound, a pool that is not the rank's share or
+    cannot be registered, another number of endpoints than there are other ranks.
     """
 
     def __init__(
@@ -183,7 +181,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
     @property
     def control(self) -> PrefillControl:
-        """Control object, for audits; it belongs to the control thread."""
+        """For audits; it belongs to the control thread."""
         return cast(PrefillControl, self.thread.control)
 
     @property
@@ -211,9 +209,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 about the room do not count; for two workers the same number is two rooms.
             digest: of the prompt, as in `DecodeTransfers.open`.
 
-        Raises:
-            RequestError: a number, name or digest out of range; or a room that was added or refused
-                already, until the engine has its SourceFree from `take_events`.
+        Raises RequestError: a number, name or digest out of range; or a room that was added or
+        refused already, until the engine has its SourceFree from `take_events`.
         """
         key = _key(room, generation, decode)
         num_tokens = whole_number("num_tokens", num_tokens, 1, 2**31)
@@ -249,16 +246,14 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 engine: the first token, say) and the extra state in `state_slot` go with it.
             ready: KV is read once its `query()` is True; None: it is there already.
             windows: for each window group of the pool, in order, the number of a page of the
-                request and the ids of that page and the following ones there: at least those of
-                the last window that this chunk completes. None: they all follow with a later chunk,
-                the last one at the latest.
+                request and the ids of that page and the following ones there: at least those of the
+                last window that this chunk completes. None: they all follow with a later chunk, the
+                last one at the latest.
 
-        Raises:
-            RequestError: a room that was not added or is over, an `end` out of order, fewer pages
-                than up to it, a chunk after the last one, `aux` or a state slot before it. Nothing
-                was changed.
-            AuxTooLargeError: `aux` is longer than `max_aux_bytes`. Nothing was changed.
-            PageStateError: ids outside the pool. Nothing was changed.
+        Raises RequestError: a room that was not added or is over, an `end` out of order, fewer
+        pages than up to it, a chunk after the last one, `aux` or a state slot before it. Nothing
+        was changed. AuxTooLargeError: `aux` is longer than `max_aux_bytes`. Nothing was changed.
+        PageStateError: ids outside the pool. Nothing was changed.
         """
         self.check_open()  # first: the plan moves before the command is queued
         # 1. Which room.
@@ -321,8 +316,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     def _window_chunks(
         self, plans: _Plans, end: int, last: bool, windows: Sequence[tuple[int, PageIds]]
     ) -> tuple[WindowChunk, ...]:
-        """Return what a chunk sends in each window group. Raises as `send_chunk`, with nothing
-        changed."""
         if not isinstance(windows, tuple | list) or not all(
             isinstance(one, tuple | list) and len(one) == 2 for one in windows
         ):
@@ -354,13 +347,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             self.submit(AbortRoom(key, reason))
 
     def refuse(self, room: int, generation: int, reason: str = "refused", *, decode: str) -> None:
-        """Refuse a room: decode is told now, or once it promises pages for it.
-
-        RoomEnded and SourceFree follow.
-
-        Raises:
-            RequestError: as by `add`, and for a reason that is no string.
-        """
+        """Refuse a room: decode is told now, or once it promises pages for it. RoomEnded and
+        SourceFree follow. Raises RequestError as `add`, and for a reason that is no string."""
         check_reason(reason)
         key = _key(room, generation, decode)
         self._begin(key, None)
@@ -372,8 +360,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     def offer(
         self, room: int, generation: int, num_tokens: int, digest: bytes, timeout_s: float
     ) -> None:
-        """Offer a room, drawn by the engine for a prompt that it has computed, to any decode
-        worker.
+        """Offer a room, drawn for a prompt that is computed, to any decode worker.
 
         The engine has named it where the request is placed. The first decode worker with a promise
         that proves the digest opens the room; from then on it is like one that was added for that
@@ -391,8 +378,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 of `prompt_digest`'s namespace.
             timeout_s: seconds.
 
-        Raises:
-            RequestError: as `add`.
+        Raises RequestError: as `add`.
         """
         key = room_key(room, generation)
         num_tokens = whole_number("num_tokens", num_tokens, 1, 2**31)
@@ -421,7 +407,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         self._rooms[key] = plan
 
     def _follow_event(self, event: PrefillEvent) -> None:
-        """Follow an event that the engine gets: an offer is opened, a room ends or is free."""
         # An offer has no decode worker in its key; the first event of its room brings the name.
         offered = RoomKey(*event.key.numbers)
         if event.key not in self._rooms and offered in self._rooms:  # a decode worker opens it
@@ -446,11 +431,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         return self.control.peers(time.monotonic())
 
     def lost_peers(self) -> LostPeers:
-        """Return the decode processes to think of fencing: suspect or over, and still in rooms
-        here. Any thread may ask.
-
-        Over means replaced, fenced, or left. For each: what is wrong, and how many rooms.
-        """
+        """As `PrefillNode.lost_peers`. Any thread may ask."""
         self.check_open()
         return self.control.lost_peers(time.monotonic())
 

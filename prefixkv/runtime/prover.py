@@ -2,9 +2,9 @@
 
     control thread --submit--> prover's thread: a few files of /proc --tell--> control thread
 
-A look costs 0.1 ms and reads a few files; if the process is dead and may have written here over
-TCP, also the kernel's tables of connections. It reports nothing if nothing is proved: the control
-object asks again.
+A look reads a few files; if the process is dead and may have written here over TCP, also the
+kernel's tables of connections. It reports nothing if nothing is proved: the control object asks
+again.
 """
 
 from __future__ import annotations
@@ -28,13 +28,10 @@ Prove = Callable[[PeerId], None]
 
 
 class Prover:
-    """The prover with its thread. `submit` and `close` are the control thread's.
+    """The thread that proves deaths. `submit` and `close` are the control thread's.
 
     `tell` is called from the prover's own thread, for each peer that is dead and has nothing on its
-    way here.
-
-    Args:
-        is_written_to: peers write into memory of this process.
+    way here. `is_written_to`: peers write into memory of this process.
     """
 
     def __init__(self, name: str, timing: ControlConfig, is_written_to: bool, tell: Prove) -> None:
@@ -54,12 +51,11 @@ class Prover:
 
     @property
     def life(self) -> ProcessLife | None:
-        """Identity of this process as the prover gives it to Hello, None if it is not said."""
+        """Identity of this process for Hello, None if it is not said."""
         return None if self._own_life is None else self._own_life.life
 
     def submit(self, peer: PeerId, life: ProcessLife) -> None:
-        """Have the prover's thread look soon whether a peer's process is dead. No-op while it is
-        queued or being looked at."""
+        """Have a peer's process looked at soon. No-op while it is queued or being looked at."""
         if peer in self._asked:
             return
         # Started on the first use: most nodes never doubt a peer.
@@ -77,7 +73,7 @@ class Prover:
         self._queue.put((peer, life))
 
     def close(self, *, ended: bool = True) -> None:
-        """Join the prover's thread, and let this process's identity go. Idempotent. `ended`: as for
+        """Join the thread, and let the identity go. Idempotent. `ended`: as for
         `HeldLife.close`."""
         # Behind all that is queued: looks that have begun are finished.
         self._queue.put(None)

@@ -32,8 +32,7 @@ Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
 
 def checked_config(config: Config | None, kind: type[Config]) -> Config:
-    """Return the config of a rank's worker, or the default one. Raise ConfigError for an object of
-    another class."""
+    """Return the config, or the default one. Raise ConfigError for an object of another class."""
     if config is None:
         return kind()
     check_kind("config", config, kind)
@@ -59,12 +58,8 @@ class RankSpec:
         rank: int = 0,
         state: StatePool | None = None,
     ) -> RankSpec:
-        """Return the spec of a rank; without a mesh, that of the only rank.
-
-        Raises:
-            ConfigError: a pool does not hold the rank's share, or the two pools are on different
-                devices.
-        """
+        """Return the spec of a rank; without a mesh, that of the only rank. Raises ConfigError if a
+        pool does not hold the rank's share, or the two pools are on different devices."""
         check_kind("pool", pool, KVPool)
         if mesh is not None:
             check_kind("mesh", mesh, Mesh)
@@ -92,7 +87,6 @@ class RankSpec:
 
     @property
     def num_slots(self) -> int:
-        """Slots for extra state in this rank's state pool, 0 without."""
         return 0 if self.state is None else self.state.num_slots
 
     @property
@@ -101,7 +95,7 @@ class RankSpec:
 
     @property
     def digest(self) -> ModelDigest:
-        """Properties of this rank's model that two workers compare in the handshake."""
+        """Properties of the model that two workers compare."""
         layout, model, mesh = self.layout, self.model, self.mesh
         return ModelDigest(
             model.model, model.kv_scales, layout.dtype, layout.attention,
@@ -148,15 +142,15 @@ def window_specs(pool: KVPool) -> list[WindowSpec]:
 def rank_sizes(
     side: str, pool: KVPool, max_running: int, num_slots: int, host_pages: int = 0
 ) -> RankSizes:
-    """Return what all ranks of a worker have alike, as one of them has it."""
+    """Return what all ranks of a worker have alike."""
     layout, windows = pool.layout, tuple(window_specs(pool))
     sizes = layout.num_pages, layout.page_size
     return RankSizes(side, *sizes, max_running, num_slots, host_pages, windows)
 
 
 def check_own_memory(layout: KVLayout) -> None:
-    """Raise ConfigError for a group of a node's pool that lies in the memory of the first one: the
-    node takes their page ids for those of two pools."""
+    """Raise ConfigError for a group in the memory of the first one: the node takes their page ids
+    for those of two pools."""
     for group in layout.windows:
         if layout.is_shared(group):
             raise ConfigError(

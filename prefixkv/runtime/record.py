@@ -46,8 +46,6 @@ _log = logging.getLogger("prefixkv.record")
 
 
 class _EndedRequest(NamedTuple):
-    """A request that has ended, as it waits to be written."""
-
     arrived_ms: int
     data: bytes  # the packed prompt
     namespace: Any
@@ -69,8 +67,7 @@ class Recorder:
         page_size, bytes_per_token: of the pool.
         now_s: the present time on the clock of the requests' times.
 
-    Raises:
-        ConfigError: the file cannot be opened, or is no regular file.
+    Raises ConfigError: the file cannot be opened, or is no regular file.
     """
 
     def __init__(
@@ -100,8 +97,7 @@ class Recorder:
             raise ConfigError(f"record is {str(path)!r}, which cannot be written: {why}") from error
 
     def ended(self, req: Any, now_s: float) -> None:
-        """Queue a request that has ended for the recorder's thread. One that was never admitted, or
-        must not be cached, is left out."""
+        """Queue a request that has ended. Left out if never admitted, or not to be cached."""
         if req.admitted_s is None or not req.request.cacheable:
             return
         key = req.request.key
@@ -119,7 +115,7 @@ class Recorder:
             self._lose("it cannot keep up")
 
     def close(self) -> None:
-        """Write what waits to the record's file, for some seconds at most. Idempotent."""
+        """Write what waits, for some seconds at most. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -133,8 +129,7 @@ class Recorder:
     # --- the recorder's thread --------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Run the recorder's thread until it is closed; a line that cannot be written is counted as
-        lost."""
+        """A line that cannot be written is counted as lost."""
         while True:
             try:
                 ended = self._queue.get(timeout=_POLL_S)
@@ -188,8 +183,7 @@ class Recorder:
         return (json.dumps(entry, separators=(",", ":")) + "\n").encode()
 
     def _ids(self, ended: _EndedRequest) -> list[int]:
-        """Return the ids of the prompt's blocks for a line of the record: 52 bits each, which every
-        reader of JSON takes as they are."""
+        """Return 52 bits for each of the prompt's blocks: every reader of JSON takes these."""
         size = TOKEN_BYTES * self.block_tokens
         # Each id depends on all blocks before it and the namespace, like the tree's own paths.
         above = prompt_digest([], ended.namespace)
@@ -202,8 +196,7 @@ class Recorder:
         return ids
 
     def _begin_file(self) -> None:
-        """Begin the next file of the record: those before it move on by one number, and the last is
-        deleted."""
+        """The files before move on by one number, and the last is deleted."""
         self._close_file()
         path = self._path
         if path.exists():
@@ -228,7 +221,7 @@ class Recorder:
             os.close(file)
 
     def _lose(self, why: str) -> None:
-        """Count a request that the recorder has lost; warn of the first one."""
+        """Warns of the first lost request."""
         self.lost += 1
         if self.lost == 1:
             _log.warning("%s: a request is not recorded: %s; further ones are counted only",

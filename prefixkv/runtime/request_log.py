@@ -1,5 +1,4 @@
-"""One structured record per request that has ended: logger `prefixkv.requests`, level INFO, a JSON
-object.
+"""A record per request that has ended: logger `prefixkv.requests`, level INFO, a JSON object.
 
     {"side": "decode", "rid": "r1", "room": 7, ..., "hit_tokens": 6144, "arrived_at": 1763740000.1,
      "admitted_s": 0.0021, "transferred_s": 0.0314, "committed_s": 0.0317, "first_token_s": 0.0318,
@@ -25,8 +24,7 @@ LOGGER = logging.getLogger("prefixkv.requests")
 
 
 class RequestLog:
-    """The `on_ended` of a journal. Costs next to nothing while the logger is off, and nothing
-    listens.
+    """The `on_ended` of a journal. Costs little while the logger is off, and nothing listens.
 
     Each of `listeners` gets every record, and when its request arrived, by `time.monotonic`.
     """
@@ -37,8 +35,6 @@ class RequestLog:
         self.listeners: list[Callable[[dict[str, Any], float], object]] = []
 
     def __call__(self, req: Any, now_s: float) -> None:
-        """Write one request that has ended to the request log, as a JSON object, and report it to
-        the listeners."""
         # Before anything is computed: this runs on the scheduler's thread, for each request.
         is_logged = LOGGER.isEnabledFor(logging.INFO)
         if not is_logged and not self.listeners:

@@ -57,12 +57,8 @@ def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
 
 
 def peer_id(peer: str, incarnation: int) -> PeerId:
-    """Return the identity of a peer's process that a caller names. Raise RequestError for what
-    names none.
-
-    Checked here, since an error in the control thread could not be raised by the call that caused
-    it.
-    """
+    """Return the identity that a caller names. Raise RequestError, which the control thread could
+    not, for what names none."""
     if not isinstance(peer, str) or not travels(peer):
         raise RequestError(f"peer is {shown(peer)}, a string that UTF-8 has bytes for is needed")
     return PeerId(peer, whole_number("incarnation", incarnation, 0, 2**64))
@@ -116,10 +112,8 @@ class Memory:
 
 
 class Transfers(OneThread, Generic[C, To, E]):
-    """The base of DecodeTransfers and PrefillTransfers. Used from one thread.
-
-    That is the engine's; the control thread is reached by its inbox alone.
-    """
+    """The base of DecodeTransfers and PrefillTransfers. Used from the engine's thread; the control
+    thread is reached by its inbox alone."""
 
     any_thread = frozenset(
         {"check_open", "dropped_frames", "fileno", "lost_peers", "peer_states", "peers", "stats"}
@@ -135,20 +129,16 @@ class Transfers(OneThread, Generic[C, To, E]):
         self._closed = False
 
     def submit(self, command: C) -> None:
-        """Hand a command to the control thread. Raises ClosedError after `close`."""
+        """Hand a command over. Raises ClosedError after `close`."""
         self.thread.submit(command)
 
     def move_weights(self, weights_version: str) -> None:
-        """Move to another version of the weights.
+        """Move to another version of the weights; the present one: no-op.
 
         Every room of the former version ends, with a RoomEnded and a WeightsVersionError, here and
         at the other side; so does one that is begun later under a version that the other side does
-        not have. The engine empties its own prefix cache. Each rank is moved by itself. The version
-        that it has already: no-op.
-
-        Raises:
-            ConfigError: no string, or longer than 256 characters.
-            ClosedError: after `close`.
+        not have. The engine empties its own prefix cache. Each rank is moved by itself. Raises
+        ConfigError for no string, or more than 256 characters; ClosedError after `close`.
         """
         check_version(weights_version)
         # Queued before any room of the new version, so that it ends only those of the former one.
@@ -156,11 +146,8 @@ class Transfers(OneThread, Generic[C, To, E]):
         self._weights_version = weights_version
 
     def take_events(self) -> list[E]:
-        """Return the events since the last call, in order: what became of rooms.
-
-        Raises:
-            InternalError: an exception in the control thread; the events come next time.
-        """
+        """Return the events since the last call, in order: what became of rooms. Raises
+        InternalError for an exception in the control thread; the events come next time."""
         events, error = self.take_raw()
         # Kept before the error is raised: an event that is lost would leave a room open here.
         self._undelivered += events
@@ -178,11 +165,8 @@ class Transfers(OneThread, Generic[C, To, E]):
         """Follow an event that the engine is about to get: a room that it opened may be over."""
 
     def take_raw(self) -> tuple[list[E], Exception | None]:
-        """Return the events that came since the last call, and the first error of the control
-        thread.
-
-        For a node, which knows its rooms itself.
-        """
+        """Return the events since the last call, and the first error of the control thread, for a
+        node, which knows its rooms itself."""
         self.check_open()
         queue = self.thread.events
         # The usual case, without a system call.
@@ -208,20 +192,19 @@ class Transfers(OneThread, Generic[C, To, E]):
         self.thread.events.notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until there may be events, at most `timeout_s`; return whether there may."""
+        """Block until there may be events, at most `timeout_s`; return whether."""
         check_timeout(timeout_s)
         self.check_open()
         return bool(self._undelivered) or self.thread.events.wait(timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while there are events, for the engine's poller."""
+        """Return a descriptor that is readable while there are events."""
         self.check_open()
         return self.thread.events.fd
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms that are open, or that a peer may still write or speak for. Any thread
-        may ask."""
+        """Rooms that are open, or that a peer may write or speak for. Any thread may ask."""
         return self.thread.control.num_rooms
 
     def stats(self) -> dict[str, int]:
@@ -239,15 +222,13 @@ class Transfers(OneThread, Generic[C, To, E]):
         }
 
     def lost_peers(self) -> LostPeers:
-        """Return the lost peers; see those of decode's and prefill's. Any thread may ask."""
+        """See decode's and prefill's. Any thread may ask."""
         raise NotImplementedError
 
     def dropped_frames(self) -> dict[str, int]:
-        """Return the number of dropped control frames, by reason. Any thread may ask.
-
-        Received ones ("dropped: ..."), those not sent ("frames_not_sent: ..."), and those that no
-        peer's socket sends ("frames_malformed").
-        """
+        """Return the number of dropped frames, by reason: received ("dropped: ..."), not sent
+        ("frames_not_sent: ..."), of a form that no peer sends ("frames_malformed"). Any thread may
+        ask."""
         counters = {**self.thread.control.counters, **self.thread.channel.counters}
         kinds = "dropped: ", "frames_not_sent: ", "frames_malformed"
         return {why: count for why, count in counters.items() if why.startswith(kinds)}
@@ -267,13 +248,6 @@ class Transfers(OneThread, Generic[C, To, E]):
         return self._closed
 
     def close(self) -> None:
-        """Destroy the transport's agent, tell the peers, join every thread. Idempotent.
-
-        A peer that is writing into this pool over shared memory is not stopped by it: keep the
-        pool's memory until its requests have ended there.
-
-        Raises:
-            InternalError: the agent could not be destroyed; the threads are joined all the same.
-        """
+        """As `Node.close`."""
         self._closed = True
         self.thread.close()

@@ -22,7 +22,7 @@ from prefixkv.memory.staging_area import StagingArea, whole_blocks
 
 
 class Section(NamedTuple):
-    """Bytes of a staging lease that one writer writes: `num_bytes` at `offset`."""
+    """Bytes of a lease that one writer writes: `num_bytes` at `offset`."""
 
     rank: int
     offset: int
@@ -31,8 +31,8 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LeaseCut:
-    """The cut of chunks into leases for one reader. `shares` are (rank, bytes of one unit page) for
-    each writer."""
+    """The cut of chunks into leases for one reader; `shares`: (rank, bytes of a unit page) per
+    writer."""
 
     shares: tuple[tuple[int, int], ...]
     units_per_piece: int
@@ -42,14 +42,10 @@ class LeaseCut:
     def of(
         cls, writers: Mesh, readers: Mesh, reader: int, unit_head_bytes: int, area: StagingArea
     ) -> LeaseCut:
-        """Compute the cut of chunks into leases for rank `reader`, which has the staging area
-        `area`.
+        """Compute the cut for rank `reader`, which has the staging area `area`.
 
         The meshes have passed `check_meshes`. O(log units per lease), with a sum over the writers
-        each.
-
-        Args:
-            unit_head_bytes: of one head of one layer in one unit page, all kinds (K and V).
+        each. `unit_head_bytes`: of one head of one layer in one unit page, all kinds (K and V).
 
         Raises: HandshakeError where a lease cannot take one unit page.
 
@@ -69,8 +65,7 @@ class LeaseCut:
         cls, writers: Mesh, readers: Mesh, reader: int, layout: KVLayout, unit_tokens: int,
         area: StagingArea,
     ) -> LeaseCut:  # fmt: skip
-        """Compute the cut of chunks into leases for rank `reader` with a pool of this layout, whose
-        aligned groups are staged with the pages. Else as `of`."""
+        """As `of`, for a pool of this layout, whose aligned groups are staged with the pages."""
         mine = readers.shard(reader)
         shares = tuple(
             (rank, sum(stage_unit_bytes(layout, share.inside(mine), unit_tokens)))
@@ -122,13 +117,12 @@ class LeaseCut:
         return sections
 
     def lease_bytes(self, num_units: int) -> int:
-        """Return the bytes of a lease of `num_units` unit pages by this cut: its sections, each in
-        whole blocks."""
+        """Bytes of a lease of `num_units` unit pages: its sections, each in whole blocks."""
         return sum(whole_blocks(num_units * unit_bytes) for _, unit_bytes in self.shares)
 
     def check_slots(self, rank: int, slot_bytes: int) -> None:
-        """Raise HandshakeError where a writer's largest section of this cut does not fit into one
-        of its slots. Smaller pieces would be no help: all writers have to cut alike."""
+        """Raise HandshakeError where a writer's largest section does not fit into one of its slots.
+        Smaller pieces would be no help: all writers have to cut alike."""
         num_bytes = self.sections(self.units_per_piece)[rank].num_bytes
         if num_bytes > slot_bytes:
             raise HandshakeError(

@@ -40,10 +40,10 @@ class LeaseState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Bytes `offset` to `end` of the staging area, for one piece of one room.
+    """Bytes `offset` to `end` of the staging area, for one piece of one room. Only the table
+    changes it.
 
     `lease_id` is not used again before 2^31 others. `missing` are the ranks that have yet to write.
-    Only the table changes a lease.
     """
 
     lease_id: int
@@ -83,7 +83,7 @@ class LeaseTable:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        """Begin the table of leases with a free staging area. The capacity is whole blocks."""
+        """The capacity is whole blocks."""
         self.capacity_bytes = capacity_bytes
         # Waiting asks by room, granted leases by id and by offset; a lease that is gone is in none
         # of them.
@@ -93,9 +93,9 @@ class LeaseTable:
         self._last_id = 0
 
     def ask(self, key: RoomKey, piece: int, num_bytes: int, writers: frozenset[int]) -> list[Lease]:
-        """Ask the table for a lease of staging memory for the room's next piece, to be written by
-        these ranks. It is granted now or by a later call, once. Raises LeaseError for more bytes
-        than the area has, which would wait without end."""
+        """Ask for a lease for the room's next piece, to be written by these ranks; granted now or
+        by a later call, once. Raises LeaseError for more bytes than the area has, which would wait
+        without end."""
         if num_bytes > self.capacity_bytes:
             raise LeaseError(f"a lease of {num_bytes} bytes, the area has {self.capacity_bytes}")
         asks = self._waiting.setdefault(key, deque())
@@ -103,9 +103,8 @@ class LeaseTable:
         return self._grant()
 
     def arrived(self, lease: Lease, writer: int) -> list[Lease]:
-        """Note in the table of leases that all bytes of a missing writer are in this lease. With
-        the last writer's it has landed, to be scattered and then ended; or, where it was held, that
-        was the proof, and it is gone."""
+        """Note that all bytes of a missing writer are in this lease. With the last writer's it has
+        landed, to be scattered and then ended; a held one is gone, for that was the proof."""
         lease.missing.remove(writer)
         # Held: its room is closed, so nothing is scattered. Every writer writes a lease once, and
         # all have: so nothing can land any more, also without a Drained.
@@ -117,16 +116,16 @@ class LeaseTable:
         return []
 
     def end(self, lease: Lease) -> list[Lease]:
-        """Free the bytes of a landed lease: our copy out of it has ended. Raises LeaseError for a
-        lease that was ended before, or that writers may still write."""
+        """Free a landed lease: our copy out of it has ended. Raises LeaseError for one that was
+        ended before, or that writers may still write."""
         if self._leases.get(lease.lease_id) is not lease or lease.missing:
             raise LeaseError(f"{lease} is still written, or was ended before")
         self._free(lease)
         return self._grant()
 
     def close(self, key: RoomKey) -> list[Lease]:
-        """Close a room that has ended in the table of leases: drop its waiting pieces, and hold the
-        leases granted to it. Leases are granted too: a piece that barred others is gone."""
+        """Close a room that has ended: drop its waiting pieces, and hold its leases. Others are
+        granted: a piece that barred them is gone."""
         self._waiting.pop(key, None)
         for lease in self.of_room(key):
             # Writers may still write, so only proof frees the bytes. A landed lease is read by our
@@ -136,8 +135,8 @@ class LeaseTable:
         return self._grant()
 
     def drained(self, key: RoomKey) -> list[Lease]:
-        """Free the held leases of a room: it is proved that no write of it can land any more. A
-        lease that has landed stays until its own copy has ended."""
+        """Free the held leases of a room, as proved: no write can land any more. One that has
+        landed stays until its own copy has ended."""
         for lease in self.of_room(key):
             if lease.state is LeaseState.HELD:
                 self._free(lease)
@@ -145,14 +144,14 @@ class LeaseTable:
 
     @property
     def num_waiting(self) -> int:
-        """Number of pieces that wait for a lease of the staging area."""
+        """Number of pieces that wait for a lease."""
         return sum(len(asks) for asks in self._waiting.values())
 
     def get(self, lease_id: int) -> Lease | None:
         return self._leases.get(lease_id)
 
     def all(self) -> list[Lease]:
-        """Return the leases of the staging area that are not gone, by offset."""
+        """Return the leases that are not gone, by offset."""
         return list(self._by_offset)
 
     def of_room(self, key: RoomKey) -> list[Lease]:
@@ -167,8 +166,7 @@ class LeaseTable:
         return granted
 
     def _grant_one(self) -> Lease | None:
-        """Grant a lease to the first piece in turn that fits, if no room before it bars the way.
-        O(leases)."""
+        """To the first piece in turn that fits, if no room before it bars the way. O(leases)."""
         gaps = _gaps(self._by_offset, self.capacity_bytes)
         largest = max((end - start for start, end in gaps), default=0)
         overtaken: list[_Ask] = []
@@ -213,8 +211,7 @@ class LeaseTable:
         return bool(held) and not _fits(ask, _gaps(held, self.capacity_bytes))
 
     def check_invariants(self) -> None:
-        """Check every law of the table of leases. Raises InternalError that names the broken one,
-        with the state."""
+        """Check every law. Raises InternalError that names the broken one, with the state."""
         for lease in self._by_offset:
             odd_bytes = lease.offset % BLOCK_BYTES + lease.num_bytes % BLOCK_BYTES
             landed = lease.state is LeaseState.LANDED

@@ -29,8 +29,8 @@ from prefixkv.staging.leases import Lease, LeaseState, LeaseTable
 
 
 class StagingPlan(NamedTuple):
-    """The way in which one prefill worker stages for us: `parts` are the parts of the model that
-    its writers send, in our pool's own numbers."""
+    """How one prefill worker stages for us: `parts` are the parts of the model that its writers
+    send, in our pool's own numbers."""
 
     cut: LeaseCut
     parts: dict[int, Shard]
@@ -38,8 +38,8 @@ class StagingPlan(NamedTuple):
 
     @classmethod
     def of(cls, hello: Hello, reply: HelloReply) -> StagingPlan:
-        """Compute the staging plan of one prefill worker from our Hello and the worker's answer.
-        Raises HandshakeError where a lease takes no unit page."""
+        """Compute the plan from our Hello and the worker's answer. Raises HandshakeError where a
+        lease takes no unit page."""
         assert hello.staging is not None
         readers = hello.topology.mesh(hello.digest)
         writers = reply.topology.mesh(reply.digest)
@@ -65,10 +65,7 @@ class Grant:
 @dataclass(frozen=True, slots=True, eq=False)
 class Scatter:
     """Copy each section of a lease, the part `parts[section.rank]` of the model, into these unit
-    pages of our pool.
-
-    `on_scattered` answers.
-    """
+    pages of our pool. `on_scattered` answers."""
 
     lease_id: int
     units: Pages
@@ -100,7 +97,7 @@ StagedRoomAction = Grant | Scatter | SectionArrived | BreakRoom | Ending
 
 @dataclass(slots=True, eq=False)
 class _RoomPiece:
-    """One piece of a staged room of decode: units, and how far its writers are."""
+    """Units, and how far the writers are."""
 
     first_unit: int
     num_units: int
@@ -115,8 +112,7 @@ class _RoomPiece:
 
 @dataclass(slots=True, eq=False)
 class _StagedRoom:
-    """A staged room of decode from its promise until its end was passed on: SUCCESS, or
-    RoomDrained."""
+    """A staged room from its promise until its end was passed on: SUCCESS, or RoomDrained."""
 
     key: RoomKey
     ticket: int
@@ -153,18 +149,15 @@ class StagingReceiver:
     """
 
     def __init__(self, area: StagingArea) -> None:
-        """Begin staging on decode with a free area; ConfigError for one that cannot be. `leases` is
-        only for reading."""
+        """Begin with a free area. `leases` is only for reading."""
         area.validate()
         self.counters: Counter[str] = Counter()
         self.leases = LeaseTable(area.num_bytes)
         self._rooms: dict[RoomKey, _StagedRoom] = {}
 
     def open(self, promise: Promise, page_size: int, plan: StagingPlan) -> list[StagedRoomAction]:
-        """Enter a staged room with pages of decode that were promised to the writers of `plan`.
-
-        Raises: LeaseError while the number's last use is open, or not drained.
-        """
+        """Enter a room with pages promised to the writers of `plan`. Raises LeaseError while the
+        number's last use is open, or not drained."""
         key = RoomKey(promise.room, promise.generation)
         if key in self._rooms:
             raise LeaseError(f"{key} has a life in staging already")
@@ -174,8 +167,7 @@ class StagingReceiver:
         return []
 
     def pass_on(self, ending: Ending) -> list[StagedRoomAction]:
-        """Return the machine's event of the end of decode's staged room, if the receiver may pass
-        it on now, and what follows."""
+        """Return the machine's event of a room's end, if it may pass now, and what follows."""
         room = self._rooms.get(ending.key)
         if room is None or isinstance(ending, RoomOverdue):
             return [ending]
@@ -186,12 +178,12 @@ class StagingReceiver:
     # --- input ------------------------------------------------------------------------------------
 
     def on_ask(self, rank: int, ask: LeaseAsk) -> list[StagedRoomAction]:
-        """Take a writer's ask for a piece of a staged room of decode. Of a closed or unknown room,
-        or another use of it: counted, no-op.
+        """Take a writer's ask for a piece. Of a closed or unknown room, or another use of it:
+        counted, no-op.
 
-        Raises: ProtocolError for a rank that is no writer, for units not promised, or a piece that
-        differs from the one that another writer asked for or does not join its neighbours. Nothing
-        was changed; the room has to fail.
+        Raises ProtocolError, with nothing changed, for a rank that is no writer, for units not
+        promised, or a piece that differs from another writer's or does not join its neighbours; the
+        room has to fail.
         """
         out: list[StagedRoomAction] = []
         room = self._rooms.get(RoomKey(ask.room, ask.generation))
@@ -219,8 +211,7 @@ class StagingReceiver:
         return out
 
     def on_arrival(self, tag: ChunkTag) -> list[StagedRoomAction]:
-        """Take the notification of a part of a staged write into decode's area. Late, double, of no
-        lease or writer: counted, no-op."""
+        """Take a notification of a part. Late, double, of no lease or writer: counted, no-op."""
         out: list[StagedRoomAction] = []
         lease = self.leases.get(tag.lease_id)
         # 1. A lease id is not used again soon, so a tag of a lease that is gone finds none; room
@@ -246,8 +237,7 @@ class StagingReceiver:
         return out
 
     def on_scattered(self, lease_id: int, error: Exception | None) -> list[StagedRoomAction]:
-        """Take the end of a Scatter, the receiver's copy from a lease into our pages. Unknown:
-        no-op."""
+        """Take the end of a Scatter. Unknown: no-op."""
         out: list[StagedRoomAction] = []
         if (lease := self.leases.get(lease_id)) is None:
             return out
@@ -277,8 +267,7 @@ class StagingReceiver:
             out += [Grant(lease.key, rank, grant) for rank in ranks]
 
     def _arrived(self, lease: Lease, rank: int, out: list[StagedRoomAction]) -> None:
-        """Note that all of a writer's bytes of a staged piece are in the lease; scatter it into
-        decode's pages if that was the last."""
+        """Scatter the lease if that was the last writer's."""
         room = self._rooms[lease.key]
         piece = room.pieces[lease.piece]
         piece.parts.pop(rank, None)
@@ -333,8 +322,8 @@ class StagingReceiver:
                 del self._rooms[room.key]
 
     def _break(self, room: _StagedRoom, error: Exception, out: list[StagedRoomAction]) -> None:
-        """Fail a staged room of decode that cannot succeed, once. Where SUCCESS was held back,
-        nothing of its writers can land, and only our copy failed: the room ends and drains here."""
+        """Fail a room that cannot succeed, once. Where SUCCESS was held back, only our copy failed,
+        and nothing of its writers can land: the room ends and drains here."""
         if room.broken:
             return
         room.broken = True
@@ -346,12 +335,12 @@ class StagingReceiver:
 
     @property
     def num_rooms(self) -> int:
-        """Number of decode's staged rooms with a last end that has not been passed on."""
+        """Number of rooms with a last end that has not been passed on."""
         return len(self._rooms)
 
     @property
     def num_waiting(self) -> int:
-        """Number of decode's staged rooms with an end that is held back."""
+        """Number of rooms with an end that is held back."""
         return sum(room.held is not None for room in self._rooms.values())
 
     def sections_of(self, lease: Lease) -> tuple[Section, ...]:
@@ -360,8 +349,7 @@ class StagingReceiver:
         return tuple(room.plan.cut.sections(num_units, lease.offset).values())
 
     def check_invariants(self) -> None:
-        """Check every law of decode's staged rooms and their leases. Raises InternalError that
-        names the broken one, with the state."""
+        """Check every law. Raises InternalError that names the broken one, with the state."""
         self.leases.check_invariants()
         for lease in self.leases.all():
             check_laws({"a lease is of a room": lease.key in self._rooms}, lease)
@@ -391,7 +379,7 @@ class StagingReceiver:
 
 
 def _check_ask(room: _StagedRoom, rank: int, ask: LeaseAsk) -> None:
-    """Raise ProtocolError for a writer's ask that the staged room cannot take; see `on_ask`."""
+    """Raise ProtocolError for an ask that the room cannot take; see `on_ask`."""
     cut, same = room.plan.cut, room.pieces.get(ask.piece)
     first, count, end = ask.first_unit, ask.num_units, ask.first_unit + ask.num_units
     asks, piece = f"rank {rank} asks for", f"piece {ask.piece} is units {first} to {end}"

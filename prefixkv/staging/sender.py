@@ -43,8 +43,7 @@ class SendLeaseAsk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gather:
-    """Copy our part of these unit pages of our pool into the first `num_bytes` of a slot;
-    `on_gathered` answers."""
+    """Copy our part of these units into the first `num_bytes` of a slot; `on_gathered` answers."""
 
     gather_id: int
     peer: PeerId
@@ -55,11 +54,10 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class PostStaged:
-    """Write a slot's first `num_bytes` to `dst_offset` of the peer's area.
+    """Write a slot's first `num_bytes` to `dst_offset` there; `on_write_ended` answers.
 
-    The offset is a whole block; the bytes are written up to a whole one.
-
-    `piece`, `lease_id` and `ticket` go into the tag. `on_write_ended` answers.
+    The offset is a whole block; the bytes are written up to a whole one. `piece`, `lease_id` and
+    `ticket` go into the tag.
     """
 
     write_id: int
@@ -96,7 +94,7 @@ class PieceState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """The staged pieces of one prefill room for one reader."""
+    """The pieces of one room for one reader."""
 
     key: RoomKey
     peer: PeerId
@@ -115,8 +113,6 @@ class _Stream:
 
 @dataclass(slots=True, eq=False)
 class _ChunkJob:
-    """The job of a staged chunk of prefill for one reader."""
-
     job_id: int
     stream: _Stream
     ready: Any
@@ -162,9 +158,9 @@ class StagingSender:
     def __init__(
         self, rank: int, slots: int, slot_bytes: int, window: int, resend_s: float, next_id: NextId
     ) -> None:
-        """Begin prefill's staged writes without readers. `next_id` names gathers and writes. The
-        machines' jobs draw from it too, so that no two collide. Raises ConfigError for slots of no
-        whole blocks, or a number that is not positive."""
+        """Begin without readers. `next_id` names gathers, writes and the machines' jobs, so that no
+        two collide. Raises ConfigError for slots of no whole blocks, or a number that is not
+        positive."""
         if min(slots, window) < 1:
             raise ConfigError(f"{slots} staging slots, a window of {window}: must be at least 1")
         if slot_bytes < BLOCK_BYTES or slot_bytes % BLOCK_BYTES:
@@ -186,14 +182,13 @@ class StagingSender:
         self._timers: Timers[_Stream] = Timers()
 
     def add_peer(self, peer: PeerId, cut: LeaseCut) -> None:
-        """Let prefill stage writes for this reader from now on. Raises HandshakeError where our
-        section of its leases does not fit into a slot."""
+        """Stage writes for this reader from now on. Raises HandshakeError where our section of its
+        leases does not fit into a slot."""
         cut.check_slots(self._rank, self.slot_bytes)
         self.peers[peer] = cut
 
     def remove_peer(self, peer: PeerId) -> list[StagedWriteAction]:
-        """Cancel the jobs of prefill's staged writes for a reader; they end once their gathers and
-        writes have. Unknown: no-op."""
+        """Cancel a reader's jobs; they end once their gathers and writes have. Unknown: no-op."""
         out: list[StagedWriteAction] = []
         if self.peers.pop(peer, None) is not None:
             for job in [job for job in self._jobs.values() if job.stream.peer == peer]:
@@ -212,10 +207,12 @@ class StagingSender:
         ready: Any,
         now_s: float,
     ) -> list[StagedWriteAction]:
-        """Stage a chunk for a reader: unit pages of prefill's pool, from `first_unit` behind the
-        promised prefix on. The chunks of a room for one reader come in order. A JobEnded follows.
+        """Stage a chunk: unit pages, from `first_unit` behind the promised prefix on. A room's
+        chunks for one reader come in order. A JobEnded follows.
+
         Raises InternalError for a chunk out of order, or of another use of a room that was not
-        forgotten."""
+        forgotten.
+        """
         if (cut := self.peers.get(peer)) is None:
             return [JobEnded(job_id, PeerLostError(f"{peer} takes no staged writes"))]
         fresh = _Stream(key, peer, ticket, cut, Backoff(self._resend_s))
@@ -252,16 +249,15 @@ class StagingSender:
         return out
 
     def cancel(self, job_id: int) -> list[StagedWriteAction]:
-        """Cancel the job of a staged write of prefill: start nothing more of it. Unknown: no-op. It
-        ends when its gathers and writes have; without an error if these were all of it."""
+        """Start nothing more of a job. Unknown: no-op. It ends when its gathers and writes have;
+        without an error if these were all of it."""
         out: list[StagedWriteAction] = []
         if (job := self._jobs.get(job_id)) is not None:
             self._fail(job, AbortedError("the staged write was cancelled"), out)
         return out
 
     def forget(self, key: RoomKey) -> None:
-        """Drop a room that is over from prefill's staged writes. Unknown: no-op. Raises
-        InternalError if a job has not ended."""
+        """Drop a room that is over. Unknown: no-op. Raises InternalError if a job has not ended."""
         streams = self._streams.get(key, {}).values()
         if any(stream.queued or stream.open for stream in streams):
             raise InternalError(f"{key} is over and has jobs under way: {list(streams)}")
@@ -271,16 +267,15 @@ class StagingSender:
         self._streams.pop(key, None)
 
     def owns(self, write_id: int) -> bool:
-        """Return True if this write is a staged one of prefill, to be reported to `on_write_ended`
-        or `on_write_drained`."""
+        """Return True if this write's end is to be reported to `on_write_ended` or
+        `on_write_drained`."""
         piece = self._holding.get(write_id)
         return piece is not None and piece.state is not PieceState.GATHERING
 
     # --- input ------------------------------------------------------------------------------------
 
     def on_grant(self, peer: PeerId, key: RoomKey, grant: LeaseGrant) -> list[StagedWriteAction]:
-        """Take decode's grant of a lease, into which prefill writes the staged piece. For a piece
-        that awaits none, or outside the area: counted, no-op."""
+        """Take a lease for a piece. Not awaited, or outside the area: counted, no-op."""
         out: list[StagedWriteAction] = []
         stream = self._streams.get(key, {}).get(peer)
         piece = None if stream is None else stream.open.get(grant.piece)
@@ -310,8 +305,7 @@ class StagingSender:
     def on_gathered(
         self, gather_id: int, error: Exception | None, now_s: float
     ) -> list[StagedWriteAction]:
-        """Take the end of a Gather: write the slot that the sender has filled into the lease of its
-        piece. Unknown: no-op."""
+        """Take the end of a Gather: write the slot into the lease of its piece. Unknown: no-op."""
         out: list[StagedWriteAction] = []
         if (piece := self._let_go(gather_id, PieceState.GATHERING)) is None:
             return out
@@ -341,8 +335,7 @@ class StagingSender:
     def on_write_ended(
         self, write_id: int, error: Exception | None, drained: bool, now_s: float
     ) -> list[StagedWriteAction]:
-        """Take the end of a PostStaged, a staged write of prefill, as WriteDone or WriteFailed
-        report it. Unknown: no-op."""
+        """Take the end of a PostStaged, as WriteDone or WriteFailed report it. Unknown: no-op."""
         out: list[StagedWriteAction] = []
         if (piece := self._let_go(write_id, PieceState.WRITING)) is None:
             return out
@@ -368,8 +361,8 @@ class StagingSender:
         return out
 
     def on_write_drained(self, write_id: int) -> list[StagedWriteAction]:
-        """Take the proof that a staged write of prefill which ended undrained can land no more: its
-        slot is free. Unknown: no-op."""
+        """Take the proof that a write which ended undrained can land no more: its slot is free.
+        Unknown: no-op."""
         out: list[StagedWriteAction] = []
         if (piece := self._let_go(write_id, PieceState.UNDRAINED)) is not None:
             self._free_slots.append(piece.slot)
@@ -378,8 +371,7 @@ class StagingSender:
         return out
 
     def tick(self, now_s: float) -> list[StagedWriteAction]:
-        """Let time pass for prefill's staged writes: send a LeaseAsk again that has no grant, look
-        whether KV is ready."""
+        """Send a LeaseAsk again that has no grant, look whether KV is ready."""
         out: list[StagedWriteAction] = []
         for stream in self._timers.due(now_s):
             asked = [piece for piece in stream.open.values() if piece.state is PieceState.ASKED]
@@ -399,7 +391,7 @@ class StagingSender:
 
     @property
     def wake_s(self) -> float:
-        """Time at which the staging sender wants its next `tick`, infinity if never."""
+        """Time at which the next `tick` is wanted, infinity if never."""
         return min(self._timers.next_s, self._poll_s)
 
     def _ask(self, stream: _Stream, now_s: float, out: list[StagedWriteAction]) -> None:
@@ -419,8 +411,7 @@ class StagingSender:
             out.append(self._send_ask(piece))
 
     def _ready(self, job: _ChunkJob, now_s: float, out: list[StagedWriteAction]) -> bool:
-        """Return True if the KV of a job of the staging sender is computed. Else it is looked at
-        again, or the job fails."""
+        """Else the job is looked at again, or fails."""
         try:
             if job.ready is None or job.ready.query():
                 job.ready = None
@@ -445,8 +436,7 @@ class StagingSender:
         return SendLeaseAsk(stream.peer, ask)
 
     def _hold(self, piece: _ChunkPiece, state: PieceState) -> int:
-        """Enter a new gather or write of a staged piece of prefill, which holds its slot; return
-        its id."""
+        """Enter a new gather or write of a piece, which holds its slot; return its id."""
         action_id = self._next_id()
         piece.state, self._holding[action_id] = state, piece
         return action_id
@@ -468,8 +458,7 @@ class StagingSender:
         return next((p for p in self._granted if slots_of[p.job.stream.peer] < limit), None)
 
     def _fail(self, job: _ChunkJob, error: Exception, out: list[StagedWriteAction]) -> None:
-        """Start nothing more of a job of the staging sender; end it if nothing is under way. Its
-        first error counts."""
+        """End the job if nothing is under way. Its first error counts."""
         if job.error is None:
             job.error = error
             stream = job.stream
@@ -490,8 +479,8 @@ class StagingSender:
         self._end(job, out)
 
     def _end(self, job: _ChunkJob, out: list[StagedWriteAction]) -> None:
-        """Report that a job of the staging sender has ended or is drained, where that has just come
-        true. An ended job holds slots for undrained writes alone."""
+        """Report that a job has ended or is drained, where that has just come true. An ended job
+        holds slots for undrained writes alone."""
         over = not job.num_left or job.error is not None
         # Ended once, and not while a piece is gathered or written. All pieces written is success
         # even after a cancel.
@@ -505,12 +494,12 @@ class StagingSender:
 
     @property
     def num_jobs(self) -> int:
-        """Number of jobs of prefill's staged writes that have not ended."""
+        """Number of jobs that have not ended."""
         return len(self._jobs)
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms with staged writes of prefill that have not been forgotten."""
+        """Number of rooms that have not been forgotten."""
         return len(self._streams)
 
     @property
@@ -518,8 +507,7 @@ class StagingSender:
         return len(self._free_slots)
 
     def check_invariants(self) -> None:
-        """Check every law of prefill's staged writes, their pieces and slots. Raises InternalError
-        that names the broken one, with the state."""
+        """Check every law. Raises InternalError that names the broken one, with the state."""
         streams = [stream for by_peer in self._streams.values() for stream in by_peer.values()]
         opened = [piece for stream in streams for piece in stream.open.values()]
         queued = [piece for stream in streams for piece in stream.queued]

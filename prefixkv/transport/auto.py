@@ -35,8 +35,7 @@ def make_transport(
     me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
     staging: StagingArea | None = None, state: StateLayout | None = None,
 ) -> Transport:  # fmt: skip
-    """Return the transport of `config.backend`: NIXL, shm, or both side by side (auto). Raises what
-    its constructor raises."""
+    """Return the transport of `config.backend`. Raises what its constructor raises."""
     parts = me, layout, sink, config, staging, state
     if config.backend == "nixl":
         return NixlTransport(*parts)
@@ -60,16 +59,14 @@ class _AutoPeer:
 
 
 class AutoTransport:
-    """The contract of `base.Transport`, kept by one of two transports per peer.
-
-    The sink is called from the threads of both, from one at a time.
-    """
+    """The contract of `base.Transport`, kept by one of two transports per peer. The sink is called
+    from the threads of both, from one at a time."""
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
         staging: StagingArea | None = None, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
-        """Start both transports, NIXL and shm. Raises what either raises."""
+        """Start both. Raises what either raises."""
         self._sink = sink
         self._telling = threading.Lock()  # held around each call of the sink
         self._sink_thread: int | None = None  # the thread that is in the sink
@@ -93,8 +90,7 @@ class AutoTransport:
         parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
         state: StateLink | None = None,
     ) -> None:  # fmt: skip
-        """Add the peer to one of the two transports: to shm while that may map its memory, else to
-        NIXL. See `base.Transport.add_peer`."""
+        """Add the peer to shm while that may map its memory, else to NIXL."""
         memory = PeerMemory(layout, parts, staging, state)
         offers = split_offers(metadata)
         with self._lock:
@@ -122,8 +118,7 @@ class AutoTransport:
             self._add(peer, made)
 
     def remove_peer(self, peer: PeerId) -> None:
-        """Remove the peer from both transports: shm may know it only to find out its way. See
-        `base.Transport.remove_peer`."""
+        """Remove the peer from both: shm may know it only to find out its way."""
         with self._lock:
             known = self._peers.pop(peer, None)
             self._nixl.remove_peer(peer)
@@ -132,8 +127,7 @@ class AutoTransport:
                 self._end(job, AbortedError(f"peer {peer.name} was removed"))
 
     def write(self, job: WriteJob) -> None:
-        """Queue a job at the one of the two transports that writes to its peer, or keep it until
-        that is settled. See `base.Transport.write`."""
+        """Queue a job at the transport of its peer, or keep it until that is settled."""
         with self._lock:
             known = self._peers.get(job.peer)
             if known is not None and known.backend is None and not self._closed:
@@ -144,8 +138,7 @@ class AutoTransport:
                 (self._shm if by_shm else self._nixl).write(job)
 
     def cancel(self, job_id: int) -> None:
-        """Cancel a job that waits here, or at whichever of the two transports has it. See
-        `base.Transport.cancel`."""
+        """Cancel a job that waits here, or wherever it is."""
         with self._lock:
             for known in self._peers.values():
                 for job in known.waiting:
@@ -158,29 +151,21 @@ class AutoTransport:
             self._nixl.cancel(job_id)
 
     def expect(self, num_rooms: int) -> None:
-        """Tell both transports, shm and NIXL, how many rooms peers may be writing now. See
-        `base.Transport.expect`."""
         self._shm.expect(num_rooms)
         self._nixl.expect(num_rooms)
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """Settle both transports: shm first, then NIXL, see `_hear_shm`. See
-        `base.Transport.settle`."""
+        """Settle shm first, then NIXL, see `_hear_shm`."""
         self._shm.settle(_SettleNext(token, for_s), for_s)
 
     def renew(self) -> None:
-        """Renew only NIXL of the two transports, since jobs by shm always end drained. See
-        `base.Transport.renew`."""
+        """Renew NIXL alone: jobs by shm always end drained."""
         self._nixl.renew()
 
     def close(self) -> None:
-        """Close both transports, shm and NIXL, after the jobs that wait here have ended. See
-        `base.Transport.close`. May be called again.
-
-        Raises:
-            CallerError: called from the sink.
-            InternalError: NIXL's agent was not destroyed; shm has ended all the same.
-        """
+        """Close both, after the jobs that wait here have ended. May be called again. Raises
+        CallerError from the sink; InternalError if NIXL's agent was not destroyed, with shm ended
+        all the same."""
         # The sink's thread would wait for itself.
         if self._sink_thread == threading.get_ident():
             raise CallerError("close() was called from the transport's own sink")
@@ -201,8 +186,7 @@ class AutoTransport:
     # --- inside the lock --------------------------------------------------------------------------
 
     def _add(self, peer: PeerId, known: _AutoPeer) -> None:
-        """Add the peer to the one of the two transports that writes to it; to shm while that is not
-        settled, to find out."""
+        """To shm while the way is not settled, to find out."""
         offers = split_offers(known.metadata)
         if known.backend == "nixl":
             self._nixl.add_peer(peer, offers.nixl, *known.memory)
@@ -215,8 +199,8 @@ class AutoTransport:
     # --- shm's thread -----------------------------------------------------------------------------
 
     def _met(self, peer: PeerId, error: Exception | None) -> bool:
-        """Settle which of the two transports writes to a peer: shm has mapped its memory, or has
-        not for the reason `error`. Return True if NIXL takes it. Called by shm's thread."""
+        """shm has mapped a peer's memory, or has not for the reason `error`. Return True if NIXL
+        takes the peer. Called by shm's thread."""
         with self._lock:
             known = self._peers.get(peer)
             # It was removed, or settled before: then it keeps its way, and shm reports the loss.
@@ -238,8 +222,7 @@ class AutoTransport:
             return goes_by_nixl
 
     def _hear_shm(self, event: TransportEvent) -> None:
-        """Take an event of shm, one of the two transports; a `_SettleNext` becomes NIXL's `settle`,
-        all else goes to the sink."""
+        """A `_SettleNext` becomes NIXL's `settle`, all else goes to the sink."""
         if isinstance(event, Settled) and isinstance(event.token, _SettleNext):
             with suppress(ClosedError):
                 self._nixl.settle(*event.token)

@@ -1,8 +1,8 @@
 """The contract of a transport: it writes from our pool, staging area or state into a peer's, and
 reports how each write ended.
 
-`nixl/`, `shm/`, `auto.py` and `testing/fabric.py` keep it, and one test suite holds them to it.
-A call queues and returns at once, from any thread. Events come through the `sink` given at
+`nixl/`, `shm/`, `auto.py` and `testing/fabric.py` keep it, and one test suite holds them to it. A
+call queues and returns at once, from any thread. Events come through the `sink` given at
 construction, one call at a time, from a thread of the transport's own (in the fake: from the caller
 that steps it).
 
@@ -31,8 +31,7 @@ Route = str
 
 
 def window_route(number: int) -> Route:
-    """Return the route of writes into a window group of the layout, transported like pages, by its
-    number among them."""
+    """Return the route into a window group, transported like pages, by its number among them."""
     return f"window {number}"
 
 
@@ -89,10 +88,8 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class WriteDrained:
-    """The agent that posted a job is destroyed, after the job's WriteFailed that was not drained.
-
-    What kernels held of the job by then may still land as the target polls, as after `close`.
-    """
+    """The agent that posted a job is destroyed, after a WriteFailed that was not drained. What
+    kernels held of the job by then may still land as the target polls, as after `close`."""
 
     job_id: int
 
@@ -113,8 +110,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class PeerUnreachable:
-    """`add_peer` failed, or a write found the peer gone. A later write tries to reconnect by
-    itself."""
+    """`add_peer` failed, or a write found the peer gone. A later write tries to reconnect."""
 
     peer: PeerId
     error: Exception
@@ -127,15 +123,11 @@ Sink = Callable[[TransportEvent], None]
 
 
 class Transport(Protocol):
-    """The contract; see the module's text.
-
-    One owner creates and closes it; the other methods may be called from any thread.
-    """
+    """The contract. One owner creates and closes it; any thread may call the others."""
 
     @property
     def metadata(self) -> bytes:
-        """Bytes that a peer's transport needs in `add_peer` to reach this one; opaque, sent in
-        Hello."""
+        """Bytes that a peer needs in `add_peer` to reach this one; opaque, sent in Hello."""
         ...
 
     def add_peer(
@@ -158,40 +150,30 @@ class Transport(Protocol):
 
     def remove_peer(self, peer: PeerId) -> None:
         """Forget a peer once its jobs have ended; jobs that are not posted end as cancelled.
-
-        Unknown: no-op.
-        """
+        Unknown: no-op."""
         ...
 
     def write(self, job: WriteJob) -> None:
-        """Queue a job. Exactly one WriteDone or WriteFailed follows, unless the peer stalls without
-        end."""
+        """Queue a job. One WriteDone or WriteFailed follows, unless the peer stalls for ever."""
         ...
 
     def cancel(self, job_id: int) -> None:
-        """Post no further part of a job; it ends when what is posted has ended.
-
-        Ended or unknown: no-op.
-        """
+        """Post no further part of a job; it ends when those posted have. Ended or unknown:
+        no-op."""
         ...
 
     def expect(self, num_rooms: int) -> None:
-        """Set the number of rooms that peers may be writing now; while not 0, notifications are
-        polled."""
+        """Say how many rooms peers may be writing now; above 0, notifications are polled."""
         ...
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """Poll the transport for `for_s` seconds, then emit Settled: what kernels held of a writer
-        that is gone has landed.
-
-        Only time in which this transport really polled counts: a process that was stopped meanwhile
-        has read nothing.
-        """
+        """Poll for `for_s` seconds, then emit Settled: what kernels held of a writer that is gone
+        has landed. Only time in which this transport really polled counts: a stopped process has
+        read nothing."""
         ...
 
     def renew(self) -> None:
-        """Replace the agent of the transport if any job ended undrained; WriteDrained follows for
-        each such job.
+        """Replace the agent if any job ended undrained; WriteDrained follows for each such job.
 
         New posts go through the new agent at once. The former one is destroyed when its posts have
         ended, or after `renew_grace_s`; what has not ended by then fails, drained. All calls during
@@ -201,16 +183,12 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Destroy the agent of the transport and join its thread; jobs that are left end with
-        ClosedError.
+        """Destroy the agent and join the thread; jobs that are left end with ClosedError. May be
+        called again.
 
-        Once it returns, no write of ours can start to land: a fence. May be called again.
-
-        Over TCP the kernels may still hold bytes sent before; they land when the *target* polls
-        next (measured: 2 MiB). So a target that learns of a fence polls for a moment (`settle`)
-        before it frees pages.
-
-        Raises:
-            InternalError: the agent could not be destroyed; then it is no fence.
+        Once it returns, no write of ours can start to land: a fence. Over TCP the kernels may still
+        hold bytes sent before; they land when the *target* polls next, so a target that learns of a
+        fence polls for a moment (`settle`) before it frees pages. Raises InternalError if the agent
+        could not be destroyed; then it is no fence.
         """
         ...

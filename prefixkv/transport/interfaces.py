@@ -24,16 +24,15 @@ _environment = threading.RLock()  # held while the variable may be ours
 
 
 def net_devices(interface: str) -> str:
-    """Return the network interfaces that UCX may use (its NET_DEVICES) for
-    `TransportConfig.interface`; "" if the user set them."""
+    """Return UCX's NET_DEVICES for `TransportConfig.interface`; "" if the user set them."""
     # Under the lock, since `ucx_options` may have set the variable for a moment.
     with _environment:
         return "" if _VARIABLE in os.environ else interface or LOOPBACK
 
 
 def check_interface(interface: str, what: str, is_local: bool) -> None:
-    """Raise ConfigError unless an address is local or a network interface for KV has been named.
-    `what` names the address (bind, or a prefill's) in the message, which says what to set."""
+    """Raise ConfigError unless an address is local or an interface for KV has been named. `what`
+    names the address (bind, or a prefill's) in the message."""
     if not is_local and not interface and _VARIABLE not in os.environ:
         raise ConfigError(
             f"{what}, which is not this machine's loopback, and KV travels on that alone: name the "
@@ -43,7 +42,7 @@ def check_interface(interface: str, what: str, is_local: bool) -> None:
 
 
 def warn_if_open(interface: str) -> None:
-    """Log a warning if UCX will listen on interfaces beyond the loopback."""
+    """Log a warning if UCX will listen beyond the loopback."""
     devices = os.environ.get(_VARIABLE) or interface or LOOPBACK
     if devices != LOOPBACK:
         _log.warning(
@@ -55,9 +54,12 @@ def warn_if_open(interface: str) -> None:
 
 @contextmanager
 def ucx_options(interface: str) -> Iterator[dict[str, str]]:
-    """Yield the options that keep NIXL's UCX backend to the named interfaces; it is created inside
-    this context. One interface is an option of the backend. Several cannot be, since NIXL splits
-    its options at commas: they are put into the environment while the backend is created."""
+    """Yield the options that keep NIXL's UCX backend, created inside this context, to the named
+    interfaces.
+
+    One interface is an option of the backend. Several cannot be, since NIXL splits its options at
+    commas: they are put into the environment while the backend is created.
+    """
     # The environment belongs to the whole process: one agent at a time, and undone at once.
     with _environment:
         devices = net_devices(interface)

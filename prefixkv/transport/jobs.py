@@ -34,12 +34,8 @@ class ActiveJob:
     def __init__(
         self, job: WriteJob, outbox: Outbox, runs: Runs, max_bytes: int, max_descriptors: int
     ) -> None:
-        """Check the pages of a job and cut its parts.
-
-        Raises:
-            PageStateError: pages outside the pool, or not as many on both sides: they must not
-                become addresses.
-        """
+        """Check a job's pages and cut its parts. Raises PageStateError for pages outside the pool,
+        or not as many on both sides: they must not become addresses."""
         self.job = job
         self.outbox = outbox
         self.runs = runs
@@ -69,40 +65,38 @@ class ActiveJob:
 
     @property
     def room(self) -> RoomKey:
-        """The room that the job belongs to."""
         return RoomKey(self.job.tag.room, self.job.tag.generation)
 
     @property
     def may_post(self) -> bool:
-        """True while parts of the job are left to post and nothing has gone wrong."""
+        """True while parts are left to post and nothing has gone wrong."""
         return self.error is None and self.next_part < len(self.parts)
 
     @property
     def ended(self) -> bool:
-        """True once nothing of the job is under way or will be."""
+        """True once nothing is under way or will be."""
         return self.in_flight == 0 and not self.may_post
 
     def poll_ready(self) -> bool:
-        """Return whether posting of the job may begin. Raises what `ready.query()` raises."""
+        """Return whether posting may begin. Raises what `ready.query()` raises."""
         # Asked until it says yes, and never again after.
         if not self.is_ready:
             self.is_ready = self.job.ready is None or bool(self.job.ready.query())
         return self.is_ready
 
     def tag(self, part: int) -> bytes:
-        """Return the packed tag of a part of the job."""
+        """Return the packed tag of a part."""
         return self.part_tag(part).pack()
 
     def part_tag(self, part: int) -> ChunkTag:
-        """Return the tag by which the peer is notified of a part of the job. The pages are counted
-        from what is posted."""
+        """Return the tag that notifies of a part. The pages are counted from what is posted."""
         return self.job.tag._replace(
             part=part, num_parts=len(self.parts), num_pages=len(self.dst_pages)
         )
 
     def next_post(self) -> tuple[Pages, Pages, bytes]:
-        """Return for the next part of the job the indices of its blocks in the prepared lists of
-        both sides, and its tag; once for each part, before `posted`."""
+        """Return the next part's block indices in the lists of both sides, and its tag; once per
+        part, before `posted`."""
         if not self._ahead:
             pairs = next_indices(
                 self.runs, self.parts, self.next_part, _PARTS_AHEAD, self.src_pages, self.dst_pages
@@ -115,25 +109,23 @@ class ActiveJob:
         return self._ahead.pop()
 
     def posted(self) -> None:
-        """Count the job's next part as posted."""
+        """Count the next part as posted."""
         self.next_part += 1
         self.in_flight += 1
 
     def part_done(self, part: Part) -> None:
-        """Count a posted part of the job as DONE."""
+        """Count a posted part as DONE."""
         self.in_flight -= 1
         self._num_bytes += part.num_bytes
 
     def part_failed(self, error: Exception, may_land: bool) -> None:
-        """Count a posted part of the job as ended in an error; `may_land` says that it may still
-        land."""
+        """Count a posted part as ended in an error; `may_land`: it may still land."""
         self.in_flight -= 1
         self.drained = self.drained and not may_land
         self.error = self.error or error
 
     def stop(self, error: Exception) -> None:
-        """Post nothing more of the job. Once everything is posted there is nothing to stop: the
-        parts decide."""
+        """Post nothing more. Once all is posted there is nothing to stop: the parts decide."""
         if self.may_post:
             self.error = error
 
@@ -145,11 +137,8 @@ class ActiveJob:
 
 
 class Outbox:
-    """The jobs to one peer that still have parts to post. Rooms take turns, jobs of a room go in
-    order.
-
-    `parked` holds jobs that came while the peer was not connected; they are cut once it is.
-    """
+    """The jobs to one peer with parts to post. Rooms take turns, jobs of a room go in order.
+    `parked` jobs came while the peer was not connected; they are cut once it is."""
 
     def __init__(self) -> None:
         self.parked: list[WriteJob] = []
@@ -161,14 +150,14 @@ class Outbox:
         return bool(self._turns or self.parked)
 
     def add(self, job: ActiveJob) -> None:
-        """Queue a job in the peer's outbox, behind those of its room."""
+        """Queue a job behind those of its room."""
         jobs = self._rooms.setdefault(job.room, deque())
         if not jobs:
             self._turns.append(job.room)
         jobs.append(job)
 
     def discard(self, job: ActiveJob) -> None:
-        """Take a job out of the peer's outbox if it is in. O(jobs of its room + rooms)."""
+        """Take a job out if it is in. O(jobs of its room + rooms)."""
         jobs = self._rooms.get(job.room)
         if jobs is not None and job in jobs:
             jobs.remove(job)
@@ -177,11 +166,8 @@ class Outbox:
                 self._turns.remove(job.room)
 
     def round(self) -> Iterator[ActiveJob]:
-        """Yield the first job of each room in the outbox, the next in turn first; a room that was
-        looked at goes last.
-
-        The caller may take a job out, and must stop iterating then.
-        """
+        """Yield the first job of each room, the next in turn first; a room that was looked at goes
+        last. The caller may take a job out, and must stop iterating then."""
         for _ in range(len(self._turns)):
             room = self._turns[0]
             # Rotated before the job is looked at: a room with a job that is not ready must not keep
@@ -190,7 +176,7 @@ class Outbox:
             yield self._rooms[room][0]
 
     def clear(self) -> list[ActiveJob]:
-        """Take out of the outbox, and return, all jobs that are cut."""
+        """Take out and return all jobs that are cut."""
         jobs = [job for room in self._turns for job in self._rooms[room]]
         self._rooms.clear()
         self._turns.clear()
@@ -220,7 +206,7 @@ class JobTable:
         self._emit(WriteFailed(job.job_id, error, drained=True))
 
     def park(self, outbox: Outbox, job: WriteJob) -> None:
-        """Keep the job in the table until its peer is connected."""
+        """Keep the job until its peer is connected."""
         self._jobs[job.job_id] = (outbox, job)
         outbox.parked.append(job)
 
@@ -241,7 +227,7 @@ class JobTable:
             self.start(outbox, routes, job)
 
     def cancel(self, job_id: int) -> None:
-        """Post no more of a job of the table. Ended or unknown: no-op."""
+        """Post no more of a job. Ended or unknown: no-op."""
         outbox, job = self._jobs.get(job_id, (None, None))
         error = AbortedError(f"job {job_id} was cancelled")
         if isinstance(job, ActiveJob):
@@ -256,7 +242,7 @@ class JobTable:
         self._end_if_over(job)
 
     def part_posted(self, job: ActiveJob) -> None:
-        """Count a part of a job as posted; a job with nothing left to post leaves its outbox."""
+        """Count a part as posted; a job with nothing left to post leaves its outbox."""
         job.posted()
         if not job.may_post:
             job.outbox.discard(job)
@@ -264,8 +250,7 @@ class JobTable:
     def part_ended(
         self, job: ActiveJob, part: Part, error: Exception | None, may_land: bool
     ) -> None:
-        """Take the end of a posted part of a job: DONE if `error` is None; `may_land` says that a
-        failed part may still land."""
+        """Take the end of a part: DONE if `error` is None; `may_land`: it may still land."""
         if error is None:
             job.part_done(part)
         else:
@@ -282,8 +267,7 @@ class JobTable:
             self.stop(job, error)
 
     def close(self, fenced: bool) -> None:
-        """End every job of the table; `fenced` says that nothing of the transport can land any
-        more."""
+        """End every job; `fenced`: nothing of the transport can land any more."""
         # Emptied first, so that an event's consequences find no job that is ended twice.
         jobs, self._jobs = self._jobs, {}
         closed = ClosedError("the transport was closed")

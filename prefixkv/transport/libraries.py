@@ -14,10 +14,8 @@ from prefixkv.protocol.messages import Libraries
 
 
 def loaded_libraries() -> Libraries:
-    """Return the versions of the loaded libraries; "" for one that is not loaded or does not tell.
-
-    UCX is loaded with the first agent's backend, so this is asked after that.
-    """
+    """Return the versions of the loaded libraries; "" where not loaded or not told. UCX is loaded
+    with the first agent's backend, so ask after that."""
     module = sys.modules.get("nixl._api")
     if module is None:
         return Libraries()

@@ -1,6 +1,5 @@
 """The work of a transport's thread that does not depend on how bytes travel: its peers, its jobs,
-and what it tells the sink. `nixl/loop.py` and `shm/loop.py` add the transfers.
-"""
+and what it tells the sink. `nixl/loop.py` and `shm/loop.py` add the transfers."""
 
 from __future__ import annotations
 
@@ -45,11 +44,8 @@ P = TypeVar("P", bound=LoopPeer)
 
 
 class TransportLoop(ABC, Generic[P]):
-    """The peers and jobs of one transport. Owned by the transport's thread; nothing of it leaves.
-
-    Args:
-        max_descriptors: pages of a part at most.
-    """
+    """The peers and jobs of one transport. Owned by the transport's thread; nothing of it leaves. A
+    part has at most `max_descriptors` pages."""
 
     def __init__(
         self, layout: KVLayout, sink: Sink, config: TransportConfig,
@@ -66,8 +62,7 @@ class TransportLoop(ABC, Generic[P]):
     # --- commands ---------------------------------------------------------------------------------
 
     def add_peer(self, peer_id: PeerId, metadata: bytes, memory: PeerMemory) -> None:
-        """Add a peer, and connect it, again where its metadata or memory is another. See
-        `base.Transport.add_peer`."""
+        """Add a peer, and connect it, again where its metadata or memory is another."""
         # Three cases: unknown; known with new metadata or memory (or removed and not gone yet);
         # known as it is.
         peer = self._peers.get(peer_id)
@@ -83,7 +78,7 @@ class TransportLoop(ABC, Generic[P]):
             self._connect_again(peer)
 
     def remove_peer(self, peer_id: PeerId) -> None:
-        """Remove a peer: its jobs that are not posted end now. See `base.Transport.remove_peer`."""
+        """Remove a peer: its jobs that are not posted end now."""
         peer = self._peers.get(peer_id)
         if peer is None:
             return
@@ -93,7 +88,7 @@ class TransportLoop(ABC, Generic[P]):
         self._forget_if_unused(peer)
 
     def write(self, job: WriteJob) -> None:
-        """Start a job, or park it until its peer is connected. See `base.Transport.write`."""
+        """Start a job, or park it until its peer is connected."""
         peer = self._peers.get(job.peer)
         if peer is None or peer.removed:
             self._jobs.refuse(job, PeerLostError(f"{job.peer} is no peer of this transport"))
@@ -110,30 +105,25 @@ class TransportLoop(ABC, Generic[P]):
 
     @abstractmethod
     def _new_peer(self, peer_id: PeerId, metadata: bytes, memory: PeerMemory) -> P:
-        """Return a peer that is not connected, of the kind of the subclass's loop: NIXL's or
-        shm's."""
+        """Return a peer that is not connected."""
 
     @abstractmethod
     def _connect(self, peer: P) -> None:
-        """Begin to connect to the peer, as the subclass does it. `_lose` takes what goes wrong."""
+        """Begin to connect. `_lose` takes what goes wrong."""
 
     @abstractmethod
     def _connect_again(self, peer: P) -> None:
-        """Let go of a peer's former memory, in NIXL's loop or shm's, and connect as soon as that
-        may be."""
+        """Let go of a peer's former memory, and connect as soon as that may be."""
 
     @abstractmethod
     def _forget_if_unused(self, peer: P) -> None:
-        """Drop a removed peer from the loop once nothing of it is under way."""
+        """Drop a removed peer once nothing of it is under way."""
 
     # --- writes -----------------------------------------------------------------------------------
 
     def _serve_peer(self, peer: P, now_s: float) -> bool:
-        """Transfer one part to a peer of the loop, of the first room in turn that is ready; connect
-        first if that is due.
-
-        Returns whether anything moved. One part only, so that peers take turns.
-        """
+        """Transfer one part, of the first room in turn that is ready; connect first if that is due.
+        One part only, so that peers take turns. Returns whether anything moved."""
         if peer.routes is None:
             if not self._may_connect(peer) or now_s < peer.retry_at:
                 return False
@@ -170,24 +160,20 @@ class TransportLoop(ABC, Generic[P]):
 
     @abstractmethod
     def _transfer(self, peer: P, job: ActiveJob) -> None:
-        """Transfer the next part of a job, as the subclass does it, and note how that ended if it
-        did so at once."""
+        """Transfer the next part of a job, and note how that ended if it did so at once."""
 
     # --- events -----------------------------------------------------------------------------------
 
     def emit(self, event: TransportEvent) -> None:
-        """Hand an event of the loop to the sink; an exception of the sink's is logged, since the
-        thread goes on."""
+        """Hand an event to the sink; its exception is logged, since the thread goes on."""
         try:
             self._sink(event)
         except BaseException:
             _log.error("the sink of the transport failed on %r\n%s", event, traceback.format_exc())
 
     def _guarded(self, step: Callable[[], bool | None]) -> bool | None:
-        """Run a step of the loop and return its result; log an exception and return None.
-
-        Such an exception is a bug of ours. The thread goes on, since it serves other rooms too.
-        """
+        """Log an exception of the step and return None: it is a bug of ours, but the thread serves
+        other rooms too."""
         try:
             return step()
         except Exception:
@@ -196,9 +182,8 @@ class TransportLoop(ABC, Generic[P]):
 
 
 def bare(error: BaseException) -> Exception:
-    """Return an error of a transport's loop without tracebacks: their frames would keep NIXL agents
-    and mapped memory. An exception that is no `Exception` (KeyboardInterrupt, say) comes back
-    wrapped."""
+    """Return an error without tracebacks: their frames would keep NIXL agents and mapped memory. An
+    exception that is no `Exception` (KeyboardInterrupt, say) comes back wrapped."""
     # Causes and contexts have tracebacks of their own.
     seen: BaseException | None = error
     while seen is not None:

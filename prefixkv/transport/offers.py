@@ -30,7 +30,7 @@ class MetadataOffers(NamedTuple):
 
 
 def split_offers(metadata: bytes) -> MetadataOffers:
-    """Return the two offers, NIXL's and shm's, that `MetadataOffers.join` has put together.
+    """Return the two offers that `MetadataOffers.join` has put together.
 
     >>> split_offers(MetadataOffers(b"nixlSerDes|...", b"pkvshm1|...").join())
     MetadataOffers(nixl=b'nixlSerDes|...', shm=b'pkvshm1|...')
@@ -47,12 +47,8 @@ def split_offers(metadata: bytes) -> MetadataOffers:
 
 
 def usable(backend: Backend, offers: MetadataOffers) -> bytes:
-    """Return what a prefill rank with this `TransportConfig.backend` can use of a decode rank's
-    offers: NIXL's, shm's or both.
-
-    Raises:
-        HandshakeError: nothing of them.
-    """
+    """Return what a prefill rank with this `TransportConfig.backend` can use of the offers. Raises
+    HandshakeError for nothing of them."""
     taken = {
         "nixl": MetadataOffers(offers.nixl, b""),
         "shm": MetadataOffers(b"", offers.shm),

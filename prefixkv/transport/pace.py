@@ -10,13 +10,10 @@ _LEAST_BYTES: Final = 64 << 10  # of a slice; smaller parts cost more time than 
 
 
 class Pace:
-    """How many bytes a transport may send now. Owned by the transport's thread.
+    """Bytes that may be sent now. Owned by the transport's thread. `bytes_per_s` 0: no limit.
 
     A part may go while the bucket is not in debt, and is then taken off it whole. So no part is too
     large to go, the mean is the rate, and at most a slice and one part go beyond it at once.
-
-    Args:
-        bytes_per_s: the rate; 0: no limit.
 
     >>> pace = Pace(1e9)
     >>> pace.free_at(0.0), pace.spend(10_000_000, 0.0), round(pace.free_at(0.0), 6)
@@ -38,8 +35,7 @@ class Pace:
         return min(post_bytes, self._slice) if self._rate else post_bytes
 
     def free_at(self, now_s: float) -> float:
-        """Return from when the next part may be sent: `now_s`, or later while the bucket is in
-        debt."""
+        """Return from when the next part may be sent: `now_s`, or later while in debt."""
         if not self._rate:
             return now_s
         self._fill(now_s)

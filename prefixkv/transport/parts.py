@@ -1,5 +1,4 @@
-"""The blocks of a write: flat indices into the prepared lists of both sides, cut into bounded
-parts.
+"""The blocks of a write: flat indices into both sides' prepared lists, cut into bounded parts.
 
 Indices go run by run, pages inside: NIXL merges neighbouring index pairs only inside one run, and
 only when its blocks touch (stride = length) on both sides; that is the cheapest descriptor there
@@ -29,7 +28,6 @@ class Part(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all blocks of this part of a write."""
         return (self.stop - self.start) * self.group.block_bytes
 
 
@@ -49,12 +47,9 @@ def flat_indices(
     >>> flat_indices(np.array([4, 5], np.int32), num_runs=2, num_pages=10, start=1, stop=3).tolist()
     [5, 14]
 
-    Args:
-        pages: int32, checked to lie in [0, num_pages).
-        start, stop: positions in the sequence, 0 <= start < stop <= num_runs * len(pages).
-
-    Raises:
-        ConfigError: an index would not fit into an int32.
+    `pages`: int32, checked to lie in [0, num_pages). `start`, `stop`: positions in the sequence, 0
+    <= start < stop <= num_runs * len(pages). Raises ConfigError: an index would not fit into an
+    int32.
     """
     check_index_range(num_runs, num_pages)
     length = len(pages)
@@ -68,8 +63,7 @@ def flat_indices(
 
 
 def part_indices(runs: Runs, part: Part, src_pages: Pages, dst_pages: Pages) -> tuple[Pages, Pages]:
-    """Return the int32 indices of a part of a write into the prepared lists of both sides; pair i
-    is one block."""
+    """Return the int32 indices of a part into the lists of both sides; pair i is one block."""
     first = part.group.first_run * len(src_pages)
     start, stop = first + part.start, first + part.stop
     src, dst = runs.src_positions, runs.dst_positions
@@ -82,10 +76,11 @@ def part_indices(runs: Runs, part: Part, src_pages: Pages, dst_pages: Pages) -> 
 def next_indices(
     runs: Runs, parts: list[Part], first: int, most: int, src_pages: Pages, dst_pages: Pages
 ) -> list[tuple[Pages, Pages]]:
-    """Return `part_indices` of up to `most` parts of a write from number `first` on, at least of
-    one. Parts that follow each other in one group are worked out together: that takes one of them
-    hardly longer, and between two posts, each of which moves more than the caches hold, this code
-    is cold."""
+    """Return `part_indices` of up to `most` parts from number `first` on, at least of one.
+
+    Parts that follow each other in one group are worked out together: that takes one of them hardly
+    longer, and between two posts, each of which moves more than the caches hold, this code is cold.
+    """
     begun = parts[first]
     last = first + 1
     while last < min(first + most, len(parts)) and parts[last].group is begun.group:
@@ -103,8 +98,11 @@ def cut_parts(
     runs: Runs, src_pages: Pages, dst_pages: Pages, max_bytes: int, max_descriptors: int
 ) -> list[Part]:
     """Cut a write into parts of at most `max_bytes` and `max_descriptors` after merging, each at
-    least one block. A post blocks its thread for its whole copy on some transports, and no other
-    peer is served meanwhile: hence the bounds. O(len(pages) + parts)."""
+    least one block. O(len(pages) + parts).
+
+    A post blocks its thread for its whole copy on some transports, and no other peer is served
+    meanwhile: hence the bounds.
+    """
     # Positions where a page does not continue its predecessor on both sides: each begins a
     # descriptor.
     steps = (np.diff(runs.src_positions.of(src_pages)) == 1) & (

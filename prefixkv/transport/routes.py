@@ -1,5 +1,4 @@
-"""The routes of a write to one peer, with their runs: pages into pages, our staging or state into
-its.
+"""The routes of a write to one peer, with their runs: pages into pages, staging or state into its.
 
 A staging area is one dense run of blocks of BLOCK_BYTES, so NIXL merges neighbouring blocks into
 one descriptor. State has a run for each block of a slot that goes there. Pure numpy, no address is
@@ -48,14 +47,13 @@ class Routes(NamedTuple):
     windows: tuple[Runs, ...] = ()
 
     def by_name(self) -> dict[str, Runs]:
-        """Return the runs to the peer by `WriteJob.route`."""
+        """Return the runs by `WriteJob.route`."""
         found = {"pages": self.pages, "staging": self.staging, "state": self.state}
         found |= {window_route(at): runs for at, runs in enumerate(self.windows)}
         return {route: runs for route, runs in found.items() if runs is not None}
 
     def of(self, job: WriteJob) -> Runs:
-        """Return the runs of a write's route: pages, staging, state, or those of a window group.
-        Raise ConfigError if there are none."""
+        """Return the runs of a write's route. Raise ConfigError if there are none."""
         if job.route == "pages":
             return self.pages
         runs = self.by_name().get(job.route)
@@ -72,12 +70,9 @@ def routes_to(
     staging: StagingArea | None,
     state: StateLayout | None = None,
 ) -> Routes:
-    """Return the routes to a peer: the runs from our pool, staging area and state to its.
-
-    Raises:
-        HandshakeError: see `paired_runs`.
-        ConfigError: likewise; or the peer's staging area or state layout breaks a law.
-    """
+    """Return the runs from our pool, staging area and state to a peer's. Raises HandshakeError and
+    ConfigError as `paired_runs`, and ConfigError if the peer's staging area or state layout breaks
+    a law."""
     src_part, dst_part = peer.parts or (None, None)
     pages = paired_runs(layout, peer.layout, src_part=src_part, dst_part=dst_part)
     windows: list[Runs] = []
@@ -107,8 +102,7 @@ def routes_to(
 
 
 def _paired_groups(src: KVLayout, dst: KVLayout) -> list[tuple[PageGroup, PageGroup]]:
-    """Return the groups of both layouts that a write's routes pair. Raise HandshakeError for those
-    that differ in name or window, or for page sizes that differ."""
+    """Raise HandshakeError for groups with other names, windows or page sizes."""
     ours, theirs = ([(one.name, one.window) for one in side.groups] for side in (src, dst))
     if ours != theirs:
         raise HandshakeError("groups", ours, theirs)
@@ -118,8 +112,7 @@ def _paired_groups(src: KVLayout, dst: KVLayout) -> list[tuple[PageGroup, PageGr
 
 
 def staging_runs(src: StagingArea, dst: StagingArea, src_device: int, dst_device: int) -> Runs:
-    """Return the runs of the staging route, one alone: block i of either area. Raise ConfigError
-    for more blocks than an int32 names."""
+    """Return one run: block i of either area. ConfigError for more than an int32 names."""
     group = RunGroup(0, 1, BLOCK_BYTES, dense=True)
     tables = _table(src, src_device), _table(dst, dst_device)
     return Runs(*tables, (group,), 1, _positions(src), _positions(dst))
@@ -136,11 +129,8 @@ def _positions(area: StagingArea) -> Positions:
 
 
 def state_runs(src: StateLayout, link: StateLink, src_device: int, dst_device: int) -> Runs:
-    """Return the runs of the state route, one for each block of state that goes to a peer.
-
-    Raises:
-        ConfigError: the peer's layout breaks a law, or a block is not inside a slot.
-    """
+    """Return one run for each block of state that goes to a peer. Raises ConfigError if the peer's
+    layout breaks a law, or a block is not inside a slot."""
     dst, blocks = link.layout, link.blocks
     dst.validate()
     # A block outside its slot would read or write a neighbour's state.
@@ -177,8 +167,7 @@ def state_runs(src: StateLayout, link: StateLink, src_device: int, dst_device: i
 
 
 def _state_table(layout: StateLayout, blocks: list[tuple[int, int, int]], device: int) -> RunTable:
-    """Return the table of the state route's runs on one side; `blocks` are (entry, offset,
-    bytes)."""
+    """`blocks` are (entry, offset, bytes)."""
     check_index_range(len(blocks), layout.num_slots)
     rows = [
         (

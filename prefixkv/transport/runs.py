@@ -1,5 +1,4 @@
-"""The places of a page's bytes on both sides of a write: runs of equal blocks, for NIXL's prepared
-lists.
+"""A page's bytes on both sides of a write: runs of equal blocks, for NIXL's prepared lists.
 
 A *run* is one block of each page: equal blocks, a page stride apart. Source and target have the
 same runs in the same order. What is described is the part of a model that the source rank sends the
@@ -60,15 +59,13 @@ class Positions(NamedTuple):
 
     @classmethod
     def stepping(cls, num_pages: int, fold: int, step: int) -> Positions:
-        """Return the positions of a run with this step, and as many of them as reach the last
-        unit."""
+        """Return the positions with this step, as many as reach the last unit."""
         return cls(
             num_pages, fold, step, (num_pages - 1) * step + fold if step else num_pages * fold
         )
 
     def of(self, units: Pages) -> Pages:
-        """Return the positions (int32) in each run of unit pages that were checked to lie in the
-        pool."""
+        """Return the positions (int32) of unit pages that were checked to lie in the pool."""
         # Three cases: position equals unit; units stepped through by one stride; one row per unit.
         if self.step == self.fold:
             return units
@@ -104,12 +101,12 @@ class Runs:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one unit page, summed over all runs of a pair of pools."""
+        """Bytes of one unit page, summed over all runs."""
         return sum(group.num_runs * group.block_bytes for group in self.groups)
 
     def joined(self, other: Runs) -> Runs:
         """Return these runs with those of another pair of pools behind them, whose pages have the
-        same ids. Raises ConfigError if both together have more blocks than an int32 can index."""
+        same ids. Raises ConfigError for more blocks than an int32 can index."""
         assert (self.src_positions, self.dst_positions) == (
             other.src_positions,
             other.dst_positions,
@@ -139,24 +136,19 @@ def paired_runs(
     src_part: Shard | None = None,
     dst_part: Shard | None = None,
 ) -> Runs:
-    """Return the runs that pair two pools, of the largest blocks that are contiguous in a page of
-    both.
+    """Return the runs that pair two pools, of the largest blocks that are contiguous in both.
 
     Found by walking the smallest pieces (one head of one token of one slab) in the order of the
     source's addresses and joining neighbours that are neighbours on the target too: whole pages
     where both are page-major, a slab's page where one is layer-major, a token or a head where
     strides demand it. O(slabs * page_size * heads) once per peer.
 
-    Args:
-        src, dst: our layout and the peer's. The peer's is validated here.
-        src_part, dst_part: the layers and heads to copy, in each pool's own numbers; all by
-            default.
+    `src` is our layout, `dst` the peer's, which is validated here. `src_part` and `dst_part` are
+    the layers and heads to copy, in each pool's own numbers; all by default.
 
-    Raises:
-        HandshakeError: the parts or the models differ, or neither page size divides the other;
-            names the field.
-        ConfigError: `dst` breaks a law of layouts, a part is not in its pool, or the pools have
-            more blocks than an int32 can index.
+    Raises HandshakeError, which names the field, if the parts or the models differ, or neither page
+    size divides the other; ConfigError if `dst` breaks a law of layouts, a part is not in its pool,
+    or the pools have more blocks than an int32 can index.
     """
     # 1. Same model, same shape of the part, page sizes that divide. Only then is the peer's layout
     # read further.
@@ -221,9 +213,8 @@ class _Pieces(NamedTuple):
         return _Pieces(self.address[order], self.kind[order], self.strides)
 
     def continues(self, head_bytes: int) -> Bools:
-        """Return, for each i, whether piece i + 1 can join piece i in a run: it follows without a
-        gap in every unit of every page. Regions that touch stay apart: NIXL refuses a descriptor
-        across two registrations."""
+        """Return, for each i, whether piece i + 1 follows without a gap in every unit of every
+        page. Regions that touch stay apart: NIXL refuses a descriptor across two registrations."""
         follows: Bools = np.diff(self.address) == head_bytes
         follows &= np.diff(self.kind) == 0
         return follows
@@ -240,8 +231,7 @@ class _Pieces(NamedTuple):
 
 
 def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
-    """Return the smallest pieces of a pool's part, from which runs are joined. Raise ConfigError if
-    the part is not inside the pool."""
+    """Raise ConfigError if the part is not inside the pool."""
     whole = Shard.whole(layout)
     if part.overlap(whole) != part:
         raise ConfigError(
@@ -318,7 +308,7 @@ def _is_dense(table: RunTable) -> Bools:
 
 
 def _groups(lengths: Int64s, dense: Bools) -> Iterator[RunGroup]:
-    """Yield the groups of runs: a new one begins where the length or the density changes."""
+    """A new group begins where the length or the density changes."""
     changes = np.flatnonzero((np.diff(lengths) != 0) | (np.diff(dense.astype(np.int8)) != 0)) + 1
     edges = [0, *changes.tolist(), len(lengths)]
     for first, end in pairwise(edges):
@@ -326,8 +316,7 @@ def _groups(lengths: Int64s, dense: Bools) -> Iterator[RunGroup]:
 
 
 def check_index_range(num_runs: int, num_positions: int) -> None:
-    """Raise ConfigError if a flat index of blocks in runs would not fit into an int32, the width
-    that NIXL takes."""
+    """Raise ConfigError if a flat index would not fit into an int32, the width that NIXL takes."""
     if num_runs * num_positions - 1 > MAX_INDEX:
         raise ConfigError(
             f"{num_runs} runs of {num_positions} pages are {num_runs * num_positions} blocks, "

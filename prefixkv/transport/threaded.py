@@ -1,5 +1,4 @@
-"""A transport that has one thread for all its work: each call is queued as a command for that
-thread's loop."""
+"""A transport that has one thread for all its work: each call is a command for its loop."""
 
 from __future__ import annotations
 
@@ -29,31 +28,25 @@ class QueuedCalls(ABC, Generic[L]):
 
     @abstractmethod
     def _call(self, command: Callable[[L], None], or_raise: bool = True) -> None:
-        """Queue a command for the loop, behind all before it. Closed: ClosedError, or nothing with
-        `or_raise` False."""
+        """Closed: ClosedError, or nothing with `or_raise` False."""
 
     def add_peer(
         self, peer: PeerId, metadata: bytes, layout: KVLayout,
         parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
         state: StateLink | None = None,
     ) -> None:  # fmt: skip
-        """Queue a new peer as a command for the loop. See `base.Transport.add_peer`."""
         memory = PeerMemory(layout, parts, staging, state)
         self._call(lambda loop: loop.add_peer(peer, metadata, memory))
 
     def remove_peer(self, peer: PeerId) -> None:
-        """Queue the removal of a peer as a command for the loop. See
-        `base.Transport.remove_peer`."""
         # Closing has ended all jobs and forgotten all peers: nothing to raise about, here and in
         # `cancel`.
         self._call(lambda loop: loop.remove_peer(peer), or_raise=False)
 
     def write(self, job: WriteJob) -> None:
-        """Queue a job as a command for the loop. See `base.Transport.write`."""
         self._call(lambda loop: loop.write(job))
 
     def cancel(self, job_id: int) -> None:
-        """Queue the cancelling of a job as a command for the loop. See `base.Transport.cancel`."""
         self._call(lambda loop: loop.cancel(job_id), or_raise=False)
 
 
@@ -64,8 +57,8 @@ class ThreadedTransport(QueuedCalls[L]):
     def __init__(
         self, me: PeerId, layout: KVLayout, staging: StagingArea | None, state: StateLayout | None
     ) -> None:
-        """Check the memory of a transport with one thread; the subclass makes the thread. Raises
-        ConfigError where a layout or an area breaks its laws."""
+        """Check the memory; the subclass makes the thread. Raises ConfigError where a layout or an
+        area breaks its laws."""
         layout.validate()
         for more in (staging, state):
             if more is not None:
@@ -80,8 +73,7 @@ class ThreadedTransport(QueuedCalls[L]):
         self._thread: threading.Thread
 
     def _start_thread(self) -> None:
-        """Start the transport's one thread. Where that fails, the inbox is closed: no thread ever
-        will."""
+        """Where that fails, the inbox is closed: no thread ever will."""
         try:
             self._thread.start()
         except BaseException:
@@ -96,13 +88,9 @@ class ThreadedTransport(QueuedCalls[L]):
                 raise ClosedError(f"the transport of {self._me.name} is closed")
 
     def close(self) -> None:
-        """End the transport's one thread by a last command, and join it. See
-        `base.Transport.close`. May be called again.
-
-        Raises:
-            CallerError: called from the sink, by the very thread that is to be joined.
-            InternalError: the thread is still in a transfer, or our writes are not fenced.
-        """
+        """End the thread by a last command, and join it. May be called again. Raises CallerError
+        from the sink, InternalError if the thread is still in a transfer, or our writes are not
+        fenced."""
         if threading.current_thread() is self._thread:
             raise CallerError("close() was called from the transport's own sink")
         with self._lock:

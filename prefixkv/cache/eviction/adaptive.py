@@ -11,12 +11,11 @@ Counted are uses, not blocks, at the end of their path only: in the class of the
 the third turn on, in that of the pages before them, which share its fate. O(1) per use. Pages that
 paths part from (a document that many prompts share) are the end of no path. They have classes of
 their own, by their number and by how often paths have parted there, and it is counted after what
-time that happens again. Evicted pages leave ghosts (`ghosts.py`), so that a return is seen although
-the pages are gone.
+time that happens again.
 
-Among chats, where few return, this keeps what was seen twice and lets the newest go first;
-among agents, where nearly all return, and in a large pool it behaves like `lru`; and in a pool for
-fewer sessions than are active it keeps some whole, which `lru` does not.
+Among chats, where few return, this keeps what was seen twice and lets the newest go first; among
+agents, where nearly all return, and in a large pool it behaves like `lru`; and in a pool for fewer
+sessions than are active it keeps some whole, which `lru` does not.
 
 Evicted pages leave ghosts (`ghosts.py`), so that a return is seen although the pages are gone.
 
@@ -81,8 +80,7 @@ def _traits(size: int, turn: int) -> Traits:
 
 
 def kind_of(visits: int, size: int) -> int:
-    """Return the adaptive policy's class of pages with this many visits, the last of them of this
-    size class."""
+    """Return the class of pages with this many visits, the last of them of this size class."""
     return COUNTS[min(visits, MOST_TURNS)] * SIZES + size
 
 
@@ -99,8 +97,7 @@ NO_TRUNK: Trunk = (0, 0, 0, 0)
 
 
 def trunk_of(pages: int, length: int, times: int) -> Trunk:
-    """Return the adaptive policy's trunk of `pages` pages, of size class `length`, from which paths
-    parted `times` times."""
+    """Return the trunk of `pages` pages from which paths parted `times` times."""
     kind = NUM_OWN + SIZES * length + TRUNK_COUNTS[times]
     return pages, times, SIZES * MOST_TURNS + kind - NUM_OWN, kind
 
@@ -123,8 +120,7 @@ time.
 
 
 def class_of(leaf: TreeNode) -> int:
-    """Return the adaptive policy's class of a leaf's last page: its trunk's, or by visits and its
-    last use."""
+    """Return the class of a leaf's last page: its trunk's, or by visits and its last use."""
     _, visits, _, of_use, _, trunk = leaf.mark
     # Within a trunk the class is the trunk's; below it counts by how often it was visited.
     if leaf.end <= trunk[0]:
@@ -141,8 +137,8 @@ class Adaptive(GhostPolicy):
         short_tokens, long_tokens: the two bounds between the three classes of how much was new.
         ghosts, block_tokens, stride_blocks, promise_s: see `GhostPolicy`.
         trust, period, half_life_s: see `Hazards`.
-    Raises:
-        ConfigError: a setting below its bound.
+
+    Raises ConfigError: a setting below its bound.
     """
 
     name = "adaptive"
@@ -171,8 +167,7 @@ class Adaptive(GhostPolicy):
         return use.tick, 1 if use.visit else 0, use.now_s, of_use, end, trunk
 
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, Seen]]:
-        """Return the adaptive policy's marks (visits, traits, trunk) that an insertion leaves;
-        `found` are the ghosts of its new pages."""
+        """Return the marks (visits, traits, trunk); `found` are the ghosts of the new pages."""
         of_use, end, trunk = self._begin(use, found)
         tick, now_s = use.tick, use.now_s
         # 1. Nothing is remembered: the new pages begin with one visit. If the request was counted
@@ -189,12 +184,8 @@ class Adaptive(GhostPolicy):
         return [(depth, (tick, visits, now_s, of_use, end, trunk)) for depth, visits in steps]
 
     def _begin(self, use: Use, found: list[Ghost] | None) -> tuple[Traits, int, Trunk]:
-        """Return the adaptive policy's traits of a use, where its path ends, and its trunk. Counts
-        the first use of a request.
-
-        Args:
-            found: the ghosts beyond its old pages; None if they were not looked up.
-        """
+        """Count the first use of a request; return its traits, where its path ends, and its trunk.
+        `found`: ghosts beyond its old pages; None if they were not looked up."""
         before: Seen | None = use.before
         old_pages, now_s = use.old_pages, use.now_s
         # 1. Not the first use of its request: the request was counted, and this is the same turn.
@@ -229,13 +220,9 @@ class Adaptive(GhostPolicy):
         return of_use, use.num_pages, trunk
 
     def _parts(self, history: Seen | None, known: int, now_s: float) -> Trunk:
-        """Count with the adaptive policy's hazards that a path parts from others after its `known`
-        pages, and return their trunk.
+        """Count that a path parts from others after its `known` pages, and return their trunk.
 
-        No path ends there, so trunks have rows of their own.
-
-        Args:
-            history: that of the last known page, None if it has none.
+        `history` is of the last known page. No path ends there, so trunks have rows of their own.
         """
         times = 1
         # Paths have parted at or below this place before: this is a return to that trunk.
@@ -248,7 +235,7 @@ class Adaptive(GhostPolicy):
         return trunk
 
     def fold(self, upper: Seen, lower: Seen) -> Seen:
-        """Take all of the later of two adaptive marks, with the visits of both."""
+        """Take all of the later mark, with the visits of both."""
         if upper[0] > lower[0]:
             tick, visits, now_s, of_use, end, trunk = upper
             return tick, visits + lower[1], now_s, of_use, end, trunk
@@ -264,8 +251,7 @@ class Adaptive(GhostPolicy):
         return LeastWorth(self.hazards, class_of)
 
     def floor(self, steps: Sequence[tuple[int, Seen]], mark: Seen, low: int) -> int | None:
-        """Return the first step from below where a page's adaptive class or last use changes; see
-        `Policy.floor`."""
+        """Return the first step from below where the class or the last use changes."""
         tick, visits, _, of_use, _, (trunk_pages, *_) = mark
         classes = of_use.classes
         kind = classes[visits if visits < MOST_TURNS else MOST_TURNS]
@@ -283,8 +269,7 @@ class Adaptive(GhostPolicy):
         return None
 
     def evicted(self, node: TreeNode, num_pages: int) -> None:
-        """Leave ghosts of the pages. Path ends that are forgotten for them count as losses in the
-        adaptive policy's hazards."""
+        """Leave ghosts of the pages. Path ends that are forgotten for them count as losses."""
         hazards = self.hazards
         for ghost in self.add_ghosts(node, num_pages):
             last: Seen = ghost[0]

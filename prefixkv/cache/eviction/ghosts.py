@@ -88,14 +88,11 @@ class Ghosts:
     def add_ghosts(
         self, node: TreeNode, num_pages: int, path_pages: int, limit_pages: int, fold: Fold
     ) -> list[Ghost]:
-        """Leave ghosts of the last `num_pages` of a leaf, which are about to go, and forget the
-        oldest ghosts beyond `limit_pages`.
+        """Leave ghosts of the last `num_pages` of a leaf, and forget the oldest beyond
+        `limit_pages`.
 
-        Args:
-            path_pages: length of the path that these pages were last part of.
-            fold: the policy's.
-        Returns:
-            Those of the forgotten ghosts that were ends of their paths.
+        `path_pages`: length of the path that these pages were last part of. Returns the forgotten
+        ghosts that were ends of their paths.
         """
         end, stride = node.end, self.stride_pages
         low = end - num_pages
@@ -165,8 +162,7 @@ class Ghosts:
         return forgotten
 
     def find(self, data: bytes, old_pages: int) -> list[Ghost]:
-        """Return the ghosts of a packed path beyond its `old_pages`, by rising depth. O(found +
-        stride)."""
+        """Return the ghosts of a packed path beyond its `old_pages`. O(found + stride)."""
         if not self._ghosts:
             return []
         # Identity of the bytes is enough, and costs nothing: a request keeps its packed tokens.
@@ -203,7 +199,7 @@ class Ghosts:
         self._last = data, old_pages, []
 
     def remove_found(self, found: list[Ghost]) -> None:
-        """Remove these ghosts, just found: their pages are in the tree again."""
+        """Remove ghosts, just found: their pages are in the tree again."""
         if found:
             ghosts, num_pages = self._ghosts, self.num_pages
             for _, _, stands_for, name, segment, _ in found:
@@ -215,7 +211,6 @@ class Ghosts:
             self._last = None
 
     def broken_laws(self) -> list[str]:
-        """Return every law of the ghosts that does not hold; for tests. O(ghosts)."""
         ghosts = self._ghosts
         ends = Counter(ghost[4] for ghost in ghosts.values() if ghost[4] is not None)
         laws = {
@@ -248,8 +243,7 @@ class Ghosts:
         return hash((depth, data[end - num_bytes if end > num_bytes else 0 : end]))
 
     def _name_in_tree(self, node: TreeNode, depth: int, num_bytes: int) -> int:
-        """Return a ghost's name, as `_name`, for the path that `node` ends, read from the tree.
-        O(nodes that hold the bytes)."""
+        """Return `_name` of the path that `node` ends. O(nodes that hold the bytes)."""
         key = node.key
         end = len(key) - (node.end - depth) * self._page_bytes
         if end >= num_bytes:
@@ -278,8 +272,8 @@ class GhostPolicy(Policy):
             its largest, if the size of the pool is not known).
         block_tokens, stride_blocks: distance between ghosts.
         promise_s: see `Policy`.
-    Raises:
-        ConfigError: a setting below its bound.
+
+    Raises ConfigError: a setting below its bound.
     """
 
     reports_returns = True
@@ -308,12 +302,11 @@ class GhostPolicy(Policy):
 
     @abstractmethod
     def marks_of_new(self, use: Use, found: list[Ghost]) -> Sequence[tuple[int, Mark]]:
-        """Return the marks of an insertion for a policy with ghosts, see `insertion_marks`; `found`
-        are the ghosts of the new pages."""
+        """Return `insertion_marks`; `found` are the ghosts of the new pages."""
 
     def goes_on(self, use: Use, found: list[Ghost]) -> tuple[Mark | None, int]:
-        """Return the last use, in the tree or among the ghosts, that this first use of a request
-        continues, or None, and the number of new pages.
+        """Return the last use that this first use of a request continues, or None, and the number
+        of new pages.
 
         It continues a use if it goes on where the last path that held the known pages ended. If
         `found`, the ghosts beyond the old pages, is not empty, that end is known to the block only.

@@ -26,8 +26,6 @@ def _tick(mark: Mark) -> _Tick:
 
 
 class _Fallen(LeastRecentlyUsed):
-    """`lru` over what another policy has left."""
-
     def mark(self, use: Use) -> Mark:
         return _Tick(use.tick)
 
@@ -125,7 +123,6 @@ class _GuardedQueue:
 def guarded(
     policy: Policy, queue: EvictionQueue, errors: UserErrors, requeue: Callable[[], EvictionQueue]
 ) -> tuple[Policy, EvictionQueue]:
-    """Guard a policy and its first queue, if they are a user's."""
     if type(policy).__module__.startswith("prefixkv."):
         return policy, queue
     guard = Guard(policy, errors, requeue)

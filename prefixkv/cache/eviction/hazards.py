@@ -70,7 +70,7 @@ class _Noted(NamedTuple):
 
 
 class Hazards:
-    """Counts of returns, and the worths worked out from them now and then. Deterministic; reads no
+    """Counts of returns, and worths worked out from them now and then. Deterministic, without a
     clock.
 
     Starts and ends are only noted as they happen, and counted together before the counts are
@@ -122,7 +122,6 @@ class Hazards:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all starts, returns and losses that these hazards have counted."""
         num_rows = self._num_rows
         self.now_s = 0.0
         self._halves_s = self._half_life_s  # time of the next halving
@@ -146,8 +145,7 @@ class Hazards:
     # --- what happens -----------------------------------------------------------------------------
 
     def start(self, row: int, now_s: float) -> None:
-        """Note a start in `row` of the hazards. O(1), and now and then a part of the work on the
-        worths."""
+        """Note a start in `row`. O(1), and now and then a part of the work on the worths."""
         # Before the start is noted: it is of the new half-life.
         if now_s >= self._halves_s:
             self._halve(int(now_s // self._half_life_s))
@@ -164,8 +162,7 @@ class Hazards:
         self._returned += (row, began_s, now_s - start_s)
 
     def lost(self, row: int, start_s: float) -> None:
-        """Note for the hazards that the ghost of a start was forgotten: its return would not be
-        noticed any more."""
+        """Note that the ghost of a start was forgotten: its return will not be noticed."""
         began_s = self.now_s if start_s > self.now_s else start_s
         self._lost += (row, began_s, self.now_s - began_s)
 
@@ -199,8 +196,7 @@ class Hazards:
         started.clear()
 
     def _count_ends(self, ends: list[float], table: Table) -> None:
-        """Count ends in a table of the hazards, and forget them: each into the bin of its age, and
-        out of the slot of its start, which is counted."""
+        """Count each end into the bin of its age, and out of the slot of its start; forget it."""
         if not ends:
             return
         found = np.array(ends).reshape(-1, 3)
@@ -228,14 +224,14 @@ class Hazards:
             table *= share
 
     def counts(self) -> tuple[Table, Table, Table]:
-        """Return the hazards' counts as three float [classes, bins] tables: starts of each class
-        that reached each bin, starts that returned in it, and starts that were lost in it."""
+        """Return three float [classes, bins] tables: starts that reached each bin, returned in it,
+        were lost in it."""
         self._count()
         entered = self._ended() + self._still_out(self.now_s)
         return entered, self._by_class(self._returns), self._by_class(self._losses)
 
     def broken_laws(self) -> list[str]:
-        """Return every law of the hazards that does not hold; for tests. O(classes x bins)."""
+        """Return every law that does not hold. O(classes x bins)."""
         self._count()
         tables = {"returned": self._returns, "lost": self._losses}
         laws = {
@@ -259,8 +255,7 @@ class Hazards:
     # Worths are worked out in parts, of what was noted by the start at which they are due.
 
     def work_ahead(self) -> None:
-        """Do a part or two of the work on the hazards' worths ahead of the start that would have to
-        do it. It changes nothing that they say."""
+        """Do a little work on the worths ahead of a start that would have to. No result differs."""
         # Never so far ahead that counts are frozen before their time has come: at the start before
         # that, `_AHEAD + 1` parts may be done, and `_NUM_COUNTED` come before.
         if self._due <= 0:
@@ -285,7 +280,7 @@ class Hazards:
             self._due += self._period
 
     def _begin(self) -> None:
-        """Begin to work out the hazards' worths: set apart what is noted by now."""
+        """Set apart what is noted by now."""
         self._counting = _Noted(self._started, self._returned, self._lost)
         self._started, self._returned, self._lost = [], [], []
         self._begun_s, self._num_done = self.now_s, 0
@@ -296,9 +291,9 @@ class Hazards:
             self._num_done += 1
 
     def _finish(self) -> None:
-        """Finish the work on the hazards' worths, and publish them. `worth[kind][bin]` rises up to
-        `peak[kind]` and falls from there, so that the leaf of a class that is worth least is its
-        oldest or its newest. Both lists are new objects (see `LeastWorth.choose`)."""
+        """Publish the worths. `worth[kind][bin]` rises up to `peak[kind]` and falls from there, so
+        the leaf of a class that is worth least is its oldest or newest. Both lists are new objects
+        (see `LeastWorth.choose`)."""
         self._do(len(_PARTS))
         self.peak, self.worth = self._found
 
@@ -312,8 +307,7 @@ class Hazards:
         self._count_ends(self._counting.lost, self._losses)
 
     def _thin_out(self) -> None:
-        """Do a part of the hazards' work: merge slots of starts that lie closer together than their
-        age requires."""
+        """Merge slots of starts that lie closer together than their age requires."""
         firsts: list[int] = []
         now_s, last_s = self._begun_s, -inf
         for at, time_s in enumerate(self._times_s.tolist()):
@@ -325,18 +319,14 @@ class Hazards:
             self._times_s = self._times_s[firsts]
 
     def _freeze_ended(self) -> None:
-        """Do a part of the hazards' work: fix the counts of starts that ended that all later parts
-        work with."""
         self._seen = self._ended(), self._by_class(self._returns)
 
     def _freeze_out(self) -> None:
-        """Do a part of the hazards' work: fix the counts of starts that are out, too."""
         ended, returns = self._seen
         self._seen = ended + self._still_out(self._frozen_s), returns
 
     def _estimate(self) -> None:
-        """Do a part of the hazards' work: estimate the chances of each class, from all to groups to
-        classes."""
+        """Estimate the chances of each class, from all to groups to classes."""
         entered, returns = self._seen
         # Each level starts from the one above, which counts as `trust` observations.
         of_all = slice(self._num_common)
@@ -352,13 +342,11 @@ class Hazards:
         self._ranked: list[Table] = []
 
     def _rank_slice(self) -> None:
-        """Do a part of the hazards' work: the Gittins indices of the next slice of classes."""
         first = len(self._ranked) * self._slice
         uses, seconds = (sums[first : first + self._slice] for sums in self._sums)
         self._ranked.append(steepest_slopes(uses, seconds, self._scratch))
 
     def _rank(self) -> None:
-        """Do the last part of the hazards' work: the worths, ready to be published."""
         indices = np.concatenate(self._ranked)
         peaks = indices.argmax(1)
         worth: list[Chances] = rise_and_fall(indices, peaks).tolist()
@@ -369,9 +357,8 @@ class Hazards:
         return ended[:, ::-1].cumsum(1)[:, ::-1]
 
     def _still_out(self, now_s: float) -> Table | float:
-        """Return of the hazards a float [classes, bins] table: starts of each class that have not
-        ended, and at `now_s` are at least as old as each bin's beginning. 0 before the first
-        start."""
+        """Return float [classes, bins]: starts that have not ended and at `now_s` are at least as
+        old as each bin's beginning; 0 before the first start."""
         if not len(self._times_s):
             return 0.0
         # For each bin: the slots that are at least as old as its beginning, summed from the
@@ -409,13 +396,8 @@ LEAST_PERIOD: Final = len(_PARTS) + 2
 
 
 class _Sums:
-    """Sums of chosen rows of a table, added in their order.
-
-    The result is the same on every machine, which that of a matrix product may not be.
-
-    Args:
-        rows: the rows of each sum, at least one.
-    """
+    """Sums of chosen rows of a table, added in their order: the same on every machine, which a
+    matrix product may not be."""
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
         self._rows = np.array([row for together in rows for row in together])
@@ -426,25 +408,18 @@ class _Sums:
 
 
 def _chances(entered: Table, returns: Table, before: Table, trust: float) -> Table:
-    """Return the hazard of each bin: the chance that a start which reaches it returns in it.
-    `before`, the chance assumed without observations, counts as `trust` of them."""
+    """Chance that a start which reaches a bin returns in it; `before` counts as `trust` starts."""
     return (returns + trust * before) / (entered + trust)
 
 
 def new_scratch(num_classes: int) -> Table:
-    """Return memory for the hazards' `gittins_indices`. Getting that much from the system takes
-    longer than filling it."""
+    """Return memory for `gittins_indices`: to get that much takes longer than to fill it."""
     return np.empty((2, num_classes, NUM_BINS, NUM_BINS + 1))
 
 
 def gittins_indices(chances: Table) -> Table:
-    """Return the Gittins index of each class and bin from its hazards. O(classes x bins squared),
-    in numpy.
-
-    It is the best ratio, over all times to keep a page, of expected uses to expected seconds.
-
-    Args:
-        chances: float [classes, bins], all below 1.
+    """Return the Gittins index of each class and bin. O(classes x bins squared), in numpy.
+    `chances`: float [classes, bins], all below 1.
 
     >>> (index,) = gittins_indices(np.array([[0.1, *[0.0] * (NUM_BINS - 2), 0.5]]))
     >>> bool(index[0] > index[1] < index[-1])
@@ -454,8 +429,8 @@ def gittins_indices(chances: Table) -> Table:
 
 
 def expected_sums(chances: Table) -> tuple[Table, Table]:
-    """Return of the hazards' classes the expected uses, and the expected seconds of residence, from
-    age 0 up to the beginning of each bin and to the end of the last: float [classes, bins + 1]."""
+    """Return the expected uses, and seconds of residence, from age 0 to each bin's beginning and to
+    the end of the last: float [classes, bins + 1]."""
     # The chance to be still out at each bin. A use in a bin comes in its middle on average.
     still_out = np.ones((len(chances), NUM_BINS))
     np.cumprod(1 - chances[:, :-1], 1, out=still_out[:, 1:])
@@ -467,9 +442,8 @@ def expected_sums(chances: Table) -> tuple[Table, Table]:
 
 
 def steepest_slopes(uses: Table, seconds: Table, scratch: Table) -> Table:
-    """Return from the hazards' expected sums the steepest slope from each bin's beginning to any
-    later one: the Gittins index, float [classes, bins]. `scratch` is from `new_scratch`, for at
-    least as many classes; its content is lost."""
+    """Return the steepest slope from each bin's beginning to any later one, float [classes, bins].
+    `scratch`, of `new_scratch`, loses its content."""
     gained, took_s = scratch[:, : len(uses)]
     np.subtract(uses[:, None, :], uses[:, :-1, None], out=gained)
     np.subtract(seconds[:, None, :], seconds[:, :-1, None], out=took_s)
@@ -479,7 +453,7 @@ def steepest_slopes(uses: Table, seconds: Table, scratch: Table) -> Table:
 
 
 def rise_and_fall(values: Table, peaks: Table) -> Table:
-    """Lift the hazards' values, in numpy, so that each row rises to its peak and falls from there.
+    """Lift the values so that each row rises to its peak and falls from there.
 
     >>> rise_and_fall(np.array([[2, 1, 5, 3, 4]]), np.array([2])).tolist()
     [[2, 2, 5, 4, 4]]

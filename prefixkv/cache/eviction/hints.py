@@ -35,11 +35,8 @@ _OVER, _UNKNOWN, _GOES_ON = range(3)
 
 class Hints:
     """All hints in force: (continues, time of the hint) by the tick of the use that it is about.
-
-    Attributes:
-        believed: True while sessions said to be finished come back at most half as often as those
-            said to continue; always True if the policy tells no returns.
-    """
+    `believed`: True while sessions said to be finished come back at most half as often as those
+    said to continue; always True if the policy tells no returns."""
 
     def __init__(self, promise_s: float, reports_returns: bool = False) -> None:
         self._promise_s = promise_s
@@ -73,16 +70,14 @@ class Hints:
         self.believed = 2 * over <= goes_on
 
     def group(self, tick: int, now_s: float) -> tuple[int, float]:
-        """Return the hint group (finished, unknown, continues) of a leaf with last tick `tick`, and
-        the time of the hint."""
+        """Return the group (finished, unknown, continues) of a leaf, and the time of the hint."""
         if (hint := self._in_force.get(tick)) is None:
             return _UNKNOWN, 0.0
         continues, since_s = hint
         return (_GOES_ON if continues and not self.broken(since_s, now_s) else _OVER), since_s
 
     def broken(self, since_s: float, now_s: float) -> bool:
-        """Return whether a hint's promise, made at `since_s`, is broken unless the session has come
-        back."""
+        """Return whether a promise of `since_s` is broken unless the session has come back."""
         return now_s - since_s > self._promise_s
 
     def clear(self) -> None:
@@ -96,11 +91,7 @@ class Hints:
 
 
 class HintedQueue:
-    """Three queues of the policy's, one per group of hints. O(1) more than one of these.
-
-    Args:
-        queue: the policy's queue of all leaves so far, none of which has a hint.
-    """
+    """Three queues of the policy's, one per group of hints. `queue` has the leaves so far."""
 
     def __init__(self, policy: Policy, hints: Hints, queue: EvictionQueue) -> None:
         self._last_tick = policy.last_tick
@@ -118,8 +109,7 @@ class HintedQueue:
         self._queues[group].add(leaf)
 
     def first(self, now_s: float) -> TreeNode | None:
-        """Return the first leaf of the first group of hints that has one; by the policy's rank
-        while hints are not believed."""
+        """Return the first group's first leaf; by rank if hints are not believed."""
         self._break_promises(now_s)
         found: tuple[LeafRank, TreeNode] | None = None
         for queue in self._queues:
@@ -135,8 +125,7 @@ class HintedQueue:
         return leaf.entry[2].rank_at(leaf, now_s)
 
     def count_dead(self) -> None:
-        """Refuse to count for the hinted queue: `TreeNode.entry` always names one of the three
-        inner queues."""
+        """Refuse: `TreeNode.entry` always names one of the three inner queues."""
         raise NotImplementedError("entries stand in one of the three queues")
 
     def expect(self, num_leaves: int, now_s: float) -> None:

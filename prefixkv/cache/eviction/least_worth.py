@@ -1,5 +1,4 @@
-"""The eviction queue of `adaptive`: leaves by class, of which the one that is worth least goes
-first.
+"""The eviction queue of `adaptive`: leaves by class; the one that is worth least goes first.
 
 Within a class that is the oldest or the newest leaf (`Hazards`). The offer of each class is kept
 together with the time until which it holds. It is worked out again only if a leaf came to the
@@ -38,8 +37,7 @@ ENDS_S = (*EDGES_S, inf)
 
 
 class Line:
-    """The leaves of one class by tick. Most come in order; those that do not are kept in two
-    heaps."""
+    """The leaves of one class by tick. Those that do not come in order are in two heaps."""
 
     __slots__ = ("in_order", "newest", "oldest")
 
@@ -52,7 +50,7 @@ class Line:
         self.newest: list[tuple[int, Entry]] = []
 
     def add(self, entry: Entry) -> None:
-        """Add an entry to the line of its class. O(1) in order, else O(log leaves)."""
+        """Add an entry. O(1) in order, else O(log leaves)."""
         in_order = self.in_order
         # Dead entries at the end would push a living one out of order for nothing.
         while in_order and (last := in_order[-1])[0] >= entry[0] and last[1].entry is not last:
@@ -64,7 +62,7 @@ class Line:
             heappush(self.newest, (-entry[0], entry))
 
     def first(self) -> Entry | None:
-        """Return the oldest entry of the class's line, or None. Drops dead entries before it."""
+        """Return the oldest entry, or None. Drops dead entries before it."""
         # The usual case, with `_stands` written out: it runs for each page that is evicted.
         if not self.oldest:  # as a rule
             in_order = self.in_order
@@ -86,8 +84,7 @@ class Line:
         return in_order[0] if in_order else heap[0] if heap else None
 
     def last(self) -> Entry | None:
-        """Return the newest entry of the class's line, or None. Drops dead entries behind it. The
-        mirror of `first`."""
+        """Return the newest entry, or None. Drops dead entries behind it."""
         if not self.newest:  # as a rule
             in_order = self.in_order
             while in_order:
@@ -107,7 +104,6 @@ class Line:
         return in_order[-1] if in_order else heap[0][1] if heap else None
 
     def sweep(self) -> None:
-        """Drop all dead entries from the line of one class. O(entries)."""
         self.in_order = deque(entry for entry in self.in_order if entry[1].entry is entry)
         self.oldest = [entry for entry in self.oldest if entry[1].entry is entry]
         heapify(self.oldest)
@@ -116,8 +112,7 @@ class Line:
 
 
 def _stands(entry: Entry) -> bool:
-    """Return whether an entry of a class's line is still the place of an evictable leaf; if it just
-    stopped being one, count it dead."""
+    """True if an entry is still the place of an evictable leaf; if it just ended, count it dead."""
     node = entry[1]
     if node.entry is not entry:
         return False
@@ -130,11 +125,9 @@ def _stands(entry: Entry) -> bool:
 
 
 class LeastWorth(LeafOrders):
-    """One line of leaves per class, and what each class offers. A mark is (tick, anything, now_s,
-    ...).
+    """A line of leaves, and an offer, per class. Marks are (tick, anything, now_s, ...).
 
-    Args:
-        class_of: returns the class of a leaf.
+    `class_of` returns the class of a leaf.
     """
 
     def __init__(self, hazards: Hazards, class_of: Callable[[TreeNode], int]) -> None:
@@ -157,8 +150,7 @@ class LeastWorth(LeafOrders):
         self._all_hold_s = inf
 
     def add(self, leaf: TreeNode) -> None:
-        """Add a leaf to the least-worth queue, in the line of its class, or move it there. O(1) as
-        a rule."""
+        """Add a leaf to the line of its class, or move it there. O(1) as a rule."""
         mark = leaf.mark
         kind, tick, old = self._class_of(leaf), mark[0], leaf.entry
         if old is not None:
@@ -182,8 +174,7 @@ class LeastWorth(LeafOrders):
             heappush(self._late, (self.rank_at(leaf, self._batch_s), leaf, entry))
 
     def choose(self, now_s: float) -> TreeNode | None:
-        """Return the leaf that is worth least at `now_s`, by the offers of the classes. O(classes),
-        and O(1) per class to look at again."""
+        """Return the leaf that is worth least. O(classes), and O(1) per class to look at again."""
         # 1. New tables: no offer holds any more. `Hazards` makes new lists, so identity is enough.
         if self._hazards.worth is not self._worth:
             self._worth = self._hazards.worth
@@ -269,8 +260,7 @@ class LeastWorth(LeafOrders):
         self._holds_s[kind] = holds_s - MARGIN_S if now_s > 0 else WITH_A_CLOCK
 
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        """Return a leaf's rank by least worth, (worth, True if newer ones go first, +-tick): lowest
-        first, at this time only."""
+        """Return (worth, True if newer ones go first, +-tick): lowest first, at this time only."""
         tick, _, used_s, *_ = leaf.mark
         kind, hazards = self._class_of(leaf), self._hazards
         place = bisect_right(EDGES_S, now_s - used_s)
@@ -308,8 +298,7 @@ class LeastWorth(LeafOrders):
         return [entries[at] for at in np.lexsort(keys)[::-1].tolist()]
 
     def count_dead_unswept(self) -> None:
-        """Count a dead entry of the least-worth queue while the line of a class is being read.
-        Unlike `count_dead` it never sweeps, which would replace the line."""
+        """Count a dead entry while a line is read: never sweeps, which would replace the line."""
         self._num_entries -= 1
         self._num_dead += 1
 
@@ -318,7 +307,6 @@ class LeastWorth(LeafOrders):
                 for entry in part)  # fmt: skip
 
     def _sweep(self) -> None:
-        """Drop all dead entries from the least-worth queue's lines. O(entries)."""
         for line in self._lines:
             line.sweep()
         self._num_dead = 0

@@ -94,11 +94,7 @@ class Policy(ABC):
     _serves_a_cache = False
 
     def serve(self, page_size: int, pool_pages: int | None) -> None:
-        """Start to serve a cache with this policy. The cache calls it when it is built.
-
-        Raises:
-            ConfigError: the policy serves another cache already, and has counted its uses.
-        """
+        """Start to serve a cache. Raises ConfigError if the policy serves another one."""
         if self._serves_a_cache:
             raise ConfigError(
                 f"policy {self.name!r} serves a cache already, each needs an object of its own"
@@ -108,21 +104,18 @@ class Policy(ABC):
         self._serves_a_cache = True
 
     def hears_returns(self, came_back: Callable[[int], None]) -> None:
-        """Take what is to be called with the ticks of returns: at the first hint, if the policy
-        `reports_returns`."""
+        """Take what is to be called with the ticks of returns, if the policy `reports_returns`."""
         self.came_back = came_back
 
     def release(self) -> None:
-        """Free the policy from a cache that could not be built."""
+        """Serve no cache: the one that was to be built could not be."""
         self._serves_a_cache = False
 
     def another(self) -> Self:
-        """Return a policy with the same settings that serves no cache: for another rank of a
-        worker.
+        """Return a policy with the same settings that serves no cache: for another rank.
 
-        Raises:
-            ConfigError: this one serves a cache, and its settings are not known: it is no
-                dataclass, or its constructor does not take its fields.
+        Raises ConfigError if this one serves a cache and is no dataclass, or its constructor does
+        not take its fields.
         """
         # One that has not served has learnt nothing, so a copy of it is another.
         if not self._serves_a_cache:
@@ -139,14 +132,14 @@ class Policy(ABC):
         raise ConfigError(f"policy {self.name!r} serves a cache already, and is no dataclass")
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:  # noqa: B027
-        """Learn, as a policy, the sizes of the cache, before its first use. Called once."""
+        """Learn the sizes of the cache, before its first use. Called once."""
 
     @abstractmethod
     def mark(self, use: Use) -> Mark:
-        """Return the mark that the policy leaves for this use, on the last page it covers."""
+        """Return the mark of this use, on the last page it covers."""
 
     def insertion_marks(self, use: Use) -> Sequence[tuple[int, Mark]]:
-        """Return (depth, mark) for each mark that the policy leaves for an insertion of new pages.
+        """Return (depth, mark) for each mark of an insertion of new pages.
 
         Depths rise from `old_pages` at least to `num_pages`, which is the last. A mark counts for
         all pages above it as well, so what is meant for the new pages alone has to be subtracted
@@ -156,32 +149,27 @@ class Policy(ABC):
 
     @abstractmethod
     def fold(self, upper: Mark, lower: Mark) -> Mark:
-        """Return the policy's history that two marks make together. Must be associative."""
+        """Return the history that two marks make together. Must be associative."""
 
     def rank(self, history: Mark) -> LeafRank:
-        """Return the policy's rank of a page with this history: the lowest is evicted first.
-
-        No two leaves may have equal ranks. By default the history itself.
-        """
+        """Return the rank of a page with this history: the lowest is evicted first. No two leaves
+        may have equal ranks."""
         return history
 
     @abstractmethod
     def last_tick(self, history: Mark) -> int:
-        """Return the tick of the last use in a history of the policy's marks."""
+        """Return the tick of the last use in a history."""
 
     def describe(self, history: Mark) -> str:
-        """Return the policy's text about a history for a dump, besides the age; it begins with a
-        comma unless it is empty."""
+        """Return text about a history for a dump; it begins with a comma unless it is empty."""
         return ""
 
     def make_queue(self) -> EvictionQueue:
-        """Return an empty queue for the policy's leaves. One order, by rank, is enough for most
-        policies."""
+        """Return an empty queue for the leaves. One order, by rank, is enough for most policies."""
         return LeafHeap(self.rank)
 
     def floor(self, steps: Sequence[tuple[int, Mark]], mark: Mark, low: int) -> int | None:
-        """Return how far up the pages of a leaf have the same rank under the policy, so that they
-        go one after the other.
+        """Return how far up the pages of a leaf have the same rank, and go one after the other.
 
         Args:
             steps: (depth, mark) inside the leaf, rising, at least one: the page at `depth` and
@@ -195,18 +183,13 @@ class Policy(ABC):
         return steps[-1][0]
 
     def evicted(self, node: TreeNode, num_pages: int) -> None:  # noqa: B027
-        """Note, as a policy, that the last `num_pages` of a node, down to its `floor` at most, are
-        about to be evicted.
-
-        The history of the last page is `node.mark`.
-        """
+        """Note that the last `num_pages` of a node, down to `floor` at most, are to be evicted."""
 
     def work_ahead(self) -> None:  # noqa: B027
-        """Do a little of the policy's work that a later call would do otherwise. The cache calls
-        this when a lock has ended: nothing waits for it then."""
+        """Do a little work ahead. Called when a lock has ended: nothing waits for it then."""
 
     def reset(self) -> None:  # noqa: B027
-        """Forget everything that the policy has learnt."""
+        """Forget everything learnt."""
 
     def broken_laws(self) -> list[str]:
         """Return the broken laws of the policy's own state, for tests

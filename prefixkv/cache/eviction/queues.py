@@ -25,31 +25,27 @@ class EvictionQueue(Protocol):
     """
 
     def add(self, leaf: TreeNode) -> None:
-        """Add a node that became an evictable leaf to the queue, or move a leaf after its history
-        has changed."""
+        """Add a node that became an evictable leaf, or move a leaf whose history has changed."""
 
     def first(self, now_s: float) -> TreeNode | None:
-        """Return the leaf that is evicted first, and leave it in the queue; None if there is
-        none."""
+        """Return the leaf that is evicted first, and leave it in the queue; None if empty."""
 
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        """Return the rank of a leaf in the eviction queue: the lowest goes first. Used only if the
-        policy `reports_returns`."""
+        """Return a leaf's rank: the lowest goes first. Used only if the policy
+        `reports_returns`."""
 
     def count_dead(self) -> None:
-        """Count that one entry of this eviction queue has died."""
+        """Count that one entry has died."""
 
     def expect(self, num_leaves: int, now_s: float) -> None:
-        """Begin a batch of evictions in which about `num_leaves` will be taken from the queue; 0
-        ends it."""
+        """Begin a batch of evictions that takes about `num_leaves`; 0 ends it."""
 
     def broken_laws(self) -> list[str]:
         """Return the queue's own laws that do not hold; for tests."""
 
 
 def forget(node: TreeNode) -> None:
-    """Remove a node from the eviction queue that it is in, if any. O(1): the entry is left there,
-    dead."""
+    """Remove a node from its queue, if any. O(1): the entry is left there, dead."""
     if node.entry is not None:
         queue: EvictionQueue = node.entry[2]
         node.entry = None
@@ -76,7 +72,7 @@ class LeafHeap:
         self._num_dead = 0
 
     def add(self, leaf: TreeNode) -> None:
-        """Add or move a leaf in the eviction heap. O(1) if its rank has only risen."""
+        """Add or move a leaf. O(1) if its rank has only risen."""
         rank = self._rank(leaf.mark)
         entry = leaf.entry
         if entry is not None:
@@ -88,7 +84,7 @@ class LeafHeap:
         heappush(self._heap, entry)
 
     def first(self, now_s: float = 0.0) -> TreeNode | None:
-        """Return the leaf with the lowest rank in the eviction heap. Amortised O(log leaves)."""
+        """Return the leaf with the lowest rank. Amortised O(log leaves)."""
         heap, run = self._heap, self._run
         while heap or run:
             in_run = not heap or (run and run[-1] < heap[0])
@@ -119,8 +115,7 @@ class LeafHeap:
         return self._rank(leaf.mark)
 
     def count_dead(self) -> None:
-        """Count a dead entry of the eviction heap, and sweep when the dead are more than half.
-        Amortised O(1)."""
+        """Count a dead entry, and sweep when more than half are. Amortised O(1)."""
         self._num_dead += 1
         if self._num_dead > 1024 and 2 * self._num_dead > len(self._heap) + len(self._run):
             self._heap = [entry for entry in self._heap + self._run if entry[1].entry is entry]
@@ -132,8 +127,7 @@ class LeafHeap:
         return []
 
     def expect(self, num_leaves: int, now_s: float) -> None:
-        """Sort the eviction heap before a large batch: quicker than a pop from the heap for each
-        leaf."""
+        """Sort before a large batch: quicker than a pop from the heap for each leaf."""
         if num_leaves > 64 and 4 * num_leaves > len(self._heap):
             self._run += self._heap
             self._run.sort(reverse=True)
@@ -149,8 +143,7 @@ Leaves that agree in the first order and key agree in the second.
 
 
 class LeafOrders:
-    """Several orders over the same leaves, for policies that choose between the heads of each as
-    time passes.
+    """Several orders over the same leaves, for policies that choose between heads as time passes.
 
     A leaf's entry is (key, node, queue, order). The heap of its first order holds the entry itself;
     the heap of a second one holds (other key, entry), so that a leaf costs little memory. Within a
@@ -169,27 +162,26 @@ class LeafOrders:
         ] = []  # those that became leaves in it: a heap
 
     def place(self, history: Mark) -> LeafPlace:
-        """Return the place in the queue's orders of a leaf with this history."""
+        """Return the place in the orders of a leaf with this history."""
         raise NotImplementedError
 
     def choose(self, now_s: float) -> TreeNode | None:
-        """Return the leaf that is evicted first, by the heads of the queue's orders."""
+        """Return the leaf that is evicted first, by the heads of the orders."""
         raise NotImplementedError
 
     def rank_at(self, leaf: TreeNode, now_s: float) -> LeafRank:
-        """Combine all orders of the queue into one rank at time `now_s`; the lowest goes first."""
+        """Combine all orders into one rank at `now_s`; the lowest goes first."""
         raise NotImplementedError
 
     def ranked(self, now_s: float) -> list[tuple[Any, ...]]:
-        """Return the entries of all leaves in the queue's orders, falling in rank at time `now_s`.
-        O(leaves log leaves)."""
+        """Return all leaves' entries, falling in rank at `now_s`. O(leaves log leaves)."""
         entries = [entry for entry in self._entries() if entry is entry[1].entry]
         # No two leaves have equal ranks.
         entries.sort(key=lambda entry: self.rank_at(entry[1], now_s), reverse=True)
         return entries
 
     def add(self, leaf: TreeNode) -> None:
-        """Add or move a leaf in the orders of the eviction queue. O(log leaves)."""
+        """Add or move a leaf. O(log leaves)."""
         order, key, second = self.place(leaf.mark)
         entry = leaf.entry
         if entry is not None:
@@ -206,8 +198,7 @@ class LeafOrders:
             heappush(self._late, (self.rank_at(leaf, self._batch_s), leaf, entry))
 
     def first(self, now_s: float) -> TreeNode | None:
-        """Return the leaf that is evicted first: within a large batch from the sorted run, else by
-        `choose`."""
+        """Return the leaf that goes first: of a large batch's run, else by `choose`."""
         if self._batch_s is None:
             return self.choose(now_s)
         # 1. The first of the run that is still an evictable leaf.
@@ -231,7 +222,7 @@ class LeafOrders:
         return first
 
     def head(self, order: int) -> TreeNode | None:
-        """Return the leaf that is first in one order of the queue; None if the order is empty."""
+        """Return the leaf that is first in one order; None if the order is empty."""
         heap = self._heaps[order]
         while heap:
             entry = _entry(heap[0])
@@ -247,16 +238,14 @@ class LeafOrders:
         return None
 
     def count_dead(self) -> None:
-        """Count a dead entry of the queue, and sweep when the dead outnumber the living, but not
-        within a batch."""
+        """Count a dead entry; sweep, except within a batch, when the dead outnumber the living."""
         self._num_entries -= 1
         self._num_dead += 1
         if self._num_dead > 1024 and self._num_dead > self._num_entries and self._batch_s is None:
             self._sweep()
 
     def expect(self, num_leaves: int, now_s: float) -> None:
-        """Begin a large batch of evictions by sorting all leaves of the queue at its time, or end
-        it."""
+        """Begin a large batch by sorting all leaves at its time, or end it."""
         if num_leaves > 64 and 4 * num_leaves > self._num_entries:
             self._run = self.ranked(now_s)
             self._batch_s = now_s
@@ -267,7 +256,6 @@ class LeafOrders:
             self._sweep()
 
     def broken_laws(self) -> list[str]:
-        """Return the queue's own laws that do not hold; for tests. O(entries)."""
         found, living = 0, 0
         for entry in self._entries():
             found += 1
@@ -284,7 +272,6 @@ class LeafOrders:
         return (entry for heap in self._heaps for entry in heap if len(entry) == 4)
 
     def _sweep(self) -> None:
-        """Drop all dead entries from the queue's orders. O(entries)."""
         if not self._num_entries:
             self._heaps = [[] for _ in self._heaps]
         for order, heap in enumerate(self._heaps):

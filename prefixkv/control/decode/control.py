@@ -1,9 +1,9 @@
-"""Decode's control object: all inputs that a decode rank takes, and what it does about them. Pure.
+"""All inputs that a decode rank takes, and what it does about them. Pure.
 
 `DecodeControl.on` takes one input and the time, and returns effects: frames to send, what the
 transport and the copy threads have to do, and what became of rooms. It holds the rank's links to
-prefill workers (`links.py`) and the rooms that are open on them (`rooms.py`), each a state
-machine: `ReceiverMachine`, or `RefusalMachine` for a room that will not be opened.
+prefill workers (`links.py`) and the rooms that are open on them (`rooms.py`), each a state machine:
+`ReceiverMachine`, or `RefusalMachine` for a room that will not be opened.
 
 Inputs are the cases of `on`; effects are listed in `effects.py`.
 
@@ -100,9 +100,8 @@ from prefixkv.transport.base import (
 
 
 class DecodeControl:
-    """The control object of one decode rank; see the module's text.
-
-    Owned by the control thread. Other threads may call `peers`, `lost_peers` and `num_rooms` only.
+    """The control object of one decode rank. Owned by the control thread; others may call `peers`,
+    `lost_peers` and `num_rooms` only.
 
     Args:
         me: this rank's identity.
@@ -149,8 +148,7 @@ class DecodeControl:
         self._said_expected = 0
 
     def on(self, what: DecodeInput, now_s: float) -> list[DecodeEffect]:
-        """Take one input of a decode rank's control object and return what to do about it, in
-        order."""
+        """Take one input and return what to do about it, in order."""
         self._out.begin()
         match what:
             case OpenRoom():
@@ -212,7 +210,7 @@ class DecodeControl:
 
     @property
     def wake_s(self) -> float:
-        """Time at which the `DecodeControl` wants its next Tick, infinity if never."""
+        """Time at which the next Tick is wanted, infinity if never."""
         return min(self._timers.next_s, self._links.deaths.due_s)
 
     @property
@@ -236,8 +234,8 @@ class DecodeControl:
         return None if room is None else room.machine.poll
 
     def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
-        """Return what the `DecodeControl` knows of prefill ranks: by address, which process answers
-        there, and "ready", "suspect" or "connecting". Any thread may ask."""
+        """Return, by address, which process answers there, and "ready", "suspect" or "connecting".
+        Any thread may ask."""
         return self._links.peers(now_s)
 
     def lost_peers(self, now_s: float) -> LostPeers:
@@ -252,7 +250,7 @@ class DecodeControl:
     # --- commands ---------------------------------------------------------------------------------
 
     def _open(self, command: OpenRoom, now_s: float) -> None:
-        """Take OpenRoom: promise the room's pages once the prefill worker answers."""
+        """Promise the pages once the prefill worker answers."""
         machine = ReceiverMachine(command.promise, self._timing, now_s, command.address)
         try:
             self._enter(machine, command.address, now_s, command.digest)
@@ -261,8 +259,7 @@ class DecodeControl:
             self._out.add(RoomDrained(machine.key))
 
     def _watch_worker(self, address: str, now_s: float) -> None:
-        """Take MeetPrefill: connect to a prefill worker that the scheduler asks about, and report
-        once whether it answers."""
+        """Report once whether a worker that the scheduler asks about answers."""
         self._links.open(address, now_s)
         self._asked_workers[address] = (
             False  # so that the present state is reported, though it was before
@@ -282,7 +279,7 @@ class DecodeControl:
         now_s: float,
         digest: bytes = b"",
     ) -> None:
-        """Let a new room wait at its leader's link. Raise RequestError if its number is in use."""
+        """Let a room wait at its leader's link. Raise RequestError if its number is in use."""
         key = machine.key
         known = self._rooms.get(key)
         if known is not None:
@@ -300,15 +297,13 @@ class DecodeControl:
         self._promote(link, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
-        """Take AbortRoom: end a room that the scheduler wants no more. Unknown or a refusal:
-        no-op."""
+        """Unknown or a refusal: no-op."""
         room = self._rooms.get(command.key)
         if room is not None and isinstance(room.machine, ReceiverMachine):
             self._give_up(room, room.machine, AbortedError(command.reason), now_s)
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> None:
-        """Take MoveWeights: end the open rooms of another weights version, whose KV is not taken
-        any more."""
+        """End the rooms of another version, whose KV is not taken any more."""
         now = command.weights_version
         for room in self._rooms.all():
             machine = room.machine
@@ -342,10 +337,9 @@ class DecodeControl:
             self._enter(refusal, room.link.address, now_s, room.digest)
 
     def _fence(self, peer: PeerId, how: str, now_s: float) -> None:
-        """Take Fence: end the rooms of a process that is proved unable to write any more, and drain
-        them soon after. Not at once: over TCP the kernels may still hold what it sent before, and
-        that lands as our own transport reads it. So rooms stay undrained until it has been at that
-        for `fence_settle_s`."""
+        """End the rooms of a process that can write no more, and drain them soon after. Not at
+        once: over TCP kernels may hold what it sent before, which lands as our own transport reads
+        it for `fence_settle_s`."""
         # 1. Over first: what ends below may send frames, and answers of this life must not count.
         self._lives.end(peer, how)
         self._rooms.fail_of(peer, PeerLostError(f"{peer} {how}", peer), now_s)
@@ -361,9 +355,8 @@ class DecodeControl:
     # --- what the transport and the copies say ----------------------------------------------------
 
     def _arrived(self, raw_tag: bytes, now_s: float) -> None:
-        """Take a notification: a part of a write has landed. Late, repeated and foreign ones are
-        counted and dropped. They can do no harm, since nothing is freed by a notification; a room
-        that lacks one does not succeed."""
+        """A part of a write has landed. Late, repeated and foreign notifications are counted and
+        dropped: nothing is freed by a notification, and a room that lacks one does not succeed."""
         try:
             tag = ChunkTag.unpack(raw_tag)
         except ProtocolError:
@@ -412,8 +405,7 @@ class DecodeControl:
     # --- frames -----------------------------------------------------------------------------------
 
     def _frame(self, received: FrameReceived[str], now_s: float) -> None:
-        """Decode a frame that came, and take it. Malformed, stale and foreign frames are counted
-        and dropped."""
+        """Malformed, stale and foreign frames are counted and dropped."""
         link = self._links.get(received.source)
         try:
             frame = messages.decode(received.raw)
@@ -433,8 +425,8 @@ class DecodeControl:
                 self._refuse_link(link, refused, now_s)
 
     def _frame_failed(self, what: FrameFailed[str], now_s: float) -> None:
-        """End the room that a frame names, after an exception while `DecodeControl` took it. Only
-        if the room was promised to the sender, so that no peer can end rooms of another."""
+        """End the room that a frame names, after an exception. Only if it was promised to the
+        sender, so that no peer can end rooms of another."""
         self.counters["frames_failed"] += 1
         frame = messages.decode(what.frame.raw)
         if isinstance(frame.body, messages.RoomBody):
@@ -494,8 +486,7 @@ class DecodeControl:
                 self._said_expected = -1
 
     def _take_drained(self, link: Link, drained: Drained, now_s: float) -> None:
-        """Take a prefill rank's word that it no longer writes the room; let settle first if it asks
-        for that."""
+        """A rank no longer writes the room; let settle first if it asks for that."""
         room = self._room_of(link, drained)
         # Only once the room has ended: until then its pages are in use, and nothing is freed.
         if room is not None and drained.settle and room.machine.poll.ended:
@@ -504,7 +495,7 @@ class DecodeControl:
             self._rooms.on(room, receiver.DrainedSaid(drained.rank), now_s)
 
     def _take_ask(self, link: Link, ask: LeaseAsk, now_s: float) -> None:
-        """Take a writer's request for a lease. A request that cannot be honest ends the room."""
+        """A request for a lease that cannot be honest ends the room."""
         room = self._room_of(link, ask)
         if room is None:
             return
@@ -528,12 +519,8 @@ class DecodeControl:
             self._rooms.on(room, event, now_s)
 
     def _room_of(self, link: Link, body: Outcome | PromiseAck | Drained | LeaseAsk) -> Room | None:
-        """Return the room that a frame is about, None if it is over.
-
-        Raises:
-            ProtocolError: the room was not promised to the sender as this rank, or the frame is
-                about an earlier use of the room's number.
-        """
+        """None if the room is over. Raises ProtocolError if it was not promised to the sender as
+        this rank, or the frame is about an earlier use of the number."""
         room = self._rooms.get(body.key)
         if room is None:
             return None
@@ -556,8 +543,7 @@ class DecodeControl:
         body: HelloReply | HelloWanted,
         now_s: float,
     ) -> None:
-        """Take a HelloReply, or the HelloWanted of a prefill rank that does not know us. It was
-        restarted, or has forgotten us."""
+        """A HelloReply, or the HelloWanted of a rank that was restarted, or has forgotten us."""
         # 1. A life that is over gets no second chance. If it lives, it has to know that.
         try:
             self._lives.check(frame.sender)
@@ -605,9 +591,8 @@ class DecodeControl:
         self._rooms.fail_of(lost, error, now_s, link.address)
 
     def _take_farewell(self, link: Link, peer: PeerId, now_s: float) -> None:
-        """Take a prefill rank's word that it can write no more: end and drain what was promised to
-        it here. Only here: any process may answer under any name, so its word proves nothing about
-        the process that answers elsewhere."""
+        """End and drain what was promised to this rank here. Only here: any process may answer
+        under any name, so its word proves nothing about the process that answers elsewhere."""
         if not self._is_elsewhere(peer, link):
             self._links.deaths.fenced(peer)
             self._lives.end(peer, LEFT)
@@ -629,9 +614,8 @@ class DecodeControl:
                 self._links.note_change(leader)
 
     def _ranks_ready(self, leader: Link, now_s: float) -> dict[int, Link] | None:
-        """Return the links of the prefill ranks to which `DecodeControl` promises rooms of this
-        leader, None if one of them does not answer. Opens those that are missing; a rank that does
-        not fit is refused."""
+        """Return the links of the ranks that rooms of this leader are promised to, None if one does
+        not answer. Opens those that are missing; a rank that does not fit is refused."""
         links = self._links.promised_links(leader, now_s)
         try:
             return links if self._links.ready(leader, links, now_s) else None

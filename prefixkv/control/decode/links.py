@@ -49,7 +49,7 @@ _MOST_ANSWERED: Final = 256
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """The link to one prefill rank's address.
+    """One prefill rank's address.
 
     `peer` is the process that answered there last; `ready` is True once its handshake is accepted,
     and False while it has to be repeated. `rank_addresses` has the addresses, by rank, that a room
@@ -79,16 +79,13 @@ class Link:
 
     @property
     def known(self) -> int:
-        """Incarnation that answered last at the link to a prefill rank, 0 if none has. Our Hello
-        says it, and only a reply that repeats it may replace that incarnation."""
+        """Incarnation that answered last, 0 if none has. Our Hello says it, and only a reply that
+        repeats it may replace that incarnation."""
         return 0 if self.peer is None else self.peer.incarnation
 
 
 class Links:
-    """The links of one decode rank, by address. Owned by a `DecodeControl`.
-
-    Effects go to `out`, in the order in which they must be carried out.
-    """
+    """One decode rank's links, by address. Owned by a `DecodeControl`. Effects: `out`."""
 
     def __init__(
         self,
@@ -101,8 +98,7 @@ class Links:
         out: EffectList[DecodeEffect],
         born_s: float | None = None,
     ) -> None:
-        """Start without links to prefill ranks; `timers` wake links by address and are shared with
-        rooms, `lost` is as for `DeathWatch`, `born_s` as for `DecodeControl`."""
+        """`timers` wake links by address and are shared with rooms."""
         self._born_s = born_s
         self.news = news
         self._out = out
@@ -116,14 +112,12 @@ class Links:
         self._changed: set[str] = set()  # leaders that may be ready now, or may not be any more
 
     def take_changed(self) -> set[str]:
-        """Return and reset the addresses of the links to leaders for which something has
-        changed."""
+        """Return and reset the addresses of the leaders for which something has changed."""
         changed, self._changed = self._changed, set()
         return changed
 
     def note_change(self, link: Link) -> None:
-        """Note that the leaders of this link to a prefill rank may have become ready, or may be
-        ready no more."""
+        """Note that the leaders of this link may have become ready, or may be ready no more."""
         self._changed.add(link.address)
         self._changed |= link.leaders
 
@@ -131,12 +125,11 @@ class Links:
         return self._links.get(address)
 
     def all(self) -> list[Link]:
-        """Return a copy of the list of decode's links to prefill ranks."""
+        """Return a copy of the list."""
         return list(self._links.values())  # in one step: the scheduler's thread calls `peers`
 
     def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
-        """Return, for decode's links by address, which prefill process answers there, and "ready",
-        "suspect" or "connecting"."""
+        """Return, by address, which process answers, and "ready", "suspect" or "connecting"."""
         return {link.address: (link.peer, self._state(link, now_s)) for link in self.all()}
 
     def _state(self, link: Link, now_s: float) -> str:
@@ -145,8 +138,7 @@ class Links:
         return "suspect" if link.live.suspect(self._timing, now_s) else "ready"
 
     def trouble(self, link: Link, peer: PeerId, now_s: float) -> str:
-        """Return what is wrong with a prefill process that this link leads to or led to, "" if
-        nothing is."""
+        """Return what is wrong with a process that this link leads or led to, "" if nothing is."""
         if link.peer != peer:
             return "was replaced"
         return "suspect" if link.live.suspect(self._timing, now_s) else ""
@@ -154,8 +146,7 @@ class Links:
     # --- what is said -----------------------------------------------------------------------------
 
     def open(self, address: str, now_s: float) -> None:
-        """Open decode's link to a prefill rank's address: connect and say Hello, unless there is a
-        link already."""
+        """Connect to an address and say Hello, unless there is a link already."""
         if address in self._links:
             return
         link = Link(address, PeerClock(now_s, now_s), Backoff(self._timing.resend_s))
@@ -164,15 +155,14 @@ class Links:
         self.greet(link, now_s)
 
     def greet(self, link: Link, now_s: float) -> None:
-        """Say Hello to the prefill rank of a link, and repeat it until it is answered."""
+        """Say Hello, and repeat it until it is answered."""
         # The backoff starts first: its first repeat is what the timer is set for.
         link.hello.start(now_s)
         self._say_hello(link, now_s)
         self._timers.wake(link.address, link.hello.due_s)
 
     def _say_hello(self, link: Link, now_s: float) -> None:
-        """Send a Hello over the link to a prefill rank, with what has changed since the last one:
-        nonce, incarnation, age."""
+        """With what has changed since the last one: nonce, incarnation, age."""
         # As it is now, and not as it was when the worker was made: the other side subtracts it from
         # its own clock.
         age_ms = None if self._born_s is None else max(0, int(1000 * (now_s - self._born_s)))
@@ -200,9 +190,9 @@ class Links:
     def gone(
         self, link: Link, how_ended: Callable[[PeerId], str], now_s: float
     ) -> PeerLostError | None:
-        """Return an error if the address of a link has had no connection for `connect_timeout_s`,
-        else None. It says what is known of the process that answered there before; `how_ended` is
-        "" for one that may still live."""
+        """Return an error if there has been no connection for `connect_timeout_s`, else None. It
+        says what is known of the process that answered before; `how_ended` is "" for one that may
+        still live."""
         if now_s < link.gone_s + self._timing.connect_timeout_s:
             return None
         if link.peer is not None:
@@ -226,8 +216,7 @@ class Links:
             del self._answered[next(iter(self._answered))]
 
     def tick(self, address: str, now_s: float) -> None:
-        """Repeat a Hello over a link, say a Heartbeat, or close a link that is silent and has no
-        rooms."""
+        """Repeat a Hello, say a Heartbeat, or close a link that is silent and has no rooms."""
         link = self._links.get(address)
         if link is None:
             return
@@ -261,8 +250,7 @@ class Links:
         error: Exception,
         now_s: float,
     ) -> None:
-        """Tell the prefill process at a link that we do not work with it, unless it has refused us
-        itself."""
+        """Tell a process that we do not work with it, unless it has refused us itself."""
         if isinstance(reply, HelloReply) and reply.refused:
             return
         is_over = isinstance(error, FormerLifeError)
@@ -272,7 +260,7 @@ class Links:
         self.send(link, refusal, now_s)
 
     def farewell(self) -> None:
-        """Send a Fenced over every link whose prefill rank answered: this decode process leaves."""
+        """Send a Fenced over every link whose rank answered: this process leaves."""
         for link in self._links.values():
             if link.peer is not None:
                 self._out.add(SendFrame(link.address, self._stamp.frame(Fenced())))
@@ -280,11 +268,8 @@ class Links:
     # --- handshake --------------------------------------------------------------------------------
 
     def accept(self, link: Link, frame: Frame, reply: HelloReply, now_s: float) -> None:
-        """Make the prefill rank that answered with a HelloReply the link's.
-
-        Raises:
-            HandshakeError, ConfigError: the two cannot work together; the link is unchanged.
-        """
+        """Make the rank that answered with a HelloReply the link's. Raises HandshakeError or
+        ConfigError, with the link unchanged, if the two cannot work together."""
         # Both checks before anything is changed.
         handshake.check_reply(self._hello, reply)
         is_leader = reply.rank == 0
@@ -305,8 +290,7 @@ class Links:
         self._timers.wake(link.address, link.live.heartbeat_due_s(self._timing))
 
     def on_hello_wanted(self, link: Link, nonce: int, now_s: float) -> None:
-        """Say Hello over a link to a prefill rank that does not know us, unless one with this nonce
-        is on its way."""
+        """Say Hello to a rank that does not know us, unless one with this nonce is on its way."""
         # A Hello with this nonce is being repeated already: one more for each HelloWanted would
         # only multiply frames. Nonce 0: the rank could not read the frame that it answers.
         if not link.ready and link.hello.due_s != math.inf and nonce in (0, link.nonce):
@@ -330,8 +314,8 @@ class Links:
         return [link.peer for link in self._links.values() if link.peer is not None]
 
     def promised_links(self, leader: Link, now_s: float) -> dict[int, Link]:
-        """Return, by rank, the links to the prefill ranks that rooms of this leader are promised
-        to; open those that do not exist yet."""
+        """Return, by rank, the links to the ranks that rooms of this leader are promised to; opened
+        if need be."""
         links: dict[int, Link] = {}
         for rank, address in leader.rank_addresses.items():
             self.open(address, now_s)
@@ -340,12 +324,8 @@ class Links:
         return links
 
     def ready(self, leader: Link, links: dict[int, Link], now_s: float) -> bool:
-        """Return whether every prefill rank that learns of a leader's rooms is known and answers at
-        its link.
-
-        Raises:
-            HandshakeError: a rank is not what the leader said, or only some of the ranks stage.
-        """
+        """Return whether every rank that learns of a leader's rooms is known and answers. Raises
+        HandshakeError if a rank is not what the leader said, or only some of the ranks stage."""
         assert leader.reply is not None
         replies = {
             rank: link.reply
@@ -365,8 +345,7 @@ class Links:
         return True
 
     def max_tokens(self, leader: Link) -> int:
-        """Return the smallest token capacity that the ranks of a prefill worker say they have over
-        their links, 0 if none says one."""
+        """Return the smallest capacity that a worker's ranks say, 0 if none says one."""
         links = [leader, *(self._links[address] for address in leader.rank_addresses.values())]
         said = [link.reply.max_tokens for link in links if link.reply is not None]
         return min(filter(None, said), default=0)
@@ -380,8 +359,8 @@ class Links:
     # --- ends -------------------------------------------------------------------------------------
 
     def suspend(self, link: Link, now_s: float) -> None:
-        """Give the prefill rank of a link no new rooms until it has answered another Hello. The
-        link stays open, since its word on the old rooms is still needed to drain them."""
+        """Give a rank no new rooms until it has answered another Hello. The link stays open: its
+        word on the old rooms is still needed to drain them."""
         if link.ready:
             link.ready = False
             self.note_change(link)
@@ -389,8 +368,8 @@ class Links:
             self._timers.wake(link.address, link.hello.due_s)
 
     def close(self, link: Link, now_s: float) -> None:
-        """Close decode's link to a prefill rank and forget the address. Undrained rooms of an
-        earlier peer keep the `Link` object; only a fence can drain them then."""
+        """Forget the address. Undrained rooms of an earlier peer keep the `Link` object; only a
+        fence can drain them then."""
         # It was closed before, and the address may have another link by now.
         if self._links.get(link.address) is not link:
             return

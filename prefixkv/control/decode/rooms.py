@@ -58,8 +58,8 @@ class Room:
 
     @property
     def heard_s(self) -> float:
-        """The time by which every prefill rank of the room had been heard. -infinity if it was
-        promised to none yet, or if another process answers on one's link."""
+        """The time by which every rank had been heard. -infinity if the room was promised to none
+        yet, or another process answers on a link."""
         times = [
             link.live.heard_s if link.peer == self.peers[rank] else -math.inf
             for rank, link in self.links.items()
@@ -67,8 +67,7 @@ class Room:
         return min(times, default=-math.inf)
 
     def writers(self) -> Iterator[tuple[PeerId, Link]]:
-        """Yield the prefill processes that may still write the room's pages, each with its link.
-        Any thread may ask."""
+        """Yield the processes that may still write, each with its link. Any thread may ask."""
         if isinstance(self.machine, ReceiverMachine):
             for rank in self.machine.undrained:
                 # A rank may be undrained before `peers` has it: then nothing was promised to it
@@ -77,8 +76,7 @@ class Room:
                     yield self.peers[rank], self.links[rank]
 
     def tell_overdue(self, news: PeerChanges) -> None:
-        """Report each prefill process that has not proved in time that it no longer writes the
-        room's pages."""
+        """Report each process that has not proved in time that it no longer writes."""
         for peer, _ in self.writers():
             key, pages = self.machine.key, getattr(self.machine, "num_pages", 0)
             room = f"of room {key.room} generation {key.generation}"
@@ -86,8 +84,7 @@ class Room:
 
 
 def lost_peers(rooms: Iterable[Room], wrong: Callable[[PeerId, Link], str]) -> LostPeers:
-    """Return, for each writer of decode's rooms with which something is `wrong`, the reason and the
-    pages it holds."""
+    """For each writer with something `wrong`, the reason and the pages it holds."""
     found: LostPeers = {}
     for room in rooms:
         for peer, link in room.writers():
@@ -100,13 +97,9 @@ def lost_peers(rooms: Iterable[Room], wrong: Callable[[PeerId, Link], str]) -> L
 
 class ReceiverRooms:
     """The rooms of one decode rank that are open or not drained. Owned by a `DecodeControl`.
-
     Effects go to `out`, in order.
 
-    Args:
-        timers: they wake rooms by key; links share them.
-        staging: None where no slices are staged.
-        option_names: as of `ModelConfig`.
+    `timers` wake rooms by key; links share them. `staging`: None where no slices are staged.
     """
 
     def __init__(
@@ -140,7 +133,7 @@ class ReceiverRooms:
         return self._rooms.get(key)
 
     def all(self) -> list[Room]:
-        """Return a copy of the list of decode's rooms that are open or not drained."""
+        """Return a copy of the list."""
         return list(self._rooms.values())  # in one step: any thread may call this
 
     def add(self, room: Room) -> None:
@@ -152,8 +145,7 @@ class ReceiverRooms:
         self._timers.wake(key, room.machine.wake_s)
 
     def on(self, room: Room, event: receiver.ReceiverEvent, now_s: float) -> None:
-        """Give an event to a room's machine and carry out its actions; drop the room once it is
-        over."""
+        """Give an event to a room's machine and carry out its actions; drop it once it is over."""
         machine = room.machine
         expected = machine.is_written
         # The count is corrected even if an action raises: the transport must go on listening for
@@ -192,9 +184,8 @@ class ReceiverRooms:
                 self.on(room, Fail(error, gone=rank), now_s)
 
     def settle(self, token: PeerId | Left | RankDrained, now_s: float) -> None:
-        """Drain what a writer holds of decode's rooms, once the transport has read what kernels may
-        still hold of it. The writer's agent is gone, as the token says. A token that is settling
-        already is not repeated."""
+        """Drain what a writer holds, whose agent is gone as the token says, once the transport has
+        read what kernels may still hold of it. A token that is settling already is not repeated."""
         if not self._timing.fence_settle_s:
             self._drain(token, now_s)
         elif token not in self.settling:
@@ -202,8 +193,7 @@ class ReceiverRooms:
             self._out.add(Settle(token, self._timing.fence_settle_s))
 
     def settled(self, token: Hashable, now_s: float) -> None:
-        """Drain what the token names of decode's rooms: the transport has read for long enough.
-        Unknown: no-op."""
+        """Drain what the token names: the transport has read for long enough. Unknown: no-op."""
         if token in self.settling:
             self.settling.discard(token)
             self._drain(token, now_s)
@@ -225,8 +215,7 @@ class ReceiverRooms:
                     self.on(room, receiver.FencedOff(rank), now_s)
 
     def staged(self, actions: list[StagedRoomAction], now_s: float) -> None:
-        """Carry out what staging wants of decode's rooms: grants for writers, arrivals and failures
-        for rooms."""
+        """Carry out what staging wants: grants for writers, arrivals and failures for rooms."""
         for action in actions:
             match action:
                 case Grant():

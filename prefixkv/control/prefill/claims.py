@@ -19,7 +19,7 @@ class RankClaims:
     """The rooms that one decode rank has named, with the number of pages it promised in each."""
 
     def __init__(self, num_pages: int) -> None:
-        """Start with no rooms claimed by the decode rank; `num_pages` is the size of its pool."""
+        """`num_pages` is the size of the rank's pool."""
         self.rooms: dict[RoomKey, int] = {}  # pages promised in each, 0 for an abort
         self.num_undrained = 0  # pages that our writes may still reach: the sum over `_undrained`
         self._num_pages = num_pages
@@ -27,14 +27,10 @@ class RankClaims:
         self._undrained: dict[RoomKey, int] = {}
 
     def check(self, key: RoomKey, num_pages: int) -> None:
-        """Check that a decode rank's promise of `num_pages` fits its pool, before anything is read
-        of its pages.
+        """Check that a promise of `num_pages` fits the pool, before anything is read of its pages.
 
-        A promise that is repeated, or that is for the next use of the number, replaces the one
-        before, so that one's pages are not counted against it.
-
-        Raises:
-            OverpromisedError: the rank's pool has fewer pages; nothing changes.
+        A promise that is repeated, or for the next use of the number, replaces the one before.
+        Raises OverpromisedError, with nothing changed, if the pool has fewer pages.
         """
         others = self.num_undrained - self._undrained.get(key, 0)
         if others + num_pages > self._num_pages:
@@ -44,27 +40,24 @@ class RankClaims:
             )
 
     def add(self, key: RoomKey, num_pages: int) -> None:
-        """Count as claimed by a decode rank a room that was checked: a first or repeated promise,
-        or an abort, which has no pages."""
+        """Count a checked room: a first or repeated promise, or an abort, which has no pages."""
         if key in self.rooms and not num_pages:
             return  # an abort leaves the promise as it is
         self.num_undrained += num_pages - self._undrained.get(key, 0)
         self.rooms[key] = self._undrained[key] = num_pages
 
     def drained(self, key: RoomKey) -> None:
-        """Stop counting the pages of a room that a decode rank claims as undrained: they may be
-        promised again."""
+        """Stop counting a room's pages: they may be promised again."""
         self.num_undrained -= self._undrained.pop(key, 0)
 
     def drop(self, key: RoomKey) -> None:
-        """Stop counting a decode rank's claim on a room. Unknown: no-op."""
+        """Stop counting a room. Unknown: no-op."""
         # Pages first: a room may leave `rooms` only when `_undrained` counts no page of it.
         self.drained(key)
         self.rooms.pop(key, None)
 
     def check_invariants(self, is_drained: Mapping[RoomKey, bool]) -> None:
-        """Raise AssertionError if what is counted of this decode rank's claims differs from its
-        rooms; `is_drained` is by room."""
+        """Raise AssertionError if counts differ from the rooms; `is_drained` is by room."""
         undrained = {key: num for key, num in self.rooms.items() if not is_drained[key]}
         laws = {
             "what is not drained is what was promised and may land": self._undrained == undrained,

@@ -1,5 +1,4 @@
-"""Prefill's control object: all inputs that a prefill rank takes, and what it does about them.
-Pure.
+"""All inputs that a prefill rank takes, and what it does about them. Pure.
 
 `PrefillControl.on` takes one input and the time, and returns effects; `effects.py` lists both. It
 holds the decode ranks that are known (`peers.py`), the rooms it sends for, each a `SenderMachine`
@@ -106,12 +105,10 @@ _NO_LIBRARIES = Libraries()
 
 
 class PrefillControl:
-    """The control object of one prefill rank; see the module's text.
-
-    Owned by the control thread. Other threads may call `peers`, `lost_peers` and `num_rooms` only.
+    """The control object of one prefill rank. Owned by the control thread; others may call `peers`,
+    `lost_peers` and `num_rooms` only.
 
     Args:
-        me: this rank's identity.
         digest, topology, rank: the model it runs, how its worker shares the model out, and which of
             the ranks it is.
         endpoints: the addresses of all ranks, by rank; "" for its own.
@@ -177,8 +174,7 @@ class PrefillControl:
         )
 
     def on(self, what: PrefillInput, now_s: float) -> list[PrefillEffect]:
-        """Take one input of a prefill rank's control object and return what to do about it, in
-        order."""
+        """Take one input and return what to do about it, in order."""
         self._out.begin()
         try:
             self._take_input(what, now_s)
@@ -259,14 +255,13 @@ class PrefillControl:
 
     @property
     def wake_s(self) -> float:
-        """Time at which the `PrefillControl` wants its next Tick, infinity if never."""
+        """Time at which the next Tick is wanted, infinity if never."""
         wake_s = min(self._timers.next_s, self._peers.deaths.due_s)
         return wake_s if self.staging is None else min(wake_s, self.staging.wake_s)
 
     @property
     def num_rooms(self) -> int:
-        """Number of rooms and offers that an engine or a peer still has something to do with. Any
-        thread may ask."""
+        """Rooms and offers that an engine or a peer still has to do with. Any thread may ask."""
         return self._rooms.num_claimed + len(self._offers)
 
     def rooms(self) -> Iterable[SenderRoom]:
@@ -274,13 +269,11 @@ class PrefillControl:
         return self._rooms.all()
 
     def peers(self, now_s: float) -> dict[PeerId, str]:
-        """Return "ready" or "suspect" for each decode rank that the `PrefillControl` knows. Any
-        thread may ask."""
+        """Return "ready" or "suspect" for each decode rank. Any thread may ask."""
         return self._peers.states(now_s)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if what the `PrefillControl` counts for decode ranks differs
-        from what is held."""
+        """Raise AssertionError if what is counted for decode ranks differs from what is held."""
         self._rooms.check_invariants(self._peers.all())
 
     def lost_peers(self, now_s: float) -> LostPeers:
@@ -291,11 +284,7 @@ class PrefillControl:
     # --- commands ---------------------------------------------------------------------------------
 
     def _add(self, command: AddRoom, now_s: float) -> None:
-        """Take AddRoom: the engine's request for a room, new or promised already.
-
-        Raises:
-            RequestError: a room with its number has writes that have not ended.
-        """
+        """It may be promised already. RequestError while the number's writes have not ended."""
         # 1. Has decode aborted it before it came? Taken even if for another prompt: see
         # `take_abort`.
         key = command.key
@@ -332,14 +321,9 @@ class PrefillControl:
             self._rooms.on(room, Fail(early), now_s)
 
     def _offer(self, command: OfferRoom, now_s: float) -> None:
-        """Take OfferRoom: a room that the engine has drawn for a computed prompt.
-
-        Promises for it may be here already: the first that proves the prompt opens it, rooms of the
-        others end. An early abort ends it where none opens it.
-
-        Raises:
-            RequestError: the number is in use.
-        """
+        """Promises for it may be here already: the first that proves the prompt opens it, rooms of
+        the others end. An early abort ends it where none opens it. Raises RequestError if the
+        number is in use."""
         numbers, until_s = command.key.numbers, now_s + command.timeout_s
         # 1. The number must be free among rooms of all decode workers: any of them may open it.
         same = self._rooms.of_numbers(numbers)
@@ -378,8 +362,7 @@ class PrefillControl:
         return True
 
     def _decline(self, command: DeclineRoom, now_s: float) -> None:
-        """Take DeclineRoom: refuse a request for the engine, so that decode hears why, now or when
-        it promises. A room that the engine has added is not touched."""
+        """Decode hears why, now or when it promises. An added room is not touched."""
         key = command.key
         if self._aborts.take(key, command.digest) is None:  # else decode wants it no more
             room = self._rooms.get(key)
@@ -393,21 +376,19 @@ class PrefillControl:
                 self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
 
     def _chunk(self, command: SendChunk, now_s: float) -> None:
-        """Take SendChunk: pass pages that the engine hands over to their room. Ended or unknown:
-        no-op."""
+        """Ended or unknown: no-op."""
         if (room := self._rooms.get(command.key)) is not None:
             self._rooms.on(room, command, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
-        """Take AbortRoom: end a room that the engine wants no more. Unknown: no-op."""
+        """Unknown: no-op."""
         room = self._rooms.get(command.key)
         if room is not None:
             self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> None:
-        """Move `PrefillControl` to another weights version: KV computed or promised under the old
-        one is not sent. Rooms that the engine has added and that nothing was computed or promised
-        for move with it, unless the command ends them too."""
+        """KV computed or promised under the old version is not sent. Added rooms that nothing was
+        computed or promised for move along, unless the command ends them too."""
         was, self._weights_version = self._weights_version, command.weights_version
         if was == (now := self._weights_version):
             return
@@ -474,8 +455,7 @@ class PrefillControl:
     # --- frames -----------------------------------------------------------------------------------
 
     def _frame(self, received: FrameReceived[bytes], now_s: float) -> None:
-        """Decode a frame that came, and take it. Malformed, stale and foreign frames are counted
-        and dropped."""
+        """Malformed, stale and foreign frames are counted and dropped."""
         try:
             frame = messages.decode(received.raw)
             self._take(received, frame, now_s)
@@ -490,8 +470,8 @@ class PrefillControl:
                 self._peers.reply(received.source, None, self._peers.why_over(error, now_s))
 
     def _frame_failed(self, what: FrameFailed[bytes], now_s: float) -> None:
-        """End the room that a frame names, after an exception while `PrefillControl` took it. Only
-        if its sender has named the room: no peer can end rooms of another."""
+        """End the room that a frame names, after an exception. Only if its sender has named the
+        room: no peer can end rooms of another."""
         self.counters["frames_failed"] += 1
         frame = messages.decode(what.frame.raw)
         peer = self._peers.find(frame.sender)
@@ -580,7 +560,7 @@ class PrefillControl:
         hello: Hello,
         now_s: float,
     ) -> None:
-        """Take a Hello: of a peer that repeats it, of a stranger, or of a peer's next life."""
+        """A Hello of a peer that repeats it, of a stranger, or of a peer's next life."""
         route = received.source
         # 1. The peer repeats itself: it has not had our reply. Nothing else changes.
         if peer is not None and peer.id == frame.sender:
@@ -613,7 +593,7 @@ class PrefillControl:
         hello: Hello,
         now_s: float,
     ) -> None:
-        """Make a decode rank a peer of `PrefillControl`, in the place of its former life."""
+        """In the place of its former life."""
         # 1. The former life goes first, while the name still leads to it.
         route, peer = received.source, self._peers.get(frame.name)
         if peer is not None:
@@ -632,9 +612,9 @@ class PrefillControl:
             self._life_began(frame.sender, now_s - hello.age_ms / 1000, now_s)
 
     def _life_began(self, life: PeerId, born_s: float, now_s: float) -> None:
-        """Give this life of a decode worker a while to promise requests that came to prefill's
-        control before it began. They are most likely a former life's, which knows them no more.
-        Only most likely, since a router may name a worker that is about to start."""
+        """Give this life a while to promise requests that came before it began: most likely a
+        former life's, which knows them no more. Only most likely, since a router may name a worker
+        that is about to start."""
         until_s = now_s + self._timing.suspect_after_s
         for room in list(self._rooms.all()):
             before = room.added_s is not None and room.added_s < born_s
@@ -642,8 +622,7 @@ class PrefillControl:
                 self._rooms.on(room, sender.LifeBegan(life, until_s), now_s)
 
     def _take_refusal(self, frame: Frame, word: HelloRefused, now_s: float) -> None:
-        """Take a decode rank's refusal to work with this process. It is never answered, lest two
-        processes refuse each other without end."""
+        """A refusal is never answered, lest two processes refuse each other without end."""
         # A refusal names the life that it is for. One meant for a former life of ours says nothing.
         if word.life != self.me.incarnation:
             raise ProtocolError(f"a refusal of life {word.life:x}")
@@ -670,9 +649,8 @@ class PrefillControl:
         self._peers.forget(peer)
 
     def _end_unpromised(self, worker: PeerId, how: str, now_s: float) -> None:
-        """End the requests that wait for this life of a decode worker to promise pages, which it
-        will not do any more. Where a later life is known, it may ask for them: see
-        `_life_began`."""
+        """End the requests that wait for this life to promise pages. Where a later life is known,
+        it may ask for them: see `_life_began`."""
         known = self._peers.get(worker.name)
         if known is not None and known.id != worker:
             return
@@ -683,12 +661,8 @@ class PrefillControl:
                 self._rooms.on(room, Fail(error), now_s)
 
     def _take_promise(self, peer: Peer, promise: Promise, now_s: float) -> None:
-        """Take a promise of pages: for a room of the engine, an offer, or a request that is to
-        come.
-
-        Raises:
-            ProtocolError: it is refused, and decode was answered.
-        """
+        """For a room of the engine, an offer, or a request that is to come. Raises ProtocolError if
+        it is refused, and decode was answered."""
         key = peer.key(promise)
         # Everything that may refuse the promise stands in this block, before it is counted
         # anywhere. Rooms that make way in it are over in any case.
@@ -746,8 +720,8 @@ class PrefillControl:
             self._open_offer(key, offer, now_s)
 
     def _check_weights(self, peer: Peer, event: Promised, key: RoomKey, now_s: float) -> None:
-        """Raise ProtocolError for a promise of other weights than ours. A request that comes later
-        ends likewise, and so does the offer that the promise would have opened."""
+        """Raise ProtocolError for a promise of other weights than ours. A later request ends
+        likewise, and so does the offer that the promise would have opened."""
         if event.weights_version == self._weights_version:
             return
         error = WeightsVersionError(event.weights_version, self._weights_version)
@@ -759,9 +733,9 @@ class PrefillControl:
         raise ProtocolError(str(error))
 
     def _refuse_promise(self, peer: Peer, promise: Promise, why: str, now_s: float) -> None:
-        """Answer a promise that `PrefillControl` has refused; its pages are drained as far as this
-        rank goes. No write for it is under way. If another promise of this room stands, decode has
-        ended that one or will do so by its own rules, and gets no answer."""
+        """Answer a refused promise; its pages are drained, since no write for it is under way. If
+        another promise of this room stands, decode has ended that one or will, and gets no
+        answer."""
         key, ticket = peer.key(promise), promise.ticket
         known = self._rooms.get(key)
         named = known is not None and peer.id in known.claimants
@@ -779,8 +753,7 @@ class PrefillControl:
         return (key, ticket) not in peer.past and (room is None or room.admits(peer))
 
     def _take_abort(self, peer: Peer, abort: Abort, now_s: float) -> None:
-        """Take decode's abort of a room: end it, remember it for a request to come, answer
-        Drained."""
+        """End the room, remember the abort for a request to come, answer Drained."""
         key = peer.key(abort)
         # 1. Does this use of the room belong to the sender?
         room = self._rooms.get(key)

@@ -15,8 +15,6 @@ _MAX_REASON: Final = 1000  # characters
 
 
 class _Early(NamedTuple):
-    """An abort that came before its request."""
-
     until_s: float
     error: TransferError
     digest: bytes  # of the aborted prompt; b"": of any prompt
@@ -35,16 +33,14 @@ class EarlyAborts:
         self._aborted: dict[str, dict[RoomKey, _Early]] = {}
 
     def keep(self, key: RoomKey, abort: Abort, peer: Peer, now_s: float) -> None:
-        """Remember an early abort for `parked_timeout_s`, so that the engine's request for its room
-        fails at once when it comes. Bounded per worker."""
+        """Keep an abort for `parked_timeout_s`: its request fails at once. Bounded per worker."""
         error = abort_error(abort.reason[:_MAX_REASON], abort.versions)
         self.keep_end(key, error, (abort.ticket, abort.digest), peer, now_s)
 
     def keep_end(
         self, key: RoomKey, error: TransferError, use: tuple[int, bytes], peer: Peer, now_s: float
     ) -> None:
-        """Remember, like an early abort, that a use of the room has ended with `error`; `use` is
-        its ticket and the digest of its prompt. See `keep`."""
+        """Keep that a use of the room has ended with `error`; `use` is its ticket and digest."""
         ticket, digest = use
         # Even if the abort finds no space below, the use is over: a late promise for it is refused.
         peer.past.add((key, ticket), answered=True)
@@ -58,24 +54,23 @@ class EarlyAborts:
             kept[key] = _Early(until_s, error, digest)
 
     def take(self, key: RoomKey, digest: bytes = b"") -> TransferError | None:
-        """Remove and return the error of an early abort of the room; None if there is none. Also
-        None if the abort was for another prompt than `digest` names (b"": any). It is removed even
-        then: the number is in use again, so the abort is of no use to anyone."""
+        """Remove and return the error of an abort of the room; None if there is none, or it was for
+        another prompt than `digest` names (b"": any). Removed even then: the number is in use
+        again."""
         early = self._aborted.get(key.decode, {}).pop(key, None)
         if early is None:
             return None
         return early.error if early.is_of(digest) else None
 
     def take_all(self, numbers: tuple[int, int]) -> TransferError | None:
-        """Remove all early aborts of the room's number, by any decode worker, and return one's
-        error. For a room that belongs to no decode worker yet (an offer). None if there is no
-        abort."""
+        """Remove all aborts of the number, by any decode worker, and return one's error, or None.
+        For an offer, which belongs to no worker yet."""
         keys = [RoomKey(*numbers, name) for name in self._aborted]
         errors = [error for key in keys if (error := self.take(key)) is not None]
         return errors[0] if errors else None
 
     def expire(self, now_s: float) -> None:
-        """Forget the early aborts that are due. O(expired + decode workers with an abort)."""
+        """Forget the aborts that are due. O(expired + decode workers with an abort)."""
         for name, kept in list(self._aborted.items()):
             while kept and kept[key := next(iter(kept))].until_s <= now_s:
                 self.take(key)
@@ -83,6 +78,5 @@ class EarlyAborts:
                 del self._aborted[name]
 
     def all(self) -> dict[RoomKey, str]:
-        """Return the rooms that an early abort is kept for, and the decode worker of each: for
-        audits."""
+        """Return the decode worker of each abort: for audits."""
         return {key: name for name, kept in self._aborted.items() for key in kept}

@@ -23,9 +23,8 @@ class Offer(NamedTuple):
     until_s: float
 
     def proved_by(self, promise: Promised) -> bool:
-        """Return whether the sender of this promise knows the prompt of the offered room. The
-        number of a room proves nothing: it travels through routers, and can be guessed or
-        repeated."""
+        """Return whether the sender of this promise knows the prompt. The number of a room proves
+        nothing: it travels through routers, and can be guessed or repeated."""
         return promise.fill_len == self.num_tokens and promise.digest == self.digest
 
 
@@ -38,10 +37,8 @@ class _Closed(NamedTuple):
 
 
 class Offers:
-    """The offers of one prefill rank. Owned by a `PrefillControl`.
-
-    An offer's key names no decode worker, so offers are kept by room and generation alone.
-    """
+    """The offers of one prefill rank, by room and generation alone: their keys name no decode
+    worker. Owned by a `PrefillControl`."""
 
     def __init__(self, timing: ControlConfig) -> None:
         self._timing = timing
@@ -54,8 +51,7 @@ class Offers:
         return len(self._open)
 
     def begin(self, numbers: Numbers, offer: Offer) -> None:
-        """Open the offer of a room that prefill has drawn itself; a closed one of the same numbers
-        is forgotten."""
+        """Open an offer; a closed one of the same numbers is forgotten."""
         self._closed.pop(numbers, None)
         self._open[numbers] = offer
 
@@ -63,13 +59,11 @@ class Offers:
         return list(self._open)
 
     def get(self, key: RoomKey) -> Offer | None:
-        """Return the open offer with the room numbers of this key, whichever decode worker it
-        names."""
+        """Return the open offer of this key, whichever decode worker it names."""
         return self._open.get(key.numbers)
 
     def end(self, numbers: Numbers, why: str, now_s: float) -> bool:
-        """Close the offer of a room and remember why for `parked_timeout_s`; return False if it was
-        not open."""
+        """Close an offer and remember why for `parked_timeout_s`; False if it was not open."""
         if (offer := self._open.pop(numbers, None)) is None:
             return False
         self._closed[numbers] = _Closed(offer, why, now_s + self._timing.parked_timeout_s)
@@ -79,13 +73,11 @@ class Offers:
         return True
 
     def check(self, key: RoomKey, promise: Promised, now_s: float) -> Offer | None:
-        """Return the offer that this first promise of a decode worker takes, None if its room is no
-        offer.
+        """Return the offer that this first promise takes, None if its room is no offer.
 
-        Raises:
-            ProtocolError: the promise does not prove the prompt, which leaves the offer to others;
-                or the offer was opened or withdrawn. A promise for another prompt than that of a
-                closed offer is of the number's next use.
+        Raises ProtocolError: the promise does not prove the prompt, which leaves the offer to
+        others; or the offer was opened or withdrawn. A promise for another prompt than a closed
+        offer's is of the number's next use.
         """
         offer = self._open.get(key.numbers)
         if offer is not None and not offer.proved_by(promise):

@@ -46,10 +46,9 @@ class Peer:
 
     `readers` are the ranks of its worker that promise us pages. `writes` says whether we write KV
     to it, `staged` whether that goes through staging, `takes_state` whether we write extra state to
-    it. `num_parked` counts its promises that wait
-    for their request. `met_s` is when it was met; `succeeded` is its number among the peers met
-    (`Peers.num_met`) if it replaced a former life, else 0. `gone` is True once it has left or was
-    replaced, and its rooms have ended.
+    it. `num_parked` counts its promises that wait for their request. `met_s` is when it was met;
+    `succeeded` is its number among the peers met (`Peers.num_met`) if it replaced a former life,
+    else 0. `gone` is True once it has left or was replaced, and its rooms have ended.
     """
 
     id: PeerId
@@ -70,8 +69,7 @@ class Peer:
 
     @property
     def rooms(self) -> Mapping[RoomKey, int]:
-        """The rooms that this peer, a decode rank, has named, with the number of pages promised in
-        each."""
+        """The rooms that this peer has named, with the number of pages promised in each."""
         return self.claimed.rooms
 
     @property
@@ -79,26 +77,22 @@ class Peer:
         return self.hello.worker or self.id
 
     def check_parked(self, limit: int) -> None:
-        """Raise ProtocolError if `limit` promises of this peer, a decode rank, wait for their
-        requests already."""
+        """Raise ProtocolError if `limit` promises wait for their requests already."""
         if self.num_parked >= limit:
             raise ProtocolError(
                 f"{self.num_parked} promises wait for their requests, the limit is reached"
             )
 
     def key(self, word: RoomBody) -> RoomKey:
-        """Return the key of the room that a frame of this peer, a decode rank, is about. The decode
-        worker in it is the peer's own, whatever the frame says: so no peer can name a room of
-        another worker."""
+        """Return the key of the room that a frame is about. The decode worker in it is the peer's
+        own, whatever the frame says: so no peer can name a room of another worker."""
         return RoomKey(word.room, word.generation, self.worker.name)
 
     def promised(self, promise: Promise, our_page_size: int) -> Promised:
-        """Check a promise of this peer, a decode rank, and return it with page ids that are safe to
-        turn into addresses.
+        """Check a promise, and return it with page ids that are safe to turn into addresses.
 
-        Raises:
-            OverpromisedError: it has more pages than fit; raised before an array is made of them.
-            ProtocolError: its prefix, number of pages, page ids or state slot cannot be.
+        Raises OverpromisedError, before an array is made of them, for more pages than fit;
+        ProtocolError for a prefix, number of pages, page ids or state slot that cannot be.
         """
         # 1. Does it fit its pool? The number of bytes tells, before they are read.
         page_size = self.hello.topology.page_size
@@ -157,8 +151,7 @@ class Peer:
     def _window_pages(
         self, promise: Promise, first_pages: npt.NDArray[np.int32]
     ) -> tuple[npt.NDArray[np.int32], ...]:
-        """Check what a promise of this peer, a decode rank, names in each window group besides
-        those of the first group, and return it. Raises ProtocolError."""
+        """What a promise names in each window group. Raises ProtocolError."""
         layout = self.hello.layout
         groups = layout.windows
         if len(promise.windows) != len(groups):
@@ -186,8 +179,7 @@ class Peer:
 
 
 def _has_repeats(pages: npt.NDArray[np.int32], num_pages: int) -> bool:
-    """Return whether a page id in [0, num_pages) occurs twice in a peer's promise. O(pages + pool):
-    a mark for each page of the pool. Few pages of a large pool are sorted instead."""
+    """O(pages + pool): a mark per page. Few pages of a large pool are sorted instead."""
     if len(pages) < 2:  # of a full hit
         return False
     if num_pages > 64 * len(pages):
@@ -198,10 +190,8 @@ def _has_repeats(pages: npt.NDArray[np.int32], num_pages: int) -> bool:
 
 
 class Peers:
-    """The decode ranks that a prefill rank knows, by name. Owned by a `PrefillControl`.
-
-    What is to be done goes to `actions`, in order.
-    """
+    """The decode ranks that a prefill rank knows, by name. Owned by a `PrefillControl`. What is to
+    be done goes to `actions`, in order."""
 
     def __init__(
         self,
@@ -213,8 +203,7 @@ class Peers:
         lost: Callable[[float], Iterable[PeerId]],
         actions: EffectList[RoomAction],
     ) -> None:
-        """Start with no peer of this prefill rank; `timers` wake peers by name and are shared with
-        rooms, `lost` is as for `DeathWatch`."""
+        """`timers` wake peers by name and are shared with rooms; `lost` is as for `DeathWatch`."""
         self._me = me
         self.news = PeerChanges()
         self.lives = IncarnationHistory(self.news)
@@ -235,18 +224,18 @@ class Peers:
         return self._peers.get(name)
 
     def find(self, peer_id: PeerId) -> Peer | None:
-        """Return prefill's peer if exactly this incarnation is the one known, else None."""
+        """Return the peer if exactly this incarnation is the one known, else None."""
         peer = self._peers.get(peer_id.name)
         return peer if peer is not None and peer.id == peer_id else None
 
     def all(self) -> list[Peer]:
-        """Return a copy of the list of prefill's peers."""
+        """Return a copy of the list."""
         return list(self._peers.values())  # in one step: the scheduler's thread calls `states`
 
     def heard_s(self, worker: str, ranks: Iterable[int], since: int) -> float:
-        """Return the time by which all `ranks` of a decode worker had been heard, as peers of
-        prefill. -infinity if one of them is not known, or replaced a former life after `since` (a
-        value of `num_met`): the new life knows nothing of what the former one was to promise."""
+        """Return the time by which all `ranks` of a worker had been heard. -infinity if one is not
+        known, or replaced a former life after `since` (a value of `num_met`): it knows nothing of
+        what that was to promise."""
         names = [f"{worker}/{rank}" if rank else worker for rank in ranks]
         peers = [self._peers.get(name) for name in names]
         return min(
@@ -258,15 +247,14 @@ class Peers:
         return [peer.id for peer in self._peers.values()]
 
     def states(self, now_s: float) -> dict[PeerId, str]:
-        """Return "ready" or "suspect" for each of prefill's peers. Any thread may ask."""
+        """Return "ready" or "suspect" for each. Any thread may ask."""
         return {
             peer.id: "suspect" if peer.live.suspect(self._timing, now_s) else "ready"
             for peer in self.all()
         }
 
     def trouble(self, peer: Peer, now_s: float) -> str:
-        """Return what is wrong with one of prefill's peers, "" if nothing is. Any thread may
-        ask."""
+        """Return what is wrong with a peer, "" if nothing is. Any thread may ask."""
         suspect = "suspect" if peer.live.suspect(self._timing, now_s) else ""
         return self.lives.how(peer.id) or suspect
 
@@ -285,8 +273,8 @@ class Peers:
         )
 
     def why_over(self, error: FormerLifeError, now_s: float) -> str:
-        """Return the words for a former life of a decode rank that still speaks to prefill: where
-        another process has its name by now, these say which."""
+        """Return the words for a former life that still speaks: where another process has its name
+        by now, these say which."""
         if error.life is None or not (taken := self.taken(error.life[0], now_s)):
             return str(error)
         # Two processes live under one name: worth a line of the log here too.
@@ -294,13 +282,9 @@ class Peers:
         return f"{error}: {taken}"
 
     def speaker(self, frame: Frame, credential: str) -> Peer | None:
-        """Return the peer that a frame which came to prefill claims to be from, None if no peer has
-        that name yet.
-
-        Raises:
-            HandshakeError: the name does not belong to the key that the connection proved.
-            FormerLifeError: this life of the peer is over.
-        """
+        """Return the peer that a frame claims to be from, None if no peer has that name yet. Raises
+        HandshakeError if the name does not belong to the key that the connection proved,
+        FormerLifeError if this life is over."""
         # 1. With a list of clients, the key decides which names may be used.
         curve, key = self._timing.curve, short_key(credential)
         if curve is not None and not _may_speak(curve.allowed_clients, credential, frame.name):
@@ -317,15 +301,11 @@ class Peers:
         return peer
 
     def check_worker(self, frame: Frame, credential: str, hello: Hello, now_s: float) -> None:
-        """Check that a decode rank, before it becomes prefill's peer, belongs to the worker that it
-        says it belongs to.
+        """Check that a decode rank belongs to the worker that it says it belongs to. Refusals
+        mention no other worker.
 
-        The messages of refusals mention no other worker.
-
-        Raises:
-            HandshakeError: its name and key do not fit the worker, a later process has its name,
-                or `max_peers` workers are known.
-            FormerLifeError: that life of the worker is over.
+        Raises HandshakeError: its name and key do not fit the worker, a later process has its name,
+        or `max_peers` workers are known. FormerLifeError: that life of the worker is over.
         """
         # 1. Its name follows from the worker and the rank.
         rank, worker = hello.rank, hello.worker or frame.sender
@@ -356,9 +336,8 @@ class Peers:
             raise HandshakeError("decode workers", most, most + 1, "are more than max_peers allows")
 
     def _check_later(self, sender: PeerId, hello: Hello, now_s: float) -> None:
-        """Raise NameTakenError if the Hello is of an older decode process than the peer that has
-        its name. The older one may not know yet that it was replaced, and we may have been started
-        after both, so that `lives` does not list it as over."""
+        """Raise NameTakenError if a Hello is of an older process than the peer that has its name.
+        It may not know yet that it was replaced, and we may have been started after both."""
         peer = self._peers.get(sender.name)
         if peer is None or peer.id == sender:
             return
@@ -376,9 +355,8 @@ class Peers:
         hello: Hello,
         now_s: float,
     ) -> None:
-        """Make a decode rank that passed the handshake prefill's peer; `received` is its route and
-        its credential. A former life under its name must have been removed before
-        (`PrefillControl._admit`)."""
+        """Make a rank that passed a peer; `received` is its route and its credential. A former life
+        under its name must have been removed before (`PrefillControl._admit`)."""
         added = accepted.added
         route, credential = received
         self.lives.begin(frame.sender)
@@ -414,8 +392,7 @@ class Peers:
     def reply(
         self, route: bytes, hello: Hello | None, refused: str = "", staged: bool = False
     ) -> None:
-        """Answer the Hello of a decode rank that is or becomes a peer, or refuse it or another
-        frame."""
+        """Answer a Hello, or refuse it or another frame."""
         ours, known = self._ours, hello.known if hello is not None else 0
         said = refused[:1000], ours.rank, staged, known
         most = ours.max_tokens
@@ -423,34 +400,30 @@ class Peers:
         self._actions.add(SendFrame(route, self._stamp.frame(body)))
 
     def hello_wanted(self, route: bytes, sender: PeerId | None = None) -> None:
-        """Ask a decode rank for the Hello that makes it prefill's peer; `sender` is None if the
-        frame could not be read."""
+        """Ask for a Hello; `sender` is None if the frame could not be read."""
         wanted = HelloWanted(0 if sender is None else self.nonce(sender))
         self._actions.add(SendFrame(route, self._stamp.frame(wanted)))
 
     def nonce(self, sender: PeerId) -> int:
-        """Return the number that a Hello of `sender` has to repeat to become prefill's peer; see
-        `former_lives.nonce`."""
+        """Return the number that a Hello of `sender` has to repeat; see `former_lives.nonce`."""
         peer = self._peers.get(sender.name)
         known = self.lives.last_silent(sender.name) if peer is None else peer.id
         return nonce(self._me, sender, known)
 
     def send(self, peer: Peer, body: AnyBody, now_s: float) -> None:
-        """Send a frame to one of prefill's peers. Gone: no-op."""
+        """Send a frame. Gone: no-op."""
         # Its route may lead to the life that replaced it, which must not get these words.
         if not peer.gone:
             peer.live.sent_s = now_s
             self._actions.add(SendFrame(peer.route, self._stamp.frame(body)))
 
     def farewell(self) -> None:
-        """Send a Fenced to each of prefill's peers, the decode ranks: our agent is gone, so no
-        write of ours can land."""
+        """Send a Fenced to each: our agent is gone, so no write of ours can land."""
         for peer in self._peers.values():
             self._actions.add(SendFrame(peer.route, self._stamp.frame(Fenced())))
 
     def tick(self, name: str, now_s: float) -> None:
-        """Say a Heartbeat to a decode rank if one is due, or forget a peer that is silent and has
-        no rooms."""
+        """Say a Heartbeat if one is due, or forget a peer that is silent and has no rooms."""
         peer = self._peers.get(name)
         if peer is None:
             return
@@ -470,8 +443,8 @@ class Peers:
         self._timers.wake(name, peer.live.heartbeat_due_s(self._timing))
 
     def forget(self, peer: Peer) -> None:
-        """Remove a decode rank from prefill's peers and from the transport. Its name may belong to
-        another life already; that one stays."""
+        """Remove a peer, from the transport too. Its name may belong to another life already; that
+        one stays."""
         self.news.forget(peer.id)
         self.deaths.forget(peer.id)
         if self._peers.get(peer.id.name) is peer:

@@ -15,11 +15,8 @@ Use = tuple[RoomKey, int]  # a room, and the ticket of one use of its number
 
 class RetiredTickets:
     """The past uses of one decode rank: at most `most` that it has not answered, and `most` that it
-    has; beyond that the oldest is forgotten.
-
-    They are kept apart, so that uses which are settled do not push out one with a promise that may
-    still be on its way.
-    """
+    has; beyond that the oldest is forgotten. Settled ones do not push out one whose promise may
+    still be on its way."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -37,8 +34,7 @@ class RetiredTickets:
             del known[next(iter(known))]
 
     def answer(self, use: Use) -> None:
-        """Note that the decode rank has acknowledged or aborted a use whose ticket is retired. Not
-        recorded: no-op."""
+        """Note that a use was acknowledged or aborted. Not recorded: no-op."""
         if use in self._unanswered:
             del self._unanswered[use]
             self.add(use, answered=True)

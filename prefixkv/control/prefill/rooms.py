@@ -1,5 +1,4 @@
-"""Prefill's rooms: events go to a room's machine, and what it wants comes out. A room holds its
-claimants, the decode ranks that have named it."""
+"""Prefill's rooms: events go to a room's machine, and what it wants comes out."""
 
 from __future__ import annotations
 
@@ -25,9 +24,8 @@ _NO_ROOM: Final = RoomKey(0, -1)
 
 
 class SenderRoom(SenderMachine):
-    """One use of a room on prefill: what is said and written of it (`SenderMachine`), and its
-    claimants, the decode ranks that have named it. All of them are ranks of the worker that the key
-    names."""
+    """One use of a room: what is said and written of it (`SenderMachine`), and its claimants, the
+    decode ranks that have named it, all of the worker that the key names."""
 
     def __init__(
         self,
@@ -47,35 +45,31 @@ class SenderRoom(SenderMachine):
         return bool(self.claimants) and all(peer.gone for peer in self.claimants.values())
 
     def admits(self, peer: Peer) -> bool:
-        """Return whether this decode rank may speak about this use of the room. It may not if
-        another process has already spoken as this rank, or if a claimant belongs to another life of
-        the worker: pages of two lives must not meet in one room."""
+        """Return whether this rank may speak about this use of the room. Not if another process has
+        spoken as this rank, or a claimant belongs to another life of the worker: pages of two lives
+        must not meet."""
         if self.is_strange(peer.id, peer.hello.rank):
             return False
         return all(claimant.worker == peer.worker for claimant in self.claimants.values())
 
     def claim(self, peer: Peer, num_pages: int = 0) -> None:
-        """Record that a decode rank has named the room, with a promise of `num_pages` or with an
-        abort."""
+        """Record that a rank has named the room, with a promise of `num_pages` or with an abort."""
         self.claimants[peer.id] = peer
         peer.claimed.add(self.key, num_pages)
 
     def unpark(self) -> None:
-        """Uncount the room as parked at each decode rank that claims it: it has ended, or its
-        request has come."""
+        """Uncount the room as parked: it has ended, or its request has come."""
         for peer in self.claimants.values():
             peer.num_parked -= 1
 
     def uncount_pages(self) -> None:
-        """Uncount the room's pages at each decode rank that claims it, since no write of it can
-        land any more."""
+        """Uncount the room's pages, since no write of it can land any more."""
         for peer in self.claimants.values():
             peer.claimed.drained(self.key)
 
     def drop_claims(self) -> None:
-        """Drop the claims of decode ranks on a room that is over, or that makes way for the next
-        use of its number. The use is remembered in `Peer.past`, so that a late repeat is not taken
-        for the next use."""
+        """Drop the claims on a room that is over, or makes way for the next use of its number. The
+        use is remembered in `Peer.past`, so that a late repeat is not taken for the next."""
         claimants, self.claimants = self.claimants, {}
         for peer in claimants.values():
             peer.claimed.drop(self.key)
@@ -86,15 +80,9 @@ class SenderRoom(SenderMachine):
 
 class SenderRooms:
     """The rooms of one prefill rank, with the writes under way for them. Owned by a
-    `PrefillControl`.
+    `PrefillControl`. What is to be done goes to `actions`, in order.
 
-    What is to be done goes to `actions`, in order.
-
-    Args:
-        rank, page_size: ours.
-        timers: they wake rooms by key; peers share them.
-        peers: the decode ranks there are.
-        option_names: as of `ModelConfig`.
+    `timers` wake rooms by key; peers share them.
     """
 
     def __init__(
@@ -130,7 +118,7 @@ class SenderRooms:
         self._job_ids = count(1)
 
     def all(self) -> Collection[SenderRoom]:
-        """Return the machines of all rooms of this prefill rank: a live view."""
+        """Return a live view of the machines."""
         return self._rooms.values()
 
     def __getitem__(self, key: RoomKey) -> SenderRoom:
@@ -150,8 +138,7 @@ class SenderRooms:
         return room
 
     def on(self, room: SenderRoom, event: sender.SenderEvent, now_s: float) -> None:
-        """Give an event to a room's machine and carry out its actions; drop the room once it is
-        over."""
+        """Give an event to a room's machine and carry out its actions; drop it once it is over."""
         key = room.key
         open_before = not room.poll.ended
         for action in room.on(event, now_s):
@@ -187,7 +174,6 @@ class SenderRooms:
         return list(self._by_numbers.get(numbers, {}).values())
 
     def tick(self, room: SenderRoom, now_s: float) -> None:
-        """Let a room look at its deadlines and repeats."""
         key = room.key
         heard_s = self._peers.heard_s(key.decode, room.expected, room.met_before)
         self.on(room, RoomTick(heard_s), now_s)
@@ -211,7 +197,7 @@ class SenderRooms:
     # --- writes -----------------------------------------------------------------------------------
 
     def next_job_id(self) -> int:
-        """Return a number for a room's next write or copy, never given before."""
+        """Return a number for a write or copy, never given before."""
         return next(self._job_ids)
 
     def write_ended(
@@ -225,8 +211,8 @@ class SenderRooms:
             self.on(room, sender.JobEnded(job_id, error, drained), now_s)
 
     def write_drained(self, job_id: int, now_s: float) -> None:
-        """Tell the room that a write belongs to that nothing of it can land any more, though it had
-        ended undrained."""
+        """Tell a write's room that nothing of it can land any more, though it had ended
+        undrained."""
         # From now on any Drained may follow the end of an agent, so decode is asked to let settle
         # what kernels may hold of it.
         self.may_need_settle = True
@@ -237,8 +223,8 @@ class SenderRooms:
     # --- audits -----------------------------------------------------------------------------------
 
     def lost_peers(self, trouble: Callable[[Peer], str]) -> LostPeers:
-        """Return, for each decode rank that claims rooms and with which there is `trouble`, the
-        reason and how many rooms it has. Any thread may ask."""
+        """Return, for each claimant with `trouble`, the reason and how many rooms it has. Any
+        thread may ask."""
         found: LostPeers = {}
         # Copies: this also runs on the scheduler's thread, while the control thread changes both.
         for room in list(self._rooms.values()):
@@ -248,10 +234,8 @@ class SenderRooms:
         return found
 
     def check_invariants(self, peers: list[Peer]) -> None:
-        """Raise AssertionError unless prefill's rooms and the claims of peers agree.
-
-        `peers` are those known now. Peers that are gone are found by their claims.
-        """
+        """Raise AssertionError unless the rooms and the claims of `peers`, those known now, agree.
+        Peers that are gone are found by their claims."""
         is_drained = {key: room.drained for key, room in self._rooms.items()}
         claims = {(room.key, name) for room in self._rooms.values() for name in room.claimants}
         claimants = [peer for room in self._rooms.values() for peer in room.claimants.values()]

@@ -40,10 +40,8 @@ from prefixkv.transport.base import Route, WriteJob, window_route
 
 
 class StagingSlots(NamedTuple):
-    """The local memory that slices are gathered into: `num_slots` slots of `slot_bytes` bytes.
-
-    At most `window` pieces per room and reader are under way.
-    """
+    """The local memory that slices are gathered into: `num_slots` slots of `slot_bytes` bytes. At
+    most `window` pieces per room and reader are under way."""
 
     num_slots: int
     slot_bytes: int
@@ -52,12 +50,7 @@ class StagingSlots(NamedTuple):
 
 class Writes:
     """Actions of rooms and peers on their way to effects, with staging between. Owned by a
-    `PrefillControl`.
-
-    Args:
-        actions: what rooms and peers have added; `flush` takes it.
-        out: the effects of the control object.
-    """
+    `PrefillControl`."""
 
     def __init__(
         self,
@@ -94,8 +87,7 @@ class Writes:
             self.flush(now_s)
 
     def drained(self, job_id: int, now_s: float) -> None:
-        """Take the proof that nothing can land any more of one of prefill's writes that had ended
-        undrained."""
+        """Take the proof that nothing can land any more of a write that had ended undrained."""
         if self._staging is not None and self._staging.owns(job_id):
             self.stage(self._staging.on_write_drained(job_id), now_s)
         else:
@@ -103,8 +95,7 @@ class Writes:
             self.flush(now_s)
 
     def flush(self, now_s: float) -> None:
-        """Turn the `actions` of prefill's rooms and peers into effects: writes go to the transport,
-        straight or by staging."""
+        """Turn the `actions` into effects: writes go to the transport, straight or by staging."""
         actions = self._actions.effects
         if not actions:
             return
@@ -147,8 +138,7 @@ class Writes:
                     assert_never(action)
 
     def _write(self, action: PostWrite, now_s: float) -> None:
-        """Post a prefill room's write: by staging if its peer takes slices of what we hold, else
-        into pages."""
+        """By staging if the peer takes slices of what we hold, else into pages."""
         staging = self._staging
         # Extra state and window pages are never staged: they go straight where they belong.
         is_of_first = not action.state and action.window < 0
@@ -171,8 +161,7 @@ class Writes:
         self._out.add(WriteJob(action.job_id, action.peer, *pages, tag, action.ready, route))
 
     def stage(self, actions: list[StagedWriteAction], now_s: float) -> None:
-        """Turn what staging wants of prefill's writes into effects; ends of jobs go back to their
-        rooms."""
+        """Turn what staging wants into effects; ends of jobs go back to their rooms."""
         for action in actions:
             match action:
                 case SendLeaseAsk():

@@ -52,8 +52,7 @@ CONNECTION_BROKEN: Final = (
 
 
 class NixlAgent:
-    """An agent with the memory of pool, staging area and state registered. Owned by the transport
-    thread.
+    """An agent with pool, staging area and state registered. Owned by the transport thread.
 
     `lists` are descriptor lists that are kept only for posts under way. `unproven` are the jobs
     with a part that failed after it was posted here: such a part may still land until `destroy`.
@@ -64,8 +63,7 @@ class NixlAgent:
         state: StateLayout | None = None, interface: str = "",
     ) -> None:  # fmt: skip
         """Create an agent and register the memory with UCX, which also brings the notifications.
-        Staging area and state are on the layout's device; `interface` as in TransportConfig. Raises
-        what NIXL raises."""
+        Staging area and state are on the layout's device. Raises what NIXL raises."""
         self.name = name
         self._memory_type = memory_type_of(layout)
         # No progress thread, which would burn a core; no default backend, since UCX needs options.
@@ -94,12 +92,8 @@ class NixlAgent:
         self._rests = 0
 
     def load(self, name: str, metadata: bytes) -> None:
-        """Load a peer's metadata into the agent.
-
-        Raises:
-            MetadataError: it is of another agent, which it would replace inside NIXL.
-            Exception: whatever NIXL raises.
-        """
+        """Load a peer's metadata. Raises MetadataError if it is of another agent, which it would
+        replace inside NIXL; and what NIXL raises."""
         named = name.encode()
         # As NIXL 1.5.1 begins: a head, then the agent's name, its length before it.
         head = b"nixlSerDes|Agent" + len(named).to_bytes(8, "little") + named + b"|"
@@ -108,22 +102,19 @@ class NixlAgent:
         self.api.add_remote_agent(metadata)
 
     def prepare(self, name: str, runs: Runs, layout: KVLayout) -> tuple[Any, Any]:
-        """Return the descriptor lists of both sides that were prepared; `layout` is the peer's.
-
-        Raises what NIXL raises, for memory that is not registered, say.
-        """
+        """Return the prepared descriptor lists of both sides; `layout` is the peer's. Raises what
+        NIXL raises, for memory that is not registered, say."""
         local = self.api.prep_xfer_dlist("", runs.src, self._memory_type)
         return local, self.api.prep_xfer_dlist(name, runs.dst, memory_type_of(layout))
 
     def rest(self, now: float, for_s: float) -> bool:
-        """Make progress with the agent once; return True when that has gone on for `for_s`:
-        `destroy` may follow.
+        """Make progress once; return True when that has gone on for `for_s`: `destroy` may follow.
 
         UCX tidies up a broken connection step by step, as it makes progress. To destroy the agent
         before that is done may abort the process.
 
         Source: UCX, "Assertion `ucs_arbiter_group_is_empty(group)' failed" when a worker with
-        pending requests is destroyed; seen here in 1 of 60 such ends.
+        pending requests is destroyed.
         """
         if self._resting_since is None:
             self._resting_since = now
@@ -133,10 +124,8 @@ class NixlAgent:
         return now - self._resting_since >= for_s and self._rests >= _MIN_RESTS
 
     def destroy(self) -> bool:
-        """Destroy the agent; return True if it is gone: only then are its writes fenced.
-
-        Every handle and list of it has to be dropped before.
-        """
+        """Destroy the agent, after every handle and list of it was dropped; return True if it is
+        gone: only then are its writes fenced."""
         # A weak reference tells whether anything still holds the agent: then NIXL goes on writing.
         self.lists.clear()
         alive = weakref.ref(self.api.agent)
@@ -149,5 +138,5 @@ def memory_type_of(layout: KVLayout) -> str:
 
 
 def error_of(state: str) -> Exception | None:
-    """Return the error that the state of an agent's post stands for, None for DONE and PROC."""
+    """Return the error that the state of a post stands for, None for DONE and PROC."""
     return None if state in ("DONE", "PROC") else TransferError(f"NIXL reports state {state}")

@@ -1,4 +1,4 @@
-"""The work of the transport thread: it owns a NIXL agent, posts jobs, checks posts and polls
+"""The work of the transport thread: it owns a NIXL agent, posts jobs, checks posts, polls
 notifications.
 
 - NIXL gets no progress thread (it burns a core): our thread polls, on both sides, while something
@@ -66,8 +66,7 @@ _RENEW_S: Final = 0.25  # between two renewals, each of which holds it for 70 ms
 
 
 def pause_s(config: TransportConfig, quiet_s: float, sending: bool) -> float:
-    """Return how long the loop sleeps between two polls; the last `quiet_s` seconds of polls were
-    empty.
+    """Return the sleep between two polls; the last `quiet_s` seconds of polls were empty.
 
     A side that only receives may wait for a prefill that takes seconds, so its sleeps grow with the
     quiet. One that writes has to make progress for what it has posted: its sleeps grow too, since
@@ -89,10 +88,8 @@ def pause_s(config: TransportConfig, quiet_s: float, sending: bool) -> float:
 
 
 class NixlLoop(TransportLoop[NixlPeer]):
-    """The NIXL agent and all that hangs on it. Owned by the transport thread; nothing of it leaves.
-
-    The memory of `layout`, `staging` and `state` is registered here.
-    """
+    """The NIXL agent and all that hangs on it, with the memory of `layout`, `staging` and `state`
+    registered. Owned by the transport thread; nothing of it leaves."""
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
@@ -150,8 +147,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
                 quiet_since = time.monotonic()
 
     def _wait_s(self, quiet_since: float | None) -> float | None:
-        """Return how long the loop is to wait for a command: 0 to poll at once, None if only a
-        command brings work."""
+        """0 to poll at once, None if only a command brings work."""
         now = time.monotonic()
         renewing = self._renew_wanted or self._former_agent is not None
         # Each of these needs polls: posts, expected notifications, settling, an agent to be
@@ -173,8 +169,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return longest_s
 
     def _progress(self) -> bool:
-        """Make one step: one post per peer, each post checked once, one poll; return whether
-        anything moved."""
+        """One post per peer, each post checked once, one poll; return whether anything moved."""
         moved = False
         # Posts before checks, so that a small one may be found DONE in the same turn.
         if self._jobs:
@@ -205,18 +200,15 @@ class NixlLoop(TransportLoop[NixlPeer]):
     # --- commands ---------------------------------------------------------------------------------
 
     def expect(self, num_rooms: int) -> None:
-        """Set for how many rooms the loop expects notifications: above 0 it polls for them. See
-        `base.Transport.expect`."""
         self._expected = num_rooms
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """Have the loop emit Settled once it has polled for `for_s` seconds. See
-        `base.Transport.settle`."""
+        """Emit Settled once it has polled for `for_s` seconds."""
         # In time that was spent polling, see `_poll_notifications`.
         self._settling.append((self._polled_s + for_s, token))
 
     def renew(self) -> None:
-        """Have the loop replace its agent in one of its next steps. See `base.Transport.renew`."""
+        """Replace the agent in one of the next steps."""
         self._renew_wanted = True
 
     # --- peers ------------------------------------------------------------------------------------
@@ -225,15 +217,11 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return NixlPeer(peer_id, metadata, memory)
 
     def _connect_again(self, peer: NixlPeer) -> None:
-        """Have the loop build the peer's lists again before its next post: posts may be using them
-        now."""
+        """Build the peer's lists again before its next post: posts may be using them now."""
         peer.routes, peer.retry_at = None, 0.0
 
     def _connect(self, peer: NixlPeer) -> None:
-        """Connect to the peer: make it known to the agent, again if need be, and prepare its lists.
-
-        Never with a post in flight: NIXL forgets the state of a handle if its peer is removed.
-        """
+        """Never with a post in flight: NIXL forgets a handle's state with its peer."""
         try:
             # Unloaded first, also what an attempt before has half done.
             peer.unload(self._agent)
@@ -246,7 +234,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         self._jobs.start_parked(peer.outbox, routes)
 
     def _lose(self, peer: NixlPeer, error: Exception) -> None:
-        """Treat the peer as gone: what waits for it fails, a later write tries again."""
+        """What waits for the peer fails, a later write tries again."""
         # `routes` None makes the next write connect; not at once, since each attempt may hold the
         # thread for 20 ms.
         peer.routes = None
@@ -256,8 +244,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self.emit(PeerUnreachable(peer.peer, error))
 
     def _forget_if_unused(self, peer: NixlPeer) -> None:
-        """Drop a removed peer once none of its posts is under way: until then its lists are in
-        use."""
+        """Not before its posts have ended: until then its lists are in use."""
         if peer.removed and peer.in_flight == 0 and self._peers.get(peer.peer) is peer:
             del self._peers[peer.peer]
             try:
@@ -351,10 +338,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
     # --- notifications and events -----------------------------------------------------------------
 
     def _poll_notifications(self) -> bool:
-        """Poll the notifications of the agent once; return whether any came.
-
-        This is also what makes NIXL progress on a side that only receives.
-        """
+        """This is also what makes NIXL progress on a side that only receives."""
         if self._linger_until and time.monotonic() >= self._linger_until:
             self._linger_until = 0.0
         try:
@@ -398,10 +382,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return NixlAgent(name, self._layout, self._staging, self._state, interface)
 
     def _renew(self) -> None:
-        """Replace the agent, if a job has failed undrained on it.
-
-        If none can be created, the present one goes on, and another attempt follows.
-        """
+        """If a job has failed undrained. If no agent can be created, the present one goes on, and
+        another attempt follows."""
         self._renew_wanted = False  # first: a call from here on asks for one more renewal
         if not self._agent.unproven:
             return
@@ -422,12 +404,8 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self._forget_if_unused(peer)
 
     def _end_former(self, former: NixlAgent) -> None:
-        """Destroy the agent that the loop has replaced, once its posts have ended or have had their
-        time.
-
-        Then none of them can land any more. The order of the steps matters; the reasons stand at
-        each.
-        """
+        """Destroy a replaced agent, once its posts have ended or have had their time: then none can
+        land any more. The order of the steps matters; the reasons stand at each."""
         posts = [post for post in self._posts if post.agent is former]
         now = time.monotonic()
         if posts and now < self._former_until:
@@ -465,10 +443,9 @@ class NixlLoop(TransportLoop[NixlPeer]):
             self._part_ended(post, error, may_land=not destroyed)
 
     def _tell_if_proven(self, job_id: int) -> None:
-        """Emit WriteDrained if the loop has no NIXL agent left that could still write for the job.
-        Called when the job has ended, and when an agent was destroyed. The later of the two finds
-        no such agent and emits; the earlier one finds one and does nothing. So there is one
-        WriteDrained."""
+        """Emit WriteDrained if no agent is left that could still write for the job. Called when the
+        job has ended, and when an agent was destroyed: the later of the two finds none and
+        emits."""
         if not any(job_id in agent.unproven for agent in [*self._agents, *self._outlived]):
             self.emit(WriteDrained(job_id))
 
@@ -476,9 +453,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
 
     def destroy(self) -> Exception | None:
         """Drop every handle, destroy the agents, then end every job; from then on nothing can land.
-
-        Returns the InternalError to raise if an agent could not be destroyed, else None.
-        """
+        Returns the InternalError to raise if an agent could not be destroyed, else None."""
         # 1. Handles and lists: each that is kept keeps its agent.
         while self._posts:
             self._release(self._posts.pop())  # popped: the list itself would keep the handle

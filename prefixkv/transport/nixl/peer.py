@@ -15,16 +15,12 @@ from prefixkv.transport.routes import PeerMemory, Routes
 
 
 def nixl_name(peer: PeerId) -> str:
-    """Return the peer's name as a NIXL agent; it has the incarnation in it, so that a restarted
-    peer is never taken for its former self."""
+    """Return the agent's name, with the incarnation: a restarted peer has another."""
     return f"{peer.name}#{peer.incarnation}"
 
 
 class NixlPeer(LoopPeer):
-    """A peer with its descriptor lists.
-
-    `lists` holds (ours, theirs) by `WriteJob.route`.
-    """
+    """A peer with its descriptor lists, (ours, theirs) by `WriteJob.route`."""
 
     def __init__(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
         super().__init__(peer, metadata, memory)
@@ -33,10 +29,8 @@ class NixlPeer(LoopPeer):
         self.in_flight = 0  # posts of the present agent under way
 
     def load(self, agent: NixlAgent, routes: Routes) -> None:
-        """Load the peer into the agent and prepare its lists.
-
-        Raises HandshakeError, or what NIXL raises; `unload` undoes what was done by then.
-        """
+        """Load the peer and prepare its lists. Raises HandshakeError, or what NIXL raises; `unload`
+        undoes what was done by then."""
         name = nixl_name(self.peer)
         agent.load(name, self.metadata)
         self.loaded = True
@@ -46,7 +40,7 @@ class NixlPeer(LoopPeer):
         self.routes = routes
 
     def unload(self, agent: NixlAgent) -> None:
-        """Undo the peer's `load` into the agent, or as much of it as was done."""
+        """Undo `load`, or as much of it as was done."""
         self.routes = None
         # Popped one by one, so that a list that cannot be released is not tried a second time. The
         # lists go before the agent forgets the peer that they refer to.
@@ -60,10 +54,8 @@ class NixlPeer(LoopPeer):
                 agent.api.remove_remote_agent(nixl_name(self.peer))
 
     def detach_agent(self) -> list[Any]:
-        """Forget what the peer has of an agent that is destroyed elsewhere; return its lists.
-
-        Posts under way may still need them.
-        """
+        """Forget what the peer has of an agent that is destroyed elsewhere; return its lists, which
+        posts under way may still need."""
         lists = [prepared for pair in self.lists.values() for prepared in pair]
         self.lists.clear()
         self.routes, self.loaded, self.in_flight, self.retry_at = None, False, 0, 0.0

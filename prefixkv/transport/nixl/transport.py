@@ -1,8 +1,5 @@
 """The transport over NIXL, as other threads see it. One thread, which runs `nixl/loop.py`, makes
-every NIXL call.
-
-The thread waits at its inbox, so a call from outside wakes it at once, whatever it waits for.
-"""
+every NIXL call. It waits at its inbox, so a call from outside wakes it at once."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _START_TIMEOUT_S: Final = 120.0
 
 
 class NixlTransport(ThreadedTransport[NixlLoop]):
-    """The contract of `base.Transport`, kept over an agent of its own.
+    """The contract of `base.Transport`, over an agent of its own.
 
     The memory of `layout`, `staging` and `state`, all of it on the layout's device, is registered
     here and has to stay until `close()` has returned.
@@ -37,12 +34,9 @@ class NixlTransport(ThreadedTransport[NixlLoop]):
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
         staging: StagingArea | None = None, state: StateLayout | None = None,
     ) -> None:  # fmt: skip
-        """Start the thread, create the agent in it and register the memory; takes 0.05 to 0.5 s.
-
-        Raises:
-            ConfigError: a layout or an area breaks its laws.
-            Exception: whatever NIXL raises when it cannot start.
-        """
+        """Start the thread, create the agent in it and register the memory; may take .5 s. Raises
+        ConfigError if a layout or an area breaks its laws, and what NIXL raises when it cannot
+        start."""
         super().__init__(me, layout, staging, state)
         started: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(
@@ -70,28 +64,25 @@ class NixlTransport(ThreadedTransport[NixlLoop]):
 
     @property
     def metadata(self) -> bytes:
-        """Metadata of the agent as it was at the start. A later `renew` does not change it: only a
-        side that peers do not write to is renewed."""
+        """Metadata of the agent at the start. A later `renew` does not change it: only a side that
+        peers do not write to is renewed."""
         return self._metadata
 
     def expect(self, num_rooms: int) -> None:
-        """Tell the thread how many rooms peers may be writing now. See `base.Transport.expect`."""
         self._call(lambda loop: loop.expect(num_rooms))
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """Have the thread poll for `for_s` seconds, then emit Settled. See
-        `base.Transport.settle`."""
+        """Have the thread poll for `for_s` seconds, then emit Settled."""
         self._call(lambda loop: loop.settle(token, for_s))
 
     def renew(self) -> None:
-        """Have the thread replace its agent. See `base.Transport.renew`."""
         self._call(lambda loop: loop.renew(), or_raise=False)
 
     def _run(
         self, layout: KVLayout, sink: Sink, config: TransportConfig, staging: StagingArea | None,
         state: StateLayout | None, started: queue.SimpleQueue[bytes | Exception],
     ) -> None:  # fmt: skip
-        """Run the thread. All NIXL objects hang on `loop`, so they die when this frame ends."""
+        """All NIXL objects hang on `loop`, so they die when this frame ends."""
         try:
             loop = NixlLoop(self._me, layout, sink, config, staging, state)
             started.put(loop.metadata)

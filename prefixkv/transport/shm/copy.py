@@ -1,5 +1,4 @@
-"""The copies of the shm transport: from addresses of ours to a peer's memory that is mapped here,
-in one pass over the bytes where blocks are large.
+"""Copies from our addresses to a peer's mapped memory, in one pass where blocks are large.
 
 A job's blocks are cut into parts as for NIXL, but in another order: where runs lie inside each
 other's pages (the tokens of a slice of heads), a page's blocks come one after the other, so that
@@ -44,11 +43,8 @@ class Mapped(NamedTuple):
 
 
 def moved(table: RunTable, mapped: Sequence[Mapped]) -> RunTable:
-    """Return the peer's run table with our addresses, as copies need it.
-
-    Raises:
-        HandshakeError: a row is not inside what is mapped.
-    """
+    """Return the peer's run table with our addresses. Raises HandshakeError if a row is not inside
+    what is mapped."""
     if not len(table):
         return table
     blocks = sorted(mapped)
@@ -116,10 +112,8 @@ class _GroupPlan:
 
 
 class CopyPlan:
-    """The way in which each part of a job to one peer is copied.
-
-    Addresses are this process's. They stay valid as long as both pools do, and the peer is mapped.
-    """
+    """The way in which each part of a job to one peer is copied. Addresses are this process's,
+    valid as long as both pools, and the peer's map."""
 
     def __init__(self, runs: Runs, dst: RunTable) -> None:
         self._first_run = [group.first_run for group in runs.groups]
@@ -129,8 +123,7 @@ class CopyPlan:
         self._scratch: dict[int, Any] = {}  # buffers by unit, reused by each copy
 
     def copy(self, part: Part, src_pages: Pages, dst_pages: Pages) -> None:
-        """Copy blocks `part.start` to `part.stop` of the part's group into the mapped memory of a
-        peer. The pages are checked already."""
+        """Copy blocks `part.start` to `part.stop` of the part's group. The pages are checked."""
         plan = self._plans[self._first_run.index(part.group.first_run)]
         # 1. Bundles at equal steps: strided copies.
         if plan.heads is not None:
@@ -149,8 +142,7 @@ class CopyPlan:
             self._by_rows(plan, src, dst)
 
     def _move(self, plan: _GroupPlan, src: Int64s, dst: Int64s, counts: Int64s) -> None:
-        """Copy joined stretches to a peer, each by one memmove; places and counts become addresses
-        and bytes."""
+        """Each joined stretch by one memmove."""
         here = (src * plan.unit + plan.src.base).tolist()
         there = (dst * plan.unit + plan.dst.base).tolist()
         lengths = (counts * (plan.unit * plan.num_units)).tolist()
@@ -187,8 +179,7 @@ class CopyPlan:
             targets[d:d_end:dst_step] = sources[s:s_end:src_step]
 
     def _by_rows(self, plan: _GroupPlan, src: Int64s, dst: Int64s) -> None:
-        """Copy small blocks to a peer: gather them into the scratch buffer and scatter them from
-        there, piece by piece."""
+        """Gather small blocks into the scratch buffer and scatter them from there."""
         if plan.num_units > 1:
             inner = np.arange(plan.num_units, dtype=np.int64)
             src, dst = (src[:, None] + inner).ravel(), (dst[:, None] + inner).ravel()
@@ -211,8 +202,7 @@ def _rows(table: RunTable, runs: Runs) -> Int64s:
 
 
 def _plan(group: RunGroup, src: Int64s, dst: Int64s, runs: Runs) -> _GroupPlan:
-    """Plan the copies of one group of runs: the largest unit that divides everything, its sides,
-    and its bundles."""
+    """The largest unit that divides everything, the group's sides, and its bundles."""
     mine = slice(group.first_run, group.first_run + group.num_runs)
     src, dst = src[mine], dst[mine]
     # Units count from the lowest address of each side, so that places fit numpy's indices.
@@ -253,11 +243,8 @@ def _side(table: Int64s, base: int, unit: int, positions: Positions) -> _Side:
 
 
 def _bundle(group: RunGroup, src: Int64s) -> int:
-    """Return, for the plan of a copy, the number of neighbouring runs that begin within one stride
-    of the first of them.
-
-    1 if it is not the same in the whole group.
-    """
+    """Return the number of neighbouring runs that begin within one stride of the first; 1 if it is
+    not the same in the whole group."""
     if group.dense:
         return 1
     firsts, strides = src[:, 0, 0], src[:, 0, 3]
@@ -273,10 +260,8 @@ def _bundle(group: RunGroup, src: Int64s) -> int:
 def _places(
     plan: _GroupPlan, part: Part, src_pages: Pages, dst_pages: Pages
 ) -> tuple[Int64s, Int64s]:
-    """Return the places on both sides, in units, of the blocks that a copy of the part moves.
-
-    Ordered bundle by bundle, page by page inside a bundle, run by run inside a page.
-    """
+    """Return the blocks' places on both sides, in units, bundle by bundle, page by page inside a
+    bundle, run by run inside a page."""
     size, num_pages = plan.bundle, len(src_pages)
     a_bundle = size * num_pages
     first, last = part.start // a_bundle, (part.stop - 1) // a_bundle
@@ -292,8 +277,7 @@ def _places(
     num_runs = (last + 1 - first) * size
 
     def ordered(places: Int64s) -> Int64s:
-        """Return the places of a copy's blocks as [bundle, page, run], flat, cut to the part; given
-        [page, bundle, run]."""
+        """From [bundle, page, run] to flat, cut to the part."""
         return places.reshape(num_pages, -1, size).swapaxes(0, 1).ravel()[start:stop]
 
     return (

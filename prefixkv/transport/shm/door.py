@@ -56,10 +56,8 @@ class ShmListener:
         ranges: Sequence[tuple[int, int]],
         epoll: select.epoll,
     ) -> None:
-        """Open the door: start to listen for writers; `ranges` of the blocks may be written.
-
-        Raises OSError if the system has no such sockets.
-        """
+        """Start to listen; `ranges` of the blocks may be written. Raises OSError if the system has
+        no such sockets."""
         self._blocks, self._ranges = blocks, tuple(dict.fromkeys(ranges))
         self._epoll = epoll
         self._token = secrets.token_bytes(TOKEN_BYTES)
@@ -96,7 +94,7 @@ class ShmListener:
         return True
 
     def read_all(self, arrived: Callable[[bytes], None]) -> None:
-        """Read everything that writers have sent to the door so far."""
+        """Read everything that writers have sent so far."""
         # Only writers: a stranger has sent no tags. Over a copy, since a link may be dropped on the
         # way.
         for fd in list(self._links):
@@ -104,8 +102,7 @@ class ShmListener:
                 self._read(fd, arrived, 1 << 20)
 
     def turn_out(self, now_s: float) -> None:
-        """Close the links that have not said the token in time; watch the listener again if it is
-        time."""
+        """Close the links that have not said the token in time; watch the listener again if due."""
         if self._unwatched_until_s is not None and self._unwatched_until_s <= now_s:
             self._unwatched_until_s = None
             self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
@@ -114,7 +111,7 @@ class ShmListener:
                 self._drop(fd)
 
     def close(self) -> None:
-        """Close the door, its listener and all links: writers see that this side is gone."""
+        """Close the listener and all links: writers see that this side is gone."""
         for fd in list(self._links):
             self._drop(fd)
         self._listener.close()
@@ -147,10 +144,7 @@ class ShmListener:
         self._read(link.fileno(), arrived, 1)
 
     def _make_room(self) -> None:
-        """Close the oldest stranger if there are too many links or strangers.
-
-        Raises HandshakeError if all links are writers.
-        """
+        """Close the oldest stranger if there are too many. HandshakeError if all are writers."""
         strangers = [fd for fd, (_, until_s) in self._links.items() if until_s is not None]
         if len(strangers) < _MAX_STRANGERS and len(self._links) < _MAX_LINKS:
             return
@@ -159,7 +153,7 @@ class ShmListener:
         self._drop(strangers[0])
 
     def _read(self, fd: int, arrived: Callable[[bytes], None], limit: int) -> None:
-        """Read up to `limit` packets of a link: its token first, then tags."""
+        """Up to `limit` packets of a link: its token first, then tags."""
         link, until_s = self._links[fd]
         try:
             for _ in range(limit):

@@ -52,8 +52,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
         staging: StagingArea | None, state: StateLayout | None, met: Met | None = None,
     ) -> None:  # fmt: skip
-        """Start the loop and open its door, if all memory is shared. Raises OSError if the system
-        lacks what this needs."""
+        """Open the door, if all memory is shared. OSError if the system lacks what this needs."""
         super().__init__(layout, sink, config, staging, state, _BLOCKS_A_PART)
         self._met = met
         self._epoll = select.epoll()
@@ -93,10 +92,8 @@ class ShmLoop(TransportLoop[ShmPeer]):
     def turn(
         self, ready: Iterable[tuple[int, int]], commands: Iterable[Callable[[ShmLoop], None] | None]
     ) -> bool | None:
-        """Make one round: what came at sockets, then commands, then a part for each peer.
-
-        Returns whether anything was done for peers; None if a command was to end.
-        """
+        """Make one round: what came at sockets, then commands, then a part for each peer. Returns
+        whether anything was done for peers; None if a command was to end."""
         for fd, events in ready:
             self._guarded(partial(self._on_ready, fd, events))
         for command in commands:
@@ -170,7 +167,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
     # --- commands ---------------------------------------------------------------------------------
 
     def settle(self, token: Hashable) -> None:
-        """Have the loop answer in its next step, see `_tell_settled`."""
+        """Answer in the next step, see `_tell_settled`."""
         self._settling.append(token)
 
     # --- peers ------------------------------------------------------------------------------------
@@ -182,13 +179,13 @@ class ShmLoop(TransportLoop[ShmPeer]):
         self._connect(peer)
 
     def _forget_if_unused(self, peer: ShmPeer) -> None:
-        """Drop a removed peer and give its memory back at once: no copy is under way."""
+        """Its memory goes at once: no copy is under way."""
         if peer.removed and self._peers.get(peer.peer) is peer:
             del self._peers[peer.peer]
             peer.disconnect()
 
     def _connect(self, peer: ShmPeer) -> None:
-        """Begin to connect to a peer; `_advance_connect` continues once it has answered."""
+        """`_advance_connect` continues once the peer has answered."""
         peer.disconnect()
         try:
             # First of all, so that a layout that does not fit is refused by its own reason, and not
@@ -201,10 +198,8 @@ class ShmLoop(TransportLoop[ShmPeer]):
             self._lose(peer, error)
 
     def _advance_connect(self, peer: ShmPeer, now: float) -> bool:
-        """Make the next step for a peer that is not connected yet; return whether it moved.
-
-        Its answer, then its pages a stretch at a time, then its routes.
-        """
+        """Take the peer's answer, then its pages a stretch at a time, then its routes; return
+        whether it moved."""
         link = peer.link
         assert link is not None
         try:
@@ -230,10 +225,8 @@ class ShmLoop(TransportLoop[ShmPeer]):
         return True
 
     def _lose(self, peer: ShmPeer, error: Exception) -> None:
-        """Treat the peer as gone: what waits for it fails, a later write tries again.
-
-        If it was connected and nothing waits, nothing is reported: the next write finds out.
-        """
+        """What waits for the peer fails, a later write tries again. If it was connected and nothing
+        waits, nothing is reported: the next write finds out."""
         connected = peer.routes is not None
         # Its frames may hold the maps of the peer's memory.
         error = error.with_traceback(None)
@@ -274,8 +267,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         self.emit(Arrived(tag))
 
     def _tell_settled(self) -> None:
-        """Read all that the writers have sent, then emit Settled: a copy lands at once, and its tag
-        after it."""
+        """Read all that the writers have sent first: a copy lands at once, and its tag after it."""
         if self._door is not None:
             self._door.read_all(self._arrived)
         tokens, self._settling = self._settling, []
@@ -283,8 +275,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
             self.emit(Settled(token))
 
     def destroy(self) -> None:
-        """Give all memory of peers back, then end every job: nothing of ours can land from now
-        on."""
+        """Give all memory of peers back, then end every job: nothing of ours can land."""
         # Unmapped before the jobs end as drained.
         for peer in self._peers.values():
             peer.disconnect()

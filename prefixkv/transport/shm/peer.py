@@ -1,8 +1,8 @@
 """A peer as the writing side of the shm transport knows it: the connection, and its memory, mapped
 here. Owned by the transport's thread.
 
-The memory is a peer's file: it is checked before it is mapped (`wire.take`), and a hole in it
-is refused, since touching one would allocate memory on our side's account.
+The memory is a peer's file: it is checked before it is mapped (`wire.take`), and a hole in it is
+refused, since touching one would allocate memory on our side's account.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ShmLink:
     """One connection to a peer's door, from the greeting on."""
 
     def __init__(self, peer: PeerId, offer: bytes, memory: PeerMemory, epoll: select.epoll) -> None:
-        """Connect to a peer's door and say the token. Raises HandshakeError or OSError."""
+        """Connect and say the token. Raises HandshakeError or OSError."""
         found = read_offer(offer, peer)
         self._peer = peer
         self._epoll = epoll
@@ -76,14 +76,12 @@ class ShmLink:
 
     @property
     def is_whole(self) -> bool:
-        """True once the peer's memory is mapped and every page of it is there."""
+        """True once the memory is mapped and every page of it is there."""
         return self.answered and not self._unpopulated
 
     def on_ready(self, events: int) -> None:
-        """Take what came from a peer: the answer to the greeting, room for more tags, or the end.
-
-        Raises BlockingIOError if nothing came, HandshakeError, or PeerLostError.
-        """
+        """Take what came: the answer to the greeting, room for more tags, or the end. Raises
+        BlockingIOError if nothing came, HandshakeError, or PeerLostError."""
         # 1. Answered already, and the connection is up: room for tags.
         if self.answered and not events & (select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
             if events & select.EPOLLOUT:
@@ -128,13 +126,10 @@ class ShmLink:
         return here - block.address
 
     def populate(self) -> None:
-        """Bring one stretch of the peer's pages into this process's page table.
+        """Bring one stretch of pages into this process's page table, so that no copy waits for it.
 
-        So no copy waits for that later. Only pages that the Hello names, and only those that the
-        peer has itself.
-
-        Raises:
-            HandshakeError: memory cannot be had, or has a hole, which would become memory of ours.
+        Only pages that the Hello names, and that the peer has itself. Raises HandshakeError if
+        memory cannot be had, or has a hole, which would become memory of ours.
         """
         if not self._unpopulated:
             return
@@ -166,11 +161,8 @@ class ShmLink:
             self._close_files()
 
     def plans(self, routes: Routes) -> dict[str, CopyPlan]:
-        """Return the plans of all copies into a peer's memory, by route.
-
-        Raises:
-            HandshakeError: the peer has handed over less than it has named.
-        """
+        """Return the plans of all copies, by route. Raises HandshakeError if less was handed over
+        than named."""
         return {
             route: CopyPlan(runs, moved(runs.dst, self.mapped))
             for route, runs in routes.by_name().items()
@@ -180,12 +172,8 @@ class ShmLink:
     # --- tags -------------------------------------------------------------------------------------
 
     def tell(self, tag: bytes) -> None:
-        """Send a tag to a peer, now or once the peer reads again.
-
-        Raises:
-            PeerLostError: the connection is gone.
-            TransferError: the peer has not read for so long that no more tags are kept for it.
-        """
+        """Send a tag, now or once the peer reads again. Raises PeerLostError if the connection is
+        gone, TransferError if it has not read for so long that no more tags are kept."""
         if len(self._unsent) >= _MAX_UNSENT_TAGS:
             raise TransferError(f"{self._peer.name} does not read its notifications")
         self._unsent.append(tag)
@@ -216,11 +204,8 @@ class ShmLink:
         self._epoll.modify(self.fd, select.EPOLLRDHUP | more)
 
     def close(self) -> None:
-        """Close the connection to a peer and unmap its memory; plans of it must not be used any
-        more.
-
-        They hold addresses, not the maps.
-        """
+        """Close the connection and unmap the memory. Plans hold addresses, not the maps: do not use
+        them any more."""
         with suppress(OSError):
             self._epoll.unregister(self.fd)
         self.socket.close()
@@ -252,7 +237,7 @@ def _ranges_of(memory: PeerMemory) -> list[tuple[int, int]]:
 
 
 class ShmPeer(LoopPeer):
-    """A peer with the connection to its door and the plans of copies into its memory."""
+    """A peer with the connection to its door and the plans of copies."""
 
     def __init__(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
         super().__init__(peer, metadata, memory)
@@ -260,7 +245,7 @@ class ShmPeer(LoopPeer):
         self.plans: dict[str, CopyPlan] = {}
 
     def disconnect(self) -> None:
-        """Close the connection to a peer and give its memory back."""
+        """Close the connection and give the memory back."""
         # The plans go first: they hold addresses of what is unmapped below.
         self.routes = None
         self.plans.clear()

@@ -25,11 +25,8 @@ _DEFAULTS: Final = TransportConfig()
 
 
 class ShmTransport(ThreadedTransport[ShmLoop]):
-    """The contract of `base.Transport`, kept by copies into mapped memory of peers.
-
-    Of the config it uses `post_bytes` (the size of a part; a job can be cancelled between two
-    parts) and the pauses. `renew` is never needed.
-    """
+    """The contract of `base.Transport`, by copies into mapped memory of peers. A job can be
+    cancelled between two parts, of `post_bytes`. `renew` is never needed."""
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
@@ -41,9 +38,7 @@ class ShmTransport(ThreadedTransport[ShmLoop]):
         `met` is called by the thread for each peer that was added or connected again: with None
         once its memory is mapped, else with the reason why it is not. If it returns True for one
         that is not mapped, another transport has taken the peer over, and nothing more is reported.
-
-        Raises:
-            ConfigError: a layout or an area breaks its laws, or the system has no such sockets.
+        Raises ConfigError: a layout or an area breaks its laws, or the system has no such sockets.
         """
         try:
             super().__init__(me, layout, staging, state)
@@ -66,15 +61,12 @@ class ShmTransport(ThreadedTransport[ShmLoop]):
             raise
 
     def expect(self, num_rooms: int) -> None:
-        """Do nothing but check that the transport is open: tags wake its thread by themselves."""
+        """Only check that the transport is open: tags wake its thread by themselves."""
         self._call(lambda loop: None)
 
     def settle(self, token: Hashable, for_s: float) -> None:
-        """Have the thread emit Settled as soon as all tags that were sent are read. See
-        `base.Transport.settle`.
-
-        No kernel holds a copy back, so `for_s` is not needed.
-        """
+        """Emit Settled as soon as all tags that were sent are read. No kernel holds a copy back, so
+        `for_s` is not needed."""
         self._call(lambda loop: loop.settle(token))
 
     def say(self, event: TransportEvent) -> None:

@@ -1,5 +1,4 @@
-"""The protocol between two shm transports: the offer that travels in Hello, and the packets of the
-connection between them.
+"""The protocol of two shm transports: the offer in Hello, and the packets between them.
 
 Decode listens on an abstract unix socket. The offer names it, with a token that only the control
 plane carries. Prefill connects, says the token, and gets descriptors of the memory (SCM_RIGHTS)
@@ -66,8 +65,8 @@ _Range = tuple[_Address, _NumBytes]
 
 
 class _Memory(msgspec.Struct, frozen=True, array_like=True):
-    """The memory that is handed over. `blocks` belong to the descriptors that come with the
-    message, in their order; `ranges` of them may be written."""
+    """`blocks` belong to the descriptors that come with the message, in their order; `ranges` of
+    them may be written."""
 
     blocks: Annotated[tuple[_Range, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
     ranges: Annotated[tuple[_Range, ...], msgspec.Meta(max_length=MAX_RANGES)]
@@ -85,12 +84,8 @@ def pack_offer(offer: ShmOffer) -> bytes:
 
 
 def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
-    """Return the offer of a transport in these bytes.
-
-    Raises:
-        HandshakeError: they are no offer, or that of another peer or another machine.
-        OSError: the kernel cannot be asked which boot this is.
-    """
+    """Return the offer in these bytes. Raises HandshakeError if it is none, or that of another peer
+    or machine; OSError if the kernel cannot be asked which boot this is."""
     if not raw.startswith(MAGIC):
         raise HandshakeError("shm offer", MAGIC, raw[: len(MAGIC)])
     try:
@@ -105,10 +100,8 @@ def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
 
 
 def boot_id() -> str:
-    """Return the kernel's id of this boot, which an offer names, "" if it has none to be read.
-
-    Raises OSError: it cannot be read now, without descriptors, say.
-    """
+    """Return the kernel's id of this boot, "" if it has none. Raises OSError if it cannot be read
+    now, without descriptors, say."""
     try:
         return _BOOT.read_text().strip()
     except (FileNotFoundError, PermissionError):
@@ -131,8 +124,8 @@ def listen(door: str) -> socket.socket:
 
 
 def connect(door: str) -> socket.socket:
-    """Return a connection to this door of another shm transport. Raises OSError if there is no
-    listener, HandshakeError if it runs as another user."""
+    """Return a connection to this door. Raises OSError without a listener, HandshakeError if it
+    runs as another user."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         # Any process could listen under this name: the user is checked before the token is said.
@@ -145,11 +138,8 @@ def connect(door: str) -> socket.socket:
 
 
 def check_user(link: socket.socket) -> None:
-    """Raise HandshakeError unless the process at the other end of a connection runs as this
-    process's user.
-
-    The kernel remembers the user from when the other end connected, or began to listen.
-    """
+    """Raise HandshakeError unless the other end runs as this process's user, as the kernel
+    remembers from when it connected, or began to listen."""
     raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(raw)
     if user != os.geteuid():
@@ -159,8 +149,7 @@ def check_user(link: socket.socket) -> None:
 def hand_over(
     link: socket.socket, blocks: Sequence[SharedBlock], ranges: Sequence[tuple[int, int]]
 ) -> None:
-    """Send the descriptors of our shared memory over a connection, and say which parts of it may be
-    written. Raises OSError."""
+    """Send the descriptors of our shared memory, and which parts may be written. Raises OSError."""
     words = _Memory(tuple(block[:2] for block in blocks), tuple(ranges))
     fds = array.array("i", [block.fd for block in blocks])
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, fds.tobytes())
@@ -168,16 +157,10 @@ def hand_over(
 
 
 def take(link: socket.socket, max_ranges: int) -> Handed:
-    """Receive what `hand_over` sent over a connection, descriptors of the peer's memory, and check
-    it.
+    """Receive and check what `hand_over` sent: at most `max_ranges` ranges, and as many blocks.
 
-    Args:
-        max_ranges: number of ranges that the peer has named; it may hand over no more, nor more
-            blocks.
-
-    Raises:
-        BlockingIOError: nothing has come yet.
-        HandshakeError: it is not as it has to be; all descriptors are closed.
+    Raises BlockingIOError if nothing has come yet, HandshakeError, with all descriptors closed, if
+    it is not as it has to be.
     """
     size = array.array("i").itemsize
     # The buffers bound what a peer can make this process receive, descriptors included.
@@ -218,11 +201,8 @@ def take(link: socket.socket, max_ranges: int) -> Handed:
 
 
 def check_file(block: SharedBlock) -> None:
-    """Raise HandshakeError unless the file that a peer handed over is as long as was said and can
-    never become shorter.
-
-    Otherwise the peer could cut it, and a copy into it would end this process by SIGBUS.
-    """
+    """Raise HandshakeError unless a file is as long as was said and can never become shorter: else
+    a copy into it could end this process by SIGBUS."""
     try:
         seals = fcntl.fcntl(block.fd, fcntl.F_GET_SEALS)
         size, page = os.fstat(block.fd).st_size, os.fstatvfs(block.fd).f_bsize
@@ -254,8 +234,7 @@ def _check_places(blocks: Iterable[SharedBlock], ranges: Iterable[tuple[int, int
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close all descriptors that came over a connection; one that cannot be closed is passed
-    over."""
+    """Close all descriptors; one that cannot be closed is passed over."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
