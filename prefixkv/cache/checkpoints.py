@@ -1,21 +1,13 @@
-"""Checkpoints: extra state of a model with which computing can go on behind a cached prefix.
+"""Checkpoints: states of a model from which computing can go on behind a cached prefix.
 
-The radix tree holds pages. A recurrent layer has no page for a token: it has one state, after some
-number of tokens. A *checkpoint* is such a state, saved in a slot at the end of a page. It is found
-by the id of that page: an id in the tree names one path and one depth, whatever nodes split or
-merge. So the tree knows nothing of checkpoints.
+A recurrent layer has no page for a token. It has a single state, after some number of tokens. A
+*checkpoint* is such a state, saved in a slot at the end of a page and found by that page's id: an
+id in the tree names one path and one depth, whatever nodes split or merge. So the tree knows
+nothing of checkpoints. Layers with a window have pages before a checkpoint; overlapping checkpoints
+share them.
 
-    dense     pages of the path that have their KV here
-    resume    depth of the deepest checkpoint on that path: computing can go on there, and nowhere
-              else
-
-Layers that keep a window have pages of their own before the end of a checkpoint instead, or beside
-it. They are kept by whom `keeper` says, and counted: overlapping checkpoints share them.
-
-The slots are the owner's to fill: `take` gives a free one, `save` enters it with what was copied
-into it, `give_back` returns it unused. Where none is free the checkpoint that is least worth
-keeping goes: first those that are *superseded*, as the request that went on from them has saved a
-deeper one; a session moves on, and needs the old one again only where it branches.
+Where no slot is free, the checkpoint least worth keeping goes. *Superseded* checkpoints go first:
+their request has saved a deeper one, and needs the old one only where the session branches.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Changes of a tree, for routers, host tiers and tests.
 
-The tree notes *changes*: tokens and page ids as it has them, nothing computed. Listeners make
-*events* of them with `PagePaths`, in a thread of their choice: page keys for a listener in process
-(`EventFeed.take`), or the block hashes of other engines (`prefixkv.kv_events`).
+The tree notes *changes*: tokens and page ids, nothing computed. Listeners turn them into *events*
+in a thread of their choice: page keys (`EventFeed.take`) or block hashes (`prefixkv.kv_events`).
 
-A page key is the digest of a page's tokens and of the key of the page before. So it stands for a
-page together with all tokens before it and is the same in every process: a router can look a prompt
-up without holding tokens. `EventBatch`es are numbered, so that a listener in another process
-notices a gap. It then asks for a full batch (`EventFeed.take(snapshot=True)`).
-
-Source: keys chained by hashes, as the block hashes of vLLM's prefix cache.
+A page key is the digest of a page's tokens and of the key of the page before. It stands for all
+tokens up to its end, and is equal in every process. `EventBatch`es are numbered, so a listener
+notices a gap and asks for a full batch (`EventFeed.take(snapshot=True)`).
 """
 
 from __future__ import annotations

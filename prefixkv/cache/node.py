@@ -1,13 +1,9 @@
-"""A node of the radix tree: a run of pages, and the staircase of uses over them.
+"""A node of the radix tree: a run of pages, and the marks of uses on it.
 
-A use covers a prefix, so it is enough to leave one mark on the last page it covers: the history of
-a page is the fold of all marks at it or below it. Marks inside a node lie on `steps`, the one at
-its last page in `mark`; between two marks every page has the same history (a tread). When pages go,
-their marks fold into the page above. So nothing is copied up the path at a use, a branch may be
-merged or split anywhere without changing any page's history, and a use costs the same at every
-depth.
-
-Depths are absolute, in pages from the root, so that splitting and merging renumber nothing.
+A use covers a prefix, so it leaves a single mark, on its last page. The history of a page is the
+fold of all marks at it or below. Marks inside a node lie on `steps`, that of its last page in
+`mark`. When pages go, their marks fold into the page above. So a use costs the same at every depth,
+and splits and merges change no history. Depths are absolute, in pages from the root.
 """
 
 from __future__ import annotations

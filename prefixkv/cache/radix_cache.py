@@ -1,17 +1,13 @@
 """A radix cache: which pages of the KV pool hold the KV of which tokens, by prefix.
 
-Prompts that begin alike share the pages of what they have in common. The tree's edges are labelled
-with runs of tokens, whole pages of them; a node owns the page ids of its run. Looking a prompt up
-walks down from the root, comparing one run after the other, and what was walked is the cached
-prefix. Four things happen to the tree:
+Edges are labelled with runs of tokens, in whole pages; a node owns the page ids of its run.
 
     match_prefix   looks, and changes nothing
     lock, unlock   hold a prefix in place while a request uses it
     insert         adds what a request has computed
     evict          takes back the pages least worth keeping, from the ends of the branches
 
-A node exists only where it must: where branches part, and where a lock ends. Everything else is
-merged, so the shape of the tree says nothing about how it came about, and the walk is short.
+A node exists only where branches part or a lock ends. Everything else is merged.
 """
 
 from __future__ import annotations

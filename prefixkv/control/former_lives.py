@@ -1,13 +1,11 @@
 """Which lives of peers are over, and what a Hello has to prove.
 
-Lives are random numbers, so none is newer than another by itself. Under one name the later accepted
-handshake wins, and the life before it is over: its frames are refused, by name. A handshake is
-accepted only if it repeats a number that was made after the life before was known (`nonce`). So a
-late frame of a process that is gone cannot replace a live one.
+Lives are random numbers without an order. Under one name the later accepted handshake wins, and
+frames of the life before are refused. A handshake has to repeat a `nonce` that was made after the
+life before was known, so a late frame of a dead process cannot replace a live one.
 
-What is kept is bounded: `PER_NAME` lives of each of `MAX_NAMES` names; those heard of last are kept
-longest. A life that was forgotten can come back only by a handshake, so only if it lives; then the
-one before it is over, and hears so.
+`PER_NAME` lives of each of `MAX_NAMES` names are kept, the last heard of longest. A forgotten life
+comes back only by a handshake, so only if it lives.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""The order in which waiting requests are tried. Three groups, each tried only when the one before
-is empty:
+"""The order in which waiting requests are tried. A group is tried when the one before is empty:
 
     returned    admitted before (retracted, or to be asked for again): the last to return first
     overdue     the request that has waited longest, once that is `patience_s`
-    the rest    in the order of an `AdmissionPolicy`, which may let requests overtake one that does
-                not fit
+    the rest    in the order of an `AdmissionPolicy`
 
-Only requests in line in an open lane have a turn (`lanes.py`), and none whose lane is limited
-(`aside.py`): that waits for its worker's share, which is no reason for others to wait.
+Only requests in an open lane (`lanes.py`) have a turn. Those of a limited lane (`aside.py`) wait
+for their worker's share and hold up no others.
 """
 
 from __future__ import annotations

@@ -21,21 +21,13 @@ class PreallocBudget:
         admit if and only if  need <= space - max(reserved, single)
                          and  remaining <= space + private_pages
 
-    `reserved` is the sum over the admitted requests of the pages kept for the growth of each: its
-    `remaining`, but at most `reserve_pages`. So nothing is kept that a request can never write.
+    `reserved` sums each request's `remaining`, at most `reserve_pages` of it. `single` is the most
+    that any request may still need, less what retracting the others would free: max(remaining_i +
+    private_i) - private_pages. A request with its KV on its way cannot be retracted, so its private
+    pages count as 0; else several such requests could run with no page left.
 
-    `single` is the most that any one admitted request may still need, less what retracting the
-    others would free:
-
-        max over i of  remaining_i - (private_pages - private_i)
-            =  max(remaining_i + private_i) - private_pages
-
-    A request with its KV still on its way counts too. It cannot be retracted, so its private pages
-    count as 0. Without it, several such requests could come to run with no page left and none of
-    them retractable. A page that a request takes moves from its `remaining` to its `private`. So
-    the sum of the two is constant while it runs, and a heap of these sums, with lazy deletion,
-    gives the maximum. `reserve_pages`: pages kept back for each active request, as far as it may
-    still grow.
+    A page that is taken moves from `remaining` to `private`. So their sum is constant while a
+    request runs, and a heap with lazy deletion gives the maximum.
     """
 
     def __init__(self, reserve_pages: int) -> None:

@@ -1,12 +1,9 @@
-"""Prompts that decode's engine computes itself: how far each is, and how long its passes take.
+"""Prompts that decode's engine computes: how far each is, and how long its passes take.
 
-A prompt is *new* until `begin` hands it out, then computed up to some token until `advance` brings
-it to its end. One that ends before is *left*: the device may still write its pages, until the
-engine says that it is done.
-
-An engine works in passes: a forward of its batch, of chunks of prompts, or both. A pass begins
-where the one before ended, or when it got something to do; so no call of the engine's is needed to
-measure it.
+A prompt is *new* until `begin` hands it out, then computed until `advance` brings it to its end. A
+prompt that ends before is *left*: the device may write its pages until the engine says it is done.
+A pass is a forward of the batch, of chunks of prompts, or both. It begins where the pass before
+ended, or when there was work, so it is measured without a call of the engine's.
 """
 
 from __future__ import annotations

@@ -2,18 +2,11 @@
 
     seconds = pass + per_running * running + per_prompt * prompts + per_token * tokens
 
-`running` requests get a token each. Beside them chunks of `prompts` are computed, of `tokens` in
-all; what these add to a step is the last two terms. On a GPU the first term is often all of it,
-since launching takes that long, whatever is launched.
-
-Least squares, in which old passes fade, and short ones weigh more. The terms begin near 0, those of
-a pass and of a prompt nearest, so what was never told apart is put down to requests and tokens. No
-term is below 0.
-
-A pass that takes far longer than expected is a stall, and counts only as far as usual ones vary;
-the third one in a row is a change, after which older ones fade fast. Of the first passes of a kind
-a stall shows only afterwards: by one that takes far less than they would have it. Then they are
-forgotten, since no pass takes less time than its work.
+Least squares, in which old passes fade and short ones weigh more. Terms begin near 0 and are never
+below it; those of a pass and a prompt begin nearest, so requests and tokens take what was never
+told apart. A far too long pass is a stall and counts only as far as usual passes vary; the third in
+a row is a change, after which old passes fade fast. A stall among the first passes shows by a later
+pass that is far shorter; then the first ones are forgotten.
 """
 
 from __future__ import annotations

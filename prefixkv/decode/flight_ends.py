@@ -1,13 +1,12 @@
 """Ends of flights that are not committed: what a flight holds is released, or handed on, once.
 
-    a load is under way      its pages are held by its key until the copy has ended
-    its room is open         its pages are the room's until that is drained: prefill knows the page
-                             ids, and a posted write cannot be called back
-    the engine computes it   its pages stay its request's until the engine says that the device is
-                             done; so too where it has computed it, and its event is not done
-    none of these            its pages are free at once
+    a load is under way      its key holds the pages until the copy has ended
+    its room is open         the room holds them until it is drained: a posted write cannot be
+                             called back
+    the engine computes it   they stay its request's until the device is done
+    none of these            they are free at once
 
-A flight that ends takes with it all that wait for it: their requests ask again.
+All flights that wait for an ended flight end too: their requests ask again.
 """
 
 from __future__ import annotations

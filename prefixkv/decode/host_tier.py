@@ -1,22 +1,14 @@
 """Decode's second tier: what the device's pool cannot keep stays in host memory.
 
-Two trees of one class over two pools. The device's tree, its locks and its evictions are as without
-a host tier; the host's tree has what was copied there, and nothing in it waits for the device:
+Two trees of one class over two pools, with copies in both directions:
 
-    write   behind a request's end. Its path is *due*; when its turn comes, the path on the device
-            and its prefix in the host's tree are pinned, host pages are taken, and a copy begins.
-            What the device has evicted by then is not written, and what it has still to write
-            (`computed`) waits. No eviction waits for a copy, but for those that read what it would
-            take.
-    load    at admission. The device pages are taken as for pages that prefill sends; the host's
-            path is pinned, and the copy runs beside the transfer of the rest. It is a flight
-            (`inflight.py`), so others join it, and what it brought goes to the tree as it ends.
+    write   behind a request's end. Both prefixes are pinned while it runs. An eviction waits for
+            it only where it would take the pages that are read.
+    load    at admission, beside the transfer of the rest. It is a flight (`inflight.py`), so others
+            join it. Its device pages are HELD if the flight ends before the copy.
 
-    host page     FREE -> OWNED (a write fills it) -> CACHED -> OWNED (evicted) -> FREE
-    device page   that a load fills: OWNED by the load's flight; HELD if that ends before the copy
-
-Only decisions are made here. `take_orders` gives the copies to be made, `ended` takes what became
-of them. The laws T1 to T8 (docs/architecture.md) are checked by `check_invariants`.
+Only decisions are made here: `take_orders` gives the copies, `ended` takes what became of them.
+Laws T1 to T8 are in docs/architecture.md.
 """
 
 from __future__ import annotations

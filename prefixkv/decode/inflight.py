@@ -1,18 +1,13 @@
 """Pages that several requests need, and that are on their way, are sent once.
 
-Each admitted request's transfer is a *flight*: it brings the pages that the request found neither
-in the tree nor on their way already. Those on their way belong to another flight, which it *joins*;
-its own flight brings the rest only, and can be committed when the one it joined has been. So
-flights form trees, each pointing to the one at the end of which it continues:
+An admitted request's transfer is a *flight*. It brings what is neither in the tree nor on its way,
+and *joins* the flight that brings the rest; it is committed after that one. So flights form trees:
 
-    a: [0, 9)    b joined a at 6: [6, 8)    c joined b at 8: [8, 12)    c waits for b, b for a
+    a: [0, 9)    b joined a at 6: [6, 8)    c joined b at 8: [8, 12)
 
-What a request finds in host memory is a flight too, a *load*: it has no owner, and the request
-joins it. A copy brings it, and everything else about it is as with any flight.
-
-A flight that loses its request to an abort continues without an owner, for as long as another waits
-for it. A flight that will not arrive takes with it all that wait for it; their requests ask again
-for what they lack.
+A copy from host memory is a *load*: a flight without an owner. A flight that loses its request goes
+on while another waits for it. One that will not arrive ends all that wait: their requests ask
+again.
 """
 
 from __future__ import annotations
@@ -38,18 +33,11 @@ StartKey: TypeAlias = tuple[Hashable, int, bytes]
 class Flight:
     """One request's pages on their way.
 
-    Args:
-        owner: its request; None once that has gone, while other flights wait for the pages, and for
-            a load.
-        request: what the engine submitted; of a load, the first that joined it.
-        prefill: the address of the prefill worker that sends it; "" for a load.
-        room_key: of its room. Of a load a key of its own, which holds its pages where it ends
-            before its copy (see `host_tier.py`).
-        key: its tokens, up to `kv_len`: they do not change while it is on its way.
-        pages: the request's; the flight brings those at [start_pages, end_pages) of its row, whole
-            pages only. What is computed here behind a part that is sent is not among them.
-        joined: the flight that brings what is before `start_pages` and not in the tree.
-        number: counts the flights up.
+    A load has `prefill` of "", the first request that joined it as `request`, and a `room_key` of
+    its own, which holds its pages where it ends before its copy. `owner` is None for a load, and
+    once the request has gone while others wait. `key` does not change while it is on its way. It
+    brings the whole pages at [start_pages, end_pages) of the request's row, without those that are
+    computed here; `joined` brings those before that are not in the tree.
     """
 
     owner: DecodeRequest | None

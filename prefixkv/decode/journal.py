@@ -3,10 +3,8 @@
     arrived -- pages --> admitted -- transfer, or compute --> transferred -- flight --> committed
     committed -- engine --> first token
 
-The request keeps each of these times, of the first time it happened. Between two of them lies a
-wait, named by its reason; "load" in place of "flight" where it waits for a copy from host memory. A
-request that joined no flight skips one: its engine's part begins when its pages are there, for the
-engine to pop.
+A request keeps the first time of each. The wait between two is named by its reason: "load" in place
+of "flight" for a copy from host memory. A request that joined no flight has no "flight".
 """
 
 from __future__ import annotations

@@ -58,35 +58,24 @@ class _Cut(NamedTuple):
 class DecodePreallocQueue:
     """Waiting requests, and the passes that admit those that fit. Owned by the scheduler's thread.
 
-    A request that the running ones cannot make room for steps aside (`aside.py`).
-
-    The order rests on estimates: the result of the match when the request came, or was last looked
-    at. A request is admitted only after another look, which repeats the match if the tree has
-    changed, and recounts what locking the match would take out of the evictable pages. A pass makes
-    at most `MAX_LOOKS` looks that admit nothing, and none at a request that did not fit before and
-    for which nothing has changed since (`PageManager.version`). A request that cannot fit by its
-    estimate gets no look; looks that are left over go to the oldest estimates, so that none stays
-    wrong for long. The tree evicts the cached prefixes of waiting requests last (`wants.py`).
-
-    `add` and each admission cost O(log waiting). A pass that admits nothing costs no more, times
-    the number of prefill workers that requests wait for.
+    The order rests on estimates. A request is admitted only after another look, which repeats the
+    match if the tree has changed. A pass makes at most `MAX_LOOKS` looks that admit nothing, and
+    none where nothing has changed since the last (`PageManager.version`); spare looks go to the
+    oldest estimates. Requests that the running ones cannot make room for step aside (`aside.py`).
+    `add` and an admission cost O(log waiting), a pass without one that times the prefill workers
+    that requests wait for.
 
     Args:
-        reserve_tokens: space kept for a request's output when it is admitted (never more than it
-            may still generate).    policy: a name, or an `AdmissionPolicy`.
+        reserve_tokens: space kept for a request's output when it is admitted.
         patience_s: a request that has waited this long is overtaken by nothing.
-        waiting_timeout_s: how long a request may wait to be admitted, if it sets no `deadline_s` of
-            its own; and how long one may that was admitted before and came back, in any case.
-        shares: of prefill workers.
-        lanes: which of them answer.
-        prospects: which pages can come back.
-        protect: whether the cached prefixes of waiting requests are evicted last.
-        computes: whether what a request lacks may be computed here. Then one that lacks nothing
-            leaves its last page: something has to be computed to sample its first token.
-        host: loads what host memory has behind what is here, or on its way; None: no host memory.
-        sources: says whether that is worth it.
-        points: checkpoints of extra state; then `chooses_here` says, when a request is admitted,
-            whether it is computed here.
+        waiting_timeout_s: for requests without a `deadline_s`, and for all that come back.
+        protect: whether the cached prefixes of waiting requests are evicted last (`wants.py`).
+        computes: a request that lacks nothing leaves its last page, since its first token needs a
+    computed one.
+        sources: says whether a load from `host` is worth it.
+        points: checkpoints of extra state; `chooses_here` then says at admission whether a request
+            is
+    computed here.
     """
 
     def __init__(

@@ -48,15 +48,12 @@ ACTIVE = CAN_RUN | {DecodeState.PREALLOCATED}
 class DecodeRequest(PagedRequest[DecodeState]):
     """One request on a decode worker. Made by `add`; the engine reads its fields, and changes none.
 
-    `output_limit` is the length that `output` may reach before `append_many` has to look at the
-    request: up to there its pages suffice. It is 0 while the request does not run, so that
-    `append_many` looks, and refuses it. `prefill` is the address of the prefill worker that it goes
-    to: the request's, until `retarget` names another.
-
-    With checkpoints of extra state, one of `pop_local` goes on from the state in `checkpoint_slot`,
-    -1 where `prefix_len` is 0; the engine copies it before it computes the first chunk. It saves
-    states at each of `stops` (tokens, ascending): see `DecodeNode.save_state`. Where prefill has
-    sent all but the end, `checkpoint_slot` is `state_slot`, and the first stop is `prefix_len`.
+    Up to `output_limit` tokens its pages suffice. It is 0 while the request does not run, so that
+    `append_many` looks, and refuses it. `prefill` is the worker that it goes to, until `retarget`
+    names another. With checkpoints, a request of `pop_local` goes on from the state in
+    `checkpoint_slot` (-1 where `prefix_len` is 0) and saves states at `stops` (tokens, ascending).
+    Where prefill has sent all but the end, the slot is `state_slot`, and the first stop is
+    `prefix_len`.
     """
 
     __slots__ = (

@@ -1,16 +1,11 @@
 """The decode side without threads or sockets: queues, budget and pages behind one object.
 
-It asks the control plane for rooms by commands (`take_commands`). The control plane reports what
-became of them through `room_ended`, `room_drained` and `room_overdue`. `runtime/decode_node.py`
-connects it to threads; the tests connect it to a simulated network.
+It asks the control plane for rooms (`take_commands`), and hears of them by `room_ended`,
+`room_drained` and `room_overdue`. States and ends of requests are here. The rest is of its parts:
+`prealloc_queue.py`, `targets.py`, `asking.py`, `compute_choice.py`, `transfer_queue.py`,
+`flight_ends.py`, `growth.py`.
 
-The states of requests and their ends are here. The rest is of its parts: what waits for pages
-(`prealloc_queue.py`), the prefill worker of each (`targets.py`), how it gets what it lacks
-(`asking.py`, `compute_choice.py`), what is on its way (`transfer_queue.py`, `flight_ends.py`), and
-pages for the next token (`growth.py`).
-
-Source: SGLang's decode queues (`disaggregation/decode.py`); `pop_preallocated` and
-`pop_transferred` keep their names.
+Source: SGLang's decode queues (`disaggregation/decode.py`), with the names of its pops.
 """
 
 from __future__ import annotations
@@ -87,33 +82,25 @@ from prefixkv.settings import check_flag, check_time, whole_count
 class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     """The requests of one decode rank, from `add` to their end. Owned by the scheduler's thread.
 
-    Each way in which a request can end releases its lock and its pages, or hands them on, once:
+    Each end of a request releases its lock and its pages, or hands them on, once:
 
         finish, retract          cache_finished   whole pages to the tree, tail freed
         fail or abort, drained   drop             own pages freed
         fail or abort, not yet   hold             own pages belong to the room until it is drained
         abort, others wait       nothing          the flight keeps them, without an owner
-        it was being computed    drop             own pages freed, once the device is done: `after=`
-                                                  of the abort, else of `pop_failed`
+        it was being computed    drop             own pages freed, once the device is done (`after=`)
 
     Args:
-        max_retries, retarget: how often prefill is asked again when a transfer fails, and which
-            one: see DecodeConfig.
-        admission, patience_s, waiting_timeout_s, shares, protect_waiting: see
-            `DecodePreallocQueue`.
-        lanes: which prefill workers answer; None: all are assumed to. Where lanes are gated, the
-            scheduler asks about each worker by `MeetPrefill`, and gets the answer through
-            `prefill_ready`, `prefill_away` and `prefill_lost`.
-        name: this worker's name; a request may name no other in `Request.decode`.
-        ticket: draws a number for each use of a room, never the same one twice; in a service one
-            that no other process can guess. None: they are counted.
-        weights_version: version of the weights that it begins with.
-        sources: decides what the engine computes itself; None: nothing. With `ask` "late" in its
-            config, `pop_needs_prefill` returns first attempts too.
-        host: pages of host memory, their eviction policy, and whether all are ready at once; None:
-            no host memory. `take_copies` gives its copies.
-        checkpoint_tokens: where `pages` has checkpoints, the depth of each is a multiple of it.
-            Without checkpoints nothing is computed here of requests with extra state or windows.
+        lanes: which prefill workers answer; None: all. With gated lanes `MeetPrefill` asks about
+            each,
+    and `prefill_ready`, `prefill_away` and `prefill_lost` answer.
+        ticket: draws a number for each use of a room, never twice the same. In a service no other
+    process may guess it. None: they are counted.
+        sources: decides what the engine computes itself; None: nothing. With `ask` "late",
+    `pop_needs_prefill` returns first attempts too.
+        checkpoint_tokens: each checkpoint's depth is a multiple of it. Without checkpoints nothing
+            is
+    computed here of requests with extra state or windows.
     """
 
     def __init__(

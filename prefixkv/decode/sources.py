@@ -1,34 +1,19 @@
 """The source of the part of a prompt that decode lacks: its own compute, or a prefill worker.
 
-The decision is made when a request is admitted, where it is known what is cached, what is on its
-way, and what the batch does. The rule:
+The choice falls at admission, when the cache, the flights and the batch are known:
 
     1. more than `below` tokens: prefill
-    2. at most `_ALWAYS` of them: here, since a transfer's round trip costs more than a step
-    3. never measured: here, as long as little is due here; but prefill, if that is what is not
-       measured, and it has no promise to answer
-    4. else the least of `seconds * weight + later` (`fair`), of all ways by what was measured
-    5. the other one, if it was not measured lately, and what it takes longer is at most
-       `TRY_SHARE` of the seconds that all requests took since the last such try
+    2. at most `_ALWAYS` of them: here, since a round trip costs more than a step
+    3. never measured: here, while little is due here; prefill if that lacks a measurement and has
+       no promise to answer
+    4. else the least of `seconds * weight + later` (`fair`)
+    5. the other way, if it was not measured lately and costs at most `TRY_SHARE` more
 
-A `Way` takes seconds until it is there. Where others wait for it, its seconds weigh more: what is
-computed here is computed in order, so a long prompt makes all short ones behind it late, and the
-few long prompts of agents belong to prefill although here is sooner for each by itself. What is
-sent costs others nothing while the link has time left, and where it has none it is slow by itself.
-
-What decode computes of a prompt, prefill does not have: it computes it too when a later prompt goes
-on behind it and is asked of prefill (`Lack.again`). So it takes that later prompt longer.
-
-    here       backlog + service, of passes that cost what the last ones did (`PassCosts`), less the
-               error of that, and less the fewer were measured: what is wrongly thought slow is not
-               measured again, what is wrongly thought fast is
-    prefill    backlog + service of the worker, which answers its promises one after the other: a
-               service is from the answer before, or from the promise, to this answer; a line
-               through the last ones says what each token costs
-    later      here: what prefill takes to compute the same tokens again, by the part of requests
-               that go on behind others and are asked of prefill
-    weight     here: 1 + `OTHERS` * requests per second * service * (backlog + service) / typical,
-               the seconds for which it makes others wait, by those that a request takes typically
+`seconds` is backlog + service. Here it is less the error of the estimate, so that what is wrongly
+thought slow is tried again. Prefill answers its promises in turn; a line through the last services
+gives the cost of a token. `weight` counts here only: a long prompt delays all behind it, by 1 +
+`OTHERS` * requests per second * service * seconds / typical. `later` counts here too: prefill
+computes these tokens again (`Lack.again`) when a later prompt goes on behind them.
 """
 
 from __future__ import annotations
@@ -279,14 +264,13 @@ class Sources:
         """Choose the source of a request's missing tokens, by the module's rule.
 
         Args:
-            missing: tokens that are neither here nor on their way, at least 0.
+            missing: tokens that are neither here nor on their way.
             due: tokens that decode has to compute for other requests.
             running: requests that run, beside which the chunks are computed.
-            address: its prefill worker, which can be asked.
-            num_sent: tokens that it would send; None: those that are missing. With extra state
-                decode begins at a checkpoint, and computes again what is cached behind it.
+            num_sent: tokens that prefill would send; None: the missing ones. With extra state
+                decode begins
+        at a checkpoint, and computes again what is cached behind it.
             again: tokens of its prompt that decode has computed, and prefill has not.
-            goes_on: its prompt begins as another did.
         """
         lack = Lack(missing, again=again)
         sent = None if num_sent is None or num_sent == missing else Lack(num_sent, again=again)

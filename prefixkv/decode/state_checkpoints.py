@@ -1,16 +1,12 @@
-"""Checkpoints on decode, of extra state and of windows: from which its engine computes a prompt
-itself, or goes on with an answer that was retracted.
+"""Checkpoints on decode, of extra state and of windows, where its engine begins to compute.
 
-Decode needs none for a hit, since prefill sends the state and the window of a prompt's end. Only
-where decode computes does it need one to begin from. A prompt that is computed here saves one as
-prefill does: at its end, and where its path leaves what is cached. A request that runs has one
-slot, which gets its state at each page boundary in place of the one before, and is entered in the
-cache when the request finishes or is retracted. Its window is there then: what it has of that
-before the last page boundary becomes the checkpoint's.
+A hit needs none, since prefill sends the state and the window of a prompt's end. A prompt that is
+computed here saves one at its end, and where its path leaves what is cached. A running request's
+slot takes its state at each page boundary, and is cached at its finish or retraction, with the
+window before that boundary.
 
-What is computed here begins at a checkpoint, and pages behind that are computed again though they
-are cached: so the request takes pages of its own for them. What is sent begins where the cache
-ends. Therefore the choice between both is made before pages are taken.
+Computing begins at a checkpoint, so cached pages behind it are computed again, on pages of the
+request. What is sent begins where the cache ends: the choice comes before pages are taken.
 """
 
 from __future__ import annotations

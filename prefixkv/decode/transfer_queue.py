@@ -1,10 +1,8 @@
 """Requests with KV on its way, and the steps that follow when it is there.
 
-A flight is complete when its room has succeeded, or its copy from host memory, or this worker's
-engine has computed it, and the flight that it joined has been committed. What an engine is to
-compute it gets once the flight that this one joined has been committed: it reads that KV. To commit
-it is to give its pages to the tree. The flights that joined it then find there what they waited
-for.
+A flight is complete when its room, copy or computation has succeeded and the flight that it joined
+is committed. To commit it is to give its pages to the tree, where the flights that joined it find
+them. An engine computes only behind a committed flight, whose KV it reads.
 
 Source: SGLang's `DecodeTransferQueue`; there a request waits for its own transfer only.
 """

@@ -1,26 +1,13 @@
-"""The adaptive policy, the default: keep what is likely to be used soon for the room it takes, as
-learnt from this cache's own traffic.
+"""The adaptive policy, the default: it learns from the cache's own traffic which pages come back.
 
-Each page has a class: how many requests used it (1, 2, 3, 4 to 5, 6 and more; the new end of a next
-turn counts as used twice) and how much was new with the last of them (up to 4, up to 16, more
-blocks of 512 tokens). For each class it is counted after what time uses are followed by a return
-(`hazards.py`). That gives each leaf a worth by class and age, and the least worth goes first. Worth
-rises with age, then falls: of the leaves of one class the least is the oldest or the newest.
+Pages fall into classes by the number of their uses and by how much was new with the last use. Each
+class has counts of when uses are followed by a return (`hazards.py`). They give a leaf its worth by
+class and age. Worth first rises with age, then falls, so a class's least leaf is its oldest or its
+newest. Only the end of a path counts a use; from the third turn on its old pages count too. Pages
+where paths part have classes of their own, counted by how often paths part there again. Evicted
+pages leave ghosts (`ghosts.py`), which show their return. O(1) per use.
 
-Counted are uses, not blocks, at the end of their path only: in the class of the new pages and, from
-the third turn on, in that of the pages before them, which share its fate. O(1) per use. Pages that
-paths part from (a document that many prompts share) are the end of no path. They have classes of
-their own, by their number and by how often paths have parted there, and it is counted after what
-time that happens again.
-
-Among chats, where few return, this keeps what was seen twice and lets the newest go first; among
-agents, where nearly all return, and in a large pool it behaves like `lru`; and in a pool for fewer
-sessions than are active it keeps some whole, which `lru` does not.
-
-Evicted pages leave ghosts (`ghosts.py`), so that a return is seen although the pages are gone.
-
-Source: the index of Gittins (1979), see `hazards.py`; classes by use count, and a bounded memory of
-what was evicted, as in 2Q (Johnson and Shasha, 1994).
+Source: Gittins (1979); classes by use count and ghosts as in 2Q (Johnson and Shasha, 1994).
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Ghosts: records of evicted pages, so that a path that comes back is recognised.
 
-Few ghosts are kept, at whole blocks only: one every `stride_blocks` blocks on a path, and one at
-the last block of the path. Together they stand for a bounded number of pages; the oldest are
-forgotten first. The bound is part of the idea: a session that comes back in time is still known,
-and one that does not makes room.
-
-A ghost is found by its depth and the tokens just before it. Two prefixes that agree in those and
-differ elsewhere are taken for one, which can change the order of evictions and nothing else.
+Ghosts lie at whole blocks: one every `stride_blocks` on a path, and one at its last block. The
+number of pages that they stand for is bounded, and the oldest go first. A ghost is found by its
+depth and the tokens just before it. Two prefixes that agree in those are taken for one, which can
+change the order of evictions and nothing else.
 
 Source: the lists of evicted pages in 2Q (Johnson and Shasha, 1994).
 """
@@ -54,14 +51,8 @@ A plain tuple: making ghosts is most of what an eviction costs.
 class Ghosts:
     """A bounded queue of ghosts with a look-up by name. O(1) per ghost.
 
-    A segment is what lies between two strides of a path. It is named after its beginning (the first
-    segment after its first block). The ghosts of path ends are counted per segment, so that a
-    look-up tries the blocks of a segment only if one of them has a ghost.
-
-    Args:
-        page_bytes: bytes of packed tokens per page.
-        block_pages: ghosts lie at multiples of this depth only.
-        stride_blocks: blocks between two ghosts of one path.
+    A segment lies between two strides of a path and is named after its beginning. Ghosts of path
+    ends are counted per segment, so a look-up tries only the blocks of a segment that has ghosts.
     """
 
     def __init__(self, page_bytes: int, block_pages: int, stride_blocks: int) -> None:

@@ -1,18 +1,13 @@
-"""Returns of each class of paths, counted by age, and the worth of keeping a page that follows.
+"""Returns of each class of paths, counted by age, and the worth of keeping a page.
 
-A start is a use that left pages behind. It ends in a return (the next use goes on where it ended)
-or in a loss (its ghost was forgotten). Per class and age bin it is counted how many starts reached
-the bin and how many returned in it. Traffic changes, so all counts are halved now and then. A class
-with few observations is taken to be like its group, a group like all, and all like `UNTAUGHT`,
-where worth falls with age: the order of LRU.
+A start is a use that left pages behind. It ends in a return (the next use goes on there) or in a
+loss (its ghost was forgotten). Counts are halved now and then, since traffic changes. A class with
+few observations is taken to be like its group, a group like all classes, and all like `UNTAUGHT`,
+which is the order of LRU.
 
-Worth is the Gittins index: over all times for which a page might be kept from now on, the best
-ratio of expected uses to expected seconds of residence. Bins are of equal ratio and reach from
-seconds to eight hours, so large pools are ranked by observations as well as small ones. Only sums,
-products and quotients, in a fixed order: every machine works out the same.
-
-Source: Gittins, Bandit processes and dynamic allocation indices (1979). With expected uses and
-seconds both summed up from age 0, the index is the steepest slope from an age to any later one.
+Worth is the Gittins index (Bandit processes and dynamic allocation indices, 1979): the best ratio
+of expected uses to expected seconds of residence. That is the steepest slope from an age to a later
+one. The sums have a fixed order, so every machine gets the same result.
 """
 
 from __future__ import annotations
@@ -70,22 +65,20 @@ class _Noted(NamedTuple):
 
 
 class Hazards:
-    """Counts of returns, and worths worked out from them now and then. Deterministic, without a
-    clock.
+    """Counts of returns, and the worths that follow. Deterministic, without a clock.
 
-    Starts and ends are only noted as they happen, and counted together before the counts are
-    needed. Memory O(rows x 300). A start, a return and a loss cost O(1) and their share of the
-    counting. Working out the worths costs O(classes x bins squared), in numpy, in parts.
+    Starts and ends are noted as they happen, at O(1), and counted before the counts are needed.
+    Memory O(rows x 300). Working out the worths costs O(classes x bins squared), in parts.
 
     Args:
         groups: classes that are alike, one list each; all classes occur once.
-        trust: number of observations that the chances of a group count as in its classes, and the
-            chances of all classes in a group. In all classes together `UNTAUGHT` counts five times
-            as many.
-        period: starts after which worths are worked out again, in parts, so that no start takes
-            long.
-        half_life_s: time after which all counts are halved. The return or loss of a start counts as
-            much as the start itself by then, so that neither is favoured.
+        trust: observations that a group's chances count for in its classes, and those of all
+            classes in
+    a group. `UNTAUGHT` counts five times as many in all classes.
+        period: starts after which worths are worked out again.
+        half_life_s: time after which counts are halved. A start's return or loss weighs as much as
+            the
+    start does by then, so neither is favoured.
         rows: for each row, the classes that its starts count in; by default one row per class.
         num_common: number of classes, from the first, that stand for all; by default all of them.
     """

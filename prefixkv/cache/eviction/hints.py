@@ -1,14 +1,9 @@
-"""Hints about sessions, under every policy alike: leaves of finished sessions go first, those of
-sessions that continue go last, and within each of the three groups the policy decides.
+"""Hints about sessions, under every policy: leaves of finished sessions go first, those of
+continuing sessions last. Within a group the policy decides.
 
-A hint is about one use, so it is kept by the use's tick: a leaf's group follows from the hint about
-its last use, and a later use makes the hint void by itself. A promise to continue counts for
-`promise_s`; after that the session counts as finished.
-
-Where nearly all sessions come back, most of those said to be finished do, too. So returns are
-counted, and while hints do not tell sessions apart, all leaves go in the policy's order. That needs
-a policy that sees returns of evicted pages: what goes first because it is said to be finished would
-otherwise never be seen to come back.
+A hint is kept by the tick of its use, so a later use makes it void. A promise to continue counts
+for `promise_s`. Returns are counted, and while hints do not tell sessions apart, all leaves go in
+the policy's order. That needs a policy that sees returns of evicted pages.
 """
 
 from __future__ import annotations

@@ -53,15 +53,11 @@ def forget(node: TreeNode) -> None:
 
 
 class LeafHeap:
-    """A lazy heap by rank: a node's entry may rank it too low, but never too high.
+    """A lazy heap by rank: an entry may rank its node too low, but never too high.
 
-    Under most policies uses only raise the rank, so they need not touch the heap at all; `first`
-    corrects an entry when it comes to the top. `add` costs O(log leaves) and is needed only when a
-    node becomes a leaf or ranks lower than before. Dead entries are swept when they outnumber the
-    living.
-
-    Before a large batch the heap is sorted into a run, from which taking is a pop. What is added
-    later forms a heap again, and the first leaf is the lesser of both heads.
+    Most uses only raise a rank, so they leave the heap alone; `first` corrects the top. `add` costs
+    O(log leaves). Before a large batch the heap is sorted into a run, and later entries form a heap
+    again: the first leaf is the lesser of both heads.
     """
 
     def __init__(self, rank: Callable[[Mark], LeafRank]) -> None:

@@ -88,10 +88,7 @@ def run_chats(
     for each link. Raises ModelWorkerError, WorkerFailedError.
 
     Args:
-        seed: of the model's weights and of the workload.
         caches: passes to run: decode's cache on, off.
-        chats: sizes of the workload, as in `chat`.
-        links: further links to play them over.
         passes: of each kind over each link, turn about.
     """
     from prefixkv.engines.hf.reference import Reference

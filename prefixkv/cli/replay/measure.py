@@ -124,27 +124,23 @@ def replay_curves(
     microseconds per request of each replay, and as much for each host tier.
 
     Args:
-        trace: of `read_trace` or `make_trace`.
-        policies: names as on the command line ("lru", "adaptive:trust=30", "MODULE:CLASS",
-            "optimum"), or functions without arguments that make a new policy, such as a class; or
-            these by the name that the results are to have; or one of these. None: all that are
-            registered, and the optimum.
-        capacities: in blocks, at least 1; one, or several. None: from 1/64 of the trace's
-            different blocks to all.
+        policies: names as on the command line ("adaptive:trust=30", "MODULE:CLASS", "optimum"),
+    functions that make a new policy, or a map from names of results to these. None: all, and the
+    optimum.
+        capacities: in blocks, at least 1. None: from 1/64 of the trace's different blocks to all.
         warm: share of the requests that only warm the cache, in [0, 0.99].
         queue: how many following requests count as waiting.
         hints: per request, what its client says at its end (`finish(continues=)`).
         each: called with what each request of each replay finds.
         running: requests that run at a time: their blocks count against the capacity, and are not
-            evicted. 0: not even those of the request that comes count.
-        hosts: sizes of host tiers behind the device, each for itself: "4x" (of the capacity),
-            "64GiB", or blocks.
+    evicted. 0: not even those of the request that comes count.
+        hosts: sizes of host tiers, each for itself: "4x" (of the capacity), "64GiB", or blocks.
         bytes_per_token: of KV, for sizes and results in bytes. 0: what the trace says, if it does.
     Returns:
         A result for each capacity and policy: capacities rising, policies as given.
-    Raises:
-        ConfigError: an unknown policy, two of one name, a function that makes no policy, a value
-            out of its range; nothing was replayed.
+
+    Raises ConfigError, before any replay: an unknown policy, two of one name, or a value out of
+    range.
     """
     check_range("warm", warm, 0, 0.99)
     check_range("queue", queue, 0, 1_000_000)

@@ -1,10 +1,8 @@
 """The hit rate that no policy exceeds: evict the furthest next use.
 
-A block's next use is never later than that of the blocks after it. So the blocks kept are prefixes,
-and evicting the block with the furthest next use is optimal, as for single pages. What requests
-that run hold is the same under every policy, so it only makes the room for the others smaller.
-Where blocks of the request that comes do not count (`running` of 0), a new block is dropped at once
-if its next use is the furthest.
+A block's next use is never later than that of the blocks after it, so the blocks kept are prefixes.
+What running requests hold is equal under every policy and only makes the room smaller. With
+`running` of 0, a new block is dropped at once if its next use is the furthest.
 
 Source: Belady (1966), with bypass.
 """

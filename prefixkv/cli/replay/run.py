@@ -124,18 +124,15 @@ def replay_policy(
     running: int = 1,
     hosts: Sequence[int] = (),
 ) -> ReplayResult:
-    """Replay a trace with one policy at one capacity (blocks).
+    """Replay a trace with one policy at one capacity (blocks). The rest is as in `replay_curves`.
 
     Args:
         policy: a name, or an object, which serves one replay. Host tiers get others like it.
-        warm: share of the requests that only warm the cache.
-        queue: how many following requests count as waiting.
-        hints: per request, what its client says at its end (`finish(continues=)`).
         each: called for each request with its number, the number of blocks that it finds, and for
-            each host tier how many that has behind them.
-        running: requests that run at a time. Their blocks count, and cannot be evicted: a request
-            ends when as many have come after it, or sooner if the next one would not fit. 0: not
-            even the blocks of the request that comes count while it is admitted.
+            each
+    host tier how many that has behind them.
+        running: a request ends when as many have come after it, or sooner if the next would not
+            fit.
         hosts: sizes of host tiers, blocks; each is replayed by itself behind the same device.
     """
     chosen = make_policy(policy)

@@ -1,14 +1,10 @@
-"""All inputs that a decode rank takes, and what it does about them. Pure.
+"""All inputs that a decode rank takes, and the effects that follow. Pure.
 
-`DecodeControl.on` takes one input and the time, and returns effects: frames to send, what the
-transport and the copy threads have to do, and what became of rooms. It holds the rank's links to
-prefill workers (`links.py`) and the rooms that are open on them (`rooms.py`), each a state machine:
-`ReceiverMachine`, or `RefusalMachine` for a room that will not be opened.
-
-Inputs are the cases of `on`; effects are listed in `effects.py`.
-
-It owns what machines cannot know: which incarnation a room was promised to. Only that one's frames
-count, since a restarted worker knows nothing of the writes of the life before.
+`DecodeControl.on` takes one input and the time, and returns effects (`effects.py`). It holds the
+links to prefill workers (`links.py`) and the open rooms (`rooms.py`), each a `ReceiverMachine`, or
+a `RefusalMachine` for a room that will not be opened. It knows what machines cannot: the
+incarnation that a room was promised to. Frames of another incarnation do not count, since a
+restarted worker knows nothing of earlier writes.
 """
 
 from __future__ import annotations
@@ -100,15 +96,11 @@ from prefixkv.transport.base import (
 
 
 class DecodeControl:
-    """The control object of one decode rank. Owned by the control thread; others may call `peers`,
-    `lost_peers` and `num_rooms` only.
+    """The control object of one decode rank. Owned by the control thread; other threads may call
+    `peers`, `lost_peers` and `num_rooms` only.
 
-    Args:
-        me: this rank's identity.
-        hello: what it says of itself in the handshake.
-        option_names: as of `ModelConfig`.
-        born_s: when this life of the worker began, on the clock of `on`; None on ranks other than
-            0, and where it is not to be said.
+    `hello` is what it says of itself in the handshake. `born_s` is when this life of the worker
+    began, on the clock of `on`; None on ranks other than 0, and where it is not to be said.
     """
 
     def __init__(

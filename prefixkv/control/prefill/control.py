@@ -1,14 +1,11 @@
-"""All inputs that a prefill rank takes, and what it does about them. Pure.
+"""All inputs that a prefill rank takes, and the effects that follow (`effects.py`). Pure.
 
-`PrefillControl.on` takes one input and the time, and returns effects; `effects.py` lists both. It
-holds the decode ranks that are known (`peers.py`), the rooms it sends for, each a `SenderMachine`
-(`rooms.py`), and staging (`StagingSender`), which stands between the two and the transport.
-
-A room belongs to one decode worker, named in its key, so that no other can speak about it. Page ids
-are checked before they become addresses. A promise or an abort that comes before the engine's
-request is kept, bounded per peer and with a deadline. A room that our engine ends before its
-promise has come is kept for a while, so that decode hears of it at once. A room that our engine has
-drawn itself is an *offer* (`offers.py`): the first decode worker that proves the prompt gets it.
+It holds the known decode ranks (`peers.py`), the rooms (`rooms.py`), each a `SenderMachine`, and
+`StagingSender` between them and the transport. A room's key names its decode worker, so no other
+worker can speak about it. Page ids are checked before they become addresses. A promise or an abort
+that precedes the engine's request is kept, bounded per peer and by a deadline. A room that our
+engine ends before its promise is kept for a while, so that decode hears of it at once. A room that
+our engine draws is an *offer* (`offers.py`): the first worker that proves the prompt gets it.
 """
 
 from __future__ import annotations
@@ -105,19 +102,14 @@ _NO_LIBRARIES = Libraries()
 
 
 class PrefillControl:
-    """The control object of one prefill rank. Owned by the control thread; others may call `peers`,
-    `lost_peers` and `num_rooms` only.
+    """The control object of one prefill rank. Owned by the control thread; other threads may call
+    `peers`, `lost_peers` and `num_rooms` only.
 
     Args:
-        digest, topology, rank: the model it runs, how its worker shares the model out, and which of
-            the ranks it is.
         endpoints: the addresses of all ranks, by rank; "" for its own.
         staging: None where slices are written one by one.
         life: which process this is; None: not to be said.
-        backend: as `TransportConfig.backend`.
-        option_names: as of `ModelConfig`.
         max_tokens: what its pool holds; 0: not to be said.
-        weights_version: of the weights that it begins with.
         libraries: versions of what loads NIXL's metadata.
     """
 
