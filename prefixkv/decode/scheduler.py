@@ -88,7 +88,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         fail or abort, drained   drop             own pages freed
         fail or abort, not yet   hold             own pages belong to the room until it is drained
         abort, others wait       nothing          the flight keeps them, without an owner
-        it was being computed    drop             own pages freed, once the device is done (`after=`)
+        it was being computed    drop             own pages freed, once the device is done
 
     Args:
         lanes: which prefill workers answer; None: all. With gated lanes `MeetPrefill` asks about

@@ -7,7 +7,8 @@ The choice falls at admission, when the cache, the flights and the batch are kno
     3. never measured: here, while little is due here; prefill if that lacks a measurement and has
        no promise to answer
     4. else the least of `seconds * weight + later` (`fair`)
-    5. the other way, if it was not measured lately and costs at most `TRY_SHARE` more
+    5. the other way, if it was not measured lately, and takes longer by at most `TRY_SHARE` of the
+       seconds that all requests took since the last such try
 
 `seconds` is backlog + service. Here it is less the error of the estimate, so that what is wrongly
 thought slow is tried again. Prefill answers its promises in turn; a line through the last services

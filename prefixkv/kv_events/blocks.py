@@ -1,14 +1,10 @@
 """Cache events in vLLM's format, which Dynamo and llm-d read, and TensorRT-LLM publishes.
 
-A batch is `[time, [events], data-parallel rank]` as msgpack. An event is a map with a `type` of
-BlockStored, BlockRemoved or AllBlocksCleared; a block is a page. One router drops a whole batch for
-one event that it refuses, so every field that the decoders demand is sent, null or not.
-
-Of a block that is in two kinds of memory each is told, and its end, by the event's `medium`.
-AllBlocksCleared has none: it ends all that a worker holds.
-
-A block's hash is cut out of its page key and mixed with its namespace: page keys of two namespaces
-are equal, but their blocks differ. It is never 0, which one consumer reads as "no parent".
+A batch is `[time, [events], data-parallel rank]` as msgpack; a block is a page. Every field that
+decoders demand is sent, null or not: one router drops a batch for one bad event. A block in two
+kinds of memory is reported for each, by `medium`; AllBlocksCleared ends all that a worker holds. A
+block's hash mixes its page key and namespace. It is never 0, which one consumer reads as "no
+parent".
 
 Source: vLLM 0.32 `distributed/kv_events.py`.
 """

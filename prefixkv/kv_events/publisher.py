@@ -83,20 +83,15 @@ class _TierFeed:
 
 
 class KVEventPublisher:
-    """Publisher of one worker's cache events. `hand_over` and `idle` are called by the scheduler's
-    thread; the rest happens in a thread of its own.
+    """Publisher of one worker's cache events. The scheduler's thread calls `hand_over` and `idle`;
+    the rest happens in a thread of its own.
 
-    Args:
-        config: addresses and bounds.
-        worker: the one with this cache.
-        model: `ModelConfig.model`, for the topic.
-        page_size: tokens per page.
-        has_host: it has a cache in host memory too, whose changes `host` takes.
-        network_is_isolated: as `ControlConfig.network_is_isolated`.
+    `model` is `ModelConfig.model`, for the topic. With `has_host`, `host` takes the changes of a
+    cache in host memory.
 
-    Raises ConfigError: an address cannot be bound, or other machines can reach it and the network
-    is not isolated; a name makes no topic, or `medium` is that of host memory. Nothing is left
-    open.
+    Raises ConfigError, with nothing left open: an address that cannot be bound, or that other
+    machines reach on a network that is not isolated; a name that makes no topic, or `medium` of
+    host memory.
     """
 
     def __init__(

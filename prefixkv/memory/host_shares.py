@@ -1,13 +1,9 @@
 """What the host pools of this machine have reserved of its memory, and not touched yet.
 
-The system's figure of free memory falls as memory is touched, not as it is taken. So pools that
-compare themselves with that figure, one after the other, would each get the same bytes. Each pool
-enters what it has not touched yet in a file of its own, and holds a lock on that file. The kernel
-ends the lock with the process, however that ends. A child that is forked off would keep it, and the
-lock of all too: so it closes their descriptors first of all.
-
-All processes of one user that see the same folder share the figure. What other processes have is
-counted in whole MiB: the system's figure is not as exact as that.
+The system's figure of free memory falls as memory is touched, so two pools that read it would get
+the same bytes. Each pool enters its untouched bytes in a locked file of its own. The kernel ends
+the lock with the process. A forked child would keep the lock, so it closes the descriptors first.
+Processes of one user that see the same folder share the figure; others' is counted in whole MiB.
 """
 
 from __future__ import annotations

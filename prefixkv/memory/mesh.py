@@ -1,13 +1,10 @@
 """Meshes: the part of a model's KV that each rank holds, and which rank writes to which.
 
-A mesh shares the layers out over pipeline stages and the KV heads over tensor-parallel ranks; ranks
-are numbered stage by stage. If a stage has more ranks than heads (always so with MLA, which has one
-latent vector), neighbouring ranks hold replicas of one head.
+Layers are shared out over pipeline stages, KV heads over tensor-parallel ranks; ranks are numbered
+stage by stage. With more ranks than heads (always so with MLA) neighbours hold replicas of a head.
 
-**Which rank sends.** Each layer and head that a reader holds is written by exactly one writer.
-Replicas of a head share its readers out in order: of R writers and Q readers of a head, writer j *
-R // Q serves reader j. So equal meshes pair rank with rank, and a lone reader is served by the
-first replica.
+Each layer and head that a reader holds has exactly one writer. Of R replicas that write and Q that
+read, writer j * R // Q serves reader j: equal meshes pair rank with rank.
 """
 
 from __future__ import annotations

@@ -35,15 +35,14 @@ class StatePool:
 
         Args:
             tensors: all of the model's state.
-            views: one for each tensor that this rank holds, in order; of torch, or numpy arrays,
-                whose memory is used as it is. A slot in it is contiguous; slots may lie apart.
+            views: one for each tensor that this rank holds, in order; torch or numpy, used in
+                place. A slot
+        in it is contiguous; slots may lie apart.
             mesh, rank: as the node's; None: this rank holds everything.
-            regions: (address, bytes) ranges to register; by default the storages of the views,
-                whole.
-            num_slots: for a rank without tensors in its stage, and so without views.
+            regions: (address, bytes) to register; by default the views' whole storages.
+            num_slots: for a rank without tensors in its stage.
 
-        Raises ConfigError: a value out of range; views of another shape, dtype or number of slots,
-        on several devices, or that overlap.
+        Raises ConfigError: a value out of range, or views that do not fit or overlap.
         """
         self.tensors = _checked_tensors(tensors)
         views = as_tensors("views", views)

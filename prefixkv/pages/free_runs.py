@@ -1,13 +1,11 @@
 """Free pages as maximal runs: gives out the fewest runs possible, and merges what comes back.
 
-Two arrays hold a run's length at its first page and just behind its last one, so a freed run finds
-both neighbours in O(1). Dictionaries file runs by length and first page: a run that merges is taken
-out in O(1), and all runs of a length can be taken at once. When many runs come back, only those
-with a neighbour are merged one by one. In a pool that is mostly full these are few; the others are
-entered together.
+Two arrays hold a run's length at its first page and behind its last, so a freed run finds its
+neighbours in O(1). Dictionaries file runs by length and first page. When many runs come back, only
+those with a neighbour are merged one by one; the others are entered together.
 
-To take n pages: the shortest run of at least n if there is one, else all of the longest run, and so
-on for the rest. No other choice has fewer runs.
+To take n pages: the shortest run of at least n, else all of the longest run, and so on. No other
+choice has fewer runs.
 """
 
 from __future__ import annotations

@@ -80,20 +80,16 @@ class PageManager:
     """One worker's tree, allocator and page table, in agreement. Owner: the scheduler's thread.
 
     Args:
-        caching: if False nothing is matched and nothing kept.
         evict_reserve_pages: an eviction takes this many more than are missing. They become free
-            side by side, so that pages taken later form fewer runs.
+            side by
+    side, so that pages taken later form fewer runs.
         reserved_pages: the first pages of the pool, which are the engine's own.
-        num_slots: slots of extra state, or 0. Every request has one from `open` to its end, under
-            the rules of its own pages.
+        num_slots: of extra state. Every request has one from `open` to its end, as its own pages.
         spare_rows: rows of the page table for pages that are loaded from host memory.
-        num_checkpoints: checkpoints that are kept at most (`cache/checkpoints.py`), each with a
-            slot of extra state, pages in the window groups, or both.
-        windows: groups of layers that keep the last tokens only (`pages/windows.py`). Every request
-            has pages there from `open` to its end, under the rules of its own pages.
+        num_checkpoints: kept at most, each with a slot, pages in the window groups, or both.
+        windows: groups of layers that keep the last tokens only (`pages/windows.py`).
 
-    `hash_every_pages`: pages that path hashes are apart, at least. Another number changes only what
-    `digest` costs.
+    `hash_every_pages`: distance of path hashes, at least; it changes only what `digest` costs.
     """
 
     def __init__(
@@ -198,20 +194,18 @@ class PageManager:
         is_used: bool = False,
         window_start: WindowStart | None = None,
     ) -> RequestPages:
-        """Lock the match of `key`, take new pages behind it from the allocator, and return the
-        request's pages, in a new row.
+        """Lock the match of `key`, take new pages behind it, and return the request's pages, in a
+        new row.
 
         Args:
-            joined: a request on its way with the same first `joined_end` tokens' pages, more than
-                the match has. From the match's end to there the row names its pages; they stay its
-                own until `lock_joined`.
-            joined_end: in pages.
+            joined: a request on its way that has the first `joined_end` pages, more than the match.
+                The row
+        names its pages from the match's end on; they stay its own until `lock_joined`.
             is_load: the new pages are loaded from host memory for a request that is opened next,
-                and joins them. They get a spare row, no slot, and nothing in window groups: what
-                these have is the request's.
-            is_used: the use of the cache was counted: by the load that was opened for this request.
-            window_start: where it begins in the window groups, if there are some. The checkpoint
-                that it goes on from is locked.
+                and joins
+        them. They get a spare row, no slot, and nothing in window groups.
+            is_used: the load that was opened for this request has counted the use of the cache.
+            window_start: where it begins in the window groups. Its checkpoint is locked.
 
         Raises CapacityError: no row or slot is left. OutOfPagesError. RequestError: more pages than
         a row has. Nothing is locked or taken then, and no use is counted.

@@ -1,20 +1,15 @@
-"""The pages of layers that keep the last tokens only: a window group's allocator, and what each
-request has there.
+"""The pages of layers that keep the last tokens only: a window group's allocator and requests'
+rows.
 
-A request has a fixed number of pages in a group, from `open` to its end: enough for its window and
-one step of the engine. They are its *row*: the ids of a stretch of its page numbers.
+From `open` to its end a request has a *row* of fixed length, for its window and one engine step:
 
     first_page                                                         first_page + length
     |  shared: under checkpoints too  |  own, written  |  own, for what comes  |
 
-As the window moves on (`slide`) own pages that fell out of it go to the row's end, where what comes
-is written to them. So a request that runs needs no page more, whatever its length, and what an
-engine reads for a token at position n is always there: pages of the tokens from n + 1 - window on.
-
-On prefill a checkpoint keeps the pages of the window before it (`share`). These are no request's
-own any more: they are counted, by the checkpoints that have them and the requests whose rows they
-are in, and free with the last of these. A row that has passed such pages counts until the request
-ends: its device may still read them, and they might become another request's.
+As the window moves on (`slide`), own pages behind it go to the row's end to be written again. So a
+running request needs no page more, and a token at n can read from n + 1 - window on. A checkpoint
+on prefill keeps the pages before it (`share`): they are free with the last checkpoint or row that
+counts them. A row counts passed ones until its request ends, since its device may still read them.
 """
 
 from __future__ import annotations

@@ -32,17 +32,12 @@ class PrefillState(enum.Enum):
 class PrefillRequest(PagedRequest[PrefillState]):
     """One request on a prefill worker. Made by `add`; its fields are for the engine to read.
 
-    `decode_prefix_len` tokens are on the decode worker already; `prefix_len` tokens have their KV
-    in `pages` already (this worker's own cache), so the engine computes from there.
-
-    With checkpoints of extra state: `checkpoint_slot` has the state behind `prefix_len` tokens, -1
-    where that is 0. The engine copies it before it computes the first chunk. It ends chunks at each
-    of `stops` (tokens, ascending; more may come while it computes), and asks there by `save_state`
-    where the state is to be copied.
-
-    In window groups it has pages for the window behind `prefix_len` tokens, written already, and
-    for the next chunk (`window_pages`), which is of `step_tokens` of the group at most. With
-    checkpoints, but without extra state, it ends chunks at `stops`, and that is all.
+    `decode_prefix_len` tokens are on the decode worker. `prefix_len` tokens have their KV in
+    `pages` already, so the engine computes from there. With checkpoints it copies the state in
+    `checkpoint_slot` (-1 where `prefix_len` is 0) before the first chunk, ends chunks at `stops`
+    (tokens, ascending; more may come), and asks `save_state` there where the state goes. In window
+    groups it has pages for the window behind `prefix_len` and for the next chunk (`window_pages`),
+    of at most `step_tokens`. Without extra state it only ends chunks at `stops`.
     """
 
     __slots__ = (

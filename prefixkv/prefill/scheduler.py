@@ -1,16 +1,12 @@
 """The prefill side without threads or sockets.
 
-Source pages are shared and cached, so other requests may use them meanwhile. A request that has
-ended keeps its lock and its own tail until two things are true: the control plane reports that no
-write reads them any more (`source_free`), and the engine, which may be computing into them, has
-seen the end (`pop_sent`, `pop_failed`).
-
-KV that a chunk has computed goes to the tree, where others find it, at the next `pop_bootstrapped`:
-so the chunk is on its way before. Requests that need a prefix which another computes wait for it
+A request that has ended keeps its lock and its own tail until the control plane reports that no
+write reads them (`source_free`), and the engine has seen the end (`pop_sent`, `pop_failed`): it may
+be computing into them. A chunk's KV goes to the tree at the next `pop_bootstrapped`, so the chunk
+is on its way before. Requests that need a prefix which another computes wait
 (`shared_prefixes.py`).
 
-Source: SGLang's prefill queues (`disaggregation/prefill.py`), from which the name
-`pop_bootstrapped` comes.
+Source: SGLang's prefill queues (`disaggregation/prefill.py`).
 """
 
 from __future__ import annotations

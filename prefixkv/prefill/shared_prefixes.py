@@ -1,16 +1,12 @@
 """Requests in the queue that wait for a prefix which another request computes.
 
-A request that the engine has *leads* from where it stands: from the number of pages that are
-computed and in the tree, and the tokens of the next. One in the queue that has as many, and
-continues with the same page, *follows*: it is not handed out before the leader has passed all that
-the two have in common. It holds nothing meanwhile, so no pages are kept from others, and a leader
-that ends early leaves its place to one of its followers.
+A request that the engine has *leads* from the pages that are computed and in the tree. A queued
+request with as many, and the same next page, *follows*: it is handed out when the leader has passed
+what they share. It holds nothing meanwhile, and a leader that ends early leaves its place to a
+follower.
 
-At no time would a follower be further had it been handed out when it began to wait. Its leader
-stands where it would have begun, and has been with the engine for longer. Whether the engine takes
-requests in turn or side by side, the leader is ahead, unless the engine passes it over. That shows:
-a request handed out later has computed as much as the follower lacks, or nothing at all has been
-computed for `stall_s`. Then the wait is over.
+The wait costs nothing unless the engine passes the leader over: a later request has computed as
+much as the follower lacks, or nothing was computed for `stall_s`. Then the wait is over.
 """
 
 from __future__ import annotations

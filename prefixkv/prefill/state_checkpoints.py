@@ -1,13 +1,10 @@
-"""Checkpoints on prefill, of extra state and of windows: where a request goes on from one, where it
-saves one, and when that is entered in the cache.
+"""Checkpoints on prefill, of extra state and of windows: where they are used, saved and cached.
 
-A model with recurrent layers can go on computing behind a cached prefix only from a state. A state
-is saved where it will be wanted: at the end of each prompt, since the next turn goes on there; and
-where the path of a prompt leaves what is cached, since what branched there once may do so again. A
-request that waits for a prefix which another computes has it save one where they part.
-
-Where layers keep a window, a checkpoint has the pages of the window before it. A request that goes
-on from it reads them where they are; what it computes goes to pages of its own.
+A model with recurrent layers can go on behind a cached prefix only from a state. A state is saved
+at the end of each prompt, where the next turn goes on, and where a path leaves what is cached,
+since what branched there may do so again. A request that waits for a shared prefix has a state
+saved where they part. With windows a checkpoint has the pages of the window before it, which are
+read in place; new KV goes to own pages.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Parts that the room machines share: two events, a table of steps, the function that takes one,
-and the table as a diagram.
+"""Parts that the room machines share: two events, a table of steps, and the table as a diagram.
 
-A table has a row for each state, and a row names every event that may come in it: with the method
-that takes it and the states that may follow, or IGNORED with the reason beside it. An event that a
-row does not name is a fault of this process, never of a peer: `run` raises InternalError for it, as
-it does for a step that ends in a state its row does not list.
+A row of the table names every event that may come in its state: with the method that takes it and
+the states that may follow, or IGNORED with the reason. Another event, or another next state, is a
+fault of this process, never of a peer: `run` raises InternalError.
 
 `python -m prefixkv.protocol.machine` prints the diagrams of both machines, in mermaid.
 """

@@ -1,15 +1,12 @@
 """Decode's side of one room: promise pages, wait for every writer rank, know when nothing can land.
 
-The *end* of a room and the *proof* that it is drained are two things. The end is for the request:
-SUCCESS or FAILED, once. The proof is for the pages: they may be used again only when each rank that
-knows of them has proved that its writes are over (by its SUCCESS or its Drained), or was fenced.
-Time ends rooms; it never drains them. Nor does it end one while its ranks are heard: where a
-deadline passes, each rank is asked whether it still has the room, by repeating the promise.
+The *end* (SUCCESS or FAILED, once) is for the request. The *proof* is for the pages: they may be
+used again when each rank that knows of them has proved that its writes are over (by its SUCCESS or
+its Drained), or was fenced. Time ends rooms and never drains them; at a deadline each rank is first
+asked whether it has the room, by repeating the promise.
 
-An outcome that claims success is not enough for SUCCESS: our own side must have the notification of
-every part of the writes, and these must add up to the unit pages that the outcome names. So a
-transport that reports a write as done, and has posted none of it or a part, is found out. One that
-writes other bytes, or to other pages of ours, is not.
+SUCCESS needs the notification of every part, and they must add up to the outcome's unit pages. So a
+write that was reported but not posted is found out; one to other pages of ours is not.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """Prefill's side of one room: take decode's promises, post the engine's chunks, report the end.
 
-Each decode rank that takes a part of our KV (a *reader*) promises its pages; the room begins when
-all have, and ends for all alike.
+Each *reader* (a decode rank with a part of our KV) promises its pages; the room begins when all
+have. *Ended* (SUCCESS or FAILED, once) is for the engine. *Source free*: no write reads our pages
+any more. *Drained* is for decode's pages: every write ended DONE or was refused at post. A write
+that ended in an error proves nothing; the room is drained when its agent has been destroyed
+(`JobDrained`), and decode is asked to let settle what kernels hold.
 
-Three ends are kept apart. *Ended* is for the engine: SUCCESS or FAILED, once. *Source free* is for
-our own pages: no write reads them any more. *Drained* is for decode's pages: reported only when
-every write of the room has ended DONE or was refused at post, since a posted write cannot be called
-back. A write that ended in an error proves nothing: such a room is drained when the agent that
-posted it has been destroyed (`JobDrained`), and decode is asked to let settle what kernels hold.
-
-While its readers are heard, a room waits for a promise or a chunk without end; a write that is in
-flight has a deadline.
+While readers are heard, a promise or chunk has no deadline; a write in flight has one.
 """
 
 from __future__ import annotations

@@ -117,16 +117,10 @@ class _Part(NamedTuple):
 class Plan:
     """The places of one forward's KV, and the keys that each new token attends to.
 
-    Args:
-        rows: per sequence its page ids in order; they hold at least `ends` tokens.
-        starts, ends: the new tokens of each sequence are [start, end), at least one. The KV of
-            earlier tokens is in the pages.
-        states: where the model has recurrent layers.
-        windows: per sequence its pages in the window group, where the model has layers with a
-            window: they hold the tokens that the first new one sees, and those up to `ends`.
-
-    `positions` is int64 [1, N], the position of each new token in its sequence; `last` is int64
-    [sequences], the index of each sequence's last token in the packed row.
+    `rows` are the page ids of each sequence, for at least `ends` tokens. Its new tokens are [start,
+    end), at least one; the KV of earlier tokens is in the pages. `windows` are its pages in the
+    window group, from the first token that the first new one sees. `positions` is int64 [1, N];
+    `last` is int64 [sequences], the index of each sequence's last token in the packed row.
     """
 
     def __init__(

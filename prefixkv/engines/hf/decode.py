@@ -98,27 +98,24 @@ class _HeldSamples:
 
 
 class DecodeEngine:
-    """A model on a `DecodeNode`. Used from one thread.
+    """A model on a `DecodeNode`. Used from one thread. It owns the model from now on.
 
-    Of a request with many samples, all but the first ones are held here, and come to the node in
-    turn with those of others: no other request waits behind all of them.
+    Of a request with many samples, later ones are held here and take turns with other requests, so
+    none waits behind all of them.
 
     Args:
-        model: belongs to this engine from now on.
         pool: made by `model.make_pool`; it must outlive the engine.
-        config: its `model` is replaced by the model's identity. With `compute`, prefill is asked
-            only for what this engine does not compute: the config's `ask` is "late".
+        config: its `model` is replaced by the model's identity. With `compute`, `ask` is "late".
         tokenizer: from `load_tokenizer`: outputs then have text, and strings may end them.
         thinking: "on" or "off": whether the KV of a model's thinking is cached. The tokenizer's
-            markers say where it begins; without any all is cached.
+            markers
+    say where it begins; without any all is cached.
         shared_states: True to have the states of recurrent layers in memory that prefill may map.
 
-    `states` is None for a model without recurrent layers. It has a slot per request in transfer or
-    running: as many as `max_running`, or as the pool has pages. With `compute` the slots of
-    `checkpoints` follow; 0 of them stands for as many as on prefill.
+    `states`, for recurrent layers, has a slot per request in transfer or running, and with
+    `compute` those of `checkpoints` behind; 0 of them stands for as many as on prefill.
 
-    Raises: ConfigError, as DecodeNode and FlatPool do, or for another word for `thinking`, or for
-    what a model with recurrent layers cannot have.
+    Raises ConfigError, as DecodeNode and FlatPool do, or for settings that the model cannot have.
     """
 
     def __init__(

@@ -61,15 +61,10 @@ class StatePart(NamedTuple):
 class Layers:
     """The layers of a model by what they keep.
 
-    Args:
-        num: layers of the model.
-        full: those with KV of every token on pages, ascending; the i-th is layer i of the KV pool.
-        parts: the tensors of all states, by layer.
-        mixers: by layer, the module that reads and writes its state.
-        cache: transformers' cache, as a forward leaves it: it lends a mixer the state of some
-            sequences.
-        sliding: those with KV of the last `window` tokens, ascending; the i-th is layer i of the
-            pool's window group. None where no text is longer than the window.
+    `full` layers have KV of every token; the i-th is layer i of the KV pool. `sliding` layers have
+    KV of the last `window` tokens; the i-th is layer i of the window group. There are none where no
+    text is longer than the window. `mixers` maps a layer to the module that reads and writes its
+    state; transformers' `cache` lends it the state of some sequences.
     """
 
     num: int

@@ -28,12 +28,9 @@ E = TypeVar("E", bound=SteppedEngine)
 
 
 class EngineLoop(Generic[E]):
-    """A thread that steps an engine until it is drained or stopped, and then closes it. Every
-    method may be called from any thread.
-
-    Args:
-        engine: belongs to the loop's thread from `start` on.
-        after_step: called on that thread after each step; carries prefill jobs, for instance.
+    """A thread that steps an engine until it is drained or stopped, and then closes it. Any thread
+    may call every method. The engine belongs to the loop's thread from `start` on, which calls
+    `after_step` after each step.
 
     `error` is the exception that the engine, a call or `after_step` raised: the loop ends with it.
     A call that may fail has to catch the errors that it expects.

@@ -62,18 +62,16 @@ _CHECKPOINTS: Final = (16, 256)
 
 
 class PagedModel:
-    """A model with attention that reads and writes paged pools, and recurrent layers that read and
-    write slots of state pools. Owned by one thread.
+    """A model over paged pools, and slots of state pools for recurrent layers. Owned by one thread.
 
     Args:
         model: as `AutoModelForCausalLM` makes it; it is taken over.
         context: limit of tokens per sequence; None: the number that the model was made for.
-        identity: names all that its KV depends on, equal on every worker; see `ModelConfig`. None:
-            it is computed from the config and all weights (`identity_of`).
+        identity: names all that its KV depends on (`ModelConfig`). None: computed by `identity_of`.
         trial: True to compare it with the plain model first, on a few tokens.
         name: for display only. "": the kind of model.
 
-    Raises: ConfigError, which names the reason, for a model that is not served.
+    Raises ConfigError, which names the reason, for a model that is not served.
     """
 
     def __init__(
@@ -155,16 +153,14 @@ class PagedModel:
     ) -> KVPool:  # fmt: skip
         """Create a pool on the model's device. Raises as `KVPool.create`.
 
-        What follows `shared` is about the window group, where the model has layers with a window:
-
         Args:
-            step_tokens: the most tokens of a prompt per forward: `chunk_tokens` on prefill, 1 on
-                decode.
-            requests: number of them that run at once, with whole windows.
-            checkpoints: number of them that are kept besides, on prefill.
+            step_tokens: of the window group, the most tokens of a prompt per forward:
+                `chunk_tokens` on
+        prefill, 1 on decode.
+            requests, checkpoints: number of windows that the group has room for.
             window_pages: pages of the group. 0: as many as these need, but no more than the pool
-                has (all layers take the memory then that they would without windows), and enough
-                for one request.
+                has (no
+        more memory than without windows), and enough for one request.
         """
         window = self.layers.window
         sizes: dict[str, Any] = {
@@ -246,7 +242,6 @@ class PagedModel:
         not_finite: list[int] | None = None,
     ) -> torch.Tensor:
         """Run over new tokens of several sequences; their KV goes to pages, their states to slots.
-
         On a GPU it returns before the device has finished, unless `not_finite` is asked for.
 
         Args:
@@ -254,12 +249,11 @@ class PagedModel:
             rows, starts, ends, windows: see `Plan`.
             wanted: indices of the sequences that need logits; None: all.
             also: indices into `tokens` of further tokens that need logits.
-            states: where each sequence's state is and goes, for a model with recurrent layers.
-            not_finite: gets the indices of the sequences of which a number is NaN or infinite: a
-                hidden state of any new token, or a logit (but -inf, by which a model rules a token
-                out). What was written of these is zero then. None: nothing is looked at.
-        Returns: the logits after the last new token of each wanted sequence, and then after each
-        token of `also`: [wanted + also, vocabulary].
+            not_finite: gets the indices of the sequences with NaN or infinity in a hidden state of
+                a new
+        token or a logit (-inf rules a token out and is allowed). What they wrote is zero then.
+        Returns: logits after the last new token of each wanted sequence, then after each token of
+        `also`: [wanted + also, vocabulary].
         """
         plan = Plan(flat, rows, starts, ends, self.device, states, windows)
         ids = torch.as_tensor(np.asarray(tokens, np.int64)).to(self.device)[None]
@@ -330,14 +324,10 @@ def make_model(
 ) -> PagedModel:
     """Make a model with random weights, equal for equal seed and sizes (and version of torch).
 
-    Args:
-        config: a transformers config, or a kind of one ("llama", "qwen3", "mistral") with the sizes
-            of `SMALL`, replaced by those in `sizes`.
-        dtype: "float32", "bfloat16" or "float16".
-        device: torch's name of it.
-        context, trial: see `PagedModel`.
+    `config` is a transformers config, or a kind of one ("llama", "qwen3", "mistral") with the sizes
+    of `SMALL`, replaced by those in `sizes`. `dtype` is "float32", "bfloat16" or "float16".
 
-    Raises: ConfigError; CapacityError where the device has not enough memory.
+    Raises ConfigError; CapacityError where the device has not enough memory.
     """
     check_device(device)
     element = _element(dtype)
@@ -373,18 +363,14 @@ def load_model(
     context: int | None = None,
     trial: bool = True,
 ) -> PagedModel:
-    """Load a model from a folder with its config and its weights as safetensors.
+    """Load a model from a folder with its config and its weights as safetensors. Nothing outside
+    the folder is read, and no code in it is run.
 
-    Its identity covers its config and all weights, and costs one reading of them. An answer ends at
-    each end token that the generation config, the config or the tokenizer names.
+    Its identity covers config and weights, and costs one reading of them. Each end token that the
+    generation config, the config or the tokenizer names ends an answer. `dtype` None is the
+    config's.
 
-    Args:
-        folder: written by `save_pretrained`. Nothing outside is read, and no code in it is run.
-        dtype: None: the config's.
-        device: torch's name of it.
-        context, trial: see `PagedModel`.
-
-    Raises: ConfigError; CapacityError where the device has not enough memory.
+    Raises ConfigError; CapacityError where the device has not enough memory.
     """
     # What can be refused before the weights are read.
     path = check_folder(folder, MODEL_FILES)

@@ -50,20 +50,17 @@ class _Computing:
 
 
 class PrefillEngine:
-    """A model on a `PrefillNode`. Used from one thread.
+    """A model on a `PrefillNode`. Used from one thread. It owns the model from now on.
 
     Args:
-        model: belongs to this engine from now on.
         pool: made by `model.make_pool`; it must outlive the engine.
         config: its `model` is replaced by the model's identity. With recurrent layers or windows,
-            `checkpoints` of 0 stands for `PagedModel.num_checkpoints`; without a `cache` there are
-            none.
+    `checkpoints` of 0 stands for `PagedModel.num_checkpoints`, where there is a `cache`.
         chunk_tokens: limit of tokens per forward, over all its prompts. Of one prompt it is also
-            the `step_tokens` of the pool's window group.
+            the
+    `step_tokens` of the pool's window group.
 
-    `states` is None for a model without recurrent layers.
-
-    Raises: ConfigError, as PrefillNode and FlatPool do.
+    Raises ConfigError, as PrefillNode and FlatPool do.
     """
 
     def __init__(

@@ -48,16 +48,13 @@ class Generate:
 class Output:
     """One token of an answer, or its end without a token.
 
-    `position` counts the answer's tokens from 0. `token` is None where the answer ends by "abort"
-    (of its client) or "error"; the reason is in `error`. With "stop" the token is the one that
-    stopped it. Of the prompt, `hit_tokens` had their KV on the decode worker, the next
-    `shared_tokens` were on their way there for another request, the last `decode_computed_tokens`
-    were computed there, and those between were sent. Of the hit ones `host_tokens` were loaded from
-    the decode worker's host memory. If any were sent, `prefill_hit_tokens` had their KV on the
-    prefill worker, which computed the others that are not decode's. `text` is the part of the
-    answer's text that this token makes certain, where the engine has a tokenizer: often empty,
-    sometimes with text that earlier tokens began; without stop tokens and stop strings. `logprob`
-    comes with each token where `Sampling.logprobs` is set, a stop token included.
+    `position` counts the answer's tokens from 0. `token` is None at an end by "abort" (of the
+    client) or "error"; with "stop" it is the token that stopped. Of the prompt, `hit_tokens` were
+    on decode (`host_tokens` of them in host memory), the next `shared_tokens` on their way for
+    another request, the last `decode_computed_tokens` computed there, and those between sent. Of
+    the sent ones `prefill_hit_tokens` had their KV on prefill. `text` is what this token makes
+    certain: often empty, and without stop tokens and stop strings. `logprob` comes where
+    `Sampling.logprobs` is set.
     """
 
     rid: str

@@ -78,18 +78,15 @@ def _malformed(path: Path) -> Path | None:
 class AnswerText:
     """The text of one answer, released piece by piece.
 
-    A character is released when all its tokens are there, at the latest. Bytes that are no
-    character become U+FFFD, and never keep more than one character back. Text that may be the
-    beginning of a stop string is kept back until that is decided. Special tokens have no text.
+    A character is released when all its tokens are there. Bytes that are no character become
+    U+FFFD, and keep back one character at most. A possible beginning of a stop string is kept back.
+    Special tokens have no text.
 
-    Text equals the tokenizer's `decode` of all tokens, except where tokens are bytes by name
-    ("<0xE6>"): there `decode` turns every byte of a run into U+FFFD if one of them is no character;
-    here the characters of the run stand, so that no text has to wait for a run's end. Source:
-    SentencePiece, `DecodeSentencePieces`.
+    Text equals the tokenizer's `decode`, except where tokens are bytes by name ("<0xE6>"): `decode`
+    turns a whole run into U+FFFD for one bad byte; here its characters stand, so that no text waits
+    for a run's end. Source: SentencePiece, `DecodeSentencePieces`.
 
-    Args:
-        stop: strings that end the answer, not empty. They are not part of the text.
-        prompt: the tokens before the answer. O(1) of them are read, from the end.
+    `prompt` is the tokens before the answer; O(1) of them are read, from the end.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = (), prompt: _Tokens = ()) -> None:

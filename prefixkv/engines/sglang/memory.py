@@ -28,13 +28,11 @@ def pool_of(
     share: Share = UNKNOWN,
 ) -> KVPool:
     """Return a pool over the KV memory at these addresses, with bytes as elements. The buffers have
-    to outlive it. Of opaque pages each buffer counts as a layer, whatever it holds.
+    to outlive it. Of opaque pages each buffer counts as a layer.
 
-    Args:
-        addresses, lengths, page_bytes: per buffer; the last is its share of a page, in bytes.
-        device: "cpu" or "cuda:INDEX".
-        tag: names all that the bytes of an opaque page depend on; both servers' must be equal.
-        share: layout of a page in the buffers.
+    `page_bytes` is each buffer's share of a page. `tag` names all that the bytes of an opaque page
+    depend on; both servers' must be equal. `share` is the layout of a page in the buffers.
+
     Raises ConfigError if the buffers differ in the size or number of their pages.
     """
     # One page id addresses all buffers, so all of them must have the same number of pages; of one

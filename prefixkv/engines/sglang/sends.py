@@ -1,12 +1,9 @@
 """Prefill's rooms in the form that SGLang needs: polled, and given page ids chunk by chunk.
 
-SGLang makes a sender when a request arrives, and does not know its decode worker. That worker
-announces itself (`announce`), before or after the request; then the room is added. Chunks are
-counted in pages: the last page of a prompt is sent whole.
-
-A request that ends here without a room (`decline`) has another half on decode, which is refused, so
-that it does not wait for its timeout. Decode in turn reports the requests that it has ended before
-it promised anything (`withdraw`).
+SGLang makes a sender without knowing its decode worker. The room is added once that worker has
+announced itself (`announce`) and the request is there. Chunks are counted in pages. A request that
+ends here without a room (`decline`) has its other half refused on decode, which else would wait for
+its timeout. Decode reports requests that it ended before a promise (`withdraw`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Three methods of vLLM that are wrapped, since its connector interface lacks the hook.
 
-`Scheduler.update_from_output`: says when a step's result has come, and ends requests that are not
-to be computed, or whose logits have NaN. `EngineCoreProc._process_engine_step`: waits for a request
-or a ring where nothing can run; vLLM would sleep a millisecond and step again.
-`EngineCore.set_weight_version`: passes on the version of weights that were changed in place.
-
-All are wrapped when the scheduler's connector is made. They do nothing for another connector, nor
-where `MultiConnector` stands between.
+`Scheduler.update_from_output` says when a step's result has come, and ends requests that are not to
+be computed, or whose logits have NaN. `EngineCoreProc._process_engine_step` waits for a request or
+a ring, where vLLM would sleep and step again. `EngineCore.set_weight_version` passes the version
+on. All do nothing for another connector, nor behind `MultiConnector`.
 """
 
 from __future__ import annotations

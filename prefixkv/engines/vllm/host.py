@@ -1,14 +1,11 @@
-"""Host memory behind vLLM's blocks, in its scheduler: what vLLM evicts stays there, and comes back
-when a request is admitted.
+"""Host memory behind vLLM's blocks: what vLLM evicts stays there, and comes back at admission.
 
-The tier is the library's `HostTier`; it sees the device's blocks, which vLLM keeps itself, through
-`DeviceBlocks`. In the host's tree a block has the name that vLLM's own hash gives it, which follows
-from all tokens up to its end, LoRA adapter, cache salt and images.
+The tier is `HostTier`; it sees vLLM's blocks through `DeviceBlocks`. In the host's tree a block has
+vLLM's own hash, which covers all tokens to its end, LoRA adapter, cache salt and images.
 
-    write   a request ends: its blocks that vLLM has cached are due, and are referenced until the
-            copy has ended (`Holds`), so vLLM gives none of them to another request meanwhile.
-    load    a request is admitted: its first blocks beyond vLLM's hit are filled from host memory,
-            as a load that vLLM waits for. It keeps a request's blocks until it hears the end.
+    write   at a request's end: its cached blocks are due, and referenced until the copy has ended
+            (`Holds`), so that vLLM gives none of them away
+    load    at admission: the blocks behind vLLM's hit are filled, and vLLM waits for the load
 """
 
 from __future__ import annotations

@@ -127,17 +127,13 @@ def is_plain(spec: Any, backends: Iterable[str]) -> bool:
 def pool_of(
     kv_caches: Mapping[str, torch.Tensor], kv_cache: Any, tag: str, *, plain: bool = False
 ) -> KVPool:
-    """Return a pool with block numbers as page numbers. Its own layers are those that keep every
-    token; each window group, and each group of states, is a group of it, in the same memory. Raises
-    ConfigError if a block is not one run of bytes per layer.
+    """Return a pool with block numbers as page numbers, over the layers that keep every token. Each
+    window group, and each group of states, is a group of it. Raises ConfigError if a block is not
+    one run of bytes per layer.
 
-    Args:
-        kv_caches: by layer name, [kernel block, head, token, content]. A block of the manager is
-            one or more consecutive kernel blocks.
-        kv_cache: vLLM's `KVCacheConfig`, which `check_config` has accepted.
-        tag: names all that the bytes of a block depend on.
-        plain: the result of `is_plain`. Kernel blocks that do not form one array of tokens are
-            opaque all the same.
+    `kv_caches` are by layer name, [kernel block, head, token, content]; a block of the manager is
+    one or more consecutive kernel blocks. `plain` is the result of `is_plain`; kernel blocks that
+    form no array of tokens are opaque all the same.
     """
     groups, num_blocks = BlockGroups.of(kv_cache), kv_cache.num_blocks
     of = kv_cache.kv_cache_groups

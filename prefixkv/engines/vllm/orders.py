@@ -150,14 +150,11 @@ NO_ORDERS = StepOrders()
 class WorkerReport:
     """Reports of one step, to the scheduler; each worker reports each thing once.
 
-    `failed`: loads that did not arrive, with the reason. `refused`: those of them for which the two
-    servers do not fit each other, which the log of peers reports once. `settled`: loads into which
-    no peer writes any more. `overdue`: loads that are not settled in time. `promised`: sends for
-    which decode has promised its pages. `unsent`: sends that failed, with the reason. `freed`:
-    sends from which no write reads any more. All are request ids. `bells`: the number of workers
-    that send wakeups from now on. `address`: at which prefill listens. `copied`: copies to and from
-    host memory that have ended. `host_pages`: by rank, pages of its host memory that are ready, and
-    all of them; only where that has changed.
+    By request id: `failed` loads, with the reason; `refused` are those of them whose servers do not
+    fit. `settled` loads have no writer any more; `overdue` loads are not settled in time.
+    `promised` sends have decode's pages; `unsent` sends failed; `freed` sends have no reader any
+    more. `bells` is the number of workers that send wakeups from now on. `host_pages`, by rank, are
+    the ready pages of host memory and all of them, where that has changed.
     """
 
     failed: dict[str, str] = field(default_factory=dict)

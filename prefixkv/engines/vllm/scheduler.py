@@ -67,14 +67,8 @@ class _HostPart(NamedTuple):
 class SchedulerSide:
     """The scheduler's side of one engine. Not thread safe: the engine's loop makes every call.
 
-    Args:
-        block_size, hash_size: tokens of a block, and of each entry of `Request.block_hashes`.
-        groups: None: one.
-        num_ranks: number of workers, each of which holds a share of every block.
-        max_len: tokens of the longest request that vLLM takes; 0: unknown.
-        step_tokens: most tokens that a step computes.
-        draw: returns a new random ticket.
-        tells_host: True if `take_host_events` is asked.
+    Each of `num_ranks` workers holds a share of every block. `hash_size` is the tokens of an entry
+    of `Request.block_hashes`. `max_len` is 0 if unknown. `draw` returns a new random ticket.
     """
 
     def __init__(

@@ -1,17 +1,13 @@
-"""Prefill's half in vLLM's scheduler: it decides which prompts may be computed, and holds blocks
-for decode. The order law: a side that waits for the other holds nothing that the other's progress
-may need. So there are two kinds of sends.
+"""Prefill's half in vLLM's scheduler: it decides which prompts may be computed, and holds blocks.
 
-*Promised*: a router has drawn the room. The prompt starts only after decode has promised its pages,
-and has no block before. Each block is held from the step that computes it until every worker
-reports that no write reads it. *Offer*: the room is drawn here. The prompt is computed at once; its
-blocks are held from its last step until it is sent, or withdrawn: see `ScheduledSends.make_room`.
+The order law: a side that waits holds nothing that the other side's progress may need. A *promised*
+prompt (a router drew the room) starts after decode's promise and has no block before. An *offer*
+(the room is drawn here) is computed at once; its blocks are held until sent or withdrawn.
 
     promised:  waiting --all ranks promised--> allowed --computed--> sent --freed--> forgotten
     offer:     drawn --computed, held--> offered --opened and sent, or withdrawn--> forgotten
 
-Where vLLM counts the NaN in logits, what completes a prompt waits for the result of its step: a
-decode server that has all of it goes on at once.
+Where vLLM counts NaN in logits, what completes a prompt waits for its step's result.
 """
 
 from __future__ import annotations
