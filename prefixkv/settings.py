@@ -1,15 +1,12 @@
 """Settings: declared once, with their bounds, and converted by one module from every source.
 
-A settings class is a frozen dataclass. The type of a field says its kind, unit and bounds
-(`heartbeat_s: Seconds = 1.0`), and `doc(...)` in it what `--help` says; a string below the field
-says more, for `--help-all` and `docs/reference/settings.md`. `__post_init__` calls `check_fields`,
-so the constructor refuses what a file, a variable or an option is refused for. Each ConfigError of
-a settings class begins with the field's name; the source and the table are put in front of it:
-"worker.toml: control.heartbeat_s: 0 is not above 0".
+A settings class is a frozen dataclass. A field's type says its kind, unit and bounds (`heartbeat_s:
+Seconds = 1.0`), and `doc(...)` what `--help` says; a string below it says more. `__post_init__`
+calls `check_fields`, so every source is refused alike: "worker.toml: control.heartbeat_s: 0 is not
+above 0".
 
-A field whose type is a settings class is a table, `[control]`; its field `heartbeat_s` is the
-option `--control-heartbeat-s` and the variable `PREFIXKV_CONTROL_HEARTBEAT_S`. With `flat` in its
-metadata its fields are set as if they were its parent's, without those that `but` names there.
+A settings class as a field is a table, `[control]`, with `--control-heartbeat-s` and
+`PREFIXKV_CONTROL_HEARTBEAT_S`. With `flat` its fields are set as its parent's, except `but`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The prefill worker that each request is for, and what happens where it cannot be asked.
+"""The prefill worker that each request on decode is for, and what happens where it cannot be asked.
 
-    it answers       the request waits in its lane
-    it does not      its lane is closed. A request that decode may compute goes *alone*, to a lane
-                     that is always open, and comes back when the worker answers
-    it has failed    the request tries again: there, at a worker that the user names, or alone
+    it answers       the request waits in its lane, and is asked of it when it is admitted
+    it does not      its lane is closed. A request that decode may compute itself goes *alone*, to a
+                     lane that is always open, and comes back when the worker answers
+    it has failed    the request tries again: there, at another one that the user names, or alone
 
-A worker that may have a request is told when that goes elsewhere. Its late answers are of a former
-generation.
+A worker that may have a request already is told when that request goes elsewhere, since it waits
+for a promise; what it still answers then is of a former generation.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""One room on all ranks of a decode worker: the events of the ranks, joined to those that the
-scheduler gets. Pure.
+"""One room on all ranks of a decode worker: the ranks' events, joined for the scheduler. Pure.
 
-Every rank receives its part of the KV in a room of its own, from its own writers. The request has
-its KV when all have; it fails when the first one does, and then the others have to end theirs; its
-pages, which are the same on every rank, may be used again when no rank can be written any more.
-
-The ranks above 0 get their commands with rank 0's log, and answer with `RankEvents`: the engine
-carries both.
+Every rank has a room of its own, with its own writers. The request has its KV when all ranks have
+theirs. It fails with the first rank, and the others have to end their rooms. Its pages may be used
+again when no rank can be written any more.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What the ranks above 0 of a worker follow: the rows of rank 0's page table, and the commands for
-their rooms. The same for decode and prefill.
+"""What the ranks above 0 of a worker follow: the rows of rank 0's page table, and room commands.
 
     rank 0       node = DecodeNode(pool, config, ranks=RankLog(), mesh=mesh)
                  broadcast(node.take_log())
@@ -7,10 +6,8 @@ their rooms. The same for decode and prefill.
                  rank.apply(receive()); send(rank.take_rank_events())
     rank 0       for raw in received: node.apply_rank_events(raw)
 
-All ranks have pages of the same ids, so a page, a window's page or a slot that rank 0 gives, keeps
-or takes back is that on every rank. Rank 0 alone has a scheduler, a tree and an allocator. A
-message says which rows have changed since the last one and which have ended; the other ranks have
-an array, and decide nothing. Pure.
+Pages and slots have the same ids on all ranks. Rank 0 alone decides; its messages name the rows
+that have changed or ended. Prefill works alike. Pure.
 """
 
 from __future__ import annotations

@@ -5,10 +5,8 @@
                                                    v                                | inbox
                                          transport, copy threads  --what became of it
 
-The thread sleeps until one of these has something for it, or the next deadline comes. An exception
-while one input is handled, or one effect carried out, harms nothing else: the scheduler's thread
-raises it, and the thread lives on. One that a peer's frame caused is the peer's fault: it is logged
-and counted, the room that the frame names ends, and the scheduler hears of nothing else.
+It sleeps until the next input or deadline. An exception harms one input or effect only: the
+scheduler's thread raises it. A fault of a peer's frame is logged and ends the room that it names.
 """
 
 from __future__ import annotations
@@ -158,13 +156,9 @@ class ControlThread(Generic[Command, To]):
     ) -> None:
         """Create transport, control object, copies and sockets, and start the thread.
 
-        Args:
-            transport: makes the transport, given where its events go.
-            control: makes the control object, given the transport's metadata.
-            channel: makes the sockets, given a descriptor that wakes them.
-            copies: makes the staging copies, given where their ends are reported, or None where
-                nothing is staged.
-            prover: looks at processes; closed here, also if this raises.
+        `transport` is given where its events go, `control` the transport's metadata, `channel` a
+        descriptor that wakes its sockets, `copies` where their ends are reported. `prover` looks at
+        processes; it is closed here, also if this raises.
         """
         self.inbox: Inbox[Command | FrameReceived[To] | Common | None] = Inbox()
         # The threads that copy to and from host memory put theirs there as well.

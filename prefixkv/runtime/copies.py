@@ -1,13 +1,9 @@
-"""The staging copies of a node: slices are gathered into slots, leases scattered into pages, in
-threads of their own, so that the control thread never waits for a copy.
+"""The staging copies of a node, in threads of their own: the control thread never waits for a copy.
 
-Jobs start in the order they came in. Each ends with one CopyDone to the sink, called from a worker
-(or, for a job that had not started, once the pool is closed). On CUDA each worker has a stream of
-its own, which is current while its jobs run; CopyDone comes when the device has done what they
-queued there.
-
-The copies on the CPU are numpy's, on the worker's thread alone and with the GIL let go. Torch's
-number of threads is left as it is: what one thread sets, threads started later take over.
+Jobs start in the order they came in. A worker ends each with one CopyDone to the sink; closing the
+pool ends those that had not started. On CUDA each worker has a current stream, and CopyDone comes
+when the device is done. Copies on the CPU are numpy's, with the GIL let go. Torch's number of
+threads is left alone: threads that start later would take it over.
 """
 
 from __future__ import annotations

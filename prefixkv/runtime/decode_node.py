@@ -286,22 +286,20 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     ) -> None:
         """Tell the node that a request of `pop_local` has KV in `req.pages` up to token `end`.
 
-        With `end` at `req.fill_len` it is whole, and comes out of `pop_transferred` with `aux`, as
-        if prefill had sent it. One with extra state may lack nothing but that: then `prefix_len` is
-        `fill_len`, and so is `end`. With window groups a chunk has `step_tokens` of them at most,
-        and a checkpoint is kept where one ends at one of `req.stops`. Later work of the device on
-        these pages has to come behind what it has still to write. A request that has ended
-        meanwhile is left out.
+        At `req.fill_len` it is whole, and comes out of `pop_transferred` with `aux`, as if prefill
+        had sent it. A request that lacks its extra state only has `end` at `prefix_len`. With
+        window groups a chunk has at most `step_tokens`, and a checkpoint is kept where it ends at
+        one of `req.stops`. A request that has ended meanwhile is left out.
 
         Args:
-            after: an event behind the device's writes up to `end`. Before it is done these pages
-                are not copied to host memory, and a request that would free some of them, since
-                they are cached already (from a checkpoint on), does not come out of
-                `pop_transferred`. None: the device is done.
+            after: an event behind the device's writes up to `end`; None: the device is done. Until
+                then the
+        pages are not copied to host memory, and a request that would free some of them stays out of
+        `pop_transferred`. Later work on these pages has to come behind it.
 
-        Raises RequestError: it is not computed here, or `end` is not behind the last one, or beyond
-        `fill_len`. CallerError: `aux` is no bytes, or comes before the end, or `after` is no event.
-        Nothing was changed.
+        Raises, with nothing changed, RequestError: it is not computed here, or `end` is not behind
+        the last one, or beyond `fill_len`; CallerError: an `aux` or `after` of the wrong kind, or
+        an early `aux`.
         """
         self.scheduler.computed(req, end, self._pump(), aux, after)
         self._tell()
@@ -377,18 +375,15 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         self.scheduler.append_many(reqs, token_ids, self._pump())
 
     def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int) -> None:
-        """Take pages for the KV of `num_tokens` tokens from the `kv_len` of each request on, as far
-        as its `max_new_tokens` goes.
+        """Take pages for the KV of `num_tokens` tokens from each request's `kv_len` on, as far as
+        its `max_new_tokens` goes.
 
-        For a step that writes more KV than that of the newest token, which counts: drafts, or a
-        step that is launched before the last one's tokens are known. `append_many` gives pages for
-        one token. What is not used stays with the request until its next tokens need it, or it ends
-        or is retracted; there is nothing to give back. Requests that were aborted meanwhile are
-        left out.
+        For a step that writes more than the newest token's KV, which counts: drafts, or a step
+        launched before the last one's tokens are known. Unused pages stay with the request. Aborted
+        requests are left out.
 
-        Raises, with nothing changed, OutOfPagesError as `append_many` (a step without drafts needs
-        no more pages than there are), and RequestError for a request that does not run, or is named
-        twice.
+        Raises, with nothing changed, OutOfPagesError as `append_many` (a step without drafts always
+        has pages enough), and RequestError for a request that does not run, or is named twice.
         """
         self.scheduler.reserve_many(reqs, num_tokens, self._pump())
 

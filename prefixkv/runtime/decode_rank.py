@@ -27,10 +27,9 @@ class DecodeRank(FollowingRank):
     """A decode rank above 0. Used from one thread.
 
     Args:
-        pool, state: this rank's share of the KV, and of the extra state; as many pages, of the same
-            size, and slots as rank 0's. They must outlive this.
+        pool, state: this rank's shares, with as many pages and slots as rank 0's. They must outlive
+    this.
         config: rank 0's.
-        mesh: how the model is shared out over the decode worker's ranks.
         rank: from 1.
         worker: `DecodeNode.peer_id` of rank 0; this rank receives in its name.
 

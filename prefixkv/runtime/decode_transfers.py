@@ -53,13 +53,12 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
     """The receiving side of a decode rank.
 
     Args:
-        pool: this rank's KV memory; kept until this has closed. Over shared memory a peer may write
-            there longer: see `close`.
+        pool, state: this rank's shares; kept until this has closed. Over shared memory a peer may
+            write
+    there longer: see `close`.
         config: its name, model, control and transport are used.
-        mesh, rank: how the model is shared out over the ranks of the worker, and which of them this
-            is. None: the pool holds all of the model's KV.
+        mesh, rank: as the node's. None: the pool holds all of the model's KV.
         worker: the `peer_id` of rank 0; None on rank 0.
-        state: this rank's share of the extra state of requests; kept as long.
         transport: makes another transport than NIXL's, for tests.
 
     Raises ConfigError: a pool that is not the rank's share, or cannot be registered.
@@ -146,30 +145,27 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         ticket: int | None = None,
         windows: Sequence[PageIds] = (),
     ) -> None:
-        """Open a room on the decode side: promise pages to a prefill worker, for the KV of tokens
-        `prefix_len` to `num_tokens`.
+        """Promise pages to a prefill worker, for the KV of tokens `prefix_len` to `num_tokens`.
 
         Args:
             room, generation: the transfer, and which attempt at it.
-            num_tokens: of the prompt.
-            prefix_len: tokens of it that have KV here already, whole pages.
+            prefix_len: tokens that have KV here already, whole pages.
             pages: a page id for each page behind the prefix, a partial last one included. They are
-                the room's until it has succeeded or is drained.
-            prefill: the address of the prefill worker.
-            digest: 16 to 64 bytes that name the prompt, the same that prefill's engine gives to
-                `PrefillTransfers.add`: `prompt_digest(tokens, namespace)`, or what else both sides
-                agree on. If they differ nothing is sent, and both get a PromptMismatchError.
+                the
+        room's until it has succeeded or is drained.
+            digest: 16 to 64 bytes that name the prompt, as in `PrefillTransfers.add`:
+        `prompt_digest(tokens, namespace)`, say. If they differ nothing is sent, and both get a
+        PromptMismatchError.
             state_slot: of extra state, -1 if the worker has none.
             ticket: which promise this is, below 2**63. All ranks of a worker give the same one,
-                drawn at random for this call; None: drawn here.
-            windows: for each window group of the pool, in order, a page id for each page from the
-                one in which the window behind the prompt begins, whatever the prefix is:
-                `(num_tokens + 1 - window) // page_size`, at least 0.
+                drawn at
+        random for this call; None: drawn here.
+            windows: for each window group, in order, a page id for each page from number
+        `(num_tokens + 1 - window) // page_size` on, at least 0, whatever the prefix is.
 
-        Raises RequestError: a number, the slot or the digest out of range, a room that is open or
-        not drained yet, a prefix that is not whole pages of the prompt, or another number of pages
-        than the rest takes. Nothing was changed. PageStateError: ids outside the pool. Nothing was
-        changed.
+        Raises, with nothing changed, RequestError: a number, the slot or the digest out of range, a
+        room that is open or not drained yet, or pages that do not fit the prefix and the rest;
+        PageStateError: ids outside the pool.
         """
         # 1. Every argument, before anything is changed.
         key = room_key(room, generation)

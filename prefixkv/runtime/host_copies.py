@@ -1,12 +1,9 @@
-"""The copies of decode's host tier: orders of whole pages, in pieces, made by threads of their own.
+"""The copies of decode's host tier: orders of whole pages, made in pieces by threads of their own.
 
-Loads go before writes, but a write keeps pages of the device: after `_LOADS_A_WRITE` pieces of
-loads that writes have waited for, a piece of a write begins. Orders of one kind are begun in the
-order they came in; the pieces of one order may run at once. Each order ends with one HostCopyDone
-to the sink. It comes when nothing touches the order's pages any more, so after a piece that failed
-it waits for those that run; none of the others begins then.
-
-An order may wait for work of the device that was queued before it. Others are begun meanwhile.
+Loads go before writes, but writes keep device pages: after `_LOADS_A_WRITE` pieces of loads a piece
+of a write begins. Orders of a kind begin in turn; one may wait for earlier work of the device while
+others begin. Each ends with one HostCopyDone, when nothing touches its pages any more: after a
+piece that failed it waits for those that run, and begins no other.
 """
 
 from __future__ import annotations
@@ -73,11 +70,10 @@ class HostCopies:
         piece_bytes: int = 0,
         name: str = "node",
     ) -> None:
-        """Start the threads.
+        """Start the threads. The memory of `layout` and `pool` has to stay until `close` has
+        returned.
 
         Args:
-            layout: of the device's pool, whose memory has to stay until `close` has returned, as
-                the host pool's has.
             num_threads: on CUDA each has a stream, and uses twice `piece_bytes` of the device.
             sink: takes each order's end; it must not raise, nor wait.
             piece_bytes: a piece is as many whole pages as fit, at least one. 0: 4 MiB, on CUDA 16

@@ -73,16 +73,12 @@ def _key(room: int, generation: int, decode: str) -> RoomKey:
 
 
 class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
-    """The sending side of a prefill rank.
+    """The sending side of a prefill rank. Arguments as of `DecodeTransfers`; every rank gets the
+    same rooms and chunks.
 
     Args:
-        pool: this rank's KV memory; kept until this has closed. Over shared memory a peer may write
-            there longer: see `close`.
         config: its name, bind, model, control and transport are used.
-        mesh, rank: as for `DecodeTransfers`; every rank gets the same rooms and chunks.
         endpoints: on rank 0, the `endpoint` of each other rank, in order.
-        state: this rank's share of the extra state of requests; kept as long.
-        transport: makes another transport than NIXL's, for tests.
 
     Raises ConfigError: an address that cannot be bound, a pool that is not the rank's share or
     cannot be registered, another number of endpoints than there are other ranks.
@@ -362,21 +358,18 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     ) -> None:
         """Offer a room, drawn for a prompt that is computed, to any decode worker.
 
-        The engine has named it where the request is placed. The first decode worker with a promise
-        that proves the digest opens the room; from then on it is like one that was added for that
-        worker: Bootstrapped follows, with its name in `key.decode`, and `send_chunk` takes that
-        name.
-
-        If no worker opens it within `timeout_s`, RoomEnded and SourceFree follow for the key
-        without a name. So they do if a decode worker says that it does not want the room.
+        The first decode worker whose promise proves the digest opens the room. Then it is like a
+        room added for that worker: Bootstrapped follows, with the name for `send_chunk` in
+        `key.decode`. If none opens it within `timeout_s`, or a worker does not want it, RoomEnded
+        and SourceFree follow for the key without a name.
 
         Args:
             room, generation: numbers that no other room has, drawn at random: a worker that knows
-                them may end the offer. They do not open it.
-            num_tokens: of the prompt.
+                them may
+        end the offer. They do not open it.
             digest: of the prompt and of a secret that only the chosen decode worker gets, as a part
-                of `prompt_digest`'s namespace.
-            timeout_s: seconds.
+                of
+        `prompt_digest`'s namespace.
 
         Raises RequestError: as `add`.
         """

@@ -1,18 +1,13 @@
 """A decode worker's own traffic, written for `prefixkv replay`: `DecodeConfig(record=PATH)`.
 
-One line per request that asked the cache, when it has ended, in the form of Mooncake's traces:
+One line per request that asked the cache, in the order of ends, in the form of Mooncake's traces:
 
     {"timestamp": 81250, "input_length": 6755, "output_length": 500, "hash_ids": [271, ..., 828],
      "block_size": 512, "bytes_per_token": 131072}
 
-`timestamp` is when the request arrived, ms since the node was built; lines come in the order of
-ends. An id names a block of the prompt together with all before it and its namespace, by a hash
-keyed with a salt that is drawn for each file and written nowhere: equal prefixes have equal ids
-within one file, and nothing can be learnt from an id, not even whether a guessed prompt was there.
-Tokens, texts and request names are not written.
-
-Hashing and writing happen in the recorder's thread. What it cannot keep up with, or cannot write (a
-full disk), is counted as lost; the first loss is warned of, and it goes on trying.
+`timestamp` is the arrival, ms since the node was built. An id is a hash of all tokens up to a
+block's end and of the namespace, under a salt drawn for each file and written nowhere. So ids tell
+equal prefixes within a file and nothing else. What cannot be written counts as lost.
 """
 
 from __future__ import annotations
@@ -55,16 +50,14 @@ class _EndedRequest(NamedTuple):
 class Recorder:
     """Writes ended requests to a file, by a thread of its own.
 
-    `ended` is called by the scheduler's thread and neither blocks nor raises; `recorded` and `lost`
-    may be read from any thread.
+    `ended` is called by the scheduler's thread and neither blocks nor raises; any thread may read
+    `recorded` and `lost`. The first loss is warned of.
 
     Args:
-        path: the file that is written to. One that is there already is kept as `path`.1.
-        max_bytes: per file, before the next one is begun: a line is never split.
-        max_files: how many there are at most, this one included; the oldest is deleted.
-        block_tokens: per block at most: a block is the most whole pages that fit into it, at least
-            one.
-        page_size, bytes_per_token: of the pool.
+        path: a file that is there already is kept as `path`.1.
+        max_bytes: per file; a line is never split.
+        max_files: at most, this one included; the oldest is deleted.
+        block_tokens: a block is the most whole pages that fit into it, at least one.
         now_s: the present time on the clock of the requests' times.
 
     Raises ConfigError: the file cannot be opened, or is no regular file.

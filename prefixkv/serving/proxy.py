@@ -1,14 +1,11 @@
-"""`prefixkv proxy`: OpenAI's interface over prefill and decode servers of an engine that runs
-prefixkv's connector (vLLM: `docs/vllm.md`).
+"""`prefixkv proxy`: OpenAI's interface over prefill and decode servers of an engine with prefixkv's
+connector (`docs/vllm.md`).
 
-Each request gets a room. Decode is asked first, and prefill as soon as decode has the request;
-decode's answer goes to the client as it arrives. If prefill fails before decode has said anything,
-another prefill server is tried; at last decode computes the prompt itself. `_ProxiedRequest` states
-when each side's request ends.
+Each request gets a room. Decode is asked first, prefill as soon as decode has the request. If
+prefill fails before decode has answered, another is tried; at last decode computes the prompt.
 
-The text of a prompt chooses its servers: a `BoundedAffinityRouter` matches it in pages of
-`_PAGE_BYTES`, so a conversation stays where its KV is. The router sees no cache events; it knows
-only where this proxy has sent prompts.
+A `BoundedAffinityRouter` matches the prompt's text in pages of `_PAGE_BYTES`, so a conversation
+stays where its KV is. It sees no cache events, only where this proxy has sent prompts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Choice of a decode worker for a request: the one that holds most of its prefix, unless it is too
-busy.
+"""Choice of a decode worker: the one that holds most of a request's prefix, unless it is too busy.
 
     router = BoundedAffinityRouter()
     router.add_worker("decode-0")
@@ -8,8 +7,8 @@ busy.
     ...  # the request goes to route.worker
     router.ended(route, now_s)
 
-What a worker has in its host memory counts as what it has in its pool. A choice is only a hint: the
-worker matches again at admission, so a late event costs a hit, never an error.
+Host memory counts as the pool. The worker matches again at admission: a late event costs a hit
+only.
 """
 
 from __future__ import annotations
@@ -289,32 +288,24 @@ class _RoutedWorker:
 @dataclass(kw_only=True, eq=False, repr=False)
 class BoundedAffinityRouter:
     """Affinity to cached prefixes, within a bound on load. Pure; one owner, no threads. Times come
-    from one monotonic clock of the caller's. Raises ConfigError, which names the setting, the value
-    and the bound. Source: consistent hashing with bounded loads (Mirrokni, Thorup and
-    Zadimoghaddam, 2018).
+    from one monotonic clock. Raises ConfigError, which names the setting. Source: consistent
+    hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018).
 
-    The *load* of a worker is the work (pages by default) of its requests in progress, and of ended
-    ones, which fades with `fade_s`. Workers with a load within `bound` times the mean, plus `slack`
-    average requests, are eligible; the slack lets a conversation go on in an idle cluster. A page
-    that a worker holds is *worth* the squared share of the other workers that lack it: a chat's own
-    pages count in full, and a system prompt that all workers hold counts nothing. One that all but
-    a new worker hold counts next to nothing, so the new worker is not starved. Of the eligible
-    workers the one with the longest match by worth is chosen; if that match is worth less than
-    `min_worth` of the prompt, the least loaded worker is.
-
-    Fading makes balance a matter of minutes: the second turn of a chat may find its worker above
-    the mean for a moment and still goes there, while a document that many chats ask about spreads
-    to more workers as the first ones fill up.
+    A worker's *load* is the work of its requests in progress, and of ended ones, which fades: so
+    the second turn of a chat finds its worker, while a document that many chats ask about spreads.
+    Workers within `bound` times the mean load, plus `slack` average requests, are eligible. A
+    page's *worth* is the squared share of the other workers that lack it: a system prompt that all
+    hold counts nothing, and a new worker is not starved. The longest match by worth wins, or else
+    the least load.
 
     Args:
-        bound: how far above the mean load a worker may be and still be chosen for what it holds.
-        slack: how many average requests may come on top of that.
+        bound: how far above the mean load a worker may be.
+        slack: average requests on top, which let a conversation go on in an idle cluster.
         fade_s: how fast ended work stops counting. Long enough for tens of requests per worker.
         min_worth: least share of a prompt, by worth, for which its worker is preferred to the least
-            loaded one. Above about (1 - 1 / bound) squared no worker starves, however long the
-            system prompt.
-        expect_s: how long the pages of a request count as held where it was sent, until the
-            worker's events say so.
+    loaded one. Above about (1 - 1 / bound) squared no worker starves, however long the system
+    prompt.
+        expect_s: how long a request's pages count as held until events say so.
         max_pages: how many pages are remembered per worker.
     """
 

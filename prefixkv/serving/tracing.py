@@ -7,13 +7,9 @@
     prefill        - prefill                                      one job
                      - promise, queue, compute, send
 
-A proxy writes `chat NAME`, `routing`, and `decode` and `prefill` for what it asks of servers. The
-trace context travels in the headers of W3C, from the client and to each worker or server.
-
-The standard variables of OpenTelemetry turn it on (`asked_by`) and set it; the SDK does the rest:
-propagation, sampling, batches, export. Without them nothing of it is imported, and every method
-that a request meets does nothing. Spans of a node are made once its request has ended, from the
-times of its record in the request log, so that no step of an engine waits for them.
+A proxy writes `chat NAME`, `routing`, `decode` and `prefill`. W3C headers carry the context. The
+standard variables of OpenTelemetry turn it on (`asked_by`); without them nothing is imported. A
+node's spans are made from the request log once its request has ended, so that no step waits.
 """
 
 from __future__ import annotations

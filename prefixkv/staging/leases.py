@@ -1,8 +1,6 @@
 """Leases of decode's staging area: which ranks may write which bytes, and until when. Pure.
 
-A piece asks for a lease and gets it at once, or when enough bytes come free. The lease is written
-by the ranks that the ask named, each once; when the last has arrived our own copy scatters it, and
-then it is ended:
+A lease is written by the ranks that its ask named, each once; then our own copy scatters it:
 
     asked -> GRANTED --last arrival--> LANDED --end--> gone
                 |  the room is closed      ^ the room may be closed meanwhile: our copy reads it
@@ -71,15 +69,12 @@ class LeaseTable:
     """All leases of one staging area. Owned by one thread.
 
     Every method that may free bytes returns the leases granted. A lease takes the first gap that is
-    large enough: one that is held for long keeps only its own bytes from use, and memory that was
-    used last is used again first, while caches still hold it.
+    large enough, so memory that caches still hold is used again first.
 
-    Rooms take turns, the pieces of a room go in order. While the room next in turn needs more than
-    is free, up to `MAX_PASSED` leases may go to smaller pieces of rooms behind it: most pieces are
-    of one size, so this serves the last, short piece of a room. Then nothing overtakes it, and the
-    leases that are live make room for it as they end. Only where held leases alone keep it out does
-    it bar no other room, since no lease that ends would help it; its room has a deadline. A waiting
-    piece costs nothing until a lease ends: nothing is tried again in between.
+    Rooms take turns, the pieces of a room go in order. While the next room does not fit, up to
+    `MAX_PASSED` leases may go to smaller pieces behind it (a room's last piece is short); then
+    nothing overtakes it. Where held leases alone keep it out it bars no other room, since no end
+    would help it; its deadline does. Nothing is tried again before a lease ends.
     """
 
     def __init__(self, capacity_bytes: int) -> None:

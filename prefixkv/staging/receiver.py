@@ -1,13 +1,11 @@
-"""Decode's side of staging: pieces from their ask to the copy into our pages, and ends of rooms
-that wait for copies. Pure, one per rank.
+"""Decode's side of staging: pieces from their ask to the copy into our pages. Pure, one per rank.
 
 A room's unit pages are promised to its writers, which all cut them alike (`LeaseCut`). A piece goes
 
     asked by some --by all, in its turn--> the table's --LeaseGrant--> granted
         --the last writer's last part--> landed, Scatter --on_scattered--> done
 
-The sender of a frame or a tag was checked before: `rank` is a writer's, its incarnation the one
-that was promised.
+The sender of a frame or a tag was checked before.
 """
 
 from __future__ import annotations
@@ -133,19 +131,14 @@ class _StagedRoom:
 class StagingReceiver:
     """The staged rooms of one decode rank. Owned by the control object.
 
-    Every method returns the actions to carry out, in order. The table of leases is asked when all
-    writers have asked: a lease then waits for no writer that has nothing to write yet. A writer
-    that asks again for a piece that is granted, and that it has not written, is answered again; so
-    a lost ask or grant does no harm.
+    Every method returns actions, in order. The table is asked when all writers have asked, so a
+    lease waits for no writer without KV. A repeated ask for a granted, unwritten piece is answered
+    again: a lost frame does no harm. A writer has arrived when every part was notified, with its
+    section's blocks; its own outcome is never enough.
 
-    A writer has arrived when every part of its write was notified, with as many blocks as its
-    section has. Its own outcome is never enough. The room's machine counts the units that have
-    arrived (`SectionArrived`), so a room that lacks a notification does not succeed.
-
-    Two ends are held back. A room's machine knows nothing of staging, so its events of the room's
-    end go through `pass_on`. SUCCESS waits for the last scatter. After a failure nothing is
-    scattered any more, but a copy that runs still writes our pages: RoomDrained waits until it has
-    ended. The leases of such a room are held until RoomDrained comes.
+    A room's machine knows nothing of staging, so its end goes through `pass_on`. SUCCESS waits for
+    the last scatter. After a failure RoomDrained waits for a copy that still writes our pages, and
+    the leases are held until it comes.
     """
 
     def __init__(self, area: StagingArea) -> None:

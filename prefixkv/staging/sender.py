@@ -137,22 +137,18 @@ class _ChunkPiece:
 
 
 class StagingSender:
-    """The staged writes of one prefill rank. Owned by the control object.
+    """The staged writes of one prefill rank. Owned by the control object. Methods return actions,
+    in order.
 
-    Every method returns the actions to carry out, in order.
+    At most `window` pieces of a room and reader are between asked and done. There is no bound over
+    rooms: a reader grants what all its writers have asked for, so writers that hold asks back could
+    wait for each other. A lease is asked for once the KV is ready. Slots go by the order of grants,
+    to one of several readers at most half, rounded up, so that a stuck reader does not stall them
+    all.
 
-    Bounds: of one room and reader at most `window` pieces are between asked and done. There is no
-    bound over rooms: a reader grants a lease when all its writers have asked for it, so writers
-    that hold asks back for other rooms' sake could wait for each other. A lease is asked for once
-    the KV is ready, so none stands idle while it is computed. Slots go to pieces in the order of
-    their grants; where there are several readers, none has more than half of the slots, rounded up,
-    so that one that is stuck does not stall them all (two slots at least are needed for that).
-
-    Ends: a job that had its first error, or was cancelled, starts nothing more, and ends once
-    nothing of it is being gathered or written. A lease into which a write failed is never written
-    again. After an error nothing more is asked for the room and reader, since pieces are granted in
-    order: the room's owner cancels its other jobs. An exception from `ready.query()` is the error
-    of its job.
+    A job with an error, or cancelled, starts nothing more and ends once nothing of it is gathered
+    or written. A failed lease is never written again, and nothing more is asked for its room and
+    reader: grants are in order, and the room's owner cancels its other jobs.
     """
 
     def __init__(

@@ -1,13 +1,10 @@
-"""A page's bytes on both sides of a write: runs of equal blocks, for NIXL's prepared lists.
+"""A page's bytes on both sides of a write: runs of equal blocks, for NIXL's prepared lists. Pure.
 
-A *run* is one block of each page: equal blocks, a page stride apart. Source and target have the
-same runs in the same order. What is described is the part of a model that the source rank sends the
-target rank (`memory/mesh.py`): some layers, some heads.
-
-Where page sizes differ by a whole factor, both sides count pages of the smaller size. On the side
-with larger pages the units of a page are blocks of one run where a stride steps through them and
-from page to page, since NIXL merges inside a run only; else each is a row of its own. A *position*
-is a unit page's place in a run: a block's flat index is `run * num_positions + position`. Pure.
+A *run* is one block of each page, a page stride apart, in the same order on both sides. It covers
+the layers and heads that the source sends the target (`memory/mesh.py`). Both sides count pages of
+the smaller size. NIXL merges inside a run only, so the units of a larger page are blocks of one run
+where one stride steps through them, and else rows of their own. A *position* is a unit page's place
+in a run: a block's flat index is `run * num_positions + position`.
 """
 
 from __future__ import annotations
@@ -138,13 +135,9 @@ def paired_runs(
 ) -> Runs:
     """Return the runs that pair two pools, of the largest blocks that are contiguous in both.
 
-    Found by walking the smallest pieces (one head of one token of one slab) in the order of the
-    source's addresses and joining neighbours that are neighbours on the target too: whole pages
-    where both are page-major, a slab's page where one is layer-major, a token or a head where
-    strides demand it. O(slabs * page_size * heads) once per peer.
-
-    `src` is our layout, `dst` the peer's, which is validated here. `src_part` and `dst_part` are
-    the layers and heads to copy, in each pool's own numbers; all by default.
+    It walks the smallest pieces (a head of a token of a slab) by source address, and joins
+    neighbours that are neighbours on the target too. O(slabs * page_size * heads) once per peer.
+    `dst`, the peer's layout, is validated here. The parts are in each pool's own numbers.
 
     Raises HandshakeError, which names the field, if the parts or the models differ, or neither page
     size divides the other; ConfigError if `dst` breaks a law of layouts, a part is not in its pool,

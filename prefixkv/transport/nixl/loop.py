@@ -1,14 +1,10 @@
-"""The work of the transport thread: it owns a NIXL agent, posts jobs, checks posts, polls
-notifications.
+"""The transport thread's work: it owns a NIXL agent, posts jobs, checks posts, polls notifications.
 
-- NIXL gets no progress thread (it burns a core): our thread polls, on both sides, while something
-  is under way.
-- On shared memory the copy runs inside the post. So a post is bounded, and between two posts to one
-  peer every other peer gets one.
-- A lost peer does not heal: it is removed and added again, with new descriptor lists, at its next
-  write.
-- A write that failed after its post may still land until its agent is destroyed. So `renew` puts
-  another agent in its place. The former one ends what it has posted and is destroyed.
+- NIXL gets no progress thread (it burns a core): ours polls while something is under way.
+- On shared memory the copy runs inside the post. So a post is bounded, and peers take turns.
+- A lost peer does not heal: it is removed and added again at its next write.
+- A write that failed after its post may land until its agent is destroyed. So `renew` puts another
+  agent in its place; the former one ends what it has posted and is destroyed.
 """
 
 from __future__ import annotations
