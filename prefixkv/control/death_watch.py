@@ -1,10 +1,8 @@
 """Peers that may have died, so that the kernel has to be asked about their process.
 
-A peer says in its handshake which process it is (`ProcessLife`). That is evidence against itself
-alone: it counts where the peer is on this machine, as its connection shows, and only where every
-handshake under its identity has said the same. While something is wrong with the peer, `Examine`
-asks again and again whether that process has ended. The only answer is `Fence(proved=True)`, once
-the end is proved. No amount of silence makes a peer count as dead.
+A peer's handshake says which process it is (`ProcessLife`). That counts only on this machine, as
+its connection shows, and where all handshakes of its identity agree. `Examine` asks whether the
+process has ended; the only answer is `Fence(proved=True)`. Silence never makes a peer dead.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""What an admitted request lacks on decode is asked for: of a prefill worker, by a promise, or of
-this worker's engine.
+"""What an admitted request lacks is asked for: of a prefill worker, by a promise, or of this
+engine.
 
-    the engine computes it    no room is opened, and no share of a prefill worker is taken. A worker
-                              that may have the request is refused it
+    the engine computes it    no room and no share of prefill; a worker that may have it is refused
     nothing is missing        of a request that ran before; no room is opened
     no worker can be asked    and it is more than the engine computes: the request has to fail
-    prefill sends it          a promise opens the room: what decode has, and the pages for the rest.
-                              Where prefill does not have the request any more, or was never given
-                              it, the engine is asked to submit it there again
+    prefill sends it          a promise opens the room. Where prefill has not got the request, the
+                              engine is asked to submit it there again
 """
 
 from __future__ import annotations

@@ -32,13 +32,10 @@ NOT_ENTERED, LEFT = 0, -1  # in place of a want's number: not entered yet; waits
 class Waiter:
     """A request in a lane, or aside, and the result of the last look at it.
 
-    `arrival` numbers the queue's waiters. `is_returned`: it was admitted before. `since_s` is when
-    it came, None for one that came back since the last pass.
-
-    Admitting it takes pages: `new_pages` at once, for what is to be sent, besides those of a load;
-    `needed_pages` have to be available, the reserve included; `most_pages` it may come to take in
-    the end. The last two include the evictable pages that its match would lock. `seen_at` is the
-    version at which a look admitted nothing.
+    `since_s` is when it came, None if it came back since the last pass. Admitting it takes
+    `new_pages` at once, besides those of a load; `needed_pages` have to be available, the reserve
+    included; `most_pages` it may come to take. The last two include the evictable pages that its
+    match would lock. `seen_at` is the version at which a look admitted nothing.
     """
 
     req: DecodeRequest

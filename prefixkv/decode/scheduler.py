@@ -192,16 +192,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     # --- calls of the engine ----------------------------------------------------------------------
 
     def add(self, request: Request, now_s: float) -> DecodeRequest:
-        """Queue a request, where it waits for pages.
+        """Queue a request, where it waits for pages. O(log waiting), and a match of the prompt
+        where the admission policy lets requests overtake.
 
-        Cost: O(log waiting), and a match of the prompt where the admission policy lets requests
-        overtake.
-
-        Raises RequestError, with nothing changed: a duplicate id, a room in use, no prefill
-        address, the name of another decode worker, a request that the pool could never hold, or
-        that the pool of its prefill worker could not, as far as its size is known; DrainingError
-        for any request while `draining`. Raises CallerError for a `now_s` that is no number, as
-        does every call here, and what a user's admission policy raises.
+        Raises, with nothing changed, RequestError: a duplicate id, a room in use, no prefill
+        address, the name of another decode worker, or more than the pool here or at prefill could
+        ever hold; DrainingError while `draining`; CallerError for a `now_s` that is no number; and
+        what a user's admission policy raises.
         """
         # All checks come before the first change: a request that is refused leaves no trace.
         check_time(now_s)
@@ -323,12 +320,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     ) -> None:
         """Note that work that writes a request's KV up to token `end` is queued, or done.
 
-        At its `fill_len` it is whole: `pop_transferred` returns it, with `aux`. A request that has
-        ended meanwhile is left out. `after` is an event behind that work: before it is done these
-        pages are neither copied to host memory nor free. None: the device is done. Raises
-        RequestError, with nothing changed, for one that is not computed here, or an `end` that is
-        not behind the last one, or beyond it; CallerError for an `aux` that is no bytes, or comes
-        before the end, or an `after` that is no event.
+        At its `fill_len` `pop_transferred` returns it, with `aux`. A request that has ended is left
+        out. `after` is an event behind that work, before which these pages are neither copied nor
+        freed; None: the device is done. Raises, with nothing changed, RequestError or CallerError
+        as `DecodeNode.computed`.
         """
         check_time(now_s)
         end = whole_count("end", end)
@@ -447,18 +442,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     ) -> None:
         """Append each running request's newly sampled token; KV of the token before is written.
 
-        Afterwards every request has the page that the next step writes to. A request that has its
-        `max_new_tokens` is to be finished, and has no page for another step. A request that was
-        aborted or failed meanwhile is left out; `pop_failed` says why.
+        Afterwards every request has the page for the next step, except one with its
+        `max_new_tokens`, which is to be finished. An aborted or failed request is left out;
+        `pop_failed` says why. Cost: a comparison per request, and more only at the end of its
+        pages.
 
-        Cost: a comparison per request, and more only for those that reach the end of their pages.
-
-        Raises, with nothing changed: RequestError for a request that does not run, has its tokens
-        already or is named twice, or where the number of tokens differs from that of requests;
-        TokenError; OutOfPagesError, which names the requests to retract, best first, and no more of
-        them than are needed. It names none if what is missing comes back by itself, so wait a step:
-        pages that the device is still busy with (`after=`), and those held for failed rooms, which
-        come back with their proof. The tokens are sampled already: keep them, and call again.
+        Raises, with nothing changed, RequestError for a request that does not run, has its tokens
+        or is named twice, or another number of tokens; TokenError; OutOfPagesError with the
+        requests to retract, best first. It names none if the missing pages come back by themselves
+        (a busy device, failed rooms): keep the sampled tokens, and call again after a step.
         """
         check_time(now_s)
         # Tokens are checked before any is added: `DecodeRequest.key` later appends them without a

@@ -1,11 +1,8 @@
 """Pages with KV that decode has computed itself, and prefill has not.
 
-Prefill goes on behind what it has in its own cache. Of a prompt that decode computed it has
-nothing: where a later prompt goes on behind that one and is asked of prefill, prefill computes
-both. Then it has all of the later prompt, so this is forgotten of that one's pages.
-
-It only tells how long a transfer is likely to take. What is evicted and used again stays noted
-until prefill is next asked for what is there: so it is about right, and needs no care of eviction.
+Where a later prompt goes on behind such pages and is asked of prefill, prefill computes both, and
+the pages are noted no more. It only tells how long a transfer is likely to take, so eviction leaves
+it alone: what is evicted and used again stays noted until prefill is next asked for it.
 """
 
 from __future__ import annotations

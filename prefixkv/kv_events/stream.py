@@ -1,12 +1,9 @@
-"""One worker's cache events as numbered batches: the latest of them, and the state they add up to.
+"""One worker's cache events as numbered batches: the latest, and the state they add up to.
 
-Numbers are dense and begin at `first_seq`, above those of every former life of the worker. A router
-that was away sees a gap, asks for what it missed, and gets what there is instead. A request for a
-batch that is no longer kept is answered by a *snapshot*: one batch that begins with
-AllBlocksCleared and holds all blocks. It has the number of the last batch that it contains.
-
-A worker has one cache per kind of memory, a *tier*: its pool, and host memory where it has some.
-Their events share the numbers, and differ by their medium.
+Numbers are dense and begin at `first_seq`, above those of every former life of the worker. A
+request for a batch that is no longer kept gets a *snapshot*: one batch with AllBlocksCleared and
+all blocks, under the number of the last batch in it. The pool and host memory are *tiers*: they
+share the numbers, and differ by their medium.
 """
 
 from __future__ import annotations

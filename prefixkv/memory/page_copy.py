@@ -1,12 +1,10 @@
-"""Copies of whole pages between a pool and its host pool, for decode's host tier: a load fills
-pages of the pool, a write fills host pages. A page is all that has its id: the pool's first layers,
-and behind these, in a host page, those of each aligned group. Window groups have no part in it.
+"""Copies of whole pages between a pool and its host pool, for decode's host tier.
 
-`page_copy` picks the copy. `CpuPageCopy` copies between two places that the CPU reads, in one pass
-over the bytes: a page of the pool is a few runs of bytes, and a host page is these runs, one after
-the other. `StagedPageCopy` is for a GPU: a `StagingCopy` between the pool and memory of the device,
-and one copy between that and each stretch of the pinned host pages. The order of the bytes in a
-host page is the copy's own affair.
+A page is all that has its id: in a host page the pool's first layers, then those of each aligned
+group; window groups have no part in it. `page_copy` picks the copy. `CpuPageCopy` copies the runs
+of a page in one pass. `StagedPageCopy` is for a GPU: a `StagingCopy` to memory of the device, and
+one copy between that and each stretch of pinned host pages. The order of bytes in a host page is
+the copy's own affair.
 """
 
 from __future__ import annotations

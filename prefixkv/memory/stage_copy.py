@@ -1,12 +1,9 @@
 """Gather and scatter between the pages of a pool and a piece of staging memory.
 
-Staged is a part of the model (some layers, some heads) of some unit pages, dense and in one order
-whatever the pool's: [slab, unit page, token, head, byte]. So a gather with one pool's plan and a
-scatter with another's move KV between pools of any two layouts. `staging_copy` picks the copy:
-`CpuCopy`, here, for memory that the CPU reads, or `TritonCopy` in `copy_triton.py`, for CUDA.
-
-`CpuCopy` sees a pool as rows of opaque bytes, each contiguous both in the pool and in the stage,
-and copies them by numpy's `take` and indexed assignment, which release the GIL.
+Staged is a part of the model (some layers, some heads) of some unit pages, always in the order
+[slab, unit page, token, head, byte]. So a gather and a scatter move KV between pools of any two
+layouts. `staging_copy` picks `CpuCopy`, or `TritonCopy` (`copy_triton.py`) for CUDA. `CpuCopy` sees
+rows of bytes that are contiguous on both sides, and copies them by numpy with the GIL let go.
 """
 
 from __future__ import annotations

@@ -432,15 +432,13 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
     def flush(self, weights_version: str | None = None, after: DeviceEvent | None = None) -> int:
         """Empty the prefix cache, after a weight update. Returns the pages freed at once.
 
-        Without `weights_version`, or with the version that the node has already, requests that run
-        now finish but cache nothing. With another version everything that has KV or output of the
-        former one ends, and comes out of `pop_failed` with a WeightsVersionError: what runs, what
-        is on its way, what was retracted. What only waits to be admitted goes on, and is promised
-        under the new version. A prefill worker of another version refuses it by name, so both
-        workers have to be moved, in any order. No step of the model may come between the change of
-        the weights and this call. `weights_version`: at most 256 characters. `after`: as of
-        `abort`, for the pages of the requests that end. Raises ConfigError: no string, or one that
-        is too long. Nothing was changed.
+        Without `weights_version`, or with the node's own, running requests finish but cache
+        nothing. With another version all that has KV or output of the former one (running, on its
+        way, retracted) ends, and comes out of `pop_failed` with a WeightsVersionError; what only
+        waits goes on. A prefill worker of another version refuses it by name, so both have to be
+        moved, in any order. No step of the model may come between the change of the weights and
+        this call. `after`: as of `abort`, for requests that end. Raises ConfigError, with nothing
+        changed: no string, or over 256 characters.
         """
         check_event("after", after)
         return self._flush(

@@ -1,12 +1,9 @@
 """Prometheus metrics of nodes, read when scraped: `REGISTRY.register(NodeCollector(node, ...))`.
 
-The scraper's thread reads, and the scheduler's does not know of it: what is read are single ints,
-and copies that the interpreter makes in one step (of a list, a dict, a set). So there is no lock,
-nothing is published, and a scheduler that is stuck can still be looked at. Figures of one scrape
-may be microseconds apart. Labels are bounded: 64 namespaces and 64 peers, all others together are
-"other"; a request's id appears only as the owner of a lock held for `NAME_AFTER_S`.
-
-Needs prometheus_client: pip install 'prefixkv[metrics]'.
+The scraper's thread reads single ints and copies that the interpreter makes in one step, so there
+is no lock, and a stuck scheduler can be looked at. Figures of a scrape may be microseconds apart.
+Labels are bounded to 64 namespaces and 64 peers, the rest are "other"; a request's id appears only
+as the owner of a lock held for `NAME_AFTER_S`. Needs the extra `metrics`.
 """
 
 from __future__ import annotations

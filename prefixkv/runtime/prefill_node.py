@@ -247,13 +247,12 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
     def flush(self, weights_version: str | None = None) -> int:
         """Empty the prefix cache, after a weight update. Returns the pages freed at once.
 
-        Without `weights_version`, or with the version that the node has already, requests that run
-        now finish but cache nothing. With another version everything that was promised pages under
-        the former one, or is computed with it, fails: it comes out of `pop_failed` with a
-        WeightsVersionError, and decode hears of it at once. What waits for decode's promise goes
-        on. No step of the model may come between the change of the weights and this call. Each rank
-        of a mesh is moved by itself; until all are, requests fail. `weights_version`: at most 256
-        characters. Raises ConfigError: no string, or one that is too long. Nothing was changed.
+        Without `weights_version`, or with the node's own, running requests finish but cache
+        nothing. With another version all that was promised or is computed under the former one
+        fails: `pop_failed` gives a WeightsVersionError, and decode hears of it. What waits for
+        decode's promise goes on. No step of the model may come between the change of the weights
+        and this call. Each rank of a mesh is moved by itself. Raises ConfigError, with nothing
+        changed: no string, or over 256 characters.
         """
         return self._flush(weights_version, self.scheduler.move_weights)
 

@@ -1,13 +1,11 @@
 """A record per request that has ended: logger `prefixkv.requests`, level INFO, a JSON object.
 
     {"side": "decode", "rid": "r1", "room": 7, ..., "hit_tokens": 6144, "arrived_at": 1763740000.1,
-     "admitted_s": 0.0021, "transferred_s": 0.0314, "committed_s": 0.0317, "first_token_s": 0.0318,
-     "ended_s": 2.5}
+     "admitted_s": 0.0021, "transferred_s": 0.0314, ..., "ended_s": 2.5}
 
-Times are seconds since the request arrived, so the longest step says where a slow first token
-waited; `room` and `generation` join decode's record to prefill's, which has the steps in between.
-`decode/journal.py` and `prefill/journal.py` say what each field is. The record itself is the log
-record's `request`.
+Times are seconds since the arrival. `room` and `generation` join decode's record to prefill's.
+`decode/journal.py` and `prefill/journal.py` say what each field is. The log record has it as
+`request`.
 """
 
 from __future__ import annotations

@@ -70,14 +70,9 @@ _MESSAGE: Final = 64  # template time of one message, in characters of tokenizer
 class Front:
     """Used on one event loop. Raises ConfigError if an address cannot be bound.
 
-    Args:
-        texts: the tokenizer of the model.
-        name: what clients call the model.
-        answer_tokens: most tokens of a chat's answer if its request sets no bound; 0: all the room
-            there is.
-        defaults: how tokens are drawn for requests that do not say.
-        routes: further ones, of Starlette; the paths in `open_paths` need no key. `status_routes`
-            go to the status port.
+    `answer_tokens` is the most tokens of a chat's answer without a bound of its own; 0: all the
+    room. `defaults` say how tokens are drawn for requests that do not. `routes` are Starlette's;
+    the paths in `open_paths` need no key. `status_routes` go to the status port.
     """
 
     def __init__(

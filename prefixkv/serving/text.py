@@ -62,15 +62,11 @@ def _go_on() -> None:
 class Texts:
     """A tokenizer and a chat template. Immutable, so any thread may call it.
 
-    A template is part of a model's download: transformers renders it in a sandbox, which keeps it
-    from running code. What a client sends is only data to it. The time that a template takes has no
-    bound but `range`'s of 100,000 numbers a loop.
+    A template is part of a model's download, so transformers renders it in a sandbox; what a client
+    sends is only data to it. Its time has no bound but `range`'s of 100,000 numbers a loop. Several
+    templates have names, "default" for most chats. `tokens` are special tokens that templates name.
 
-    Args:
-        template: of Jinja, or several by name, "default" for that of most chats.
-        tokens: special tokens that templates name, such as "bos_token".
-
-    Raises: ConfigError for a template that is not read, with the line.
+    Raises ConfigError for a template that is not read, with the line.
     """
 
     def __init__(

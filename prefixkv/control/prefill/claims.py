@@ -1,10 +1,8 @@
 """The rooms and pages that a decode rank claims: no more pages at once than its pool has.
 
-A page of decode's is in one undrained room at a time, on both sides: decode promises it again only
-after it has heard that the room before is drained, and prefill says so only when that is true here
-(`SenderMachine.drained`). Frames of one decode process are taken in their order. A prefix that
-several requests share is promised by one room; a partial last page belongs to one request. So no
-right rank has more pages in undrained rooms than its pool has, and no slack is needed.
+A page of decode's is in one undrained room at a time: decode promises it again only after it has
+heard that the room before is drained (`SenderMachine.drained`), and its frames are taken in order.
+Requests with a common prefix promise it by one room. So a right rank needs no slack.
 """
 
 from __future__ import annotations
