@@ -71,11 +71,10 @@ class DecodePreallocQueue:
         waiting_timeout_s: for requests without a `deadline_s`, and for all that come back.
         protect: whether the cached prefixes of waiting requests are evicted last (`wants.py`).
         computes: a request that lacks nothing leaves its last page, since its first token needs a
-    computed one.
+            computed one.
         sources: says whether a load from `host` is worth it.
         points: checkpoints of extra state; `chooses_here` then says at admission whether a request
-            is
-    computed here.
+            is computed here.
     """
 
     def __init__(

@@ -92,15 +92,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     Args:
         lanes: which prefill workers answer; None: all. With gated lanes `MeetPrefill` asks about
-            each,
-    and `prefill_ready`, `prefill_away` and `prefill_lost` answer.
+            each, and `prefill_ready`, `prefill_away` and `prefill_lost` answer.
         ticket: draws a number for each use of a room, never twice the same. In a service no other
-    process may guess it. None: they are counted.
+            process may guess it. None: they are counted.
         sources: decides what the engine computes itself; None: nothing. With `ask` "late",
-    `pop_needs_prefill` returns first attempts too.
+            `pop_needs_prefill` returns first attempts too.
         checkpoint_tokens: each checkpoint's depth is a multiple of it. Without checkpoints nothing
-            is
-    computed here of requests with extra state or windows.
+            is computed here of requests with extra state or windows.
     """
 
     def __init__(

@@ -269,8 +269,7 @@ class Sources:
             due: tokens that decode has to compute for other requests.
             running: requests that run, beside which the chunks are computed.
             num_sent: tokens that prefill would send; None: the missing ones. With extra state
-                decode begins
-        at a checkpoint, and computes again what is cached behind it.
+                decode begins at a checkpoint, and computes again what is cached behind it.
             again: tokens of its prompt that decode has computed, and prefill has not.
         """
         lack = Lack(missing, again=again)

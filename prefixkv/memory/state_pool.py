@@ -36,8 +36,7 @@ class StatePool:
         Args:
             tensors: all of the model's state.
             views: one for each tensor that this rank holds, in order; torch or numpy, used in
-                place. A slot
-        in it is contiguous; slots may lie apart.
+                place. A slot in it is contiguous; slots may lie apart.
             mesh, rank: as the node's; None: this rank holds everything.
             regions: (address, bytes) to register; by default the views' whole storages.
             num_slots: for a rank without tensors in its stage.

@@ -81,8 +81,7 @@ class PageManager:
 
     Args:
         evict_reserve_pages: an eviction takes this many more than are missing. They become free
-            side by
-    side, so that pages taken later form fewer runs.
+            side by side, so that pages taken later form fewer runs.
         reserved_pages: the first pages of the pool, which are the engine's own.
         num_slots: of extra state. Every request has one from `open` to its end, as its own pages.
         spare_rows: rows of the page table for pages that are loaded from host memory.
@@ -199,11 +198,10 @@ class PageManager:
 
         Args:
             joined: a request on its way that has the first `joined_end` pages, more than the match.
-                The row
-        names its pages from the match's end on; they stay its own until `lock_joined`.
+                The row names its pages from the match's end on; they stay its own until
+                `lock_joined`.
             is_load: the new pages are loaded from host memory for a request that is opened next,
-                and joins
-        them. They get a spare row, no slot, and nothing in window groups.
+                and joins them. They get a spare row, no slot, and nothing in window groups.
             is_used: the load that was opened for this request has counted the use of the cache.
             window_start: where it begins in the window groups. Its checkpoint is locked.
 

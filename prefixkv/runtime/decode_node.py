@@ -293,9 +293,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
 
         Args:
             after: an event behind the device's writes up to `end`; None: the device is done. Until
-                then the
-        pages are not copied to host memory, and a request that would free some of them stays out of
-        `pop_transferred`. Later work on these pages has to come behind it.
+                then the pages are not copied to host memory, and a request that would free some of
+                them stays out of `pop_transferred`. Later work on these pages has to come behind
+                it.
 
         Raises, with nothing changed, RequestError: it is not computed here, or `end` is not behind
         the last one, or beyond `fill_len`; CallerError: an `aux` or `after` of the wrong kind, or

@@ -28,7 +28,7 @@ class DecodeRank(FollowingRank):
 
     Args:
         pool, state: this rank's shares, with as many pages and slots as rank 0's. They must outlive
-    this.
+            this.
         config: rank 0's.
         rank: from 1.
         worker: `DecodeNode.peer_id` of rank 0; this rank receives in its name.

@@ -54,8 +54,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
 
     Args:
         pool, state: this rank's shares; kept until this has closed. Over shared memory a peer may
-            write
-    there longer: see `close`.
+            write there longer: see `close`.
         config: its name, model, control and transport are used.
         mesh, rank: as the node's. None: the pool holds all of the model's KV.
         worker: the `peer_id` of rank 0; None on rank 0.
@@ -151,17 +150,15 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             room, generation: the transfer, and which attempt at it.
             prefix_len: tokens that have KV here already, whole pages.
             pages: a page id for each page behind the prefix, a partial last one included. They are
-                the
-        room's until it has succeeded or is drained.
+                the room's until it has succeeded or is drained.
             digest: 16 to 64 bytes that name the prompt, as in `PrefillTransfers.add`:
-        `prompt_digest(tokens, namespace)`, say. If they differ nothing is sent, and both get a
-        PromptMismatchError.
+                `prompt_digest(tokens, namespace)`, say. If they differ nothing is sent, and both
+                get a PromptMismatchError.
             state_slot: of extra state, -1 if the worker has none.
             ticket: which promise this is, below 2**63. All ranks of a worker give the same one,
-                drawn at
-        random for this call; None: drawn here.
+                drawn at random for this call; None: drawn here.
             windows: for each window group, in order, a page id for each page from number
-        `(num_tokens + 1 - window) // page_size` on, at least 0, whatever the prefix is.
+                `(num_tokens + 1 - window) // page_size` on, at least 0, whatever the prefix is.
 
         Raises, with nothing changed, RequestError: a number, the slot or the digest out of range, a
         room that is open or not drained yet, or pages that do not fit the prefix and the rest;

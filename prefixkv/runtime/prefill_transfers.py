@@ -365,11 +365,9 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
         Args:
             room, generation: numbers that no other room has, drawn at random: a worker that knows
-                them may
-        end the offer. They do not open it.
+                them may end the offer. They do not open it.
             digest: of the prompt and of a secret that only the chosen decode worker gets, as a part
-                of
-        `prompt_digest`'s namespace.
+                of `prompt_digest`'s namespace.
 
         Raises RequestError: as `add`.
         """

@@ -303,8 +303,8 @@ class BoundedAffinityRouter:
         slack: average requests on top, which let a conversation go on in an idle cluster.
         fade_s: how fast ended work stops counting. Long enough for tens of requests per worker.
         min_worth: least share of a prompt, by worth, for which its worker is preferred to the least
-    loaded one. Above about (1 - 1 / bound) squared no worker starves, however long the system
-    prompt.
+            loaded one. Above about (1 - 1 / bound) squared no worker starves, however long the
+            system prompt.
         expect_s: how long a request's pages count as held until events say so.
         max_pages: how many pages are remembered per worker.
     """

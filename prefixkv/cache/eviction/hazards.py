@@ -73,12 +73,10 @@ class Hazards:
     Args:
         groups: classes that are alike, one list each; all classes occur once.
         trust: observations that a group's chances count for in its classes, and those of all
-            classes in
-    a group. `UNTAUGHT` counts five times as many in all classes.
+            classes in a group. `UNTAUGHT` counts five times as many in all classes.
         period: starts after which worths are worked out again.
         half_life_s: time after which counts are halved. A start's return or loss weighs as much as
-            the
-    start does by then, so neither is favoured.
+            the start does by then, so neither is favoured.
         rows: for each row, the classes that its starts count in; by default one row per class.
         num_common: number of classes, from the first, that stand for all; by default all of them.
     """

@@ -125,15 +125,15 @@ def replay_curves(
 
     Args:
         policies: names as on the command line ("adaptive:trust=30", "MODULE:CLASS", "optimum"),
-    functions that make a new policy, or a map from names of results to these. None: all, and the
-    optimum.
+            functions that make a new policy, or a map from names of results to these. None: all,
+            and the optimum.
         capacities: in blocks, at least 1. None: from 1/64 of the trace's different blocks to all.
         warm: share of the requests that only warm the cache, in [0, 0.99].
         queue: how many following requests count as waiting.
         hints: per request, what its client says at its end (`finish(continues=)`).
         each: called with what each request of each replay finds.
         running: requests that run at a time: their blocks count against the capacity, and are not
-    evicted. 0: not even those of the request that comes count.
+            evicted. 0: not even those of the request that comes count.
         hosts: sizes of host tiers, each for itself: "4x" (of the capacity), "64GiB", or blocks.
         bytes_per_token: of KV, for sizes and results in bytes. 0: what the trace says, if it does.
     Returns:

@@ -129,8 +129,7 @@ def replay_policy(
     Args:
         policy: a name, or an object, which serves one replay. Host tiers get others like it.
         each: called for each request with its number, the number of blocks that it finds, and for
-            each
-    host tier how many that has behind them.
+            each host tier how many that has behind them.
         running: a request ends when as many have come after it, or sooner if the next would not
             fit.
         hosts: sizes of host tiers, blocks; each is replayed by itself behind the same device.

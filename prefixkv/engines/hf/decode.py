@@ -108,8 +108,7 @@ class DecodeEngine:
         config: its `model` is replaced by the model's identity. With `compute`, `ask` is "late".
         tokenizer: from `load_tokenizer`: outputs then have text, and strings may end them.
         thinking: "on" or "off": whether the KV of a model's thinking is cached. The tokenizer's
-            markers
-    say where it begins; without any all is cached.
+            markers say where it begins; without any all is cached.
         shared_states: True to have the states of recurrent layers in memory that prefill may map.
 
     `states`, for recurrent layers, has a slot per request in transfer or running, and with

@@ -155,12 +155,10 @@ class PagedModel:
 
         Args:
             step_tokens: of the window group, the most tokens of a prompt per forward:
-                `chunk_tokens` on
-        prefill, 1 on decode.
+                `chunk_tokens` on prefill, 1 on decode.
             requests, checkpoints: number of windows that the group has room for.
             window_pages: pages of the group. 0: as many as these need, but no more than the pool
-                has (no
-        more memory than without windows), and enough for one request.
+                has (no more memory than without windows), and enough for one request.
         """
         window = self.layers.window
         sizes: dict[str, Any] = {
@@ -250,8 +248,8 @@ class PagedModel:
             wanted: indices of the sequences that need logits; None: all.
             also: indices into `tokens` of further tokens that need logits.
             not_finite: gets the indices of the sequences with NaN or infinity in a hidden state of
-                a new
-        token or a logit (-inf rules a token out and is allowed). What they wrote is zero then.
+                a new token or a logit (-inf rules a token out and is allowed). What they wrote is
+                zero then.
         Returns: logits after the last new token of each wanted sequence, then after each token of
         `also`: [wanted + also, vocabulary].
         """

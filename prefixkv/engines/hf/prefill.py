@@ -55,10 +55,9 @@ class PrefillEngine:
     Args:
         pool: made by `model.make_pool`; it must outlive the engine.
         config: its `model` is replaced by the model's identity. With recurrent layers or windows,
-    `checkpoints` of 0 stands for `PagedModel.num_checkpoints`, where there is a `cache`.
+            `checkpoints` of 0 stands for `PagedModel.num_checkpoints`, where there is a `cache`.
         chunk_tokens: limit of tokens per forward, over all its prompts. Of one prompt it is also
-            the
-    `step_tokens` of the pool's window group.
+            the `step_tokens` of the pool's window group.
 
     Raises ConfigError, as PrefillNode and FlatPool do.
     """
