@@ -1,11 +1,10 @@
-"""What an admitted request lacks is asked for: of a prefill worker, by a promise, or of this
-engine.
+"""What an admitted request lacks is asked for: of a prefill worker by a promise, or of the engine.
 
-    the engine computes it    no room and no share of prefill; a worker that may have it is refused
-    nothing is missing        of a request that ran before; no room is opened
-    no worker can be asked    and it is more than the engine computes: the request has to fail
-    prefill sends it          a promise opens the room. Where prefill has not got the request, the
-                              engine is asked to submit it there again
+the engine computes it    no room and no share of prefill; a worker that may have it is refused
+nothing is missing        of a request that ran before; no room is opened
+no worker can be asked    and it is more than the engine computes: the request has to fail
+prefill sends it          a promise opens the room. Where prefill has not got the request, the
+                          engine is asked to submit it there again
 """
 
 from __future__ import annotations

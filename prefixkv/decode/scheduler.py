@@ -447,8 +447,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
         Raises, with nothing changed, RequestError for a request that does not run, has its tokens
         or is named twice, or another number of tokens; TokenError; OutOfPagesError with the
-        requests to retract, best first. It names none if the missing pages come back by themselves
-        (a busy device, failed rooms): keep the sampled tokens, and call again after a step.
+        requests to retract, best first, and no more than are needed. It names none if the missing
+        pages come back by themselves (a busy device, failed rooms): wait a step. Keep the sampled
+        tokens, and call again.
         """
         check_time(now_s)
         # Tokens are checked before any is added: `DecodeRequest.key` later appends them without a

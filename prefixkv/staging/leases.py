@@ -73,8 +73,8 @@ class LeaseTable:
 
     Rooms take turns, the pieces of a room go in order. While the next room does not fit, up to
     `MAX_PASSED` leases may go to smaller pieces behind it (a room's last piece is short); then
-    nothing overtakes it. Where held leases alone keep it out it bars no other room, since no end
-    would help it; its deadline does. Nothing is tried again before a lease ends.
+    nothing overtakes it. Where held leases alone keep it out it bars no other room, since no
+    lease that ends would help it; its deadline does. Nothing is tried again before a lease ends.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
