@@ -208,7 +208,12 @@ def compare(answer: Answer, model: PagedModel, reference: Reference, found: Foun
         if sampling.logprobs is None:
             assert not any(given)
         else:
-            reference.check_logprobs([*ask.tokens, *said], given, sampling.logprobs)
+            try:
+                reference.check_logprobs([*ask.tokens, *said], given, sampling.logprobs)
+            except AssertionError:
+                if not reference.routes_by_rounding([*ask.tokens, *said]):
+                    raise
+                found.near_ties += 1
             found.logprobs += len(given)
         found.answers += 1
         found.tokens += len(said)

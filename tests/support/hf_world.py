@@ -216,6 +216,27 @@ class Reference:
             # A client compares the two numbers to see whether the token is the greedy one.
             assert all(value == one.logprob for other, value in one.top if other == token)
 
+    def routes_by_rounding(self, tokens: Any) -> bool:
+        """Whether rounding decides which experts one of these tokens goes to: two scores are alike
+        but for their last bits. Everything behind such a token may differ by a little."""
+        chosen = getattr(self.model.config, "num_experts_per_tok", 0)
+        gaps: list[float] = []
+
+        def look(_module: Any, _given: Any, said: Any) -> None:
+            for scores in said if isinstance(said, tuple) else (said,):
+                if scores.is_floating_point() and scores.shape[-1] > chosen:
+                    ranked = scores.sort(-1, descending=True).values
+                    gaps.append(float((ranked[..., chosen - 1] - ranked[..., chosen]).min()))
+
+        routers = [one for one in self.model.modules() if type(one).__name__.endswith("Router")]
+        hooks = [router.register_forward_hook(look) for router in routers]
+        try:
+            self.logits(tokens, 1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return bool(gaps) and min(gaps) < 1e-6
+
     def is_near(self, tokens: Any, said: list[int], other: list[int]) -> bool:
         """Whether two answers part at a token where both are as likely, but for rounding."""
         at = next(i for i, pair in enumerate(zip(said, other, strict=False)) if len({*pair}) > 1)

@@ -94,12 +94,12 @@ def test_it_takes_part_in_all_but_drafts() -> None:
 
 @pytest.mark.slow
 def test_a_fault_of_it_is_found() -> None:
-    """Two lives of a decode worker that count their rooms from 0."""
+    """An engine that gives all its requests one number."""
 
     class Counting(HFSides):
-        def _start_decode(self) -> None:
-            super()._start_decode()
+        def submit(self, prompt: Any, answer: Any) -> None:
             self._decode._rooms = 0
+            super().submit(prompt, answer)
 
     report = conformance.run(Counting, only=["decode restarts"], patience_s=PATIENCE_S)
     assert "calls" in report.laws
