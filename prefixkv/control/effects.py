@@ -7,6 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from prefixkv.config import Way
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import StagingArea
@@ -171,7 +172,7 @@ class Examine(msgspec.Struct, frozen=True):
 
 
 class AddPeer(msgspec.Struct, frozen=True, kw_only=True):
-    """Make the peer's pool a target of our transport.
+    """Make the peer's pool a target of the transport `way`, and of no other one.
 
     `parts` are the shards that match: what of ours is written, and where in the peer's pool. If
     `staged`, slices are gathered in unit pages of `unit_tokens` tokens and written to `staging`.
@@ -182,6 +183,7 @@ class AddPeer(msgspec.Struct, frozen=True, kw_only=True):
     layout: KVLayout
     parts: tuple[Shard, Shard]
     unit_tokens: int
+    way: Way = "nixl"
     staging: StagingArea | None = None
     staged: bool = False
     state: StateLink | None = None

@@ -32,7 +32,6 @@ from prefixkv.staging.sender import Gather
 from prefixkv.testing.fabric import FakeFabric
 from prefixkv.testing.hashing import Hashes
 from prefixkv.transport.base import WriteJob
-from prefixkv.transport.offers import split_offers
 from tests.support.sim_memory import Buffer, Memory
 from tests.support.state_memory import StateMemory
 from tests.support.transport_pools import Zeros
@@ -348,10 +347,10 @@ class DecodeRank(SimRank):
         self.orders: deque[bytes] = deque()  # of rank 0
         self.for_rank_0: deque[bytes] = deque()  # for rank 0
         self._num_messages = 0
-        offers = split_offers(self.transport.metadata)
-        memory = self.layout, offers.nixl
+        offer, by_shm = self.transport.metadata, world.backend == "shm"
+        memory = self.layout, b"" if by_shm else offer
         what = side.digest, side.topology, *memory, rank, worker, self.area, self.state_layout
-        self.control = DecodeControl(self.me, Hello(*what, shm=offers.shm), TIMING)
+        self.control = DecodeControl(self.me, Hello(*what, shm=offer if by_shm else b""), TIMING)
 
     def take_rank_events(self) -> None:
         """As `runtime.DecodeRank.take_rank_events`."""

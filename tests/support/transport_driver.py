@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
@@ -28,7 +27,6 @@ from prefixkv.transport.base import (
     WriteFailed,
     WriteJob,
 )
-from prefixkv.transport.shm.loop import Met
 from tests.support.patience import PATIENCE_S
 from tests.support.state_memory import StateMemory
 from tests.support.transport_pools import NumpyPool, Zeros, make_pool, shared_zeros
@@ -223,62 +221,6 @@ class ShmDriver(NixlDriver):
         from prefixkv.transport.shm.transport import ShmTransport
 
         return ShmTransport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
-
-
-class Reports:
-    """A `met` of `ShmTransport`: what it reports of peers, passed on at once or kept."""
-
-    def __init__(self, met: Met) -> None:
-        self.pass_on = met
-        self.keep = False
-        self.all: list[tuple[PeerId, Exception | None]] = []
-
-    def __call__(self, peer: PeerId, error: Exception | None) -> bool:
-        self.all.append((peer, error))
-        return False if self.keep else self.pass_on(peer, error)
-
-
-@dataclass
-class Halves:
-    """The two transports of an `AutoTransport`, as it made them."""
-
-    nixl: Any = None
-    shm: Any = None
-    reports: Any = None
-
-
-class AutoDriver(NixlDriver):
-    """Both transports, of which each peer is written by one: by shm, or (`shared` False) by
-    NIXL."""
-
-    def __init__(self, shared: bool) -> None:
-        super().__init__()
-        self._halves: dict[PeerId, Halves] = {}
-        if shared:
-            self.zeros = shared_zeros
-
-    def halves(self, node: Node) -> Halves:
-        return self._halves[node.me]
-
-    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
-        from prefixkv.transport import auto
-
-        halves = self._halves[node.me] = Halves()
-        make_nixl, make_shm = auto.NixlTransport, auto.ShmTransport
-
-        def nixl(*args: Any) -> Any:
-            halves.nixl = make_nixl(*args)
-            return halves.nixl
-
-        def shm(*args: Any, met: Met) -> Any:
-            halves.reports = Reports(met)
-            halves.shm = make_shm(*args, met=halves.reports)
-            return halves.shm
-
-        with patch.multiple(auto, NixlTransport=nixl, ShmTransport=shm):
-            return auto.AutoTransport(
-                node.me, node.pool.layout, sink, config, node.area, node.state_layout
-            )
 
 
 class Gate:

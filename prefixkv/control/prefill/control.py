@@ -111,6 +111,7 @@ class PrefillControl:
         life: which process this is; None: not to be said.
         max_tokens: what its pool holds; 0: not to be said.
         libraries: versions of what loads NIXL's metadata.
+        place: as in `Hello`.
     """
 
     def __init__(
@@ -129,12 +130,13 @@ class PrefillControl:
         max_tokens: int = 0,
         weights_version: str = "",
         libraries: Libraries = _NO_LIBRARIES,
+        place: str = "",
     ) -> None:
         self.me = me
         self.counters: Counter[str] = Counter()
         slot_bytes = 0 if staging is None else staging.slot_bytes
         what = digest, topology, rank, slot_bytes, life, backend
-        self._ours = handshake.OurSide(*what, option_names or {}, max_tokens, libraries)
+        self._ours = handshake.OurSide(*what, option_names or {}, max_tokens, libraries, place)
         self._rank = rank
         self._weights_version = weights_version
         self._timing = timing
@@ -229,6 +231,10 @@ class PrefillControl:
             case PeerUnreachable():
                 self.counters["peers_unreachable"] += 1
                 self._peers.deaths.doubt(what.peer, now_s)
+                peer = self._peers.find(what.peer)
+                if peer is not None and peer.instead is not None:
+                    self._out.add(peer.instead)
+                    peer.instead = None
             case ConnectFailed():
                 self.counters["handshakes_refused"] += 1
                 self.news.say("shut out", what.address, str(what.error))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from prefixkv.config import ControlConfig, short_key
 from prefixkv.control.death_watch import DeathWatch
-from prefixkv.control.effects import EffectList, RemovePeer, RoomAction, SendFrame
+from prefixkv.control.effects import AddPeer, EffectList, RemovePeer, RoomAction, SendFrame
 from prefixkv.control.former_lives import IncarnationHistory, nonce
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.heartbeat import PeerClock, Stamper
@@ -46,9 +46,10 @@ class Peer:
 
     `readers` are the ranks of its worker that promise us pages. `writes` says whether we write KV
     to it, `staged` whether that goes through staging, `takes_state` whether we write extra state to
-    it. `num_parked` counts its promises that wait for their request. `met_s` is when it was met;
-    `succeeded` is its number among the peers met (`Peers.num_met`) if it replaced a former life,
-    else 0. `gone` is True once it has left or was replaced, and its rooms have ended.
+    it. `instead` is how it is written where its memory cannot be mapped. `num_parked` counts its
+    promises that wait for their request. `met_s` is when it was met; `succeeded` is its number
+    among the peers met (`Peers.num_met`) if it replaced a former life, else 0. `gone` is True once
+    it has left or was replaced, and its rooms have ended.
     """
 
     id: PeerId
@@ -63,6 +64,7 @@ class Peer:
     claimed: RankClaims
     past: RetiredTickets
     met_s: float = 0.0
+    instead: AddPeer | None = None
     num_parked: int = 0
     succeeded: int = 0
     gone: bool = False
@@ -383,6 +385,7 @@ class Peers:
             ),
             past=RetiredTickets(self._timing.max_parked_per_peer),
             met_s=now_s,
+            instead=accepted.instead,
         )
         self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
         self.news.say("met", frame.sender)

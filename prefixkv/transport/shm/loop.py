@@ -42,19 +42,16 @@ _BLOCKS_A_PART: Final = 1 << 15  # 5 ms of 512 bytes each
 _LONGEST_PACED_S: Final = 5e-3  # of a wait for the rate, which may be for one large block
 _PATIENCE_S: Final = 2e-3  # of looks at what is not ready, before sleeps become longer
 
-Met = Callable[[PeerId, Exception | None], bool]
-
 
 class ShmLoop(TransportLoop[ShmPeer]):
     """The peers, jobs and sockets of one shm transport. Owned by the transport's thread."""
 
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
-        staging: StagingArea | None, state: StateLayout | None, met: Met | None = None,
+        staging: StagingArea | None, state: StateLayout | None,
     ) -> None:  # fmt: skip
         """Open the door, if all memory is shared. OSError if the system lacks what this needs."""
         super().__init__(layout, sink, config, staging, state, _BLOCKS_A_PART)
-        self._met = met
         self._epoll = select.epoll()
         self._settling: list[Hashable] = []  # tokens, answered in the next step
         # A door hands over whole blocks, so it is opened only if each range lies in a shared one.
@@ -220,8 +217,6 @@ class ShmLoop(TransportLoop[ShmPeer]):
         # order.
         peer.routes = routes
         self._jobs.start_parked(peer.outbox, routes)
-        if self._met is not None:
-            self._met(peer.peer, None)
         return True
 
     def _lose(self, peer: ShmPeer, error: Exception) -> None:
@@ -236,9 +231,6 @@ class ShmLoop(TransportLoop[ShmPeer]):
         # A peer that was connected may be back at once; one that could not be reached is left
         # alone.
         peer.retry_at = 0.0 if connected else time.monotonic() + RECONNECT_S
-        # Another transport may take it over, and then nothing is lost.
-        if not connected and self._met is not None and self._met(peer.peer, error):
-            return
         if not peer.removed and (waited or not connected):
             self.emit(PeerUnreachable(peer.peer, error))
 

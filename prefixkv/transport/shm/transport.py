@@ -17,8 +17,8 @@ from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.base import Sink, TransportEvent
-from prefixkv.transport.shm.loop import Met, ShmLoop
+from prefixkv.transport.base import Sink
+from prefixkv.transport.shm.loop import ShmLoop
 from prefixkv.transport.threaded import ThreadedTransport
 
 _DEFAULTS: Final = TransportConfig()
@@ -31,19 +31,13 @@ class ShmTransport(ThreadedTransport[ShmLoop]):
     def __init__(
         self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
         staging: StagingArea | None = None, state: StateLayout | None = None,
-        met: Met | None = None,
     ) -> None:  # fmt: skip
-        """Start the thread; the memory is offered to peers if all of it is shared.
-
-        `met` is called by the thread for each peer that was added or connected again: with None
-        once its memory is mapped, else with the reason why it is not. If it returns True for one
-        that is not mapped, another transport has taken the peer over, and nothing more is reported.
-        Raises ConfigError: a layout or an area breaks its laws, or the system has no such sockets.
-        """
+        """Start the thread; the memory is offered to peers if all of it is shared. Raises
+        ConfigError: a layout or an area breaks its laws, or the system has no such sockets."""
         try:
             super().__init__(me, layout, staging, state)
             try:
-                self._loop = ShmLoop(me, layout, sink, config, staging, state, met)
+                self._loop = ShmLoop(me, layout, sink, config, staging, state)
             # The descriptor of the inbox: no thread will ever close it.
             except BaseException:
                 self._inbox.close()
@@ -68,10 +62,6 @@ class ShmTransport(ThreadedTransport[ShmLoop]):
         """Emit Settled as soon as all tags that were sent are read. No kernel holds a copy back, so
         `for_s` is not needed."""
         self._call(lambda loop: loop.settle(token))
-
-    def say(self, event: TransportEvent) -> None:
-        """Give the sink an event from the thread. Closed: no-op."""
-        self._call(lambda loop: loop.emit(event), or_raise=False)
 
     def renew(self) -> None:
         """Do nothing: no job ends undrained."""

@@ -175,7 +175,9 @@ def test_all_tags_that_were_sent_are_heard_before_settled(driver: ShmDriver) -> 
         sink(event)
 
     loop_of(target)._sink = slow
-    target.transport.say(Settled("hold"))  # a settle would read what came while it was held
+    target.transport._call(
+        lambda loop: loop.emit(Settled("hold"))
+    )  # a settle would read what came while it was held
     assert held.wait(60)
     for number in range(5):
         pages = list(range(20))

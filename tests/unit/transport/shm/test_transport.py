@@ -28,7 +28,7 @@ from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport import threaded
-from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteFailed
+from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed
 from prefixkv.transport.shm import wire as shm_wire
 from prefixkv.transport.shm.copy import CopyPlan
 from prefixkv.transport.shm.transport import ShmTransport
@@ -227,17 +227,6 @@ def test_memory_that_breaks_its_laws_is_refused(what: str) -> None:
     assert num_descriptors() == before
 
 
-def test_what_is_said_after_the_end_goes_nowhere() -> None:
-    events: list[Any] = []
-    pool = make_pool("layer_major", 4)
-    transport = ShmTransport(PeerId("d", 1), pool.layout, events.append)
-    transport.say(Settled("before"))
-    until(lambda: events)
-    transport.close()
-    transport.say(Settled("after"))
-    assert events == [Settled("before")]
-
-
 def test_memory_that_is_not_shared_is_not_offered() -> None:
     pool = make_pool("layer_major", 4)
     transport = ShmTransport(PeerId("d", 1), pool.layout, lambda event: None)
@@ -387,14 +376,13 @@ def test_what_the_owner_punches_out_or_cuts_off_ends_no_process(
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"boot": "another"}, "boot"),
         ({"name": "other"}, "shm offer"),
         ({"incarnation": 8}, "shm offer"),
         ({"door": "none"}, ""),
     ],
     ids=str,
 )
-def test_an_offer_of_another_place_is_refused(
+def test_an_offer_of_another_is_refused(
     driver: ShmDriver, liar: Liar, change: dict[str, Any], field: str
 ) -> None:
     writer = driver.node("prefill")
