@@ -8,10 +8,6 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 
 from prefixkv.config import Way
-from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.mesh import Shard
-from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLink
 from prefixkv.protocol.commands import DecodeCommand, PrefillCommand
 from prefixkv.protocol.events import DecodeEvent, PrefillEvent, WorkerEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
@@ -22,6 +18,7 @@ from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import (
     Arrived,
+    PeerMemory,
     PeerUnreachable,
     Settled,
     WriteDone,
@@ -174,19 +171,16 @@ class Examine(msgspec.Struct, frozen=True):
 class AddPeer(msgspec.Struct, frozen=True, kw_only=True):
     """Make the peer's pool a target of the transport `way`, and of no other one.
 
-    `parts` are the shards that match: what of ours is written, and where in the peer's pool. If
-    `staged`, slices are gathered in unit pages of `unit_tokens` tokens and written to `staging`.
+    If `staged`, slices are gathered in unit pages of `unit_tokens` tokens and written to its
+    staging area.
     """
 
     peer: PeerId
     metadata: bytes
-    layout: KVLayout
-    parts: tuple[Shard, Shard]
+    memory: PeerMemory
     unit_tokens: int
     way: Way = "nixl"
-    staging: StagingArea | None = None
     staged: bool = False
-    state: StateLink | None = None
 
 
 class RemovePeer(msgspec.Struct, frozen=True):

@@ -44,6 +44,7 @@ from prefixkv.protocol.messages import (
 )
 from prefixkv.staging.cut import LeaseCut
 from prefixkv.staging.receiver import StagingPlan
+from prefixkv.transport.base import PeerMemory
 
 
 def named(error: Exception, option_names: Mapping[str, str]) -> Exception:
@@ -209,10 +210,8 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
         peer=peer,
         way=way,
         metadata=metadata,
-        layout=layout,
-        parts=(share.inside(mine), share.inside(its)),
+        memory=PeerMemory(layout, (share.inside(mine), share.inside(its)), None, state),
         unit_tokens=unit_tokens,
-        state=state,
     )
     # 6. Staging: only where one side holds fewer heads than what is sent, both sides have memory
     # for it, and bytes may go by NIXL. The shm transport copies slices straight into pages, but of
@@ -224,7 +223,8 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
         hello.staging.validate()
         cut = LeaseCut.into(our_mesh, theirs, hello.rank, layout, unit_tokens, hello.staging)
         cut.check_slots(rank, ours.slot_bytes)
-        added = msgspec.structs.replace(added, staging=hello.staging, staged=True)
+        memory = added.memory._replace(staging=hello.staging)
+        added = msgspec.structs.replace(added, memory=memory, staged=True)
     # 7. If its memory cannot be mapped after all, NIXL takes the peer where it may.
     instead = None
     if way == "shm" and not copied:

@@ -359,15 +359,7 @@ class ControlThread(Generic[Command, To]):
                     raise InternalError("a process is to be looked at where nothing does")
                 self._prover.submit(effect.peer, effect.life)
             case AddPeer():
-                self.transports.add_peer(
-                    effect.way,
-                    effect.peer,
-                    effect.metadata,
-                    effect.layout,
-                    effect.parts,
-                    effect.staging,
-                    effect.state,
-                )
+                self.transports.add_peer(effect.way, effect.peer, effect.metadata, effect.memory)
                 if self._copies is not None:
                     self._copies.add_peer(effect)
             case RemovePeer():

@@ -45,7 +45,7 @@ from prefixkv.runtime.transfers import (
     secret_number,
 )
 from prefixkv.settings import check_callable, check_kind
-from prefixkv.transport.interfaces import check_interface
+from prefixkv.transport.nixl.ucx import check_interface
 
 
 class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):

@@ -52,8 +52,7 @@ from prefixkv.runtime.transfers import (
     secret_number,
 )
 from prefixkv.settings import check_callable
-from prefixkv.transport.interfaces import check_interface
-from prefixkv.transport.libraries import loaded_libraries
+from prefixkv.transport.nixl.ucx import check_interface, loaded_libraries
 
 _STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
 

@@ -26,7 +26,7 @@ from prefixkv.protocol.messages import (
 )
 from prefixkv.ranks.row_log import RankSizes
 from prefixkv.settings import check_kind, check_whole
-from prefixkv.transport.libraries import loaded_libraries
+from prefixkv.transport.nixl.ucx import loaded_libraries
 from prefixkv.transport.shm.wire import place_of
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)

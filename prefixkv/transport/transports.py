@@ -9,34 +9,28 @@ from contextlib import ExitStack
 from typing import Final
 
 from prefixkv.config import TransportConfig, Way
-from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.mesh import Shard
-from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.base import Sink, Transport, WriteJob
-from prefixkv.transport.nixl.transport import NixlTransport
-from prefixkv.transport.shm.transport import ShmTransport
+from prefixkv.transport.base import PeerMemory, RankMemory, Sink, Transport, WriteJob
+from prefixkv.transport.nixl.loop import NixlTransport
+from prefixkv.transport.shm.loop import ShmTransport
 
 _log = logging.getLogger("prefixkv.transport")
 
-_DEFAULTS: Final = TransportConfig()
 _MAKERS: Final[Mapping[Way, Callable[..., Transport]]] = {
     "nixl": NixlTransport, "shm": ShmTransport,
 }  # fmt: skip
 
 
 def make_transports(
-    me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
-    staging: StagingArea | None = None, state: StateLayout | None = None,
-) -> dict[Way, Transport]:  # fmt: skip
+    me: PeerId, memory: RankMemory, sink: Sink, config: TransportConfig
+) -> dict[Way, Transport]:
     """Return the transports that `config.backend` asks for. Raises what a constructor raises, with
     none left open."""
     ways: tuple[Way, ...] = ("nixl", "shm") if config.backend == "auto" else (config.backend,)
     made: dict[Way, Transport] = {}
     with ExitStack() as undo:
         for way in ways:
-            made[way] = _MAKERS[way](me, layout, sink, config, staging, state)
+            made[way] = _MAKERS[way](me, memory, sink, config)
             undo.callback(made[way].close)
         undo.pop_all()
     return made
@@ -55,10 +49,7 @@ class Transports:
         """What a Hello says of each."""
         return {way: transport.metadata for way, transport in self._by_way.items()}
 
-    def add_peer(
-        self, way: Way, peer: PeerId, metadata: bytes, layout: KVLayout,
-        parts: tuple[Shard, Shard], staging: StagingArea | None, state: StateLink | None,
-    ) -> None:  # fmt: skip
+    def add_peer(self, way: Way, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
         """As `Transport.add_peer`. A peer that another transport has moves: jobs there end."""
         transport = self._by_way[way]
         former = self._of.get(peer, transport)
@@ -66,7 +57,7 @@ class Transports:
             _log.info("%s is written by %s from now on", peer, way)
             former.remove_peer(peer)
         self._of[peer] = transport
-        transport.add_peer(peer, metadata, layout, parts, staging, state)
+        transport.add_peer(peer, metadata, memory)
 
     def remove_peer(self, peer: PeerId) -> None:
         if (transport := self._of.pop(peer, None)) is not None:

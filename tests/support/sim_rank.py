@@ -31,7 +31,7 @@ from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.testing.fabric import FakeFabric
 from prefixkv.testing.hashing import Hashes
-from prefixkv.transport.base import WriteJob
+from prefixkv.transport.base import RankMemory, WriteJob
 from tests.support.sim_memory import Buffer, Memory
 from tests.support.state_memory import StateMemory
 from tests.support.transport_pools import Zeros
@@ -166,9 +166,10 @@ class SimRank:
             regions = tuple(sorted({*layout.regions, *self.last.layout.regions}))
             layout = msgspec.structs.replace(layout, groups=(group,), regions=regions)
         self.layout = layout
-        what = self.me, layout, self.inbox.append, config, self.area, self.state_layout
-        memory = self.memory, self.state, self.last
-        self.transport = world.fabric.transport(*what, memory=memory)
+        memory = RankMemory(layout, self.area, self.state_layout)
+        what = self.me, memory, self.inbox.append, config
+        owner = self.memory, self.state, self.last
+        self.transport = world.fabric.transport(*what, owner=owner)
 
     def fill(self, pages: Pages, start: int, hashes: Hashes, slot: int = -1) -> None:
         """Compute the KV of tokens `start` to `len(hashes)`, and the state behind the last."""
@@ -243,8 +244,7 @@ class SimRank:
             case effects.Renew():
                 self.transport.renew()
             case effects.AddPeer():
-                more = effect.parts, effect.staging, effect.state
-                self.transport.add_peer(effect.peer, effect.metadata, effect.layout, *more)
+                self.transport.add_peer(effect.peer, effect.metadata, effect.memory)
                 if self.staging is not None:
                     self.staging.add_peer(effect)
             case effects.RemovePeer():

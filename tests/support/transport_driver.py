@@ -14,12 +14,14 @@ import numpy as np
 from prefixkv.config import TransportConfig
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
-from prefixkv.memory.state_layout import StateLayout, StateLink
+from prefixkv.memory.state_layout import StateLink
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.testing.fabric import FakeFabric
 from prefixkv.transport.base import (
     Arrived,
+    PeerMemory,
+    RankMemory,
     Sink,
     Transport,
     TransportEvent,
@@ -66,8 +68,9 @@ class Node:
         """What its transport's sink calls; a test may put another in."""
 
     @property
-    def state_layout(self) -> StateLayout | None:
-        return None if self.state is None else self.state.layout
+    def memory(self) -> RankMemory:
+        state = None if self.state is None else self.state.layout
+        return RankMemory(self.pool.layout, self.area, state)
 
     @property
     def area(self) -> StagingArea | None:
@@ -107,9 +110,8 @@ class Node:
         state: StateLink | None = None,
     ) -> None:
         for other in others:
-            self.transport.add_peer(
-                other.me, other.transport.metadata, other.pool.layout, parts, other.area, state
-            )
+            memory = PeerMemory(other.pool.layout, parts, other.area, state)
+            self.transport.add_peer(other.me, other.transport.metadata, memory)
 
 
 class Driver:
@@ -190,9 +192,7 @@ class FakeDriver(Driver):
         self.fabric = FakeFabric(seed=1)
 
     def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
-        return self.fabric.transport(
-            node.me, node.pool.layout, sink, config, node.area, node.state_layout, node
-        )
+        return self.fabric.transport(node.me, node.memory, sink, config, node)
 
     def until(self, condition: Callable[[], object]) -> None:
         while not condition():
@@ -201,9 +201,9 @@ class FakeDriver(Driver):
 
 class NixlDriver(Driver):
     def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
-        from prefixkv.transport.nixl.transport import NixlTransport
+        from prefixkv.transport.nixl.loop import NixlTransport
 
-        return NixlTransport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
+        return NixlTransport(node.me, node.memory, sink, config)
 
     def until(self, condition: Callable[[], object]) -> None:
         with self._changed:
@@ -218,9 +218,9 @@ class ShmDriver(NixlDriver):
     zeros = staticmethod(shared_zeros)
 
     def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
-        from prefixkv.transport.shm.transport import ShmTransport
+        from prefixkv.transport.shm.loop import ShmTransport
 
-        return ShmTransport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
+        return ShmTransport(node.me, node.memory, sink, config)
 
 
 class Gate:

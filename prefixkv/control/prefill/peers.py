@@ -374,7 +374,7 @@ class Peers:
             readers=accepted.readers,
             writes=added is not None,
             staged=accepted.cut is not None,
-            takes_state=added is not None and added.state is not None,
+            takes_state=added is not None and added.memory.state is not None,
             claimed=RankClaims(
                 hello.layout.num_pages
                 + sum(

@@ -14,7 +14,7 @@ from prefixkv.errors import AbortedError
 from prefixkv.memory.mesh import Mesh
 from prefixkv.protocol.commands import AbortRoom
 from prefixkv.runtime.rank_spec import RankSpec
-from prefixkv.transport.shm.transport import ShmTransport
+from prefixkv.transport.shm.loop import ShmTransport
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import tokens_of
 

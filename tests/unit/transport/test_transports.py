@@ -9,16 +9,14 @@ import pytest
 
 from prefixkv.config import TransportConfig, Way
 from prefixkv.errors import AbortedError, ConfigError, InternalError, PeerLostError
-from prefixkv.memory.mesh import Shard
 from prefixkv.protocol.ids import PeerId
 from prefixkv.testing.fabric import FakeFabric
 from prefixkv.transport import transports
-from prefixkv.transport.base import Settled, WriteDone, WriteFailed
+from prefixkv.transport.base import PeerMemory, RankMemory, Settled, WriteDone, WriteFailed
 from prefixkv.transport.transports import Transports, make_transports
 from tests.support.transport_driver import NUM_PAGES, Node
 from tests.support.transport_pools import make_pool
 
-ALL = Shard(0, 2, 0, 2)
 WAYS: tuple[Way, Way] = ("nixl", "shm")
 
 
@@ -34,7 +32,7 @@ class Two:
         self.fabrics = {way: FakeFabric(seed=1) for way in WAYS}
         for fabric in self.fabrics.values():
             for node in (self.writer, self.target):
-                fabric.transport(node.me, node.pool.layout, node.events.append, memory=node)
+                fabric.transport(node.me, node.memory, node.events.append, owner=node)
         self.halves = {
             way: fabric.transports[self.writer.me] for way, fabric in self.fabrics.items()
         }
@@ -42,9 +40,8 @@ class Two:
 
     def add(self, way: Way) -> None:
         target = self.fabrics[way].transports[self.target.me]
-        self.both.add_peer(
-            way, self.target.me, target.metadata, target.layout, (ALL, ALL), None, None
-        )
+        memory = PeerMemory(self.target.pool.layout)
+        self.both.add_peer(way, self.target.me, target.metadata, memory)
 
     def write(self, job_id: int) -> None:
         self.both.write(self.writer.job(job_id, self.target, [job_id], [job_id]))
@@ -143,7 +140,8 @@ def test_where_one_does_not_end_the_other_is_closed(
 def test_a_backend_has_its_transports(backend: Any, ways: tuple[Way, ...]) -> None:
     pool = make_pool("layer_major", 4)
     config = TransportConfig(backend=backend)
-    made = Transports(make_transports(PeerId("p", 1), pool.layout, lambda event: None, config))
+    memory = RankMemory(pool.layout)
+    made = Transports(make_transports(PeerId("p", 1), memory, lambda event: None, config))
     assert tuple(made.offers) == ways
     made.close()
     assert not [t.name for t in threading.enumerate() if t.name.endswith("-p")]
@@ -156,7 +154,7 @@ def test_where_one_cannot_start_the_other_is_closed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(transports, "_MAKERS", transports._MAKERS | {"shm": no_shm})
     pool, config = make_pool("layer_major", 4), TransportConfig(backend="auto")
     with pytest.raises(ConfigError, match="no such sockets"):
-        make_transports(PeerId("unlucky", 1), pool.layout, lambda event: None, config)
+        make_transports(PeerId("unlucky", 1), RankMemory(pool.layout), lambda event: None, config)
     assert not [t.name for t in threading.enumerate() if t.name.endswith("-unlucky")]
 
 

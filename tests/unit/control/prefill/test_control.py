@@ -64,6 +64,7 @@ from prefixkv.protocol.messages import (
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import (
     Arrived,
+    PeerMemory,
     PeerUnreachable,
     Settled,
     WriteDone,
@@ -118,8 +119,7 @@ def test_the_path_of_one_room() -> None:
         AddPeer(
             peer=DECODE,
             metadata=b"agent",
-            layout=LAYOUT,
-            parts=(Shard.whole(LAYOUT),) * 2,
+            memory=PeerMemory(LAYOUT, (Shard.whole(LAYOUT),) * 2),
             unit_tokens=PAGE_SIZE,
         ),
         WELCOME,

@@ -23,11 +23,11 @@ from prefixkv.memory.kv_layout import ADDRESS_END
 from prefixkv.memory.shared import SharedBlock, block_of
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import TAG_BYTES, ChunkTag
-from prefixkv.transport.base import PeerUnreachable, WriteDone
+from prefixkv.transport.base import PeerUnreachable, RankMemory, WriteDone
 from prefixkv.transport.shm import door as shm_door
 from prefixkv.transport.shm import wire as shm_wire
 from prefixkv.transport.shm.door import ShmListener
-from prefixkv.transport.shm.transport import ShmTransport
+from prefixkv.transport.shm.loop import ShmTransport
 from prefixkv.transport.shm.wire import (
     MAGIC,
     TOKEN_BYTES,
@@ -290,7 +290,7 @@ def test_a_transport_that_cannot_start_leaves_nothing_open(
     before = num_descriptors()
     monkeypatch.setattr(shm_door, step, lambda *args: refused())
     with pytest.raises(ConfigError, match="there are none") as caught:
-        ShmTransport(PeerId("d", 1), pool.layout, lambda event: None)
+        ShmTransport(PeerId("d", 1), RankMemory(pool.layout), lambda event: None)
     del caught
     assert num_descriptors() == before
 
