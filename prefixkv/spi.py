@@ -85,12 +85,8 @@ if TYPE_CHECKING:
     from prefixkv.memory.kv_layout import KVLayout as KVLayout
     from prefixkv.memory.kv_layout import Slab as Slab
     from prefixkv.memory.kv_pool import check_device as check_device
-    from prefixkv.memory.mesh import Shard as Shard
     from prefixkv.memory.mesh import check_page_sizes as check_page_sizes
     from prefixkv.memory.staging_area import BLOCK_BYTES as BLOCK_BYTES
-    from prefixkv.memory.staging_area import StagingArea as StagingArea
-    from prefixkv.memory.state_layout import StateLayout as StateLayout
-    from prefixkv.memory.state_layout import StateLink as StateLink
     from prefixkv.pages.windows import WindowPages as WindowPages
     from prefixkv.paging import MAX_INDEX as MAX_INDEX
     from prefixkv.paging import PageIds as PageIds
@@ -108,14 +104,14 @@ if TYPE_CHECKING:
     from prefixkv.ranks.row_log import RankLog as RankLog
     from prefixkv.request import DeviceEvent as DeviceEvent
     from prefixkv.request import whole_number as whole_number
-    from prefixkv.runtime.closing import Closing as Closing
     from prefixkv.runtime.death import HeldLife as HeldLife
     from prefixkv.runtime.death import is_dead as is_dead
     from prefixkv.runtime.decode_rank import DecodeRank as DecodeRank
     from prefixkv.runtime.groups import DecodeGroup as DecodeGroup
     from prefixkv.runtime.groups import PrefillGroup as PrefillGroup
-    from prefixkv.runtime.host_memory import HostMemory as HostMemory
+    from prefixkv.runtime.host_copies import HostMemory as HostMemory
     from prefixkv.runtime.metrics import NodeCollector as NodeCollector
+    from prefixkv.runtime.one_thread import Closing as Closing
     from prefixkv.runtime.prefill_rank import PrefillRank as PrefillRank
     from prefixkv.runtime.transfers import MakeTransport as MakeTransport
     from prefixkv.runtime.transfers import secret_number as secret_number
@@ -220,7 +216,7 @@ _HOMES = {
     "Sources": "decode.sources",
     # Host memory behind a device's pages.
     "HostTier": "decode.host_tier",
-    "HostMemory": "runtime.host_memory",
+    "HostMemory": "runtime.host_copies",
     "HostCopy": "protocol.host_copy",
     "HostCopyDone": "protocol.host_copy",
     # Pages and tokens.
@@ -236,12 +232,8 @@ _HOMES = {
     "ITEMSIZE": "memory.kv_layout",
     "KVLayout": "memory.kv_layout",
     "Slab": "memory.kv_layout",
-    "Shard": "memory.mesh",
     "check_page_sizes": "memory.mesh",
-    "StateLayout": "memory.state_layout",
-    "StateLink": "memory.state_layout",
     "BLOCK_BYTES": "memory.staging_area",
-    "StagingArea": "memory.staging_area",
     "check_device": "memory.kv_pool",
     # Several ranks.
     "DecodeGroup": "runtime.groups",
@@ -259,7 +251,7 @@ _HOMES = {
     "MakeTransport": "runtime.transfers",
     "secret_number": "runtime.transfers",
     "DeviceEvent": "request",
-    "Closing": "runtime.closing",
+    "Closing": "runtime.one_thread",
     "Inbox": "wakeups",
     # A transport of one's own.
     "Transport": "transport.base",

@@ -58,8 +58,8 @@ from prefixkv.protocol.events import (
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.copies import CopySink, StagingCopies
-from prefixkv.runtime.peer_log import PeerLog
-from prefixkv.runtime.prover import Prover
+from prefixkv.runtime.death import Prover
+from prefixkv.runtime.logs import PeerLog
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import Settled, Sink, TransportEvent, WriteJob

@@ -35,7 +35,7 @@ from prefixkv.ranks.leader import RankLeader
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent, Request, check_event, check_request
 from prefixkv.runtime.decode_transfers import DecodeTransfers
-from prefixkv.runtime.host_memory import HostMemory
+from prefixkv.runtime.host_copies import HostMemory
 from prefixkv.runtime.node import COUNTERS, Node, check_windows, checkpoint_counts
 from prefixkv.runtime.rank_spec import (
     RankSpec,

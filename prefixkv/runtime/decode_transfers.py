@@ -34,7 +34,7 @@ from prefixkv.protocol.messages import MAX_PAGES, Promise
 from prefixkv.request import whole_number
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.control_thread import ControlThread
-from prefixkv.runtime.prover import Prover
+from prefixkv.runtime.death import Prover
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
     MakeTransport,

@@ -24,8 +24,8 @@ from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
+from prefixkv.runtime.logs import RequestLog
 from prefixkv.runtime.one_thread import OneThread
-from prefixkv.runtime.request_log import RequestLog
 from prefixkv.runtime.transfers import Transfers
 from prefixkv.settings import at_least, check_flag, check_timeout
 from prefixkv.stats import Histogram

@@ -41,7 +41,7 @@ from prefixkv.protocol.messages import MAX_COUNT
 from prefixkv.request import DeviceEvent, whole_number
 from prefixkv.runtime.channel import RouterChannel
 from prefixkv.runtime.control_thread import ControlThread
-from prefixkv.runtime.prover import Prover
+from prefixkv.runtime.death import Prover
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
     MakeTransport,

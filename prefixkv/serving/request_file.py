@@ -34,7 +34,7 @@ MAX_CHARS: Final = 1024
 
 _BATCH: Final = 256  # lines per write
 _CLOSE_S: Final = 5.0
-_NODES: Final = "prefixkv.requests"  # the logger of nodes, see runtime/request_log.py
+_NODES: Final = "prefixkv.requests"  # the logger of nodes, see runtime/logs.py
 
 
 class RequestFile(Collector):

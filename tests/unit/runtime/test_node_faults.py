@@ -32,7 +32,7 @@ from prefixkv.protocol import messages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.peer_log import REPEAT_S
+from prefixkv.runtime.logs import REPEAT_S
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.transport.base import Arrived
 from tests.support.node_pair import NodePair, left, make_pool, tokens_of

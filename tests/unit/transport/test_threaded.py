@@ -9,8 +9,8 @@ import pytest
 
 from prefixkv.errors import TransferTimeoutError
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.base import RankMemory
 from prefixkv.transport import loop as transport_loop
+from prefixkv.transport.base import RankMemory
 from prefixkv.transport.nixl.loop import NixlTransport
 from prefixkv.transport.shm.loop import ShmTransport
 from tests.support.patience import until
