@@ -45,7 +45,7 @@ from prefixkv.serving.http import (
 from prefixkv.serving.outcomes import Outcomes, line_of
 from prefixkv.serving.request_file import RequestFile, follow_node
 from prefixkv.serving.status import bind, status_app
-from prefixkv.serving.tracing import make_node_spans
+from prefixkv.serving.tracing import NodeSpans, make_tracing
 from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
     LIFE_SIGN_S,
@@ -94,7 +94,7 @@ class Worker:
         self._servers: list[HttpServer] = []
         self._file: RequestFile | None = None
         self._unfollow: Callable[[], object] = lambda: None  # ends the node's lines in `_file`
-        self._spans = make_node_spans(self.role, config.node.name)
+        self._spans = NodeSpans(make_tracing(self.role, config.node.name), self.role)
 
     async def start(self) -> None:
         """Load the model and serve. Raises ConfigError, with nothing left open."""
