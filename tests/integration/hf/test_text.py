@@ -50,12 +50,6 @@ def said(tokenizer: Tokenizer, text: str, *stop: str) -> tuple[list[str], bool]:
     return [*pieces, answer.end()], False
 
 
-def test_a_character_comes_when_all_its_tokens_are_there(tokenizer: Tokenizer) -> None:
-    pieces, stopped = said(tokenizer, "a€é")
-    assert pieces == ["a", "", "", "€", "", "é", ""]
-    assert not stopped
-
-
 @pytest.mark.parametrize(
     ("text", "stop", "shown"),
     [
@@ -75,28 +69,6 @@ def test_a_string_ends_it_and_no_part_of_it_is_shown(
     pieces, stopped = said(tokenizer, text, *stop)
     assert "".join(pieces) == shown
     assert stopped == (shown != text)
-
-
-def test_the_pieces_make_the_text_that_the_tokens_make_together(tokenizer: Tokenizer) -> None:
-    """Also of one that ends in the middle of a character."""
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        text = "".join(rng.choice([*"ab ü€😀"], rng.integers(1, 20)))
-        tokens = tokenizer.encode(text).ids
-        tokens = tokens[: rng.integers(1, len(tokens) + 1)]
-        answer = AnswerText(tokenizer)
-        pieces = [answer.add(token)[0] for token in tokens]
-        assert "".join([*pieces, answer.end()]) == tokenizer.decode(tokens)
-        assert all("\ufffd" not in piece for piece in pieces)
-
-
-def test_bytes_that_are_no_text_are_not_waited_for(tokenizer: Tokenizer) -> None:
-    answer = AnswerText(tokenizer)
-    (token, *_) = [i for i in range(256) if tokenizer.decode([i, i]) == "\ufffd" * 2]
-    pieces = [answer.add(token)[0] for _ in range(20)]
-    assert "".join(pieces) == "\ufffd" * 19
-    assert answer.end() == "\ufffd"
-    assert answer.add(tokenizer.encode("a").ids[0]) == ("a", False)
 
 
 # --- the law: the text of all tokens, less the prompt's -------------------------------------------
@@ -167,18 +139,6 @@ def test_a_stream_is_the_whole_text_less_the_prompts(kind: str, data: st.DataObj
         assert now.startswith(text)
         assert now[len(text) :] in ("", "\ufffd", "\ufffd" * 2, "\ufffd" * 3)
     assert text + answer.end() == less(whole_text(tokenizer, tokens), prompt)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_may_end_anywhere(kind: str) -> None:
-    """Every split of one text, so that both sides of it and no third are the text."""
-    tokenizer = trained(kind)
-    text = "the quick\ufffd 😀 fox </s> Hello 漢字  world. <think> é\ufffd\ufffd漢 x" * 2
-    tokens = tokenizer.encode(text, add_special_tokens=False).ids
-    for at in range(len(tokens) + 1):
-        answer = AnswerText(tokenizer, (), np.array(tokens[:at], np.int32))
-        made = "".join(answer.add(token)[0] for token in tokens[at:]) + answer.end()
-        assert made == less(tokenizer.decode(tokens), whole_text(tokenizer, tokens[:at]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -236,47 +236,6 @@ def test_all_prompts_of_a_request_have_its_id(client: openai.OpenAI, log: Path) 
     assert len({line["rid"] for line in decode}) == 4
 
 
-def test_refused_and_aborted_requests_have_lines(
-    serve: Serve, client: openai.OpenAI, log: Path
-) -> None:
-    before = len(lines_of(log))
-    assert post(f"{serve.url}/completions", {"model": "other", "prompt": "a"})[0] == 404
-    until(lambda: len(lines_of(log)) > before)
-    (line,) = lines_of(log)[before:]
-    assert (line["outcome"], line["status"], line["reason"]) == ("refused", 404, "model_not_found")
-    stream = client.completions.create(
-        model="small", prompt="Stones.", max_tokens=3000, stream=True,
-        extra_body={"ignore_eos": True},
-    )  # fmt: skip
-    first = next(iter(stream))
-    stream.close()
-    lines = {line["side"]: line for line in lines_by_id(log, first.id.removeprefix("cmpl-"), 3)}
-    assert (lines["front"]["outcome"], lines["decode"]["outcome"]) == ("aborted", "aborted")
-    # A refusal of a worker.
-    worker = serve.workers()["decode-0"]
-    assert post(f"{worker['url']}/generate", b"{}")[0] == 401
-
-    # Not the last line: those of the aborted request come in any order.
-    def refusals() -> list[dict[str, Any]]:
-        return [line for line in lines_of(log)[before:]
-                if (line["node"], line["outcome"]) == ("decode-0", "refused")]  # fmt: skip
-
-    until(refusals)
-    (line,) = refusals()
-    assert (line["side"], line["reason"]) == ("decode", "invalid_api_key")
-
-
-def test_a_log_that_is_renamed_goes_on_in_a_new_file(
-    serve: Serve, client: openai.OpenAI, log: Path
-) -> None:
-    old = log.with_suffix(".1")
-    log.rename(old)
-    made = client.completions.create(model="small", prompt="Rain.", max_tokens=2, temperature=0)
-    until(log.exists)
-    lines_by_id(log, made.id.removeprefix("cmpl-"), 3)
-    assert made.id.removeprefix("cmpl-") not in old.read_text()
-
-
 def test_a_log_that_cannot_be_written_is_refused_at_the_start() -> None:
     with Served("serve", "--request-log", "/nowhere/at/all") as process:
         assert process.ended() == 2
@@ -362,27 +321,3 @@ def test_what_dashboard_and_alerts_name_is_there(
     where: str, expr: str, texts: str, exposed: dict[str, Labels]
 ) -> None:
     assert not wrong(expr, texts, {**FREE, **exposed}), where
-
-
-@pytest.mark.parametrize(
-    "expr",
-    [
-        "prefixkv_no_such_thing", 'prefixkv_pages{state="lost"}', 'prefixkv_pages{stat="free"}',
-        "sum by (colour) (prefixkv_pages)", "sum(rate(prefixkv_hit_tokens[5m]))",
-        "histogram_quantile(0.9, sum by (le) (rate(prefixkv_front_ttft_seconds[5m])))",
-    ],
-)  # fmt: skip
-def test_what_is_not_there_is_noticed(expr: str, exposed: dict[str, Labels]) -> None:
-    assert wrong(expr, "", exposed)
-    assert wrong("sum by (state) (prefixkv_pages)", "{{worker}}", exposed)
-
-
-def test_the_panels_show_what_an_operator_asks_for(exposed: dict[str, Labels]) -> None:
-    """The list of the issue: each has a panel, whose expressions are checked above."""
-    named = " ".join(expr for _, expr, _ in queries())
-    for metric in (
-        "hit_tokens_total", "skipped_bytes_total", "pages", "queue_requests", "rooms",
-        "received_bytes_total", "front_ttft_seconds_bucket", "front_refused_total",
-    ):  # fmt: skip
-        assert f"prefixkv_{metric}" in named
-    assert "quarantined" in named

@@ -4,7 +4,6 @@ wait for them, and a client that leaves ends the work."""
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -14,22 +13,13 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from prefixkv.engines.hf.generation import SamplingDefaults
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
-from prefixkv.serving.config import Limits, ListenSettings
-from prefixkv.serving.fleet import Fleet
-from prefixkv.serving.front import Front
-from prefixkv.serving.http import HttpServer, make_app
 from prefixkv.serving.text import Texts, TooManyTokensError
-from prefixkv.serving.wire import WorkerInfo
+from tests.support.fronts import fronted
 from tests.support.patience import PATIENCE_S
-
-CONTEXT = 4096
 
 
 def blanks() -> Tokenizer:
@@ -134,42 +124,15 @@ class Held(Texts):
 
 
 @asynccontextmanager
-async def fronted(texts: Texts, **more: Any) -> AsyncGenerator[tuple[httpx.AsyncClient, list[Any]]]:
+async def client_of_front(
+    texts: Texts, **more: Any
+) -> AsyncGenerator[tuple[httpx.AsyncClient, list[Any]]]:
     """A client of a front with these texts, and what its worker is asked."""
-    asked: list[Any] = []
-
-    async def generate(request: Request) -> Response:
-        asked.append(json.loads(await request.body()))
-        return Response(b'{"finish":"stop","text":"yes","token":1}\n')
-
-    async def events(request: Request) -> Response:
-        async def signs() -> AsyncGenerator[bytes, None]:
-            while True:
-                yield bytes(4)
-                await asyncio.sleep(0.5)
-
-        return StreamingResponse(signs())
-
-    routes = [Route("/generate", generate, methods=["POST"]), Route("/events", events)]
-    worker = HttpServer(make_app(routes), "127.0.0.1", 0, Limits())
-    await worker.start()
-    fleet = Fleet()
-    for role in ("prefill", "decode"):
-        fleet.add(
-            WorkerInfo(
-                role=role, name=role, url=worker.url, status_url="", endpoint="tcp://127.0.0.1:1",
-                model="small", identity="small", page_size=16, num_pages=1024, context=CONTEXT,
-                vocab_size=516, life=role, pid=1,
-            )
-        )  # fmt: skip
-    front = Front(fleet, texts, "small", ListenSettings(port=0, status_port=0), **more)
-    await front.server.start()
-    try:
-        async with httpx.AsyncClient(base_url=front.server.url, timeout=PATIENCE_S) as client:
-            yield client, asked
-    finally:
-        await front.stop(0)
-        await worker.stop(0)
+    async with (
+        fronted(texts, **more) as (front, asked),
+        httpx.AsyncClient(base_url=front.server.url, timeout=PATIENCE_S) as client,
+    ):
+        yield client, asked
 
 
 async def completed(client: httpx.AsyncClient, prompt: Any, **more: Any) -> httpx.Response:
@@ -179,7 +142,7 @@ async def completed(client: httpx.AsyncClient, prompt: Any, **more: Any) -> http
 def test_no_client_waits_for_a_text_much_longer_than_its_own() -> None:
     async def main() -> None:
         texts = Held()
-        async with fronted(texts) as (client, _):
+        async with client_of_front(texts) as (client, _):
             long = asyncio.create_task(completed(client, "long" + "a" * 1_000_000))
             await asyncio.to_thread(texts.begun.wait, PATIENCE_S)
             for prompt in ("short", " kaka" * 1000, "a" * 100_000):
@@ -195,7 +158,7 @@ def test_no_client_waits_for_a_text_much_longer_than_its_own() -> None:
 def test_the_work_on_a_text_ends_with_its_client() -> None:
     async def main() -> None:
         texts = Held()
-        async with fronted(texts) as (client, asked):
+        async with client_of_front(texts) as (client, asked):
             task = asyncio.create_task(completed(client, "long" + "a" * 1_000_000))
             await asyncio.to_thread(texts.begun.wait, PATIENCE_S)
             task.cancel()
@@ -211,7 +174,7 @@ def test_the_work_on_a_text_ends_with_its_client() -> None:
 def test_how_a_model_would_have_tokens_drawn_counts_where_a_client_says_nothing() -> None:
     async def main() -> None:
         defaults = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.9)
-        async with fronted(Held(), defaults=defaults) as (client, asked):
+        async with client_of_front(Held(), defaults=defaults) as (client, asked):
             for more in ({}, {"top_k": 0, "temperature": None}, {"temperature": 0, "top_p": 1}):
                 assert (await completed(client, "a", **more)).status_code == 200
             body = {"model": "small", "messages": message("hi")}
@@ -234,7 +197,7 @@ def test_tokens_that_the_model_has_not_are_refused_of_a_text_too() -> None:
     async def main() -> None:
         tokenizer = small_tokenizer()
         tokenizer.add_special_tokens(["<new>"])
-        async with fronted(Texts(tokenizer, CHAT_TEMPLATE)) as (client, asked):
+        async with client_of_front(Texts(tokenizer, CHAT_TEMPLATE)) as (client, asked):
             body = {"model": "small", "messages": message("<new>")}
             for answer in (
                 await client.post("/v1/chat/completions", json=body),
