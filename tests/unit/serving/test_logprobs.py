@@ -7,26 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from prefixkv.engines.hf.logprobs import MAX_LOGPROBS
 from prefixkv.engines.hf.small import small_tokenizer
-from prefixkv.serving import wire
 from prefixkv.serving.logprobs import AnswerLogprobs, TokenTexts, joined
 from prefixkv.serving.wire import Logprob, TokenEvent
+from tests.support import trained_tokenizers
 
-CORPUS = ["the cat sat on the mat", "naïve café €5 for 猫 🐈‍⬛", "a b  c", "\ufffd or not"] * 3
 TEXTS = ["the cat", " the 猫", "5 € 🐈‍⬛ and \ufffd", "x", "naïve  café", "日本"]
 
 
 def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer = trained_tokenizers.byte_level()
     tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
     return tokenizer
 
@@ -179,10 +171,6 @@ def test_the_token_itself_is_among_the_likely_ones_and_of_one_text_the_likelier_
     nameless = Logprob(10**6, -3.0, ((10**6 + 1, -1.0),))
     output = TokenEvent(0, 1, 10**6, "", logprob=nameless)
     assert answer.show(output)["top_logprobs"] == [{"": -1.0}]
-
-
-def test_limits_are_the_engines() -> None:
-    assert wire.MAX_LOGPROBS == MAX_LOGPROBS
 
 
 def test_random_texts_have_their_places() -> None:

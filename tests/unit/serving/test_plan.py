@@ -295,37 +295,12 @@ def outcomes(
 
 CLASSES = {**{f"worker {role}": kind for role, kind in KINDS.items()}, "serve": ServeConfig,
            "proxy": ProxyConfig}  # fmt: skip
-OF_A_FILE = [
-    pytest.param(kind, one, id=f"{name} {one.path}")
-    for name, kind in CLASSES.items()
-    for one in settings_of(kind)
-    if not one.field.is_mapping
-]
 OF_A_TABLE = [
     pytest.param(role, one, id=f"{role} {one.path}")
     for role, kind in KINDS.items()
     for one in settings_of(kind)
     if not one.field.is_mapping
 ]
-
-
-@pytest.mark.parametrize(("kind", "setting"), OF_A_FILE)
-def test_each_key_of_a_command_s_file_changes_its_settings(
-    kind: type, setting: Setting, tmp_path: Path
-) -> None:
-    file = tmp_path / "x.toml"
-
-    def made(text: str) -> Any:
-        file.write_text(text, encoding="utf-8")
-        return load(kind, file)
-
-    found = outcomes(kind, setting, file, (), made)
-    assert found
-    assert "same" not in found
-    if setting.path in KEYS or (setting.path in REFUSED and "changed" not in found):
-        assert all(str(file) in one or "control.curve" in one for one in found)
-    else:
-        assert "changed" in found, found
 
 
 @pytest.mark.slow
