@@ -10,7 +10,6 @@ import json
 import re
 import urllib.request
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -365,19 +364,3 @@ def test_demo_takes_each_row(row: Row, tmp_path: Path, monkeypatch: pytest.Monke
     assert list(caches) == {None: [True, False], "on": [True], "off": [False]}[row["--cache"]]
     assert list(links) == ([] if row["--link"] == "none" else [link_of(row["--link"])])
     assert (json_path is None) == (row["--json"] is NOT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", few("demo"))
-def test_demo(
-    row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """With fewer and shorter chats than by default."""
-    sizes = {"conversations": 2, "turns": 2, "system_tokens": 40, "user_tokens": 10,
-             "output_tokens": 4}  # fmt: skip
-    monkeypatch.setattr(chats, "run_chats", partial(chats.run_chats, chats=sizes))
-    status = run_command(["demo", *words(row, out=tmp_path / "out")])
-    out, err = capfd.readouterr()
-    assert (status, "WRONG" in out) == (0, False), out + err
-    if row["--json"]:
-        assert json.loads((tmp_path / "out.json").read_text())["recipe"]

@@ -24,10 +24,20 @@ from prefixkv.protocol.messages import PROTOCOL_VERSION
         ("demo --cache perhaps", "perhaps"),
         ("demo --json {tmp}/no/out.json", "--json is"),
         ("demo --json {tmp}", "--json is"),
+        ("worker prefill --config {tmp}/w.toml", "there is no setting pages"),
+        ("worker decode --model {tmp}", "has no config.json and no *.safetensors"),
+        ("worker prefill --device cuda:99", "device is 'cuda:99'"),
+        ("serve --host 0.0.0.0", "it needs api_key"),
+        ("serve {tmp}", "no config.json and no *.safetensors and no tokenizer.json"),
+        ("serve {tmp}/none", "there is no model folder"),
+        ("serve {tmp}/w.toml", "is no folder"),
+        ("serve --device nonsense", "device is 'nonsense'"),
+        ("serve --request-log /nowhere/at/all", "request_log: '/nowhere/at/all' cannot be written"),
         ("replay none.jsonl --per-request {tmp}/no/p.jsonl", "--per-request is"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, why, tmp_path, capfd):
+    (tmp_path / "w.toml").write_text("pages = 3")
     assert run_command(arguments.format(tmp=tmp_path).split()) == 2
     out, err = capfd.readouterr()
     assert out == ""
