@@ -235,15 +235,3 @@ def test_what_waits_when_a_worker_ends_is_told_so_once_for_each_answer() -> None
 
     with pytest.raises(ApiError, match="ended"):  # `at_rest` finds the engine ended
         run(scene)
-
-
-def test_a_body_is_bounded() -> None:
-    """A front has bounded what its clients said; tokens of it are longer than its text."""
-    assert DecodeWorkerConfig().worker.listen.limits.max_body_bytes == 64 * MIB
-
-    async def scene(stage: Stage) -> None:
-        for size, status in ((2 * MIB, 400), (2 * MIB + 1, 413)):
-            answer = await stage.client.post("/generate", content=b"[" * size)
-            assert answer.status_code == status, answer.text
-
-    run(scene, Limits(max_body_bytes=2 * MIB))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from prefixkv.cache.eviction.policy import make_policy, policy_names
 from prefixkv.cli.main import run_command
 from prefixkv.cli.policies import _broken_law, policy_of
-from prefixkv.cli.replay.command import replay
 from prefixkv.errors import ConfigError
 
 
@@ -134,24 +132,6 @@ def test_a_policy_that_cannot_be_made_is_one_line(
     assert err.startswith("prefixkv: ")
     assert len(err.splitlines()) == 1
     assert why in err
-
-
-def test_the_replay_tells_settings_apart(tmp_path) -> None:
-    """Two sessions by turns, in a pool for one: by time-outs of nothing the newest stays."""
-    path, out = tmp_path / "t.jsonl", tmp_path / "out.json"
-    lines = []
-    for turn in range(30):
-        ids = [100 * (turn % 3), 100 * (turn % 3) + 1, 1000 + turn]
-        entry = {"timestamp": 2000 * turn, "input_length": 1536, "output_length": 1}
-        lines.append(json.dumps(entry | {"hash_ids": ids}) + "\n")
-    path.write_text("".join(lines), encoding="utf-8")
-    plain = "benchmarks.policies.gated:Gated"
-    impatient = f"{plain}:fresh_s=0:known_s=0"
-    replay([path], policy=[impatient, plain], capacity="5", json_file=out)
-    rows = json.loads(out.read_text(encoding="utf-8"))
-    found = {row["policy"]: row["hit_tokens"] for row in rows if row["capacity_blocks"] == 5}
-    assert set(found) == {impatient, plain}
-    assert found[plain] != found[impatient]
 
 
 LAWLESS = """
