@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.policies.gittins import Gittins
 from benchmarks.policies.return_tables import (
     BEGINS_S,
     LENGTHS_S,
@@ -15,89 +14,6 @@ from benchmarks.policies.return_tables import (
     chances,
     gittins_index,
 )
-from prefixkv.cache.radix_cache import RadixCache
-
-
-def gittins(**settings):
-    small = {
-        "short_tokens": 1,
-        "long_tokens": 3,
-        "block_tokens": 1,
-        "stride_blocks": 4,
-        "trust": 1.0,
-        "period": 1,
-    }
-    return RadixCache(page_size=1, policy=Gittins(**small | settings), pool_pages=10_000)
-
-
-def taught(rounds=40, pause_s=30.0):
-    """A cache that has seen who comes back: second turns do, after `pause_s`; what is long and new
-    does not."""
-    cache = gittins()
-    now_s = 0.0
-    for at in range(rounds):
-        now_s += 2 * pause_s
-        cache.insert([1, at], [0, 1], now_s=now_s)  # one new page besides the first
-        cache.insert([2, at, 5, 6, 7, 8], range(10, 16), now_s=now_s)
-        cache.insert([1, at, 9], [0, 1, 2], now_s=now_s + pause_s)
-        cache.evict(100, now_s + pause_s + 1)
-    return cache, now_s + 2000.0
-
-
-def test_conversations_likely_to_return_outlive_others():
-    cache, now_s = taught()
-    cache.insert([1, 999], [20, 21], now_s=now_s)
-    cache.insert([2, 999, 5, 6, 7, 8], range(30, 36), now_s=now_s)
-    assert sorted(cache.evict(6, now_s + 10.0).tolist()) == [30, 31, 32, 33, 34, 35]
-    assert sorted(cache.evict(6, now_s + 10.0).tolist()) == [20, 21]
-
-
-def test_a_return_is_expected_at_its_time_and_not_after():
-    cache, _ = taught()
-    policy = cache.policy.asked
-    short = policy.tables.worth[policy._kind(1, 2)]
-    assert short[bin_of(29.0)] > 2 * short[bin_of(60.0)]
-    assert policy.tables.peak[policy._kind(1, 2)] <= bin_of(30.0)
-
-
-def test_returns_are_seen_though_the_pages_are_gone_until_ghosts_are_forgotten():
-    for share, came_back in ((1.0, 1), (0.0, 0)):
-        cache = gittins(ghosts=share)
-        cache.insert([1] * 6, range(6), now_s=0.0)
-        cache.evict(6, 1.0)
-        cache.insert([1] * 6 + [2], range(7), now_s=20.0)
-        tables = cache.policy.asked.tables
-        assert sum(map(sum, tables._returns)) == came_back
-        assert sum(map(sum, tables._losses)) == 1 - came_back
-        assert max(node.mark.turn for node in cache.nodes()) == 1 + came_back
-        cache.reset()
-        assert sum(map(sum, tables._returns)) == sum(map(sum, tables._losses)) == 0
-        assert cache.policy.asked.remembered.num_pages == 0
-
-
-def test_only_a_continuation_of_another_counts_as_a_return():
-    cache = gittins()
-    cache.insert([1, 2, 3, 4], range(4), now_s=1.0)
-    cache.insert([1, 2, 8, 9], [0, 1, 12, 13], now_s=2.0)  # shares a beginning
-    cache.insert([1, 2], [0, 1], now_s=3.0)  # brings nothing
-    cache.insert([1, 2], [0, 1], now_s=4.0)
-    assert sum(map(sum, cache.policy.asked.tables._returns)) == 0
-    with cache.lock(cache.match_prefix([1, 2, 8, 9, 10]), now_s=9.0) as lock:
-        prompt = cache.insert([1, 2, 8, 9, 10], [*lock.pages.tolist(), 14], now_s=9.0)
-    with cache.lock(prompt, now_s=9.0):
-        cache.insert(
-            [1, 2, 8, 9, 10, 11], [*prompt.pages.tolist(), 15], now_s=12.0
-        )  # the same request
-    assert sum(map(sum, cache.policy.asked.tables._returns)) == 1
-    assert cache.policy.asked.tables._returns[cache.policy.asked._kind(1, 2)][bin_of(7.0)] == 1
-
-
-def test_without_a_clock_the_oldest_goes():
-    cache = gittins()
-    for at in range(3):
-        cache.insert([at] * 4, range(10 * at, 10 * at + 4))
-    assert sorted(cache.evict(5).tolist()) == [0, 1, 2, 3, 13]
-
 
 # --- the tables -----------------------------------------------------------------------------------
 
