@@ -3,10 +3,8 @@ several; what is damaged, left out or of other sizes changes nothing."""
 
 from __future__ import annotations
 
-import pathlib
 import random
-import sys
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -38,7 +36,6 @@ from prefixkv.protocol.host_copy import HostCopy
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import Request
-from tests.support.processes import Command
 
 PAGE_SIZE = 4
 ROWS = 4
@@ -46,30 +43,6 @@ KEY = RoomKey(7, 1, "decode-0")
 SPEC = WindowSpec("last", 6, 20, 8)
 DECODE = RankSizes("decode", 16, PAGE_SIZE, ROWS, ROWS, 8, (SPEC,))
 PREFILL = RankSizes("prefill", 16, PAGE_SIZE, ROWS, 3, 0, (SPEC,))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_in_processes_of_their_own_have_equal_rows(
-    world: int, tmp_path: pathlib.Path
-) -> None:
-    """gloo carries the log; whole page tables are compared at the end of each run."""
-    environ = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.support.rank_process"]
-    arguments = [str(world), str(tmp_path / "rendezvous"), "3"]
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(Command(*command, str(rank), *arguments, **environ))
-            for rank in range(world)
-        ]
-        for rank in ranks:
-            assert rank.ended(600) == 0, rank.shown()
-    sent = int(ranks[0].out[0].split()[3])
-    assert sent > 100
-    for rank in range(1, world):
-        words = ranks[rank].out[0].split()
-        assert (int(words[1]), int(words[3])) == (rank, sent)
-        assert int(words[-3]) >= 3
 
 
 class Ranks:

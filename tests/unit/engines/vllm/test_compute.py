@@ -72,15 +72,6 @@ def test_a_step_begins_where_the_one_before_ended() -> None:
     assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
 
 
-def test_a_step_begins_no_earlier_than_it_is_scheduled() -> None:
-    steps = Steps()
-    steps.compute.admitted("a", 1000, 1000)
-    steps.step(1.0, a=(0, 500))
-    steps.now_s += 50.0  # nothing to do
-    steps.step(1.0, a=(500, 500))
-    assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
-
-
 def test_beside_a_batch_a_chunk_costs_what_the_step_is_longer() -> None:
     steps = Steps()
     for rid in "ab":
@@ -103,18 +94,6 @@ def test_the_last_token_of_a_loaded_prompt_is_no_chunk() -> None:
     assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
 
 
-def test_steps_that_compute_nothing_are_not_measured() -> None:
-    steps = Steps()
-    for rid in "ab":
-        steps.compute.admitted(rid, 500, 500)
-    steps.step(7.0)
-    steps.step(1.0, a=(0, 500))
-    steps.step(0.2, a=(500, 1))
-    steps.step(7.0)
-    steps.step(1.2, a=(501, 1), b=(0, 500))
-    assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
-
-
 def test_what_is_due_counts_from_the_admission_until_it_is_computed() -> None:
     steps = Steps()
     steps.compute.admitted("a", 900, 800)  # 100 are cached
@@ -127,17 +106,6 @@ def test_what_is_due_counts_from_the_admission_until_it_is_computed() -> None:
     assert steps.is_here(1000)
     assert not steps.compute.rids
     steps.compute.check_invariants()
-
-
-def test_a_preempted_prompt_is_due_again() -> None:
-    steps = Steps()
-    steps.compute.admitted("a", 900, 900)
-    steps.begin(a=(0, 900))
-    assert steps.is_here(1000)
-    steps.compute.admitted("a", 900, 0)  # as it comes back
-    steps.begin(a=(0, 200))
-    assert steps.is_here(300)
-    assert not steps.is_here(301)
 
 
 @pytest.mark.parametrize(("seconds", "is_here"), [(0.2, False), (8.0, True)])
@@ -227,15 +195,6 @@ def test_an_engine_that_does_not_say_when_steps_end_is_not_measured() -> None:
     assert steps.compute.sources.chunk_s(500) == 0.0
     assert steps.is_here(1000)
     assert len(steps.compute._steps) < 100
-
-
-def test_without_the_option_nothing_is_kept() -> None:
-    steps = Steps(below=0)
-    steps.compute.admitted("a", 500, 500)
-    steps.step(1.0, a=(0, 500))
-    steps.load(1, 500, 0.2)
-    assert not steps.is_here(1)
-    assert not steps.compute.rids
 
 
 # --- between two servers --------------------------------------------------------------------------
