@@ -311,17 +311,6 @@ def test_reset_that_forgets_locks_gives_everything_back():
 # --- eviction -------------------------------------------------------------------------------------
 
 
-def test_eviction_takes_exactly_what_is_asked_from_the_end():
-    cache = filled("abcdefgh")
-    assert cache.evict(1).tolist() == [7]
-    assert sorted(cache.evict(2).tolist()) == [5, 6]
-    assert cached(cache, "abcdefgh") == 5
-    assert len(cache.evict(99)) == 5
-    assert len(cache.evict(1)) == 0
-    fails_unchanged(cache, CallerError, cache.evict, -1)
-    assert cache.evict(0).dtype == np.int32
-
-
 @pytest.mark.slow
 def test_a_deep_chain_is_no_recursion_error():
     cache = RadixCache(page_size=1, policy="lru")
@@ -358,22 +347,6 @@ def test_a_broken_law_is_reported_with_the_state():
 
 
 # --- wants and events -----------------------------------------------------------------------------
-
-
-def test_pages_that_a_request_waits_for_go_last():
-    cache = filled("abc", "xyz", "mno")
-    number = cache.want(cache.match_prefix(tokens("ab!")))
-    assert sorted(cache.evict(7).tolist()) == [2, 3, 4, 5, 6, 7, 8]
-    assert cached(cache, "ab") == 2
-    assert cache.evict(1).tolist() == [1]  # soft
-    cache.insert(tokens("ab!"), [0, 20, 21])  # inserted while somebody waits for it
-    cache.insert(tokens("pq"), [30, 31])
-    assert sorted(cache.evict(2).tolist()) == [30, 31]
-    cache.insert(tokens("pq"), [30, 31])
-    cache.unwant(number)
-    assert sorted(cache.evict(3).tolist()) == [0, 20, 21]
-    fails_unchanged(cache, CallerError, cache.unwant, number)
-    fails_unchanged(cache, LockError, cache.want, filled("abc").match_prefix(tokens("a")))
 
 
 def test_a_listener_that_comes_late_or_falls_behind_gets_the_tree_as_it_is(monkeypatch):

@@ -157,10 +157,6 @@ def test_another_tier_that_is_emptied_keeps_what_the_first_has() -> None:
 # --- the embedded router --------------------------------------------------------------------------
 
 
-def _batch(told: Told) -> EventBatch:
-    return EventBatch.decode(told.feed.take(snapshot=True).encode())
-
-
 def test_a_worker_that_is_expected_to_save_one_counts_in_full() -> None:
     """A request on its way there ends in a checkpoint; when it does not come the pages count no
     more. Of a worker that needs no checkpoints all pages count at any time."""

@@ -301,11 +301,6 @@ def test_a_fork_that_outlives_its_parent_keeps_no_share(folder: Path) -> None:
         assert not [*folder.glob("share-*")]
 
 
-def entered(num_bytes: int) -> host_shares.HostShare:
-    with host_shares.locked() as shares:
-        return shares.enter(num_bytes)
-
-
 def test_a_folder_of_another_user_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
 from collections.abc import Callable
 
 import numpy as np
@@ -15,8 +14,6 @@ from prefixkv.cache.eviction.adaptive import (
     Adaptive,
 )
 from prefixkv.cache.eviction.hazards import (
-    BEGINS_S,
-    EDGES_S,
     LENGTHS_S,
     NUM_BINS,
     Hazards,
@@ -73,12 +70,6 @@ def test_the_index_is_the_best_ratio_over_all_times_to_keep():
             out *= 1 - chance[at]
             ratios.append(uses / seconds)
         assert found == pytest.approx(max(ratios))
-
-
-def test_an_untaught_cache_ranks_as_lru():
-    hazards = Hazards([[0]], trust=60.0, period=10, half_life_s=1e9)
-    assert hazards.peak == [0]
-    assert hazards.worth[0] == sorted(hazards.worth[0], reverse=True)
 
 
 @pytest.mark.parametrize("half_life_s", [1e9, 1005.0, 1025.0, 1065.0])
@@ -145,50 +136,6 @@ def test_worths_are_worked_out_in_parts(
     else:
         assert others == []
     assert hazards.broken_laws() == []
-
-
-def test_what_was_learnt_fades_and_favours_neither_returns_nor_those_still_out():
-    hazards = Hazards([[0]], trust=1.0, period=10_000, half_life_s=1000.0)
-    for at in range(100):
-        hazards.start(0, at * 10.0)
-        if at % 2:
-            hazards.returned(0, at * 10.0, at * 10.0 + 5.0)
-    (entered,), (returns,), _ = hazards.counts()
-    assert (entered[0], returns.sum()) == (100, 50)
-    hazards.start(0, 3000.0)
-    (entered,), (returns,), _ = hazards.counts()
-    assert (entered[0], returns.sum()) == (100 / 8 + 1, 50 / 8)
-    place = bisect_right(EDGES_S, 5.0)
-    assert returns[place] / entered[place] == pytest.approx(0.5, abs=0.01)
-    hazards.returned(0, 20.0, 3000.0)
-    assert hazards.counts()[1].sum() == 51 / 8, "it counts what its start does"
-    hazards.start(0, 1e9)
-    assert hazards.counts()[0].sum() == 1
-
-
-@pytest.mark.parametrize("how", ["returned", "lost"])
-@pytest.mark.parametrize("counted_at_once", [False, True])
-@pytest.mark.parametrize("next_s", [950.0, 1900.0])
-def test_an_end_of_what_was_used_after_every_start_takes_off_the_last_of_them(
-    how: str, counted_at_once: bool, next_s: float
-) -> None:
-    """Whenever it is counted, and though counts are halved in between."""
-    hazards = Hazards([[0]], trust=1.0, period=10_000, half_life_s=1000.0)
-    hazards.start(0, 0.0)
-    if how == "returned":
-        hazards.returned(0, next_s, next_s)
-    else:
-        hazards.lost(0, next_s)
-    if counted_at_once:
-        hazards.counts()
-    hazards.start(0, next_s)
-    hazards.start(0, next_s + 40.0)
-    entered, *_ = hazards.counts()
-    halved = 0.5 ** (next_s // 1000.0)
-    at = bisect_right(BEGINS_S, 40.0) - 1
-    assert entered[0, 0] == halved + 2.0  # the first as what it ended in
-    assert entered[0, 1 : at + 1] == pytest.approx(1.0)
-    assert not entered[0, at + 1 :].any()
 
 
 def test_what_is_remembered_is_bounded():
