@@ -1,5 +1,5 @@
-"""A call that raises has changed nothing: every public call of a cache, its page manager and a
-router, with junk in the place of its arguments, in a state that holds some of everything. What is
+"""A call that raises has changed nothing: every public call of a cache and its page manager,
+with junk in the place of its arguments, in a state that holds some of everything. What is
 compared is all that the object reaches; then its laws hold, and the story that was under way runs
 to its end. Nodes, and so the schedulers: tests/unit/runtime/test_raises_and_changes_nothing.py.
 """
@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixkv.admission import AdmissionPolicy, admission_names, register_admission
-from prefixkv.cache.events import Cleared, EventBatch, EventFeed, Removed, Stored, page_keys
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.cache.eviction.policy import policy_names, register_policy
 from prefixkv.cache.eviction.queues import EvictionQueue
@@ -31,7 +30,6 @@ from prefixkv.pages.windows import WindowSpec, WindowStart
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import Request
-from prefixkv.serving.router import BoundedAffinityRouter
 from tests.support.junk import JUNK, OwnError, each_junk
 from tests.support.picture import picture
 
@@ -172,71 +170,15 @@ class ManagerWorld(World):
         assert page_manager.table.free_rows == page_manager.slots.free_pages == 6
 
 
-class RouterWorld(World):
-    kind = BoundedAffinityRouter
-
-    def __init__(self) -> None:
-        self.thing = router = BoundedAffinityRouter()
-        cache = RadixCache(2)
-        self.feed = EventFeed(cache, "one", 1)
-        for name in ("one", "two"):
-            router.add_worker(name)
-        cache.insert([1, 2, 3, 4], [0, 1])
-        router.apply(self.feed.take())
-        self.keys = page_keys(RadixKey([1, 2, 3, 4, 5, 6]).data, 2)
-        self.open = router.route(self.keys, 1.0)
-        over = router.route([], 1.0)
-        router.ended(over, 2.0)
-        other = BoundedAffinityRouter()
-        other.add_worker("one")
-        self.foreign = other.route([], 1.0)
-        cache.insert([1, 2, 3, 4, 5, 6], [0, 1, 2])
-        self.batch = self.feed.take()
-        wrong: Any = [object(), Stored(b"", None, [1]), Removed(b"", [], [b"x"]), Cleared()]
-        batches = [EventBatch("one", 1, 1, (*self.batch.events, event)) for event in wrong[:3]]
-        half = EventBatch("one", 1, 1, (wrong[3], Stored(b"", None, (b"k", []))))  # type: ignore[arg-type]
-        self.odd = [over, self.foreign, *batches, half, ["one", "three"], [self.keys[0], [], b"z"],
-                    [b"a", 5, []], "three", EventBatch("one", 2, 0, (wrong[0],)),
-                    EventBatch("one", 1, "x", ())]  # type: ignore[arg-type]  # fmt: skip
-        self.calls = {
-            "add_worker": (["three"], {}),
-            "remove_worker": (["two"], {}),
-            "apply": ([self.batch], {}),
-            "route": ([self.keys, 3.0], {"namespace": None, "work": 2.0, "among": ["one", "two"]}),
-            "ended": ([self.open, 3.0], {}),
-            "expire": ([3.0], {}),
-            "loads": ([3.0], {}),
-        }
-
-    def reached(self) -> tuple[Any, ...]:
-        return self.thing, self.open, self.foreign
-
-    def check(self) -> None:
-        for worker in self.thing._workers.values():
-            index = worker.index
-            assert index.num_pages == sum(map(len, index._pool._held.values()))
-            assert worker.open_work >= 0
-            assert worker.faded >= 0
-
-    def finish(self) -> None:
-        router = self.thing
-        assert router.apply(self.batch)
-        route = router.route(self.keys, 4.0)
-        assert (route.worker, route.matched_pages) == ("one", 3)
-        assert router.ended(self.open, 4.0)
-        assert router.ended(route, 4.0)
-        assert sum(router.loads(1e9).values()) < 1e-6
-
-
 def request(rid: str, room: int, **fields: Any) -> Request:
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, room]
     wanted = {"max_new_tokens": 8, "prefill": "tcp://p:1", "decode": "d", **fields}
     return Request(rid, tokens, room=room, **wanted)
 
 
-WORLDS = [CacheWorld, ManagerWorld, RouterWorld]
+WORLDS = [CacheWorld, ManagerWorld]
 
-_PUBLIC = {RadixCache, BoundedAffinityRouter}
+_PUBLIC = {RadixCache}
 
 # What the control plane or an audit calls, and what only looks.
 _NOT_THE_ENGINES = {

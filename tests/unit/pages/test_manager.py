@@ -10,10 +10,6 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prefixkv.cache.eviction.plain import LeastRecentlyUsed
-from prefixkv.cache.eviction.policy import Use
-from prefixkv.cache.eviction.queues import LeafRank
-from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import (
     CapacityError,
@@ -167,42 +163,6 @@ def test_with_caching_off_nothing_is_matched_or_kept() -> None:
     manager.cache_unfinished(pages, key, 0.0)
     manager.cache_finished(pages, key, 0.0, continues=True)
     assert states(manager) == {"FREE": 8}
-
-
-class Failing(LeastRecentlyUsed):
-    """A host's own policy, with a mistake in it."""
-
-    fails_in = ""  # once
-
-    def stumble(self, where: str) -> None:
-        if self.fails_in == where:
-            self.fails_in = ""
-            raise ZeroDivisionError
-
-    def mark(self, use: Use) -> Mark:
-        self.stumble("mark")
-        return super().mark(use)
-
-    def rank(self, history: Mark) -> LeafRank:
-        self.stumble("rank")
-        return super().rank(history)
-
-
-@pytest.mark.parametrize("where", ["mark", "rank"])
-def test_a_policy_that_raises_stands_in_no_request_s_way(where: str) -> None:
-    policy = Failing()
-    manager = PageManager(6, PAGE_SIZE, 2, policy=policy)
-    for tokens in [1, 2, 3, 4], [5, 6, 7, 8]:
-        manager.cache_finished(*opened(manager, tokens), 0.0)
-    key = key_of([1, 2, 3, 4])
-    policy.fails_in = where
-    pages = manager.open(key, manager.match(key), 3, 0.0)
-    assert (pages.num_locked, pages.num_own, manager.errors.num) == (2, 3, 1)
-    assert (manager.cache.stats().num_locks, manager.table.free_rows) == (1, 1)
-    manager.check_invariants()
-    manager.errors.raise_due()  # nothing: it was logged
-    manager.drop(pages)
-    manager.check_invariants()
 
 
 def test_what_is_held_comes_back_by_release_only() -> None:

@@ -133,22 +133,6 @@ def test_a_held_completion_keeps_the_job_open() -> None:
     assert writer.ends() == [WriteDone(1, 3 * 256)]
 
 
-def test_the_guard_sees_a_landing_first_and_its_error_fails_the_run() -> None:
-    calls = []
-
-    def guard(peer: PeerId, room: RoomKey, pages: np.ndarray) -> None:
-        calls.append((peer, room, pages.tolist(), target.pool.page(9)))
-        raise AssertionError("not yours")
-
-    fabric = FakeFabric(1, guard=guard)
-    writer, target = make_pair(fabric)
-    before = target.pool.page(9)
-    writer.transport.write(writer.job(1, target, [3], [9], room=42))
-    with pytest.raises(AssertionError, match="not yours"):
-        fabric.run()
-    assert calls == [(target.me, RoomKey(42, 1), [9], before)]
-
-
 def test_closing_the_writer_is_a_fence_and_closing_the_target_is_none() -> None:
     fabric = FakeFabric(1)
     writer, target = make_pair(fabric)
@@ -210,23 +194,6 @@ def test_a_lost_peer_fails_what_waits_and_comes_back_with_a_later_write() -> Non
     writer.transport.write(writer.job(3, target, [3], [3]))
     fabric.run()
     assert writer.ends(3) == [WriteDone(3, 256)]
-
-
-def test_notifications_come_in_any_order_and_may_be_lost() -> None:
-    orders = set()
-    for seed in range(6):
-        fabric = FakeFabric(seed)
-        writer, target = make_pair(fabric)
-        writer.transport.write(writer.job(1, target, list(range(6)), list(range(6))))
-        fabric.run()
-        orders.add(tuple(t.part for t in target.tags()))
-    assert len(orders) > 1
-    fabric = FakeFabric(0, lose_notification=1.0)
-    writer, target = make_pair(fabric)
-    writer.transport.write(writer.job(1, target, [1], [1]))
-    fabric.run()
-    assert writer.ends() == [WriteDone(1, 256)]
-    assert not target.events
 
 
 # --- staged writes --------------------------------------------------------------------------------

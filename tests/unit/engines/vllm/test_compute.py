@@ -133,59 +133,6 @@ def test_a_request_that_waits_is_decided_once() -> None:
     assert not steps.compute.rids
 
 
-def test_a_prefill_server_that_does_not_answer_is_slow() -> None:
-    steps = Steps()
-    steps.compute_prompts()
-    for room in range(5):
-        steps.load(room, 500, 0.2)
-    steps.compute.promised(FAR, 5, 500)
-    steps.now_s += 1.0
-    assert steps.is_here(500)
-    steps.compute.gave_up(FAR, 5)
-    assert not steps.is_here(500)
-
-
-@pytest.mark.parametrize(("promised", "is_here"), [(100, False), (5000, True)])
-def test_what_a_prefill_server_has_still_to_send_counts(promised: int, is_here: bool) -> None:
-    """It sends a token in a millisecond, decode computes one in two."""
-    steps = Steps()
-    steps.compute_prompts()
-    for room in range(6):
-        steps.load(room, 500 + 500 * (room % 2), 0.5 + 0.5 * (room % 2))
-    steps.compute.promised(FAR, 6, promised)
-    assert steps.is_here(500) is is_here
-
-
-@pytest.mark.parametrize(
-    ("missing", "state", "is_here"),
-    [
-        (1300, "runs", True),  # 2.6 + 3 * .2 s
-        (1500, "runs", False),  # 3.0 + 3 * .2 s
-        (1500, "over", True),
-        (1000, "again", True),  # it was preempted: nothing runs, and half of it is due again
-        (1300, "again", False),
-    ],
-)
-def test_beside_running_requests_each_step_of_theirs_counts(
-    missing: int, state: str, is_here: bool
-) -> None:
-    """Prefill takes 3.4 s. Decode computes a thousand tokens in two seconds, in steps of 500, and a
-    step of the batch is .2 s long."""
-    steps = Steps(below=2000)
-    steps.compute_prompts()
-    steps.compute.admitted("a", 1000, 1000)
-    steps.step(1.0, a=(0, 500))
-    steps.step(1.0, a=(500, 500))
-    steps.step(0.2, a=(1000, 1))
-    for room in range(5):
-        steps.load(room, 1500, 3.4)
-    if state == "over":
-        steps.compute.ended("a")
-    elif state == "again":
-        steps.step(1.0, a=(0, 500))
-    assert steps.is_here(missing) is is_here
-
-
 def test_an_engine_that_does_not_say_when_steps_end_is_not_measured() -> None:
     steps = Steps()
     for rid in range(1000):
