@@ -26,8 +26,8 @@ from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.serving.router import BoundedAffinityRouter
-from tests.laws.lock_machine import Event
 from tests.support.node_pair import NodePair, make_pool, tokens_of
+from tests.support.spelled import Event
 from tests.unit.decode.desk import Desk
 from tests.unit.runtime.conftest import QUICK, MakePair
 
