@@ -85,6 +85,8 @@ class Engine(DecodeEngine):
         super().__init__(sim)
 
     def computed(self, req: DecodeRequest, start: int, end: int, aux: bytes = b"") -> None:
+        flights = (one for one in self.scheduler.flights if one.request is req.request)
+        assert not any(one.is_load for one in flights), f"{req} is computed, and loads"
         after = self.sim.device_work()
         if after is not None and not req.state.ended:
             pages = req.pages[start // PAGE_SIZE : pages_for(end, PAGE_SIZE)]
@@ -538,7 +540,10 @@ class SchedulerSim(PairSim):
         return _IDLE
 
     def flush(self) -> int:
-        self.decode.scheduler.flush()
+        scheduler = self.decode.scheduler
+        scheduler.flush()
+        assert not scheduler.pages.cache.num_pages
+        assert scheduler.host is None or not scheduler.host.cache.num_pages, "T3"
         return _DECODE
 
     def flush_prefill(self) -> int:
