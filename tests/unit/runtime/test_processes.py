@@ -8,7 +8,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
@@ -19,7 +18,6 @@ from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.node_pair import (
     DecodeDriver,
     PrefillDriver,
-    asked_for,
     drive_until,
     left,
     make_pool,
@@ -236,36 +234,6 @@ def test_prefill_leaves_in_the_middle_and_another_takes_its_place(
     there.restart()
     there.run("again", 1)
     there.check_at_rest()
-
-
-@pytest.mark.slow
-def test_aborts_from_both_sides(start: Any, stack: ExitStack) -> None:
-    there = WithPrefillChild(start, stack)
-    rng = np.random.default_rng(7)
-    rids = [f"r{i}" for i in range(40)]
-    for i, rid in enumerate(rids):
-        there.submit(rid, int(rng.integers(6)), 1, "never" if i % 10 == 9 else "")
-        there.d.step()
-        victim = rids[int(rng.integers(max(0, i - 3), i + 1))]
-        if i % 10 == 9:
-            victim = rid
-        if i % 2:
-            if rng.random() < 0.5 or victim == rid:
-                there.node.abort(victim)
-            else:
-                there.child.call("abort", victim)
-    there.until(lambda: len(there.d.ended) == 1 + len(rids))
-    for rid in there.child.call("get", "added"):
-        if there.d.ended[rid.partition(".")[0]] is not None:
-            there.child.call(
-                "abort", rid
-            )  # decode may have ended it before it was promised anything
-    there.check_at_rest()
-    until(lambda: not left_there(there.child))
-    there.child.call("check_at_rest")
-    finished = [rid for rid, error in there.d.ended.items() if error is None]
-    assert 10 < len(finished) < 36
-    assert set(finished) <= asked_for(there.child.call("get", "sent"))
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -145,25 +144,6 @@ def test_a_prefill_whose_fork_lives_is_not_fenced_before_that_has_ended(
         assert left(there.node)["pages_quarantined"] == 32
     there.until(lambda: "r" in there.d.ended and not left(there.node))
     assert there.node.stats()["peers_proved_dead"] == 1
-
-
-@pytest.mark.slow
-def test_where_it_is_switched_off_no_process_is_named_or_looked_at(
-    start: Start, stack: ExitStack, clock: SkippableClock, verdicts: list[bool]
-) -> None:
-    there = WithPrefillChild(start, stack, replace(QUICK, prove_death=False))
-    assert there.node.transfers.thread._prover is not None
-    assert there.node.transfers.thread._prover.life is None
-    there.submit("r", 1, 1, "kill")
-    there.until(lambda: not there.child.process.is_alive())
-    for _ in range(2):
-        there.until_silence_shows(clock, lambda: "r" in there.d.ended)
-    there.until_silence_shows(clock, lambda: bool(there.node.stats()["pages_quarantined"]))
-    assert verdicts == []
-    assert there.node.stats()["peers_proved_dead"] == 0
-    there.node.fence(*there.child.peer_id)
-    there.until(lambda: not left(there.node))
-    assert there.node.stats()["peers_proved_dead"] == 0
 
 
 @pytest.mark.slow
