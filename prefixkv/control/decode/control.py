@@ -9,9 +9,8 @@ restarted worker knows nothing of earlier writes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import assert_never
+from typing import Any, ClassVar, assert_never
 
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
@@ -20,21 +19,27 @@ from prefixkv.control.decode.links import Link, Links
 from prefixkv.control.decode.rooms import ReceiverRooms, Room, lost_peers
 from prefixkv.control.effects import (
     AgentDestroyed,
+    Connect,
     ConnectFailed,
     CopyDone,
-    EffectList,
+    Disconnect,
+    Examine,
     Expect,
     FrameFailed,
     FrameReceived,
+    LeadersChanged,
     Left,
     RankDrained,
     Reached,
+    SendFrame,
+    Settle,
     Tick,
     Unreached,
 )
 from prefixkv.control.effects import DecodeEffect as DecodeEffect
 from prefixkv.control.effects import DecodeInput as DecodeInput
 from prefixkv.control.former_lives import LEFT, IncarnationHistory
+from prefixkv.control.inbox import ControlInbox, Takes
 from prefixkv.control.peer_changes import PeerChanges
 from prefixkv.errors import (
     AbortedError,
@@ -65,6 +70,7 @@ from prefixkv.protocol.events import (
     PrefillReady,
     RoomDrained,
     RoomEnded,
+    RoomOverdue,
 )
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import Fail, RoomTick
@@ -84,7 +90,7 @@ from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.refusal_machine import RefusalMachine
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.protocol.timers import Timers
-from prefixkv.staging.receiver import StagingReceiver
+from prefixkv.staging.receiver import BreakRoom, Grant, Scatter, SectionArrived, StagingReceiver
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -95,7 +101,7 @@ from prefixkv.transport.base import (
 )
 
 
-class DecodeControl:
+class DecodeControl(ControlInbox):
     """The control object of one decode rank. Owned by the control thread; other threads may call
     `peers`, `lost_peers` and `num_rooms` only.
 
@@ -111,18 +117,16 @@ class DecodeControl:
         option_names: Mapping[str, str] | None = None,
         born_s: float | None = None,
     ) -> None:
+        super().__init__()
         self.me = me
         self._option_names = option_names or {}
-        self.counters: Counter[str] = Counter()
         self.news = PeerChanges()
         self.staging = None if hello.staging is None else StagingReceiver(hello.staging)
         self._page_size = hello.topology.page_size
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # links by address, rooms by key
-        # The one list that all parts add their effects to.
-        self._out: EffectList[DecodeEffect] = EffectList()
         self._links = Links(
-            me, hello, timing, self._timers, self.news, self.lost_peers, self._out, born_s
+            me, hello, timing, self._timers, self.news, self.lost_peers, self._say, born_s
         )
         self._rooms = ReceiverRooms(
             timing,
@@ -130,7 +134,7 @@ class DecodeControl:
             self._links,
             self.staging,
             self.news,
-            self._out,
+            self._say,
             self._option_names,
         )
         self._lives = IncarnationHistory(self.news)
@@ -141,64 +145,20 @@ class DecodeControl:
 
     def on(self, what: DecodeInput, now_s: float) -> list[DecodeEffect]:
         """Take one input and return what to do about it, in order."""
-        self._out.begin()
-        match what:
-            case OpenRoom():
-                self._open(what, now_s)
-            case MeetPrefill():
-                self._watch_worker(what.address, now_s)
-            case RefuseRoom():
-                self._refuse(what, now_s)
-            case AbortRoom():
-                self._abort(what, now_s)
-            case MoveWeights():
-                self._move_weights(what, now_s)
-            case Fence(peer, proved):
-                # Before `_fence`, which has every process examined that a link loses.
-                if self._links.deaths.fenced(peer) and proved:
-                    self.counters["peers_proved_dead"] += 1
-                self._fence(peer, FENCED_DEAD if proved else FENCED, now_s)
-            case FrameReceived():
-                self._frame(what, now_s)
-            case FrameFailed():
-                self._frame_failed(what, now_s)
-            case Arrived():
-                self._arrived(what.tag, now_s)
-            case Settled():
-                self._rooms.settled(what.token, now_s)
-            case WriteDone() | WriteFailed() | WriteDrained():
-                raise InternalError(f"decode writes nothing, and hears {what}")
-            case PeerUnreachable():
-                self.counters["peers_unreachable"] += 1
-            case CopyDone():
-                self._scattered(what, now_s)
-            case ConnectFailed():
-                link = self._links.get(what.address)
-                if link is not None:
-                    self._refuse_link(link, what.error, now_s)
-            case Reached() | Unreached():
-                self._links.heard_of(what, now_s)
-            case Tick():
-                self._tick(now_s)
-            case AgentDestroyed():
-                self._links.farewell()
-            case _:
-                assert_never(what)
-        # The two answers that depend on the state after the input, not on the input. Asking whether
-        # a worker is ready may change links itself, so until nothing changes.
-        while changed := self._links.take_changed():
-            self._report_workers(changed, now_s)
-        # At the end, so that an input which closes one room and opens another says it once.
+        return super().on(what, now_s)
+
+    def _next(self) -> Any:
+        if self._todo:
+            return self._todo.popleft()
+        # Two answers depend on the state after an input, not on it. Asking whether a worker is
+        # ready may change links itself, so until nothing changes.
+        if changed := self._links.take_changed():
+            return LeadersChanged(changed)
+        # Last, so that an input which closes one room and opens another says it once.
         if self._rooms.num_expected != self._said_expected:
             self._said_expected = self._rooms.num_expected
-            self._out.add(Expect(self._rooms.num_expected))
-        return self._out.effects
-
-    @property
-    def last_effects(self) -> list[DecodeEffect]:
-        """Effects of the last `on`. Where it raised, those from before the exception: they go with
-        state that has changed here, so the thread must carry them out all the same."""
-        return self._out.effects
+            return Expect(self._rooms.num_expected)
+        return None
 
     @property
     def wake_s(self) -> float:
@@ -247,11 +207,12 @@ class DecodeControl:
         try:
             self._enter(machine, command.address, now_s, command.digest)
         except RequestError as error:  # no peer has learned of the pages
-            self._out.add(RoomEnded(machine.key, KVPoll.FAILED, error))
-            self._out.add(RoomDrained(machine.key))
+            self._say(RoomEnded(machine.key, KVPoll.FAILED, error))
+            self._say(RoomDrained(machine.key))
 
-    def _watch_worker(self, address: str, now_s: float) -> None:
+    def _watch_worker(self, command: MeetPrefill, now_s: float) -> None:
         """Report once whether a worker that the scheduler asks about answers."""
+        address = command.address
         self._links.open(address, now_s)
         self._asked_workers[address] = (
             False  # so that the present state is reported, though it was before
@@ -328,10 +289,14 @@ class DecodeControl:
             )
             self._enter(refusal, room.link.address, now_s, room.digest)
 
-    def _fence(self, peer: PeerId, how: str, now_s: float) -> None:
+    def _fence(self, command: Fence, now_s: float) -> None:
         """End the rooms of a process that can write no more, and drain them soon after. Not at
         once: over TCP kernels may hold what it sent before, which lands as our own transport reads
         it for `fence_settle_s`."""
+        peer, how = command.peer, FENCED_DEAD if command.proved else FENCED
+        # Before links lose it, which has it examined.
+        if self._links.deaths.fenced(peer) and command.proved:
+            self.counters["peers_proved_dead"] += 1
         # 1. Over first: what ends below may send frames, and answers of this life must not count.
         self._lives.end(peer, how)
         self._rooms.fail_of(peer, PeerLostError(f"{peer} {how}", peer), now_s)
@@ -346,11 +311,11 @@ class DecodeControl:
 
     # --- what the transport and the copies say ----------------------------------------------------
 
-    def _arrived(self, raw_tag: bytes, now_s: float) -> None:
+    def _arrived(self, arrived: Arrived, now_s: float) -> None:
         """A part of a write has landed. Late, repeated and foreign notifications are counted and
         dropped: nothing is freed by a notification, and a room that lacks one does not succeed."""
         try:
-            tag = ChunkTag.unpack(raw_tag)
+            tag = ChunkTag.unpack(arrived.tag)
         except ProtocolError:
             self.counters["tags_dropped"] += 1
             return
@@ -374,13 +339,13 @@ class DecodeControl:
             landed = receiver.ChunkLanded(*part, num_units=tag.num_pages)
             self._rooms.on(room, landed, now_s)
         elif self.staging is not None:
-            self._rooms.staged(self.staging.on_arrival(tag), now_s)
+            self._say_all(self.staging.on_arrival(tag))
 
     def _scattered(self, done: CopyDone, now_s: float) -> None:
         if self.staging is not None:
-            self._rooms.staged(self.staging.on_scattered(done.copy_id, done.error), now_s)
+            self._say_all(self.staging.on_scattered(done.copy_id, done.error))
 
-    def _tick(self, now_s: float) -> None:
+    def _tick(self, tick: Tick, now_s: float) -> None:
         def look(key: str | RoomKey) -> None:
             if isinstance(key, str):
                 self._links.tick(key, now_s)
@@ -405,7 +370,6 @@ class DecodeControl:
                 raise ProtocolError("a frame on a closed link")
             link.is_local = received.is_local
             self._take(link, frame, now_s)
-        # Effects of a frame that is refused half way are kept: see `last_effects`.
         except ProtocolError as error:
             self.counters["frames_dropped"] += 1
             self.counters[f"dropped: {type(error).__name__}"] += 1
@@ -494,7 +458,7 @@ class DecodeControl:
         if self.staging is None:
             raise ProtocolError("a lease is asked for where there is no staging")
         try:
-            self._rooms.staged(self.staging.on_ask(ask.rank, ask), now_s)
+            self._say_all(self.staging.on_ask(ask.rank, ask))
         except ProtocolError as error:  # and the frame is counted as dropped
             self._rooms.on(room, Fail(error), now_s)
             raise
@@ -615,9 +579,9 @@ class DecodeControl:
             self._refuse_peer(leader, leader.peer, leader.reply, refused, now_s)
             return None
 
-    def _report_workers(self, changed: set[str], now_s: float) -> None:
+    def _report_workers(self, changed: LeadersChanged, now_s: float) -> None:
         # Sorted, so that a run from a seed replays exactly.
-        for address in sorted(changed & self._asked_workers.keys()):
+        for address in sorted(changed.addresses & self._asked_workers.keys()):
             leader = self._links.get(address)
             if leader is None:
                 silent = PeerLostError(f"prefill worker {address} was silent for long")
@@ -629,11 +593,11 @@ class DecodeControl:
             if self._asked_workers.get(address) is (not is_ready):
                 self._asked_workers[address] = is_ready
                 most = self._links.max_tokens(leader) if is_ready else 0
-                self._out.add(PrefillReady(address, most) if is_ready else PrefillAway(address))
+                self._say(PrefillReady(address, most) if is_ready else PrefillAway(address))
 
     def _lose_worker(self, address: str, error: Exception) -> None:
         if self._asked_workers.pop(address, None) is not None:
-            self._out.add(PrefillLost(address, error))
+            self._say(PrefillLost(address, error))
 
     def _promote_rooms(self, leader: Link, now_s: float) -> None:
         links = self._ranks_ready(leader, now_s)
@@ -654,8 +618,7 @@ class DecodeControl:
             if leader.plan is not None and isinstance(room.machine, ReceiverMachine):
                 assert self.staging is not None
                 promise = room.machine.promise
-                staged = self.staging.open(promise, self._page_size, leader.plan)
-                self._rooms.staged(staged, now_s)
+                self._say_all(self.staging.open(promise, self._page_size, leader.plan))
             self._rooms.on(room, receiver.PeerReady(tuple(links)), now_s)
 
     def _refuse_peer(
@@ -689,3 +652,75 @@ class DecodeControl:
             self._links.suspend(link, now_s)  # it has pages of ours: only its word can drain them
         else:
             self._links.close(link, now_s)
+
+    # --- other inputs -----------------------------------------------------------------------------
+
+    def _settled(self, settled: Settled, now_s: float) -> None:
+        self._rooms.settled(settled.token, now_s)
+
+    def _never(self, what: Any, now_s: float) -> None:
+        raise InternalError(f"decode writes nothing, and hears {what}")
+
+    def _unreachable(self, what: PeerUnreachable, now_s: float) -> None:
+        self.counters["peers_unreachable"] += 1
+
+    def _connect_failed(self, what: ConnectFailed, now_s: float) -> None:
+        if (link := self._links.get(what.address)) is not None:
+            self._refuse_link(link, what.error, now_s)
+
+    def _heard_of(self, what: Reached | Unreached, now_s: float) -> None:
+        self._links.heard_of(what, now_s)
+
+    def _farewell(self, destroyed: AgentDestroyed, now_s: float) -> None:
+        self._links.farewell()
+
+    # --- what staging says of rooms ---------------------------------------------------------------
+
+    def _grant(self, action: Grant, now_s: float) -> None:
+        # The room may have ended since staging decided; then nothing is to be granted.
+        if (room := self._rooms.get(action.key)) is not None:
+            self._rooms.tell(room, action.rank, action.grant, now_s)
+
+    def _section_arrived(self, action: SectionArrived, now_s: float) -> None:
+        if (room := self._rooms.get(action.key)) is not None:
+            self._rooms.on(room, receiver.UnitsStaged(action.rank, action.num_units), now_s)
+
+    def _break(self, action: BreakRoom, now_s: float) -> None:
+        if (room := self._rooms.get(action.key)) is not None:
+            self._rooms.on(room, Fail(action.error), now_s)
+
+    # --- the method for each input, and for what is said inside -----------------------------------
+
+    INPUTS: ClassVar[Takes] = {
+        OpenRoom: _open,
+        MeetPrefill: _watch_worker,
+        RefuseRoom: _refuse,
+        AbortRoom: _abort,
+        MoveWeights: _move_weights,
+        Fence: _fence,
+        FrameReceived: _frame,
+        FrameFailed: _frame_failed,
+        Arrived: _arrived,
+        Settled: _settled,
+        **dict.fromkeys((WriteDone, WriteFailed, WriteDrained), _never),
+        PeerUnreachable: _unreachable,
+        CopyDone: _scattered,
+        ConnectFailed: _connect_failed,
+        Reached: _heard_of,
+        Unreached: _heard_of,
+        Tick: _tick,
+        AgentDestroyed: _farewell,
+    }
+    INSIDE: ClassVar[Takes] = {
+        LeadersChanged: _report_workers,
+        Grant: _grant,
+        SectionArrived: _section_arrived,
+        BreakRoom: _break,
+        **dict.fromkeys(
+            (
+                SendFrame, Connect, Disconnect, Expect, Settle, Examine, Scatter, RoomEnded,
+                RoomDrained, RoomOverdue, PrefillReady, PrefillAway, PrefillLost,
+            ),
+            ControlInbox._put_out,
+        ),
+    }  # fmt: skip

@@ -6,32 +6,25 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import assert_never
 
 import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.decode.links import Link, Links
-from prefixkv.control.effects import DecodeEffect, EffectList, Left, RankDrained, Settle
+from prefixkv.control.effects import Left, RankDrained, Settle
 from prefixkv.control.handshake import named_end
+from prefixkv.control.inbox import Say
 from prefixkv.control.peer_changes import PeerChanges
 from prefixkv.protocol import messages
 from prefixkv.protocol import receiver_machine as receiver
-from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
+from prefixkv.protocol.events import RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.receiver_machine import ReceiverMachine, SendToRank
 from prefixkv.protocol.refusal_machine import RefusalMachine
 from prefixkv.protocol.timers import Timers
-from prefixkv.staging.receiver import (
-    BreakRoom,
-    Grant,
-    Scatter,
-    SectionArrived,
-    StagedRoomAction,
-    StagingReceiver,
-)
+from prefixkv.staging.receiver import StagingReceiver
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +90,7 @@ def lost_peers(rooms: Iterable[Room], wrong: Callable[[PeerId, Link], str]) -> L
 
 class ReceiverRooms:
     """The rooms of one decode rank that are open or not drained. Owned by a `DecodeControl`.
-    Effects go to `out`, in order.
+    What is to be done is said, in order.
 
     `timers` wake rooms by key; links share them. `staging`: None where no slices are staged.
     """
@@ -109,7 +102,7 @@ class ReceiverRooms:
         links: Links,
         staging: StagingReceiver | None,
         news: PeerChanges,
-        out: EffectList[DecodeEffect],
+        say: Say,
         option_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.num_expected = 0  # rooms with pages that a peer may be writing now
@@ -120,7 +113,7 @@ class ReceiverRooms:
         self._links = links
         self._staging = staging
         self._news = news
-        self._out = out
+        self._say = say
         self._option_names = option_names
 
     def __len__(self) -> int:
@@ -153,16 +146,15 @@ class ReceiverRooms:
         try:
             for action in machine.on(event, now_s):
                 if isinstance(action, SendToRank):
-                    self._say(room, action.rank, action.body, now_s)
+                    self.tell(room, action.rank, action.body, now_s)
                     continue
                 if isinstance(action, RoomEnded):
                     action = named_end(action, self._option_names)
                 # Staging sees the end of a room first: it may still hold leases that peers write,
                 # and passes RoomDrained on only when these are free.
-                if self._staging is not None:
-                    self.staged(self._staging.pass_on(action), now_s)
-                else:
-                    self._out.add(action)
+                passed = [action] if self._staging is None else self._staging.pass_on(action)
+                for said in passed:
+                    self._say(said)
                 if isinstance(action, RoomOverdue):
                     room.tell_overdue(self._news)
         finally:
@@ -190,7 +182,7 @@ class ReceiverRooms:
             self._drain(token, now_s)
         elif token not in self.settling:
             self.settling.add(token)
-            self._out.add(Settle(token, self._timing.fence_settle_s))
+            self._say(Settle(token, self._timing.fence_settle_s))
 
     def settled(self, token: Hashable, now_s: float) -> None:
         """Drain what the token names: the transport has read for long enough. Unknown: no-op."""
@@ -214,27 +206,7 @@ class ReceiverRooms:
                 for rank in room.ranks_of(*what):
                     self.on(room, receiver.FencedOff(rank), now_s)
 
-    def staged(self, actions: list[StagedRoomAction], now_s: float) -> None:
-        """Carry out what staging wants: grants for writers, arrivals and failures for rooms."""
-        for action in actions:
-            match action:
-                case Grant():
-                    # The room may have ended since staging decided; then nothing is to be granted.
-                    room = self._rooms.get(action.key)
-                    if room is not None:
-                        self._say(room, action.rank, action.grant, now_s)
-                case SectionArrived():
-                    if (room := self._rooms.get(action.key)) is not None:
-                        landed = receiver.UnitsStaged(action.rank, action.num_units)
-                        self.on(room, landed, now_s)
-                case BreakRoom():
-                    self.on(self._rooms[action.key], Fail(action.error), now_s)
-                case Scatter() | RoomEnded() | RoomDrained() | RoomOverdue():
-                    self._out.add(action)
-                case _:
-                    assert_never(action)
-
-    def _say(self, room: Room, rank: int, body: messages.AnyBody, now_s: float) -> None:
+    def tell(self, room: Room, rank: int, body: messages.AnyBody, now_s: float) -> None:
         link = room.links[rank]
         is_meant = link.peer == room.peers[rank]
         if isinstance(body, messages.Promise | messages.Abort) and link.peer is not None:

@@ -10,25 +10,28 @@ our engine draws is an *offer* (`offers.py`): the first worker that proves the p
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import assert_never
+from typing import ClassVar, assert_never
+
+import numpy as np
 
 from prefixkv.config import Backend, ControlConfig, short_key
 from prefixkv.control import handshake
 from prefixkv.control.death_watch import FENCED, FENCED_DEAD, LostPeers
 from prefixkv.control.effects import (
     AgentDestroyed,
+    Cancel,
     ConnectFailed,
     CopyDone,
-    EffectList,
+    Examine,
     FrameFailed,
     FrameReceived,
-    LeaseGranted,
     PeerAccepted,
     Reached,
+    RemovePeer,
     Renew,
-    RoomAction,
+    SendFrame,
+    StagingTick,
     Tick,
     Unreached,
 )
@@ -36,11 +39,11 @@ from prefixkv.control.effects import PrefillEffect as PrefillEffect
 from prefixkv.control.effects import PrefillInput as PrefillInput
 from prefixkv.control.former_lives import LEFT
 from prefixkv.control.handshake import Accepted
+from prefixkv.control.inbox import ControlInbox, Takes
 from prefixkv.control.prefill.early_aborts import EarlyAborts
 from prefixkv.control.prefill.offers import Offer, Offers
 from prefixkv.control.prefill.peers import Peer, Peers
 from prefixkv.control.prefill.rooms import SenderRoom, SenderRooms
-from prefixkv.control.prefill.writes import StagingSlots, Writes
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
@@ -55,6 +58,7 @@ from prefixkv.errors import (
     VersionError,
     WeightsVersionError,
 )
+from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol import messages
 from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.commands import (
@@ -67,7 +71,7 @@ from prefixkv.protocol.commands import (
     SendChunk,
     WithdrawRoom,
 )
-from prefixkv.protocol.events import RoomEnded, SourceFree
+from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import (
@@ -86,22 +90,40 @@ from prefixkv.protocol.messages import (
     Promise,
     Topology,
 )
-from prefixkv.protocol.sender_events import Promised, abort_error
+from prefixkv.protocol.sender_events import (
+    CancelWrite,
+    JobDrained,
+    JobEnded,
+    PostWrite,
+    Promised,
+    abort_error,
+)
+from prefixkv.protocol.tags import ChunkTag
 from prefixkv.protocol.timers import Timers
-from prefixkv.staging.sender import StagingSender
+from prefixkv.staging.sender import (
+    CancelStaged,
+    Gather,
+    PostStaged,
+    SendLeaseAsk,
+    StagingSender,
+    StagingSlots,
+)
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
+    Route,
     Settled,
     WriteDone,
     WriteDrained,
     WriteFailed,
+    WriteJob,
+    window_route,
 )
 
 _NO_LIBRARIES = Libraries()
 
 
-class PrefillControl:
+class PrefillControl(ControlInbox):
     """The control object of one prefill rank. Owned by the control thread; other threads may call
     `peers`, `lost_peers` and `num_rooms` only.
 
@@ -130,8 +152,8 @@ class PrefillControl:
         weights_version: str = "",
         libraries: Libraries = _NO_LIBRARIES,
     ) -> None:
+        super().__init__()
         self.me = me
-        self.counters: Counter[str] = Counter()
         slot_bytes = 0 if staging is None else staging.slot_bytes
         what = digest, topology, rank, slot_bytes, life, backend
         self._ours = handshake.OurSide(*what, option_names or {}, max_tokens, libraries)
@@ -139,11 +161,8 @@ class PrefillControl:
         self._weights_version = weights_version
         self._timing = timing
         self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key
-        # What rooms and peers want done; and what becomes of it once staging has taken its part.
-        self._actions: EffectList[RoomAction] = EffectList()
-        self._out: EffectList[PrefillEffect] = EffectList()
         self._peers = Peers(
-            me, self._ours, endpoints, timing, self._timers, self.lost_peers, self._actions
+            me, self._ours, endpoints, timing, self._timers, self.lost_peers, self._say
         )
         self.news = self._peers.news
         self._aborts = EarlyAborts(timing)
@@ -154,96 +173,17 @@ class PrefillControl:
             timing,
             self._timers,
             self._peers,
-            self._actions,
+            self._say,
             option_names or {},
         )
         self.staging = None
         if staging is not None:
             resend_s, next_id = timing.resend_s, self._rooms.next_job_id
             self.staging = StagingSender(rank, *staging, resend_s, next_id)
-        self._writes = Writes(
-            me, rank, self.staging, self._rooms, self._peers, self._actions, self._out
-        )
 
     def on(self, what: PrefillInput, now_s: float) -> list[PrefillEffect]:
         """Take one input and return what to do about it, in order."""
-        self._out.begin()
-        try:
-            self._take_input(what, now_s)
-        finally:
-            # What rooms and peers have wanted up to an exception has changed their state, so it is
-            # carried out all the same.
-            self._writes.flush(now_s)
-        return self._out.effects
-
-    @property
-    def last_effects(self) -> list[PrefillEffect]:
-        return self._out.effects
-
-    def _take_input(self, what: PrefillInput, now_s: float) -> None:
-        match what:
-            case AddRoom() | OfferRoom():
-                try:
-                    if isinstance(what, AddRoom):
-                        self._add(what, now_s)
-                    else:
-                        self._offer(what, now_s)
-                except RequestError as error:
-                    # Straight to the effects: as an action, SourceFree would make staging forget
-                    # the room that has this number now.
-                    self._out.add(RoomEnded(what.key, KVPoll.FAILED, error))
-                    self._out.add(SourceFree(what.key))
-            case WithdrawRoom():
-                withdrawn = AbortedError(what.reason)
-                self._close_offer(what.key, withdrawn, now_s)
-            case SendChunk():
-                self._chunk(what, now_s)
-            case DeclineRoom():
-                self._decline(what, now_s)
-            case AbortRoom():
-                self._abort(what, now_s)
-            case MoveWeights():
-                self._move_weights(what, now_s)
-            case Fence():
-                self._fence(what, now_s)
-            case FrameReceived():
-                self._frame(what, now_s)
-            case FrameFailed():
-                self._frame_failed(what, now_s)
-            case WriteDone():
-                self.counters["bytes_sent"] += what.num_bytes
-                self.counters["writes_done"] += 1
-                self._writes.ended(what.job_id, None, True, now_s)
-            case WriteFailed():
-                self.counters["writes_failed"] += 1
-                self._writes.ended(what.job_id, what.error, what.drained, now_s)
-                if not what.drained:  # it holds decode's pages until its agent is destroyed
-                    self._out.add(Renew())
-            case WriteDrained():
-                self.counters["writes_drained_by_renewal"] += 1
-                self._writes.drained(what.job_id, now_s)
-            case CopyDone():
-                if self.staging is not None:
-                    gathered = self.staging.on_gathered(what.copy_id, what.error, now_s)
-                    self._writes.stage(gathered, now_s)
-            case PeerUnreachable():
-                self.counters["peers_unreachable"] += 1
-                self._peers.deaths.doubt(what.peer, now_s)
-            case ConnectFailed():
-                self.counters["handshakes_refused"] += 1
-                self.news.say("shut out", what.address, str(what.error))
-            case Arrived() | Settled() | Reached() | Unreached():
-                pass  # prefill connects to nothing, and decode writes nothing here
-            case Tick():
-                # Rooms first: what they cancel now, staging must not repeat an ask for.
-                self._tick(now_s)
-                self._writes.flush(now_s)
-                if self.staging is not None:
-                    self._writes.stage(self.staging.tick(now_s), now_s)
-            case AgentDestroyed():
-                self._peers.farewell()
-            case _:
-                assert_never(what)
+        return super().on(what, now_s)
 
     @property
     def wake_s(self) -> float:
@@ -274,6 +214,16 @@ class PrefillControl:
         return self._rooms.lost_peers(lambda peer: self._peers.trouble(peer, now_s))
 
     # --- commands ---------------------------------------------------------------------------------
+
+    def _take_request(self, command: AddRoom | OfferRoom, now_s: float) -> None:
+        try:
+            if isinstance(command, AddRoom):
+                self._add(command, now_s)
+            else:
+                self._offer(command, now_s)
+        except RequestError as error:
+            # Straight out: staging is not to forget the room that has this number now.
+            self._out += [RoomEnded(command.key, KVPoll.FAILED, error), SourceFree(command.key)]
 
     def _add(self, command: AddRoom, now_s: float) -> None:
         """It may be promised already. RequestError while the number's writes have not ended."""
@@ -307,8 +257,8 @@ class PrefillControl:
         self._rooms.on(room, added, now_s)
         if ended_before:
             ended = room.error or AbortedError("the room ended before the request came")
-            self._actions.add(RoomEnded(key, KVPoll.FAILED, ended))
-            self._actions.add(SourceFree(key))
+            self._say(RoomEnded(key, KVPoll.FAILED, ended))
+            self._say(SourceFree(key))
         elif early is not None:
             self._rooms.on(room, Fail(early), now_s)
 
@@ -349,9 +299,12 @@ class PrefillControl:
             return False
         offered = RoomKey(*key.numbers)
         self._timers.forget(offered)
-        self._actions.add(RoomEnded(offered, KVPoll.FAILED, error))
-        self._actions.add(SourceFree(offered))
+        self._say(RoomEnded(offered, KVPoll.FAILED, error))
+        self._say(SourceFree(offered))
         return True
+
+    def _withdraw(self, command: WithdrawRoom, now_s: float) -> None:
+        self._close_offer(command.key, AbortedError(command.reason), now_s)
 
     def _decline(self, command: DeclineRoom, now_s: float) -> None:
         """Decode hears why, now or when it promises. An added room is not touched."""
@@ -421,7 +374,7 @@ class PrefillControl:
         if not was_over:
             self._end_unpromised(peer_id if peer is None else peer.worker, how, now_s)
 
-    def _tick(self, now_s: float) -> None:
+    def _tick(self, tick: Tick, now_s: float) -> None:
         def look(key: str | RoomKey) -> None:
             # Three kinds of keys: a peer's name; a room; the numbers of an offer, as a room without
             # a decode worker.
@@ -443,6 +396,8 @@ class PrefillControl:
         self._timers.visit(now_s, look)
         self._aborts.expire(now_s)
         self._peers.deaths.tick(now_s)
+        # Behind what rooms cancel now, so that staging repeats no ask for that.
+        self._say(StagingTick())
 
     # --- frames -----------------------------------------------------------------------------------
 
@@ -525,7 +480,8 @@ class PrefillControl:
                 if room is not None and named and room.ticket == body.ticket:
                     self._rooms.on(room, sender.OutcomeAcked(peer.hello.rank), now_s)
             case LeaseGrant():
-                self._actions.add(LeaseGranted(peer.id, peer.key(body), body))
+                if self.staging is not None:
+                    self._say_all(self.staging.on_grant(peer.id, peer.key(body), body))
             case messages.Fenced():
                 self._peers.lives.end(peer.id, LEFT)
                 self._lose_peer(peer, PeerLostError(f"{peer.id} {LEFT}", peer.id), now_s)
@@ -597,7 +553,7 @@ class PrefillControl:
         # 2. The transport before the reply: decode promises pages as soon as it has the reply, and
         # a write must not be asked for before its target is known.
         if accepted.added is not None:
-            self._actions.add(PeerAccepted(accepted.added, accepted.cut))
+            self._say(PeerAccepted(accepted.added, accepted.cut))
         self._peers.reply(route, hello, staged=accepted.cut is not None)
         # 3. Requests that are older than this life are most likely not its own.
         if hello.rank == 0 and hello.age_ms is not None:
@@ -792,3 +748,166 @@ class PrefillControl:
             versions=abort.versions,
         )
         self._rooms.on(room, said, now_s)
+
+    # --- writes -----------------------------------------------------------------------------------
+
+    def _post(self, post: PostWrite, now_s: float) -> None:
+        """By staging if the peer takes slices of what we hold, else into pages."""
+        staging = self.staging
+        # Extra state and window pages are never staged: they go straight where they belong.
+        is_of_first = not post.state and post.window < 0
+        if staging is not None and post.peer in staging.peers and is_of_first:
+            what = post.first_unit, post.src_pages, post.ready, now_s
+            self._say_all(staging.write(post.job_id, post.key, post.ticket, post.peer, *what))
+            return
+        tag = ChunkTag(
+            self.me.incarnation,
+            *post.key.numbers,
+            rank=self._rank,
+            chunk=post.chunk,
+            ticket=post.ticket,
+        )
+        pages = post.src_pages, post.dst_pages
+        route: Route = "state" if post.state else "pages"
+        if post.window >= 0:
+            route = window_route(post.window)
+        self._out.append(WriteJob(post.job_id, post.peer, *pages, tag, post.ready, route))
+
+    def _post_staged(self, post: PostStaged, now_s: float) -> None:
+        assert self.staging is not None
+        # Rounded up: slots and leases are whole blocks, so the last one stays inside both.
+        blocks = np.arange(-(-post.num_bytes // BLOCK_BYTES), dtype=np.int32)
+        src = blocks + np.int32(post.slot * (self.staging.slot_bytes // BLOCK_BYTES))
+        dst = blocks + np.int32(post.dst_offset // BLOCK_BYTES)
+        tag = ChunkTag(
+            self.me.incarnation,
+            *post.key.numbers,
+            rank=self._rank,
+            chunk=post.piece,
+            lease_id=post.lease_id,
+            ticket=post.ticket,
+        )
+        self._out.append(WriteJob(post.write_id, post.peer, src, dst, tag, route="staging"))
+
+    def _cancel(self, cancel: CancelWrite, now_s: float) -> None:
+        # The job is either staging's or the transport's; the other one does not know it.
+        if self.staging is not None:
+            self._say_all(self.staging.cancel(cancel.job_id))
+        self._out.append(Cancel(cancel.job_id))
+
+    def _cancel_staged(self, cancel: CancelStaged, now_s: float) -> None:
+        self._out.append(Cancel(cancel.write_id))
+
+    def _write_done(self, done: WriteDone, now_s: float) -> None:
+        self.counters["bytes_sent"] += done.num_bytes
+        self.counters["writes_done"] += 1
+        self._write_ended(JobEnded(done.job_id), now_s)
+
+    def _write_failed(self, failed: WriteFailed, now_s: float) -> None:
+        self.counters["writes_failed"] += 1
+        self._write_ended(JobEnded(failed.job_id, failed.error, failed.drained), now_s)
+        if not failed.drained:  # it holds decode's pages until its agent is destroyed
+            self._say(Renew())
+
+    def _write_ended(self, end: JobEnded, now_s: float) -> None:
+        """Of a staged piece, or of a job of a room."""
+        if self.staging is not None and self.staging.owns(end.job_id):
+            self._say_all(self.staging.on_write_ended(end.job_id, end.error, end.drained, now_s))
+        else:
+            self._rooms.job_ended(end, now_s)
+
+    def _write_drained(self, proof: WriteDrained, now_s: float) -> None:
+        self.counters["writes_drained_by_renewal"] += 1
+        if self.staging is not None and self.staging.owns(proof.job_id):
+            self._say_all(self.staging.on_write_drained(proof.job_id))
+        else:
+            self._rooms.job_drained(JobDrained(proof.job_id), now_s)
+
+    def _job_ended(self, end: JobEnded, now_s: float) -> None:
+        self._rooms.job_ended(end, now_s)
+
+    def _job_drained(self, proof: JobDrained, now_s: float) -> None:
+        self._rooms.job_drained(proof, now_s)
+
+    def _gathered(self, done: CopyDone, now_s: float) -> None:
+        if self.staging is not None:
+            self._say_all(self.staging.on_gathered(done.copy_id, done.error, now_s))
+
+    def _ask_for_lease(self, ask: SendLeaseAsk, now_s: float) -> None:
+        if (peer := self._peers.find(ask.peer)) is not None:
+            self._peers.send(peer, ask.ask, now_s)
+
+    def _tick_staging(self, tick: StagingTick, now_s: float) -> None:
+        if self.staging is not None:
+            self._say_all(self.staging.tick(now_s))
+
+    # --- the transport's peers --------------------------------------------------------------------
+
+    def _accept(self, accepted: PeerAccepted, now_s: float) -> None:
+        # The transport must know the peer before anything is written to it.
+        self._out.append(accepted.added)
+        if self.staging is not None and accepted.cut is not None:
+            self.staging.add_peer(accepted.added.peer, accepted.cut)
+
+    def _remove(self, removed: RemovePeer, now_s: float) -> None:
+        self._out.append(removed)
+        if self.staging is not None:
+            self._say_all(self.staging.remove_peer(removed.peer))
+
+    def _free(self, free: SourceFree, now_s: float) -> None:
+        # None of the room's writes is under way, so staging has no job of it either.
+        if self.staging is not None:
+            self.staging.forget(free.key)
+        self._out.append(free)
+
+    def _unreachable(self, what: PeerUnreachable, now_s: float) -> None:
+        self.counters["peers_unreachable"] += 1
+        self._peers.deaths.doubt(what.peer, now_s)
+
+    def _shut_out(self, what: ConnectFailed, now_s: float) -> None:
+        self.counters["handshakes_refused"] += 1
+        self.news.say("shut out", what.address, str(what.error))
+
+    def _farewell(self, destroyed: AgentDestroyed, now_s: float) -> None:
+        self._peers.farewell()
+
+    # --- the method for each input, and for what is said inside -----------------------------------
+
+    INPUTS: ClassVar[Takes] = {
+        AddRoom: _take_request,
+        OfferRoom: _take_request,
+        WithdrawRoom: _withdraw,
+        SendChunk: _chunk,
+        DeclineRoom: _decline,
+        AbortRoom: _abort,
+        MoveWeights: _move_weights,
+        Fence: _fence,
+        FrameReceived: _frame,
+        FrameFailed: _frame_failed,
+        WriteDone: _write_done,
+        WriteFailed: _write_failed,
+        WriteDrained: _write_drained,
+        CopyDone: _gathered,
+        PeerUnreachable: _unreachable,
+        ConnectFailed: _shut_out,
+        Tick: _tick,
+        AgentDestroyed: _farewell,
+        # Prefill connects to nothing, and decode writes nothing here.
+        **dict.fromkeys((Arrived, Settled, Reached, Unreached), ControlInbox._ignore),
+    }
+    INSIDE: ClassVar[Takes] = {
+        PostWrite: _post,
+        CancelWrite: _cancel,
+        PostStaged: _post_staged,
+        CancelStaged: _cancel_staged,
+        JobEnded: _job_ended,
+        JobDrained: _job_drained,
+        SendLeaseAsk: _ask_for_lease,
+        StagingTick: _tick_staging,
+        SourceFree: _free,
+        PeerAccepted: _accept,
+        RemovePeer: _remove,
+        **dict.fromkeys(
+            (SendFrame, Examine, Renew, Gather, Bootstrapped, RoomEnded), ControlInbox._put_out
+        ),
+    }

@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from prefixkv.config import ControlConfig, short_key
 from prefixkv.control.death_watch import DeathWatch
-from prefixkv.control.effects import EffectList, RemovePeer, RoomAction, SendFrame
+from prefixkv.control.effects import RemovePeer, SendFrame
 from prefixkv.control.former_lives import IncarnationHistory, nonce
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.heartbeat import PeerClock, Stamper
+from prefixkv.control.inbox import Say
 from prefixkv.control.peer_changes import PeerChanges
 from prefixkv.control.prefill.claims import RankClaims
 from prefixkv.control.prefill.retired_tickets import RetiredTickets
@@ -191,7 +192,7 @@ def _has_repeats(pages: npt.NDArray[np.int32], num_pages: int) -> bool:
 
 class Peers:
     """The decode ranks that a prefill rank knows, by name. Owned by a `PrefillControl`. What is to
-    be done goes to `actions`, in order."""
+    be done is said, in order."""
 
     def __init__(
         self,
@@ -201,14 +202,14 @@ class Peers:
         timing: ControlConfig,
         timers: Timers[str | RoomKey],
         lost: Callable[[float], Iterable[PeerId]],
-        actions: EffectList[RoomAction],
+        say: Say,
     ) -> None:
         """`timers` wake peers by name and are shared with rooms; `lost` is as for `DeathWatch`."""
         self._me = me
         self.news = PeerChanges()
         self.lives = IncarnationHistory(self.news)
-        self._actions = actions
-        self.deaths = DeathWatch(timing, lost, self._current, actions.add)
+        self._say = say
+        self.deaths = DeathWatch(timing, lost, self._current, say)
         self._ours = ours
         self._endpoints = endpoints
         self._timing = timing
@@ -397,12 +398,12 @@ class Peers:
         said = refused[:1000], ours.rank, staged, known
         most = ours.max_tokens
         body = HelloReply(ours.digest, ours.topology, self._endpoints, *said, ours.life, most)
-        self._actions.add(SendFrame(route, self._stamp.frame(body)))
+        self._say(SendFrame(route, self._stamp.frame(body)))
 
     def hello_wanted(self, route: bytes, sender: PeerId | None = None) -> None:
         """Ask for a Hello; `sender` is None if the frame could not be read."""
         wanted = HelloWanted(0 if sender is None else self.nonce(sender))
-        self._actions.add(SendFrame(route, self._stamp.frame(wanted)))
+        self._say(SendFrame(route, self._stamp.frame(wanted)))
 
     def nonce(self, sender: PeerId) -> int:
         """Return the number that a Hello of `sender` has to repeat; see `former_lives.nonce`."""
@@ -415,12 +416,12 @@ class Peers:
         # Its route may lead to the life that replaced it, which must not get these words.
         if not peer.gone:
             peer.live.sent_s = now_s
-            self._actions.add(SendFrame(peer.route, self._stamp.frame(body)))
+            self._say(SendFrame(peer.route, self._stamp.frame(body)))
 
     def farewell(self) -> None:
         """Send a Fenced to each: our agent is gone, so no write of ours can land."""
         for peer in self._peers.values():
-            self._actions.add(SendFrame(peer.route, self._stamp.frame(Fenced())))
+            self._say(SendFrame(peer.route, self._stamp.frame(Fenced())))
 
     def tick(self, name: str, now_s: float) -> None:
         """Say a Heartbeat if one is due, or forget a peer that is silent and has no rooms."""
@@ -450,7 +451,7 @@ class Peers:
         if self._peers.get(peer.id.name) is peer:
             del self._peers[peer.id.name]
             self._timers.forget(peer.id.name)
-        self._actions.add(RemovePeer(peer.id))
+        self._say(RemovePeer(peer.id))
 
 
 def _may_speak(allowed: Mapping[str, str], credential: str, name: str) -> bool:

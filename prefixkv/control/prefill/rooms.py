@@ -9,8 +9,8 @@ from typing import Final
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.death_watch import LostPeers
-from prefixkv.control.effects import EffectList, RoomAction
 from prefixkv.control.handshake import named_end
+from prefixkv.control.inbox import Say
 from prefixkv.control.prefill.peers import Peer, Peers
 from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.events import RoomEnded, SourceFree
@@ -80,7 +80,7 @@ class SenderRoom(SenderMachine):
 
 class SenderRooms:
     """The rooms of one prefill rank, with the writes under way for them. Owned by a
-    `PrefillControl`. What is to be done goes to `actions`, in order.
+    `PrefillControl`. What is to be done is said, in order.
 
     `timers` wake rooms by key; peers share them.
     """
@@ -92,7 +92,7 @@ class SenderRooms:
         timing: ControlConfig,
         timers: Timers[str | RoomKey],
         peers: Peers,
-        actions: EffectList[RoomAction],
+        say: Say,
         option_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._rooms: dict[RoomKey, SenderRoom] = {}
@@ -104,7 +104,7 @@ class SenderRooms:
         # Rooms that an engine or a peer still has something to do with. Any thread may read it.
         self.num_claimed = 0
         # The room of each write that is not proved over. A write that failed undrained stays, so
-        # that its proof (`write_drained`) finds the room.
+        # that its proof (`job_drained`) finds the room.
         self.jobs: dict[int, RoomKey] = {}
         # An agent was replaced: a Drained that was lost may have asked decode to let it settle
         self.may_need_settle = False
@@ -113,7 +113,7 @@ class SenderRooms:
         self._timing = timing
         self._timers = timers
         self._peers = peers
-        self._actions = actions
+        self._say = say
         self._option_names = option_names
         self._job_ids = count(1)
 
@@ -151,7 +151,7 @@ class SenderRooms:
                     self.jobs[action.job_id] = key
                 elif isinstance(action, RoomEnded):
                     action = named_end(action, self._option_names)
-                self._actions.add(action)
+                self._say(action)
         # A promise counts as parked until its request comes or its room ends.
         if open_before and room.poll.ended and not room.added:
             room.unpark()
@@ -200,25 +200,23 @@ class SenderRooms:
         """Return a number for a write or copy, never given before."""
         return next(self._job_ids)
 
-    def write_ended(
-        self, job_id: int, error: Exception | None, drained: bool, now_s: float
-    ) -> None:
-        room = self._rooms.get(self.jobs.get(job_id, _NO_ROOM))
-        # A write that failed and is not drained stays known, for `write_drained`.
-        if error is None or drained:
-            self.jobs.pop(job_id, None)
+    def job_ended(self, end: sender.JobEnded, now_s: float) -> None:
+        room = self._rooms.get(self.jobs.get(end.job_id, _NO_ROOM))
+        # A write that failed and is not drained stays known, for `job_drained`.
+        if end.error is None or end.drained:
+            self.jobs.pop(end.job_id, None)
         if room is not None:
-            self.on(room, sender.JobEnded(job_id, error, drained), now_s)
+            self.on(room, end, now_s)
 
-    def write_drained(self, job_id: int, now_s: float) -> None:
+    def job_drained(self, proof: sender.JobDrained, now_s: float) -> None:
         """Tell a write's room that nothing of it can land any more, though it had ended
         undrained."""
         # From now on any Drained may follow the end of an agent, so decode is asked to let settle
         # what kernels may hold of it.
         self.may_need_settle = True
-        room = self._rooms.get(self.jobs.pop(job_id, _NO_ROOM))
+        room = self._rooms.get(self.jobs.pop(proof.job_id, _NO_ROOM))
         if room is not None:
-            self.on(room, sender.JobDrained(job_id), now_s)
+            self.on(room, proof, now_s)
 
     # --- audits -----------------------------------------------------------------------------------
 

@@ -100,8 +100,8 @@ MUTANTS = (
         "room.machine.ticket != tag.ticket", "False", "again, late notifications: abort",
     ),
     _M(
-        "a failed write counts as drained", _P._take_input,
-        "what.error, what.drained, now_s", "what.error, True, now_s", "fail",
+        "a failed write counts as drained", _P._write_failed,
+        "failed.error, failed.drained)", "failed.error, True)", "fail",
     ),
     _M(
         "a renewed agent's kernels are not waited for", _D._take_drained,
