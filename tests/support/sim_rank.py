@@ -318,11 +318,10 @@ class PrefillRank(SimRank):
         control = self.control
         peers = control._peers.all()
         left: dict[str, Any] = {
-            "jobs": control._rooms.jobs, "unclaimed": control._rooms.unclaimed,
-            "aborts": control._aborts.all(),
+            "jobs": control._rooms.jobs, "awaited": control._tombs.awaited(),
             "parked": [peer.id for peer in peers if peer.num_parked],
-            "rooms of peers": [peer.id for peer in peers if peer.rooms],
-            "undrained": [peer.id for peer in peers if peer.claimed.num_undrained],
+            "rooms of peers": [peer.id for peer in peers if control._rooms.of(peer.id)],
+            "undrained": [peer.id for peer in peers if peer.num_promised],
             "in flight": self.world.fabric.in_flight(self.me),
             "unproven": self.transport._unproven,
         }  # fmt: skip

@@ -219,10 +219,10 @@ def leftovers(control: Any) -> dict[str, Any]:
     if isinstance(control, PrefillControl):
         peers = control._peers.all()
         left |= {
-            "jobs": dict(control._rooms.jobs), "unclaimed": set(control._rooms.unclaimed),
-            "aborts": control._aborts.all(),
+            "jobs": dict(control._rooms.jobs), "awaited": control._tombs.awaited(),
             "parked": [peer.id for peer in peers if peer.num_parked],
-            "rooms of peers": [peer.id for peer in peers if peer.rooms],
+            "promised": [peer.id for peer in peers if peer.num_promised],
+            "rooms of peers": [peer.id for peer in peers if control._rooms.of(peer.id)],
         }  # fmt: skip
     else:
         links = control._links.all()
@@ -395,6 +395,8 @@ class Actors:
             raw = io.BytesIO()
             _Pickler(raw, 5).dump(control)
             wakes = [at_s - now_s for at_s in control._timers._wake_s.values()]
+            if isinstance(control, PrefillControl):
+                wakes.append(control._tombs.due_s - now_s)
             wake_s = min(wakes, default=FAR_S)
             soon = None if wake_s > FAR_S / 2 else max(wake_s, 0.0)
             self._states.append(_State(raw.getvalue(), now_s, soon))
