@@ -1,8 +1,8 @@
 """All inputs that a decode rank takes, and the effects that follow. Pure.
 
 `DecodeControl.on` takes one input and the time, and returns effects (`effects.py`). It holds the
-links to prefill workers (`links.py`) and the open rooms (`rooms.py`), each a `ReceiverMachine`, or
-a `RefusalMachine` for a room that will not be opened. It knows what machines cannot: the
+links to prefill workers (`links.py`) and the rooms (`rooms.py`), each a `ReceiverMachine`; a room
+that will not be opened is one without pages. It knows what machines cannot: the
 incarnation that a room was promised to. Frames of another incarnation do not count, since a
 restarted worker knows nothing of earlier writes.
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, assert_never
+
+import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
@@ -84,10 +86,10 @@ from prefixkv.protocol.messages import (
     LeaseAsk,
     Outcome,
     OutcomeAck,
+    Promise,
     PromiseAck,
 )
 from prefixkv.protocol.receiver_machine import ReceiverMachine
-from prefixkv.protocol.refusal_machine import RefusalMachine
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.protocol.timers import Timers
 from prefixkv.staging.receiver import BreakRoom, Grant, Scatter, SectionArrived, StagingReceiver
@@ -135,7 +137,6 @@ class DecodeControl(ControlInbox):
             self.staging,
             self.news,
             self._say,
-            self._option_names,
         )
         self._lives = IncarnationHistory(self.news)
         # By address that the scheduler asked about: was PrefillReady the last answer?
@@ -177,13 +178,12 @@ class DecodeControl(ControlInbox):
 
     def rooms(self) -> Iterable[ReceiverMachine]:
         """Return the machines of all open or undrained rooms, for audits."""
-        machines = [room.machine for room in self._rooms.all()]
-        return [machine for machine in machines if isinstance(machine, ReceiverMachine)]
+        return [room for room in self._rooms.all() if not (room.poll.ended and room.drained)]
 
     def poll(self, key: RoomKey) -> KVPoll | None:
         """Return how far a room is; None once it has ended and is drained."""
         room = self._rooms.get(key)
-        return None if room is None else room.machine.poll
+        return None if room is None else room.poll
 
     def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
         """Return, by address, which process answers there, and "ready", "suspect" or "connecting".
@@ -203,12 +203,12 @@ class DecodeControl(ControlInbox):
 
     def _open(self, command: OpenRoom, now_s: float) -> None:
         """Promise the pages once the prefill worker answers."""
-        machine = ReceiverMachine(command.promise, self._timing, now_s, command.address)
+        promise = msgspec.structs.replace(command.promise, digest=command.digest)
         try:
-            self._enter(machine, command.address, now_s, command.digest)
+            self._enter(promise, command.address, now_s)
         except RequestError as error:  # no peer has learned of the pages
-            self._say(RoomEnded(machine.key, KVPoll.FAILED, error))
-            self._say(RoomDrained(machine.key))
+            self._say(RoomEnded(promise.key, KVPoll.FAILED, error))
+            self._say(RoomDrained(promise.key))
 
     def _watch_worker(self, command: MeetPrefill, now_s: float) -> None:
         """Report once whether a worker that the scheduler asks about answers."""
@@ -222,72 +222,39 @@ class DecodeControl(ControlInbox):
         self._links.note_change(link)
 
     def _refuse(self, command: RefuseRoom, now_s: float) -> None:
-        machine = RefusalMachine(command.key, command.ticket, command.reason, self._timing, now_s)
-        self._enter(machine, command.address, now_s, command.digest)
+        nothing = Promise(*command.key.numbers, 0, 0, b"", command.ticket, digest=command.digest)
+        self._enter(nothing, command.address, now_s, AbortedError(command.reason))
 
     def _enter(
-        self,
-        machine: ReceiverMachine | RefusalMachine,
-        address: str,
-        now_s: float,
-        digest: bytes = b"",
+        self, promise: Promise, address: str, now_s: float, refused: TransferError | None = None
     ) -> None:
         """Let a room wait at its leader's link. Raise RequestError if its number is in use."""
-        key = machine.key
-        known = self._rooms.get(key)
+        known = self._rooms.get(promise.key)
         if known is not None:
-            # Only a refusal of our own (`_give_up`) makes way: no pages hang on it, and the
-            # scheduler does not wait for its end.
-            if not isinstance(known.machine, RefusalMachine) or known.machine.reports_end:
-                raise RequestError(f"room {key.room} generation {key.generation} is open already")
+            if not known.is_only_owed:
+                room, generation = promise.key.numbers
+                raise RequestError(f"room {room} generation {generation} is open already")
             self._rooms.drop(known)  # the number is in use again
         self._links.open(address, now_s)
         link = self._links.get(address)
         assert link is not None
         # The room must be at its link before the link is looked at, or it would wait for the next
         # frame.
-        self._rooms.add(Room(machine, link, digest))
+        self._rooms.add(Room(promise, link, self._timing, now_s, refused))
         self._promote(link, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
-        """Unknown or a refusal: no-op."""
+        """Unknown or ended: no-op."""
         room = self._rooms.get(command.key)
-        if room is not None and isinstance(room.machine, ReceiverMachine):
-            self._give_up(room, room.machine, AbortedError(command.reason), now_s)
+        if room is not None and not room.poll.ended:
+            self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> None:
         """End the rooms of another version, whose KV is not taken any more."""
         now = command.weights_version
         for room in self._rooms.all():
-            machine = room.machine
-            if isinstance(machine, ReceiverMachine) and not machine.poll.ended:
-                was = machine.promise.weights_version
-                if was != now:
-                    self._give_up(room, machine, WeightsVersionError(was, now), now_s)
-
-    def _give_up(
-        self,
-        room: Room,
-        machine: ReceiverMachine,
-        error: TransferError,
-        now_s: float,
-    ) -> None:
-        # A room that was promised says so to its ranks itself.
-        self._rooms.on(room, Fail(error), now_s)
-        if not room.peers:
-            # Prefill has not heard of this one, but may have the request and wait for a promise.
-            # Its answer is of no interest to the scheduler, which has heard the end by now.
-            versions = error.versions if isinstance(error, WeightsVersionError) else None
-            refusal = RefusalMachine(
-                machine.key,
-                machine.ticket,
-                str(error),
-                self._timing,
-                now_s,
-                reports_end=False,
-                versions=versions,
-            )
-            self._enter(refusal, room.link.address, now_s, room.digest)
+            if not room.poll.ended and (was := room.promise.weights_version) != now:
+                self._rooms.on(room, Fail(WeightsVersionError(was, now)), now_s)
 
     def _fence(self, command: Fence, now_s: float) -> None:
         """End the rooms of a process that can write no more, and drain them soon after. Not at
@@ -328,7 +295,7 @@ class DecodeControl(ControlInbox):
             room is None
             or peer is None
             or peer.incarnation != tag.incarnation
-            or room.machine.ticket != tag.ticket
+            or room.ticket != tag.ticket
         ):
             self.counters["tags_dropped"] += 1
             return
@@ -387,7 +354,7 @@ class DecodeControl(ControlInbox):
         frame = messages.decode(what.frame.raw)
         if isinstance(frame.body, messages.RoomBody):
             room = self._rooms.get(frame.body.key)
-            is_of = room is not None and room.machine.ticket == frame.body.ticket
+            is_of = room is not None and room.ticket == frame.body.ticket
             if room is not None and is_of and room.ranks_of(frame.sender, what.frame.source):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
                 self._rooms.on(room, Fail(error), now_s)
@@ -429,14 +396,14 @@ class DecodeControl(ControlInbox):
 
     def _take_outcome(self, link: Link, outcome: Outcome, now_s: float) -> None:
         room = self._rooms.get(outcome.key)
-        if room is None or room.machine.ticket != outcome.ticket:
+        if room is None or room.ticket != outcome.ticket:
             # That use of the room has ended and is drained here; only the acknowledgement was lost.
             # Without one, prefill would repeat itself until its `ack_timeout_s`.
             ack = OutcomeAck(outcome.room, outcome.generation, outcome.rank, outcome.ticket)
             self._links.send(link, ack, now_s)
         else:
             self._to_room(link, outcome, receiver.OutcomeSaid(outcome), now_s)
-            if isinstance(room.machine, ReceiverMachine) and room.machine.awaits_notifications:
+            if room.awaits_notifications:
                 # The notifications came with the bytes, before the outcome, so they are there: make
                 # the transport look at once, by another Expect.
                 self._said_expected = -1
@@ -445,8 +412,8 @@ class DecodeControl(ControlInbox):
         """A rank no longer writes the room; let settle first if it asks for that."""
         room = self._room_of(link, drained)
         # Only once the room has ended: until then its pages are in use, and nothing is freed.
-        if room is not None and drained.settle and room.machine.poll.ended:
-            self._rooms.settle(RankDrained(room.machine.key, drained.rank, drained.ticket), now_s)
+        if room is not None and drained.settle and room.poll.ended:
+            self._rooms.settle(RankDrained(room.key, drained.rank, drained.ticket), now_s)
         elif room is not None:
             self._rooms.on(room, receiver.DrainedSaid(drained.rank), now_s)
 
@@ -486,7 +453,7 @@ class DecodeControl(ControlInbox):
             raise ProtocolError(
                 f"room {body.room} was promised to {room.peers}, {link.peer} speaks as {body.rank}"
             )
-        if room.machine.ticket != body.ticket:
+        if room.ticket != body.ticket:
             raise ProtocolError(f"a word of an earlier use of room {body.room}")
         return room
 
@@ -615,10 +582,9 @@ class DecodeControl(ControlInbox):
                 room.peers[rank] = link.peer
                 link.rooms.add(key)
             # Staging knows the room before the promise is out: a lease may be asked for right away.
-            if leader.plan is not None and isinstance(room.machine, ReceiverMachine):
+            if leader.plan is not None and not room.poll.ended:
                 assert self.staging is not None
-                promise = room.machine.promise
-                self._say_all(self.staging.open(promise, self._page_size, leader.plan))
+                self._say_all(self.staging.open(room.promise, self._page_size, leader.plan))
             self._rooms.on(room, receiver.PeerReady(tuple(links)), now_s)
 
     def _refuse_peer(
@@ -646,7 +612,7 @@ class DecodeControl(ControlInbox):
         for leader in dict.fromkeys((link, *self._links.leaders(link))):
             # A copy, since a failed room leaves `waiting`.
             for key in list(leader.waiting):
-                self._rooms.on(self._rooms[key], Fail(error), now_s)
+                self._rooms.on(self._rooms[key], Fail(error, tell=False), now_s)
             self._lose_worker(leader.address, error)
         if any(link.peer in self._rooms[key].peers.values() for key in link.rooms):
             self._links.suspend(link, now_s)  # it has pages of ours: only its word can drain them
@@ -673,6 +639,9 @@ class DecodeControl(ControlInbox):
 
     def _farewell(self, destroyed: AgentDestroyed, now_s: float) -> None:
         self._links.farewell()
+
+    def _ended(self, ended: RoomEnded, now_s: float) -> None:
+        self._out.append(handshake.named_end(ended, self._option_names))
 
     # --- what staging says of rooms ---------------------------------------------------------------
 
@@ -712,14 +681,15 @@ class DecodeControl(ControlInbox):
         AgentDestroyed: _farewell,
     }
     INSIDE: ClassVar[Takes] = {
+        RoomEnded: _ended,
         LeadersChanged: _report_workers,
         Grant: _grant,
         SectionArrived: _section_arrived,
         BreakRoom: _break,
         **dict.fromkeys(
             (
-                SendFrame, Connect, Disconnect, Expect, Settle, Examine, Scatter, RoomEnded,
-                RoomDrained, RoomOverdue, PrefillReady, PrefillAway, PrefillLost,
+                SendFrame, Connect, Disconnect, Expect, Settle, Examine, Scatter, RoomDrained,
+                RoomOverdue, PrefillReady, PrefillAway, PrefillLost,
             ),
             ControlInbox._put_out,
         ),

@@ -94,11 +94,11 @@ MUTANTS = (
     ),
     _M(
         "Drained of an earlier use is believed", _D._room_of,
-        "room.machine.ticket != body.ticket", "False", "again: abort 2, slow",
+        "room.ticket != body.ticket", "False", "again: abort 2, slow",
     ),
     _M(
         "a notification of an earlier use counts", _D._arrived,
-        "room.machine.ticket != tag.ticket", "False", "again, late notifications: abort",
+        "room.ticket != tag.ticket", "False", "again, late notifications: abort",
     ),
     _M(
         "a failed write counts as drained", _P._write_failed,
