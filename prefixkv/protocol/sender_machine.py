@@ -577,14 +577,13 @@ class SenderMachine:
     # --- the table: the events of each state, and the states that may follow ----------------------
 
     # A peer may repeat itself, be late, or send anything, so its frames stand in every row. Ours
-    # are Added, which must not come twice, and JobEnded, which must not come where no write can
-    # be under way.
+    # are Added, which must not come twice, and JobEnded and JobDrained, which must not come where
+    # no write can be under way.
     TABLE: ClassVar[Table] = {
         KVPoll.BOOTSTRAPPING: {
             Added: Step(_on_added, {KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
             Promised: Step(_on_promised, set(KVPoll)),  # with kept chunks it may go all the way
             SendChunk: Step(_on_early_chunk, {KVPoll.BOOTSTRAPPING}),
-            JobDrained: IGNORED,  # of an earlier use of the number, whose readers were all gone
             AbortSaid: Step(_on_abort, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
@@ -594,7 +593,6 @@ class SenderMachine:
         KVPoll.WAITING_FOR_INPUT: {
             Promised: Step(_on_promise_repeated, {KVPoll.WAITING_FOR_INPUT}),
             SendChunk: Step(_on_chunk, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
-            JobDrained: IGNORED,  # of an earlier use
             AbortSaid: Step(_on_abort, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
@@ -605,7 +603,7 @@ class SenderMachine:
             Promised: Step(_on_promise_repeated, {KVPoll.TRANSFERRING}),
             SendChunk: Step(_on_chunk, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
             JobEnded: Step(_on_job_ended, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
-            JobDrained: IGNORED,  # of an earlier use: an undrained job of this one fails the room
+            JobDrained: IGNORED,  # an undrained job has failed the room
             AbortSaid: Step(_on_abort, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
@@ -615,7 +613,6 @@ class SenderMachine:
         KVPoll.SUCCESS: {
             Promised: Step(_on_late_promise, {KVPoll.SUCCESS}),
             SendChunk: IGNORED,  # after the last one, too late to fail the room
-            JobDrained: IGNORED,  # of an earlier use
             AbortSaid: Step(_on_late_abort, {KVPoll.SUCCESS}),
             Fail: Step(_on_late_fail, {KVPoll.SUCCESS}),
             OutcomeAcked: Step(_on_outcome_acked, {KVPoll.SUCCESS}),

@@ -56,9 +56,9 @@ class SenderRooms:
         self._rooms: dict[RoomKey, SenderMachine] = {}
         # The same by number: one entry for each decode worker that has a room of it.
         self._by_numbers: dict[tuple[int, int], dict[RoomKey, SenderMachine]] = {}
-        # The room of each write that is not proved over. A write that failed undrained stays, so
-        # that its proof (`job_drained`) finds the room.
-        self.jobs: dict[int, RoomKey] = {}
+        # The room itself of each write that is not proved over: its number may be in use again. A
+        # write that failed undrained stays, so that its proof (`job_drained`) finds the room.
+        self.jobs: dict[int, SenderMachine] = {}
         # An agent was replaced: a Drained that was lost may have asked decode to let it settle
         self.may_need_settle = False
         self._rank = rank
@@ -103,7 +103,7 @@ class SenderRooms:
                 continue  # the engine has never heard of it
             else:
                 if isinstance(action, PostWrite):
-                    self.jobs[action.job_id] = key
+                    self.jobs[action.job_id] = room
                 self._say(action)
         self._count(room)
         is_gone = room.poll.ended and self._all_gone(room)
@@ -167,13 +167,10 @@ class SenderRooms:
         return next(self._job_ids)
 
     def job_ended(self, end: sender.JobEnded, now_s: float) -> None:
-        key = self.jobs.get(end.job_id)
-        room = None if key is None else self._rooms.get(key)
         # A write that failed and is not drained stays known, for `job_drained`.
-        if end.error is None or end.drained:
-            self.jobs.pop(end.job_id, None)
-        if room is not None:
-            self.on(room, end, now_s)
+        is_proved = end.error is None or end.drained
+        room = self.jobs.pop(end.job_id, None) if is_proved else self.jobs.get(end.job_id)
+        self._on_job(room, end, now_s)
 
     def job_drained(self, proof: sender.JobDrained, now_s: float) -> None:
         """Tell a write's room that nothing of it can land any more, though it had ended
@@ -181,10 +178,14 @@ class SenderRooms:
         # From now on any Drained may follow the end of an agent, so decode is asked to let settle
         # what kernels may hold of it.
         self.may_need_settle = True
-        key = self.jobs.pop(proof.job_id, None)
-        room = None if key is None else self._rooms.get(key)
-        if room is not None:
-            self.on(room, proof, now_s)
+        self._on_job(self.jobs.pop(proof.job_id, None), proof, now_s)
+
+    def _on_job(
+        self, room: SenderMachine | None, event: sender.JobEnded | sender.JobDrained, now_s: float
+    ) -> None:
+        # A room whose readers are all gone is dropped before its last proof.
+        if room is not None and self._rooms.get(room.key) is room:
+            self.on(room, event, now_s)
 
     # --- audits -----------------------------------------------------------------------------------
 

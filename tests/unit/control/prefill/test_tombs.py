@@ -10,11 +10,11 @@ import pytest
 
 from prefixkv.control.prefill.tombs import Half, Tombs
 from prefixkv.errors import AbortedError
-from prefixkv.protocol.commands import AbortRoom
+from prefixkv.protocol.commands import AbortRoom, Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Abort, Drained, Outcome, OutcomeAck, PromiseAck
-from prefixkv.transport.base import WriteJob
+from prefixkv.transport.base import WriteDrained, WriteJob
 from tests.unit.control.wire import (
     DECODE,
     SENT,
@@ -126,6 +126,20 @@ def test_a_promise_that_comes_after_its_room_was_given_up_is_refused() -> None:
     peer.on(add_room())
     assert kinds(peer.say(of_use(1))) == ["Outcome"]
     assert goes_on(peer)
+
+
+def test_a_write_that_is_drained_at_last_is_of_its_own_use() -> None:
+    """Its room went with the process that it wrote to, and the number is in use again."""
+    peer = DecodePeer().bootstrapped(of_use(1))
+    [post] = of(peer.chunk(1, [5, 6]), WriteJob)
+    peer.ended(post.job_id, OSError("reset"), drained=False)
+    peer.on(Fence(DECODE))
+    assert not list(peer.control.rooms())
+    peer.on(add_room())
+    assert peer.on(WriteDrained(post.job_id)) == []
+    assert not peer.control._rooms.jobs
+    peer.say(peer.hello, newer(DECODE))
+    assert of(peer.say(of_use(2), newer(DECODE)), Bootstrapped)
 
 
 def test_the_same_ticket_of_another_room_is_another_use() -> None:
