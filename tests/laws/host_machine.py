@@ -27,10 +27,10 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.host_tier import load_key
 from prefixkv.decode.inflight import Flight
-from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import CAN_RUN, DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Source, Sources
+from prefixkv.decode.workers import Workers
 from prefixkv.errors import OutOfPagesError, RequestError, TransferError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
@@ -149,7 +149,7 @@ class HostMachine:
             max_retries=retries,
             admission=admission,
             patience_s=chance.choice([5.0, 0.0]),
-            lanes=Lanes(gated),
+            workers=Workers(gated),
             sources=Sources(loads=chance.randrange(2) > 0)
             if config is None
             else ChosenSources(self, config, fails_over),
