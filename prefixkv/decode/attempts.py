@@ -67,11 +67,11 @@ class Attempts:
     def check_holds(self, rid: str, num_tokens: int, address: str) -> None:
         """Raise RequestError where the worker is known to hold fewer than `num_tokens`, all that
         the request may become: retracted late, it would fail with half of its answer given."""
-        most = self._workers.of(address).max_tokens
-        if 0 < most < num_tokens:
+        worker = self._workers.get(address)
+        if worker is not None and 0 < worker.max_tokens < num_tokens:
             raise RequestError(
                 f"request {rid!r} may have {num_tokens} tokens (max_new_tokens included), prefill "
-                f"worker {address} holds {most}"
+                f"worker {address} holds {worker.max_tokens}"
             )
 
     def check_still_holds(self, req: DecodeRequest, address: str) -> None:

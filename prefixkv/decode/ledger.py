@@ -8,11 +8,10 @@ from prefixkv.cache.results import PrefixLock
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.computing import Computing
 from prefixkv.decode.host_tier import HostTier
-from prefixkv.decode.inflight import InFlight
+from prefixkv.decode.inflight import DecodeTransferQueue, InFlight
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
-from prefixkv.decode.transfer_queue import DecodeTransferQueue
 from prefixkv.decode.workers import Workers
 from prefixkv.pages.manager import PageManager
 

@@ -16,6 +16,7 @@ from prefixkv.admission import DEFAULT_ADMISSION, Admission, make_admission
 from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.releases import Releases
 from prefixkv.cache.results import MatchResult
+from prefixkv.decode.ending import Deferred
 from prefixkv.decode.inflight import Flight
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest, DecodeState
@@ -83,8 +84,7 @@ class DecodePreallocQueue(Waiting):
     prefill workers that requests wait for.
 
     Args:
-        stuck_pages: counts the pages of requests with a device event that has raised, and enters
-            their locks into the `Releases` that it is given.
+        deferred: requests that wait for the device.
         chooses_here: with checkpoints of extra state, whether a request is computed here.
     """
 
@@ -92,7 +92,7 @@ class DecodePreallocQueue(Waiting):
         self,
         ledger: Ledger,
         options: AdmissionOptions,
-        stuck_pages: Callable[[Releases], int],
+        deferred: Deferred,
         chooses_here: ChoosesHere,
     ) -> None:
         self._ledger = ledger
@@ -103,7 +103,7 @@ class DecodePreallocQueue(Waiting):
         )  # fmt: skip
         self._budget, self._flights = ledger.budget, ledger.flights
         self._points, self._host, self._sources = ledger.points, ledger.host, ledger.sources
-        self._stuck_pages = stuck_pages
+        self._deferred = deferred
         self._chooses_here = chooses_here
         # A request that lacks nothing leaves its last page, since its first token needs a computed
         # one.
@@ -112,7 +112,6 @@ class DecodePreallocQueue(Waiting):
         self._protects = options.protect and pages.caching
         self._unwanted: list[Waiter] = []  # not entered in the tree yet; some may have left
         self._admitted: list[DecodeRequest] = []  # to be returned by `take_admitted`
-        self._loads: list[Flight] = []  # to be returned by `take_loads`
         self._num_started = 0
         self._all_back = True  # False: another pass has more to bring back
         self._spent_at = -1  # version at which a pass left nothing to look at
@@ -223,7 +222,7 @@ class DecodePreallocQueue(Waiting):
             for flight in self._flights:
                 if flight.is_open and flight.has_room and flight.prefill in closed:
                     away += flight.pages.num_own + releases.end(flight.pages.lock)
-        stuck = self._stuck_pages(releases)
+        stuck = self._deferred.stuck_pages(releases)
         held = pages.held_pages + pages.quarantined_pages
         if held and self._host is not None:
             held -= self._host.held_pages  # for copies, which end by themselves
@@ -232,6 +231,10 @@ class DecodePreallocQueue(Waiting):
     @property
     def most_pages(self) -> int:
         """Pages that a single waiting request can come to have at most."""
+        pages = self._pages.allocator
+        may_lack = pages.held_pages or pages.quarantined_pages or self._deferred
+        if not may_lack and not self._workers.closed:
+            return self._pages.num_pages
         return self._pages.num_pages - sum(self.unproved())
 
     def _why_unproved(self) -> str:
@@ -340,11 +343,6 @@ class DecodePreallocQueue(Waiting):
         """Return the requests admitted since the last call, in that order."""
         admitted, self._admitted = self._admitted, []
         return admitted
-
-    def take_loads(self) -> list[Flight]:
-        """Return the flights of loads begun since the last call, in that order."""
-        loads, self._loads = self._loads, []
-        return loads
 
     def _admit_in_order(self, now_s: float) -> None:
         """Admit what fits by its estimates; if nothing does, renew the oldest estimates."""
@@ -609,5 +607,5 @@ class DecodePreallocQueue(Waiting):
         new = np.frombuffer(packed, np.int32)
         room_key = self._host.load(waiter.found_in_host, key, new, now_s)
         load = self._flights.start_load(waiter.req, key, loaded, room_key, joined)
-        self._loads.append(load)
+        self._ledger.arriving.add_load(load)
         return load

@@ -2,7 +2,7 @@
 
 It asks the control plane for rooms (`take_commands`), and hears of them by `room_ended`,
 `room_drained` and `room_overdue`. States and ends of requests are here. The rest is of its parts:
-`prealloc_queue.py`, `attempts.py`, `compute_choice.py`, `transfer_queue.py`, `ending.py`,
+`prealloc_queue.py`, `attempts.py`, `compute_choice.py`, `inflight.py`, `ending.py`,
 `growth.py`.
 
 Source: SGLang's decode queues (`disaggregation/decode.py`), with the names of its pops.
@@ -28,7 +28,7 @@ from prefixkv.decode.computing import Computing
 from prefixkv.decode.ending import Deferred, FlightEnds, not_done
 from prefixkv.decode.growth import BatchGrowth
 from prefixkv.decode.host_tier import HostTier
-from prefixkv.decode.inflight import InFlight
+from prefixkv.decode.inflight import DecodeTransferQueue, InFlight
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.prealloc_queue import AdmissionOptions, DecodePreallocQueue
@@ -43,7 +43,6 @@ from prefixkv.decode.request import (
 from prefixkv.decode.rooms import Rooms
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
-from prefixkv.decode.transfer_queue import DecodeTransferQueue
 from prefixkv.decode.workers import ALONE, Workers
 from prefixkv.errors import (
     AbortedError,
@@ -154,7 +153,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             waiting_timeout_s=waiting_timeout_s, protect=protect_waiting,
         )  # fmt: skip
         self.waiting = DecodePreallocQueue(
-            self.ledger, options, self._deferred.stuck_pages, self.choice.takes_from_checkpoint
+            self.ledger, options, self._deferred, self.choice.takes_from_checkpoint
         )
         self._max_waiting = max_waiting
         # What tells prefill, and decides what it is told. Rooms outlive requests: a number stays in
@@ -242,8 +241,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._end(req, DecodeState.FAILED, error, now_s)
         # 3. Open the rooms. `ask` may find that nothing is to be sent; then the flight is complete
         # at once.
-        for load in self.waiting.take_loads():
-            self.arriving.add_load(load)
         asked = self.waiting.take_admitted()
         hopeless = [
             req for req in asked if not self._attempts.ask(req, self.weights_version, now_s)

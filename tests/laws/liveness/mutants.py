@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from prefixkv.control.prefill.control import PrefillControl
+from prefixkv.decode.inflight import DecodeTransferQueue
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.rooms import Rooms
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.decode.transfer_queue import DecodeTransferQueue
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
 from prefixkv.prefill.request import PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler
