@@ -456,11 +456,30 @@ def test_the_pages_of_what_is_computed_here_come_back_though_its_worker_is_away(
     assert desk.admit() == ["B"]
 
 
+def test_one_that_carries_on_alone_and_lacks_too_much_by_then_is_asked_of_its_worker() -> None:
+    """Of its 12 tokens 8 are cached when its transfer fails, and none when it is admitted again."""
+    desk = _gone(ask="both", down_below=8)
+    req = desk.add("w2", 12)
+    assert desk.admit() == ["w2"]
+    desk.fail(req.room_key, drained=True)
+    assert req.is_alone
+    desk.scheduler.flush()
+    desk.commands()
+    assert desk.admit() == ["w2"]
+    assert [type(one) for one in desk.commands()] == [OpenRoom]
+    assert [ask.rid for ask in desk.scheduler.pop_needs_prefill()] == ["w2"]
+    assert desk.scheduler.workers.pages("p") == 3
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["w2"]
+    assert desk.scheduler.workers.pages("p") == 0
+
+
 def test_what_waits_goes_back_to_prefill_when_it_answers_again() -> None:
     desk = _gone(ask="both", rows=1)
     first, second = desk.add("a"), desk.add("b")
     desk.down()
     assert desk.admit() == ["a"]
+    assert desk.scheduler.waiting.why(second, 0.0).endswith("for pages, to be computed here")
     assert desk.local() == ["a"]
     desk.up()
     desk.computed(first, 8)

@@ -77,7 +77,7 @@ def test_a_request_larger_than_the_share_is_admitted_where_nothing_else_is_held(
 
 
 def test_what_waits_for_its_share_fails_in_time() -> None:
-    d = desk(waiting_timeout_s=10.0)
+    d = desk(waiting_timeout_s=10.0, patience_s=5.0)
     for rid in "uvw":
         d.add(rid, 12, 4, prefill="a")
     d.add("x", 4, 4, prefill="b")
@@ -87,6 +87,7 @@ def test_what_waits_for_its_share_fails_in_time() -> None:
     (failed,) = d.pop_failed()
     assert failed.rid == "w"
     assert isinstance(failed.error, AdmissionTimeoutError)
+    assert "prefill worker a has 6 pages, its share of the pool" in str(failed.error)
 
 
 def test_a_retracted_request_waits_for_its_share_and_holds_up_none() -> None:
