@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.shares import PrefillShares
 from prefixkv.errors import OutOfPagesError, PeerLostError, RequestError, TransferError
 from prefixkv.pages.allocator import PageState
@@ -25,6 +24,7 @@ from prefixkv.protocol.commands import AbortRoom, MeetPrefill, OpenRoom, RefuseR
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
+from tests.support.timed import DecodeScheduler
 
 PAGE_SIZE = 4
 PAGES = 40

@@ -29,7 +29,6 @@ from prefixkv.decode.host_tier import load_key
 from prefixkv.decode.inflight import Flight
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import CAN_RUN, DecodeRequest
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Source, Sources
 from prefixkv.errors import OutOfPagesError, RequestError, TransferError
 from prefixkv.pages.allocator import PageState
@@ -42,6 +41,7 @@ from prefixkv.ranks.copies import RankCopies
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
 from tests.support.spelled import Event, Spelled
+from tests.support.timed import DecodeScheduler
 
 PAGE_SIZE = 2
 ROWS = 6

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import OutOfPagesError, RequestError, TransferError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
@@ -25,6 +24,7 @@ from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
+from tests.support.timed import DecodeScheduler
 
 PAGE_SIZE = 2
 

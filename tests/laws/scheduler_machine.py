@@ -21,7 +21,6 @@ from prefixkv.cache.eviction.policy import policy_names, register_policy
 from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Source, Sources
 from prefixkv.errors import NotFiniteError, PrefixKVError
 from prefixkv.pages.allocator import PageState
@@ -37,6 +36,7 @@ from tests.support.sim_engines import PAGE_SIZE, ROWS, SPOILT, DecodeEngine, Pai
 from tests.support.sim_host import SimHost
 from tests.support.sim_rank import TIMING, SimRank
 from tests.support.spelled import Event, Spelled
+from tests.support.timed import DecodeScheduler
 
 _IDLE, _DONE, _DECODE, _PREFILL = (
     0,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.decode import DecodeScheduler
 from prefixkv.ranks.row_log import RankSizes, RowFollower
 from tests.laws.scheduler_machine import ROWS, Engine, SchedulerSim
 from tests.support.sim_engines import PAGE_SIZE
@@ -67,11 +67,11 @@ class BroadcastSim(SchedulerSim):
 
     def _publish(self) -> None:
         self.num_sent += 1
-        broadcast(BATCH, self.log.take(self.decode.scheduler.pages))
+        broadcast(BATCH, self.log.take(self.decode.pages))
 
     def _compare_ranks(self) -> None:
         self._publish()
-        broadcast(COMPARE, dump(self.decode.scheduler.pages.table.array))
+        broadcast(COMPARE, dump(self.decode.pages.table.array))
 
 
 def lead(runs: int) -> None:

@@ -11,11 +11,11 @@ import pytest
 
 import prefixkv
 from prefixkv.decode.request import DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
+from tests.support.timed import DecodeScheduler
 from tests.support.transport_pools import make_pool
 from tests.unit.decode.desk import Desk
 from tests.unit.prefill.test_state_checkpoints import Worker

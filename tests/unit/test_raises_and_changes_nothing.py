@@ -22,10 +22,10 @@ from prefixkv.cache.eviction.policy import policy_names, register_policy
 from prefixkv.cache.eviction.queues import EvictionQueue
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.config import ComputeConfig
+from prefixkv.config import ComputeConfig, ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import CallerError, CapacityError, ConfigError, shown
 from prefixkv.pages.allocator import PageAllocator, PageState
@@ -39,6 +39,7 @@ from prefixkv.request import Request
 from prefixkv.serving.router import BoundedAffinityRouter
 from tests.support.junk import JUNK, OwnError, each_junk
 from tests.support.picture import picture
+from tests.support.timed import CONTROL
 
 EXAMPLES = int(os.environ.get("PREFIXKV_JUNK_EXAMPLES", "60"))  # more for a long run
 Calls = dict[str, tuple[list[Any], dict[str, Any]]]
@@ -324,6 +325,9 @@ def request(rid: str, room: int, **fields: Any) -> Request:
     return Request(rid, tokens, room=room, **wanted)
 
 
+CONFIG = DecodeConfig(name="d", reserve_tokens=0)
+
+
 class DecodeWorld(World):
     """One request of each state: it waits, is on its way, has run, runs, was aborted."""
 
@@ -331,17 +335,17 @@ class DecodeWorld(World):
 
     def __init__(self) -> None:
         pages = PageManager(32, 2, 8)
-        self.thing = scheduler = DecodeScheduler(pages, name="d", reserve_tokens=0)
+        self.thing = scheduler = DecodeScheduler(pages, CONFIG)
         self.oldest = self.runs("oldest", 1)
         self.younger = self.runs("younger", 2)
-        scheduler.append_many([self.oldest, self.younger], [5, 6], 2.0)
-        gone = scheduler.add(request("gone", 3), 2.0)
-        scheduler.abort("gone", 2.0)
-        self.flies = scheduler.add(request("flies", 4), 2.0)
-        scheduler.pop_preallocated(2.0)
-        self.waits = scheduler.add(request("waits", 5), 2.0)
+        scheduler.append_many([self.oldest, self.younger], [5, 6])
+        gone = scheduler.add(request("gone", 3))
+        scheduler.abort("gone")
+        self.flies = scheduler.add(request("flies", 4))
+        scheduler.pop_preallocated()
+        self.waits = scheduler.add(request("waits", 5))
         elsewhere = DecodeWorld.__new__(DecodeWorld)
-        elsewhere.thing = DecodeScheduler(PageManager(32, 2, 8), name="d", reserve_tokens=0)
+        elsewhere.thing = DecodeScheduler(PageManager(32, 2, 8), CONFIG)
         foreign = elsewhere.runs("oldest", 1)
         both = [self.oldest, self.younger]
         self.odd = [gone, self.flies, self.waits, "waits", "flies", "oldest", [*both, gone],
@@ -349,35 +353,33 @@ class DecodeWorld(World):
                     request("oldest", 6), request("new", 1), request("new", 6, decode="e"),
                     request("new", 6, prefill=""), foreign]  # fmt: skip
         self.calls = {
-            "add": ([request("new", 7), 3.0], {}),
-            "pop_preallocated": ([3.0], {}),
-            "pop_transferred": ([3.0], {}),
+            "add": ([request("new", 7)], {}),
+            "pop_preallocated": ([], {}),
+            "pop_transferred": ([], {}),
             "pop_failed": ([None], {}),
-            "pop_local": ([3.0], {}),
-            "computed": ([self.flies, 1, 3.0, b""], {}),
-            "save_state": ([self.flies, 1, 3.0], {}),
-            "save_states": ([both, 3.0], {}),
-            "give_up_prefill": (["gone", ValueError("no"), 3.0], {}),
+            "pop_local": ([], {}),
+            "computed": ([self.flies, 1, b""], {}),
+            "save_state": ([self.flies, 1], {}),
+            "save_states": ([both], {}),
+            "give_up_prefill": (["gone", "no"], {}),
             "pop_needs_prefill": ([], {}),
-            "append_many": ([both, [1, 2], 3.0], {}),
-            "reserve_many": ([both, 3, 3.0], {}),
-            "finish": ([self.younger, 3.0, None, True], {}),
-            "retract": (["younger", 3.0, None], {}),
-            "abort": (["waits", 3.0, None, None], {}),
-            "fail": (["waits", ValueError("no"), 3.0, None], {}),
+            "append_many": ([both, [1, 2]], {}),
+            "reserve_many": ([both, 3], {}),
+            "finish": ([self.younger, None, True], {}),
+            "retract": (["younger", None], {}),
+            "abort": (["waits", None], {}),
+            "fail": (["waits", ValueError("no"), None], {}),
             "retarget": (["waits", "tcp://q:1"], {}),
-            "refuse": ([request("no", 8), ValueError("no")], {}),
-            "flush": ([], {}),
-            "move_weights": (["2", 3.0, None], {}),
-            "take_commands": ([], {}),
+            "refuse": ([request("no", 8), "no"], {}),
+            "flush": (["2"], {}),
         }
 
     def runs(self, rid: str, room: int) -> Any:
         scheduler = self.thing
-        req = scheduler.add(request(rid, room), 1.0)
-        scheduler.pop_preallocated(1.0)
+        req = scheduler.add(request(rid, room))
+        scheduler.pop_preallocated()
         self.arrive()
-        assert [one.rid for one in scheduler.pop_transferred(1.0)] == [rid]
+        assert [one.rid for one in scheduler.pop_transferred()] == [rid]
         return req
 
     def arrive(self) -> None:
@@ -389,15 +391,15 @@ class DecodeWorld(World):
     def finish(self) -> None:
         scheduler = self.thing
         running = [self.oldest, self.younger]
-        for step in range(7):
-            scheduler.append_many(running, [1, 2][: len(running)], 4.0 + step)
+        for _ in range(7):
+            scheduler.append_many(running, [1, 2][: len(running)])
         for req in running:
-            scheduler.finish(req, 12.0)
+            scheduler.finish(req)
         for _ in range(3):
-            scheduler.pop_preallocated(13.0)
+            scheduler.pop_preallocated()
             self.arrive()
-            for req in scheduler.pop_transferred(13.0):
-                scheduler.finish(req, 14.0)
+            for req in scheduler.pop_transferred():
+                scheduler.finish(req)
         scheduler.room_drained(RoomKey(3, 0))
         assert [req.rid for req in scheduler.pop_failed()] == ["gone"]
         scheduler.pop_needs_prefill()
@@ -415,56 +417,56 @@ class ComputingWorld(World):
     def __init__(self) -> None:
         pages = PageManager(32, 2, 8, num_slots=8, num_checkpoints=4)
         self.thing = scheduler = DecodeScheduler(
-            pages, name="d", reserve_tokens=0, sources=Sources(ComputeConfig())
+            pages, CONFIG, DecodeParts(Sources(ComputeConfig()))
         )
         own = [self._new("oldest", 1), self._new("runs", 2)]
         self.oldest, self.runs = own
         for req in own:
-            scheduler.save_state(req, req.stops[-1], 1.0)
-            scheduler.computed(req, 9, 1.0)
-        assert scheduler.pop_transferred(1.0) == own
-        scheduler.append_many(own, [5, 6], 2.0)
+            scheduler.save_state(req, req.stops[-1])
+            scheduler.computed(req, 9)
+        assert scheduler.pop_transferred() == own
+        scheduler.append_many(own, [5, 6])
         self.computes = self._new("computes", 3)
-        scheduler.computed(self.computes, 4, 2.0)
-        scheduler.add(request("new", 4, namespace="new"), 2.0)
-        scheduler.pop_preallocated(2.0)
+        scheduler.computed(self.computes, 4)
+        scheduler.add(request("new", 4, namespace="new"))
+        scheduler.pop_preallocated()
         self.odd = [[self.computes], [self.runs, self.computes], "runs", 2, 4, 9, 10]
         self.calls = {
-            "pop_local": ([3.0], {}),
-            "computed": ([self.computes, 9, 3.0, b"x"], {}),
-            "save_state": ([self.computes, self.computes.stops[-1], 3.0], {}),
-            "save_states": ([own, 3.0], {}),
-            "append_many": ([own, [1, 2], 3.0], {}),
-            "finish": ([self.runs, 3.0, None, True], {}),
-            "retract": (["runs", 3.0, None], {}),
-            "abort": (["computes", 3.0, None, None], {}),
-            "fail": (["computes", ValueError("no"), 3.0, None], {}),
-            "flush": ([], {}),
+            "pop_local": ([], {}),
+            "computed": ([self.computes, 9, b"x"], {}),
+            "save_state": ([self.computes, self.computes.stops[-1]], {}),
+            "save_states": ([own], {}),
+            "append_many": ([own, [1, 2]], {}),
+            "finish": ([self.runs, None, True], {}),
+            "retract": (["runs", None], {}),
+            "abort": (["computes", None], {}),
+            "fail": (["computes", ValueError("no"), None], {}),
+            "flush": (["2"], {}),
         }
 
     def _new(self, rid: str, room: int) -> Any:
         self.thing.add(request(rid, room, namespace=rid), 1.0)
-        self.thing.pop_preallocated(1.0)
-        (req,) = self.thing.pop_local(1.0)
+        self.thing.pop_preallocated()
+        (req,) = self.thing.pop_local()
         return req
 
     def finish(self) -> None:
         scheduler, own = self.thing, [self.oldest, self.runs]
-        for step in range(2):
-            scheduler.save_states(own, 4.0 + step)
-            scheduler.append_many(own, [1, 2], 4.0 + step)
-        scheduler.retract("runs", 6.0)
-        scheduler.save_state(self.computes, self.computes.stops[-1], 6.0)
-        scheduler.computed(self.computes, 9, 6.0)
-        for at in range(3):
-            scheduler.pop_preallocated(7.0)
-            for req in scheduler.pop_local(7.0):
+        for _ in range(2):
+            scheduler.save_states(own)
+            scheduler.append_many(own, [1, 2])
+        scheduler.retract("runs")
+        scheduler.save_state(self.computes, self.computes.stops[-1])
+        scheduler.computed(self.computes, 9)
+        for _ in range(3):
+            scheduler.pop_preallocated()
+            for req in scheduler.pop_local():
                 # What is retracted goes on from its checkpoint.
                 assert (req.prefix_len > 0) == (req is self.runs)
-                scheduler.computed(req, req.fill_len, 7.0)
-            for req in scheduler.pop_transferred(7.0 + at):
-                scheduler.finish(req, 8.0)
-        scheduler.finish(self.oldest, 9.0)
+                scheduler.computed(req, req.fill_len)
+            for req in scheduler.pop_transferred():
+                scheduler.finish(req)
+        scheduler.finish(self.oldest)
         for room in (1, 2, 3, 4):
             scheduler.room_drained(RoomKey(room, 0))
         scheduler.check_invariants()
@@ -480,35 +482,35 @@ class PrefillWorld(World):
 
     def __init__(self) -> None:
         pages = PageManager(32, 2, 8, num_checkpoints=3)
-        self.thing = scheduler = PrefillScheduler(pages, max_aux_bytes=16)
+        self.thing = scheduler = PrefillScheduler(
+            pages, PrefillConfig(control=ControlConfig(max_aux_bytes=16))
+        )
         for rid, room in (("sent", 1), ("fails", 2), ("computes", 3), ("waits", 4)):
-            scheduler.add(request(rid, room, namespace=rid), 1.0)
+            scheduler.add(request(rid, room, namespace=rid))
         for room in (1, 2, 3):
             scheduler.room_bootstrapped(RoomKey(room, 0, "d"), 2, "d", 1.0)
-        sent, fails, self.computes = scheduler.pop_bootstrapped(2.0)
-        scheduler.send_chunk(sent, 9, 2.0, last=True, aux=b"x")
+        sent, fails, self.computes = scheduler.pop_bootstrapped()
+        scheduler.send_chunk(sent, 9, last=True, aux=b"x")
         scheduler.room_ended(sent.room_key, KVPoll.SUCCESS, None, 2.0)
-        scheduler.abort("fails", 2.0)
-        scheduler.send_chunk(self.computes, 4, 2.0)
+        scheduler.abort("fails")
+        scheduler.send_chunk(self.computes, 4)
         waits = scheduler.requests["waits"]
         self.odd = [sent, fails, waits, "sent", request("waits", 9), request("new", 3),
                     request("new", 9, decode=""), 2, 10, bytes(17)]  # fmt: skip
         self.calls = {
-            "add": ([request("new", 7), 3.0], {}),
+            "add": ([request("new", 7)], {}),
             "refuse": ([request("no", 8), "no"], {}),
-            "pop_bootstrapped": ([3.0, 5], {}),
+            "pop_bootstrapped": ([5], {}),
             "send_chunk": (
-                [self.computes, 9, 3.0],
+                [self.computes, 9],
                 {"last": True, "aux": b"x", "ready": None, "state_slot": -1},
             ),
-            "save_state": ([self.computes, 8, 3.0], {}),
-            "pop_sent": ([3.0], {}),
-            "pop_failed": ([3.0, None], {}),
-            "abort": (["waits", 3.0, None], {}),
-            "fail": (["waits", ValueError("no"), 3.0], {}),
-            "flush": ([], {}),
-            "move_weights": (["2", 3.0], {}),
-            "take_commands": ([], {}),
+            "save_state": ([self.computes, 8], {}),
+            "pop_sent": ([], {}),
+            "pop_failed": ([None], {}),
+            "abort": (["waits"], {}),
+            "fail": (["waits", ValueError("no")], {}),
+            "flush": (["2"], {}),
         }
 
     def reached(self) -> tuple[Any, ...]:
@@ -518,16 +520,16 @@ class PrefillWorld(World):
 
     def finish(self) -> None:
         scheduler = self.thing
-        scheduler.send_chunk(self.computes, 9, 4.0, last=True)
+        scheduler.send_chunk(self.computes, 9, last=True)
         scheduler.room_bootstrapped(RoomKey(4, 0, "d"), 0, "d", 4.0)
-        (waits,) = scheduler.pop_bootstrapped(4.0)
-        scheduler.send_chunk(waits, 9, 4.0, last=True)
+        (waits,) = scheduler.pop_bootstrapped()
+        scheduler.send_chunk(waits, 9, last=True)
         for room in (3, 4):
             scheduler.room_ended(RoomKey(room, 0, "d"), KVPoll.SUCCESS, None, 5.0)
         for room in (1, 2, 3, 4):
             scheduler.source_free(RoomKey(room, 0, "d"), 5.0)
-        assert [req.rid for req in scheduler.pop_sent(6.0)] == ["sent", "computes", "waits"]
-        assert [req.rid for req in scheduler.pop_failed(6.0)] == ["fails"]
+        assert [req.rid for req in scheduler.pop_sent()] == ["sent", "computes", "waits"]
+        assert [req.rid for req in scheduler.pop_failed()] == ["fails"]
         scheduler.check_invariants()
         assert scheduler.idle
         assert scheduler.pages.available_pages == 32
@@ -539,13 +541,10 @@ WORLDS = [CacheWorld, AllocatorWorld, TableWorld, ManagerWorld, BudgetWorld, Rou
 _PUBLIC = {RadixCache, BoundedAffinityRouter, DecodeScheduler, PrefillScheduler}
 
 # What the control plane or an audit calls, and what only looks.
-_NOT_THE_ENGINES = {
-    "stats", "check_invariants", "nodes", "oldest_lock", "owners", "free_runs", "cache_owned",
-    "room_ended", "room_drained", "room_overdue", "room_bootstrapped", "source_free",
-    "check_fits", "check_growth", "check_own", "append_checked", "prefill_ready", "prefill_away",
-    "prefill_lost", "release_deferred", "settle_deferred", "holders", "pin", "unpin",
-    "take_copies", "host_ready", "copy_ended", "digest", "keep_hash", "keep_hashes", "hashed",
-    "pin_key", "find", "holds_all", "note_checkpoint", "end_all", "is_spare",
+_NOT_THE_ENGINES = CONTROL | {
+    "stats", "nodes", "oldest_lock", "owners", "free_runs", "cache_owned", "check_fits",
+    "check_growth", "append_checked", "pin", "unpin", "digest", "keep_hash", "keep_hashes",
+    "hashed", "pin_key", "find", "holds_all", "note_checkpoint", "is_spare",
 }  # fmt: skip
 
 
@@ -675,16 +674,16 @@ class Ranks(AdmissionPolicy):
 @pytest.mark.parametrize("priority", [7, 8])
 def test_an_admission_policy_that_raises_leaves_nothing_behind(priority: int) -> None:
     pages = PageManager(32, 2, 8)
-    scheduler = DecodeScheduler(pages, name="d", admission=Ranks())
-    scheduler.add(request("waits", 1), 1.0)
+    scheduler = DecodeScheduler(pages, DecodeConfig(name="d", admission=Ranks()))
+    scheduler.add(request("waits", 1))
     before = picture(scheduler)
     for room in range(2, 90):  # each names a worker that no other does
         wrong = request("wrong", room, prefill=f"tcp://p:{room}", priority=priority)
         with pytest.raises((OSError, CallerError)):
-            scheduler.add(wrong, 1.0)
+            scheduler.add(wrong)
         assert picture(scheduler) == before
     scheduler.check_invariants()
-    assert [req.rid for req in scheduler.pop_preallocated(2.0)] == ["waits"]
+    assert [req.rid for req in scheduler.pop_preallocated()] == ["waits"]
 
 
 @pytest.mark.parametrize(
@@ -692,16 +691,16 @@ def test_an_admission_policy_that_raises_leaves_nothing_behind(priority: int) ->
 )
 def test_a_usable_prefix_that_is_no_number_is_none(usable: Any) -> None:
     pages = PageManager(32, 2, 8)
-    scheduler = PrefillScheduler(pages, usable_prefix=lambda *_: usable)
+    scheduler = PrefillScheduler(pages, PrefillConfig(), usable_prefix=lambda *_: usable)
     cached = pages.open(RadixKey([1, 2, 3, 4]), None, 2, 0.0)
     pages.cache_finished(cached, RadixKey([1, 2, 3, 4]), 0.0)
     for room in (1, 2):
-        scheduler.add(request(str(room), room), 1.0)
+        scheduler.add(request(str(room), room))
         scheduler.room_bootstrapped(RoomKey(room, 0, "d"), 0, "d", 1.0)
-    popped = scheduler.pop_bootstrapped(2.0)
+    popped = scheduler.pop_bootstrapped()
     assert [(req.rid, req.prefix_len) for req in popped] == [("1", 0), ("2", 0)]
     with pytest.raises(TypeError):
-        scheduler.pop_bootstrapped(3.0)
+        scheduler.pop_bootstrapped()
     scheduler.check_invariants()
 
 
@@ -715,8 +714,8 @@ class MuteError(Exception):
 def test_an_error_that_cannot_be_read_ends_a_request_all_the_same() -> None:
     decode, prefill = DecodeWorld(), PrefillWorld()
     for rid in ("waits", "flies", "younger"):
-        assert decode.thing.abort(rid, 3.0, MuteError())
+        assert decode.thing.fail(rid, MuteError())
         decode.check()
     for rid in ("waits", "computes"):
-        assert prefill.thing.abort(rid, 3.0, MuteError())
+        assert prefill.thing.fail(rid, MuteError())
         prefill.check()

@@ -49,7 +49,7 @@ def _right(reference: Reference, answer: Answer) -> None:
 
 def _written(world: World) -> None:
     """Until what has ended is in host memory."""
-    host = world.decode.node.scheduler.host
+    host = world.decode.node.host
     assert host is not None
     world.until(lambda: not host.has_due and not len(host))
 

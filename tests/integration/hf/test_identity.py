@@ -124,7 +124,7 @@ def _promised(world: World) -> int:
     """Rooms that decode has promised pages for, and prefill has heard of it."""
     world.decode.node.pop_preallocated()
     world.prefill.node.stats()
-    reqs = world.prefill.node.scheduler.requests.values()
+    reqs = world.prefill.node.requests.values()
     return sum(req.state is PrefillState.BOOTSTRAPPED for req in reqs)
 
 

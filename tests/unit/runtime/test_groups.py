@@ -50,7 +50,7 @@ def test_wait_ends_when_a_request_has_waited_too_long_and_not_before_there_is_so
         assert decode.pop_preallocated() == []
 
         def wait() -> bool:
-            while not decode.pop_preallocated() and not decode.scheduler.has_results:
+            while not decode.pop_preallocated() and not decode.has_results:
                 decode.wait()
             return True
 
@@ -186,9 +186,7 @@ class JunkWorld:
     def seen(self) -> Any:
         pair = self.pair
         nodes = [pair.decode, pair.prefill]
-        return [
-            [(rid, req.state) for rid, req in node.scheduler.requests.items()] for node in nodes
-        ] + [
+        return [[(rid, req.state) for rid, req in node.requests.items()] for node in nodes] + [
             [node.stats()[name] for name in ("locks", "pages_free", "pages_owned", "pages_held")]
             for node in nodes
         ]

@@ -91,12 +91,12 @@ def decode_waits(pair: NodePair) -> None:
 def decode_aborted(pair: NodePair) -> None:
     decode_waits(pair)
     pair.decode.abort("former")
-    pair.until(lambda: "former" in pair.d.ended and pair.decode.scheduler.idle)
+    pair.until(lambda: "former" in pair.d.ended and pair.decode.idle)
 
 
 def decode_refused(pair: NodePair) -> None:
     pair.decode.refuse(request(pair, FORMER), "no")
-    pair.until(lambda: pair.decode.scheduler.idle)
+    pair.until(lambda: pair.decode.idle)
 
 
 def prefill_aborted_then_decode(pair: NodePair) -> None:

@@ -90,11 +90,7 @@ def test_no_more_requests_are_admitted_than_there_are_slots() -> None:
         done = 0
         while done < 5:
             pair.until(lambda: bool(pair.arrived))
-            held = [
-                req.state_slot
-                for req in pair.decode.scheduler.requests.values()
-                if req.state_slot >= 0
-            ]
+            held = [req.state_slot for req in pair.decode.requests.values() if req.state_slot >= 0]
             assert len(held) == len(set(held)) <= 2
             pair.finish(next(iter(pair.arrived)))
             done += 1

@@ -143,7 +143,7 @@ def test_chats_with_small_pools_aborts_and_retractions(
             assert sum(node.stats()["staging_pieces_written"] for node in pair.prefills) > 0
         if seed == NO_CHECKPOINTS:
             return
-        points = pair.prefills[0].scheduler.pages.checkpoints
+        points = pair.prefills[0].pages.checkpoints
         assert points is not None
         assert points.evicted
         assert min(pair.computed.values()) < 12
@@ -213,7 +213,7 @@ def test_an_abort_in_flight_keeps_the_pages_of_every_group_until_prefill_is_drai
         try:
             pair.decode.abort("gone")
             pair.submit("next", list(range(20, 50)), 3)
-            (group,) = pair.decode.scheduler.pages.windows
+            (group,) = pair.decode.pages.windows
             for _ in range(20):
                 pair.step()
                 assert (group.allocator.held_pages, group.allocator.free_pages) == (4, 0)
@@ -357,7 +357,7 @@ def test_what_groups_do_not_go_with_is_refused_by_name(make: Any, why: str) -> N
 
 def test_checkpoints_of_windows_need_no_extra_state() -> None:
     with PrefillNode(grouped(), PrefillConfig(checkpoints=2)) as node:
-        assert node.scheduler.num_slots == 0
+        assert node.num_slots == 0
 
 
 def test_a_group_that_there_is_not_has_no_pages() -> None:
@@ -449,7 +449,7 @@ def test_two_ranks_a_side_get_their_own_bytes_in_every_group() -> None:
         for token in range(3):
             decode.append_many([req], [token])
         decode.finish(req)
-        until(lambda: decode.scheduler.idle and not prefill.scheduler.requests, step=step)
+        until(lambda: decode.idle and not prefill.requests, step=step)
         decode.audit()
         prefill.audit()
 
