@@ -445,7 +445,7 @@ class ComputingWorld(World):
         }
 
     def _new(self, rid: str, room: int) -> Any:
-        self.thing.add(request(rid, room, namespace=rid), 1.0)
+        self.thing.add(request(rid, room, namespace=rid))
         self.thing.pop_preallocated()
         (req,) = self.thing.pop_local()
         return req
