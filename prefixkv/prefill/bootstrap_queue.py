@@ -115,19 +115,21 @@ class PrefillBootstrapQueue:
         """
         popped: list[PrefillRequest] = []
         shared_prefixes = self._shared_prefixes
-        if shared_prefixes.wake_s <= now_s:
+        # A request in `_due` waits for another only if one did when the pass began.
+        may_wait = len(shared_prefixes) > 0
+        if may_wait and shared_prefixes.wake_s <= now_s:
             self._look_due = True
         if not self.may_open:
             return popped
         # 1. Those that follow another hold no pages, so nothing behind them waits for them. They
         # are passed over until there is a reason to look.
-        for req in shared_prefixes.to_look_at(now_s):
+        for req in shared_prefixes.to_look_at(now_s) if may_wait else ():
             self._enter(req)
         while self._due:
             if limit is not None and len(popped) >= limit:
                 return popped
             _, req = self._due[0]
-            if req not in self._ready or shared_prefixes.waits(req, now_s):
+            if req not in self._ready or (may_wait and shared_prefixes.waits(req, now_s)):
                 self._leave()
                 continue
             # 2. Look what is cached, before `follow` is asked: only behind that does another's

@@ -41,9 +41,9 @@ class PrefillRequest(PagedRequest[PrefillState]):
     """
 
     __slots__ = (
-        "computed_s", "decode_prefix_len", "dense_pages", "given_up", "key", "num_chunks", "number",
-        "peer", "plan", "popped", "promised_s", "sent_pages", "source_free", "started_s",
-        "state_slot", "window_plans",
+        "computed_s", "decode_prefix_len", "dense_pages", "given_up", "key", "num_chunks",
+        "num_tokens", "peer", "plan", "popped", "promised_s", "sent_pages", "source_free",
+        "started_s", "state_slot", "window_plans",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -59,6 +59,7 @@ class PrefillRequest(PagedRequest[PrefillState]):
     def __init__(self, request: Request, pages: PageManager, now_s: float) -> None:
         super().__init__(request, pages, PrefillState.BOOTSTRAPPING, now_s)
         self.key = request.key
+        self.num_tokens = len(request.key)
         self.decode_prefix_len = 0
         self.plan: SendPlan | None = None
         self.window_plans: tuple[WindowPlan, ...] = ()  # by window group
@@ -80,10 +81,6 @@ class PrefillRequest(PagedRequest[PrefillState]):
     def room_key(self) -> RoomKey:
         """With the decode worker's name."""
         return RoomKey(self.request.room, self.generation, self.request.decode)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.key)
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:

@@ -199,7 +199,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.pages.errors.raise_due()
         # 1. Pages come back: those that waited for the device, and those of requests past their
         # deadline.
-        self.settle_deferred(now_s)
+        if self._deferred:
+            self.settle_deferred(now_s)
         for req in self._deadlines.due(now_s):
             if not req.state.ended:
                 what = f"{req.state.value} when its deadline_s, {req.request.deadline_s}, was over"

@@ -46,11 +46,12 @@ class Patient(DecodeConfig):
         return float(self.times[1])
 
 
-def _at(place: int, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call with the time as argument number `place`."""
+def _at(place: int, kind: type, name: str) -> Callable[..., Any]:
+    """The call of this name with the time as argument number `place`."""
 
     def timed(self: Any, *args: Any, **named: Any) -> Any:
         self.now_s = args[place]
+        call = getattr(kind, name)  # now: a mutant may be in its place
         return call(self, *args[:place], *args[place + 1 :], **named)
 
     return timed
@@ -75,18 +76,18 @@ class DecodeScheduler(decode.DecodeScheduler):
         if not protect_waiting:
             self.waiting.wants.protects = False
 
-    add = _at(1, decode.DecodeScheduler.add)
-    pop_preallocated = _at(0, decode.DecodeScheduler.pop_preallocated)
-    pop_transferred = _at(0, decode.DecodeScheduler.pop_transferred)
-    pop_local = _at(0, decode.DecodeScheduler.pop_local)
-    computed = _at(2, decode.DecodeScheduler.computed)
-    save_state = _at(2, decode.DecodeScheduler.save_state)
-    save_states = _at(1, decode.DecodeScheduler.save_states)
-    append_many = _at(2, decode.DecodeScheduler.append_many)
-    reserve_many = _at(2, decode.DecodeScheduler.reserve_many)
-    finish = _at(1, decode.DecodeScheduler.finish)
-    retract = _at(1, decode.DecodeScheduler.retract)
-    fail = _at(2, decode.DecodeScheduler.fail)
+    add = _at(1, decode.DecodeScheduler, "add")
+    pop_preallocated = _at(0, decode.DecodeScheduler, "pop_preallocated")
+    pop_transferred = _at(0, decode.DecodeScheduler, "pop_transferred")
+    pop_local = _at(0, decode.DecodeScheduler, "pop_local")
+    computed = _at(2, decode.DecodeScheduler, "computed")
+    save_state = _at(2, decode.DecodeScheduler, "save_state")
+    save_states = _at(1, decode.DecodeScheduler, "save_states")
+    append_many = _at(2, decode.DecodeScheduler, "append_many")
+    reserve_many = _at(2, decode.DecodeScheduler, "reserve_many")
+    finish = _at(1, decode.DecodeScheduler, "finish")
+    retract = _at(1, decode.DecodeScheduler, "retract")
+    fail = _at(2, decode.DecodeScheduler, "fail")
 
     def abort(  # type: ignore[override]
         self, rid: str, now_s: float, error: Exception | None = None,
@@ -123,13 +124,13 @@ class PrefillScheduler(prefill.PrefillScheduler):
         )  # fmt: skip
         super().__init__(pages, config, num_slots, usable_prefix)
 
-    add = _at(1, prefill.PrefillScheduler.add)
-    pop_bootstrapped = _at(0, prefill.PrefillScheduler.pop_bootstrapped)
-    send_chunk = _at(2, prefill.PrefillScheduler.send_chunk)
-    save_state = _at(2, prefill.PrefillScheduler.save_state)
-    pop_sent = _at(0, prefill.PrefillScheduler.pop_sent)
-    pop_failed = _at(0, prefill.PrefillScheduler.pop_failed)
-    fail = _at(2, prefill.PrefillScheduler.fail)
+    add = _at(1, prefill.PrefillScheduler, "add")
+    pop_bootstrapped = _at(0, prefill.PrefillScheduler, "pop_bootstrapped")
+    send_chunk = _at(2, prefill.PrefillScheduler, "send_chunk")
+    save_state = _at(2, prefill.PrefillScheduler, "save_state")
+    pop_sent = _at(0, prefill.PrefillScheduler, "pop_sent")
+    pop_failed = _at(0, prefill.PrefillScheduler, "pop_failed")
+    fail = _at(2, prefill.PrefillScheduler, "fail")
 
     def abort(self, rid: str, now_s: float, error: Exception | None = None) -> bool:  # type: ignore[override]
         self.now_s = now_s
