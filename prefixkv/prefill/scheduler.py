@@ -37,9 +37,13 @@ from prefixkv.pages.requests import (
 )
 from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
-from prefixkv.prefill.journal import PrefillJournal
-from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.prefill.send_plan import SendPlan, checked_chunk
+from prefixkv.prefill.request import (
+    PrefillJournal,
+    PrefillRequest,
+    PrefillState,
+    SendPlan,
+    checked_chunk,
+)
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.prefill.state_checkpoints import StateCheckpoints
 from prefixkv.protocol.commands import (
@@ -122,28 +126,18 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
 
     def _add(self, request: Request, now_s: float) -> PrefillRequest:
         needed = pages_for(len(request.key), self.pages.page_size)
-        # 1. A request that is refused here may wait on decode already: decline it, so that decode
-        # does not wait until its deadline. Only for a free room: else this would end another
-        # request.
         try:
             self._check_request(request)
             self._check_new(request, needed, "needs {} pages")
+            self._check_room(request)
         except RequestError as error:
-            with suppress(RequestError):
+            # 1. It may wait on decode already: decline it, so that decode does not wait until its
+            # deadline. Not where another request lives in the room: that one would end.
+            former = self._rooms.get(self._key_of(request))
+            if request.decode and (former is None or former.state.ended):
                 self._decline(request, error)
             raise
-        try:
-            # 2. The room must be free.
-            self._free_room(request)
-        except RequestError as error:
-            former = self._rooms.get(self._key_of(request))
-            if former is not None and former.state.ended:
-                # Its source is not free yet, as far as is known here. Decode may be about to
-                # promise pages for the new request, and would wait.
-                why = reason_of(error)
-                self._commands.append(DeclineRoom(former.room_key, why, request.digest))
-            raise
-        # 3. Enter it everywhere, and only then ask for its room: the answer may come with the next
+        # 2. Enter it everywhere, and only then ask for its room: the answer may come with the next
         # events.
         req = PrefillRequest(request, self.pages, now_s)
         self._note_deadline(req)
@@ -163,24 +157,23 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         check_request(request)
         check_reason(reason)
         self._pump()
+        self._check_room(request)
         self._decline(request, reason)
         self._tell()
 
     def _decline(self, request: Request, reason: Exception | str) -> None:
-        key = self._free_room(request)
-        self._commands.append(DeclineRoom(key, reason_of(reason), request.digest))
+        command = DeclineRoom(self._key_of(request), reason_of(reason), request.digest)
+        self._commands.append(command)
 
-    def _free_room(self, request: Request) -> RoomKey:
+    def _check_room(self, request: Request) -> None:
         if not request.decode:
             raise RequestError(f"request {request.rid!r} names no decode worker")
-        key = self._key_of(request)
-        former = self._rooms.get(key)
+        former = self._rooms.get(self._key_of(request))
         # No event follows for a room that has ended with its source free, though the engine may
         # still have to pop its request: so its number may be used again.
         if former is not None and not (former.state.ended and former.source_free):
             of = f"{request.generation} of {request.decode!r}"
             raise RequestError(f"room {request.room} generation {of} is in use")
-        return key
 
     def _key_of(self, request: Request) -> RoomKey:
         return RoomKey(request.room, request.generation, request.decode)
@@ -343,16 +336,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         What its chunks have brought is cached by the next `pop_bootstrapped`, unless this comes
         before that. With its last chunk handed over it may have succeeded, and decode may know:
         then it does succeed."""
-        now_s = self._pump()
-        check_rid(rid)
-        req = self.requests.get(rid)
-        lives = req is not None and not req.state.ended
-        if req is None or not lives:
-            self.counters["aborts_of_unknown"] += 1
-        else:
-            self._give_up(req, AbortedError(f"request {rid!r} was aborted"), now_s)
-        self._tell()
-        return lives
+        return self._end_named(rid, None)
 
     def fail(self, rid: str, error: Exception) -> bool:
         """End a request of which the engine has computed what must not be used: NaN, say
@@ -362,13 +346,18 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         Caches no more than `abort`, also of one that has ended. Before its last chunk is sent:
         decode goes on from that.
         """
-        now_s = self._pump()
         check_failure(error)
+        return self._end_named(rid, error)
+
+    def _end_named(self, rid: str, error: Exception | None) -> bool:
+        now_s = self._pump()
         check_rid(rid)
         req = self.requests.get(rid)
         lives = req is not None and not req.state.ended
-        if req is not None:
-            self._give_up(req, error, now_s)
+        if req is not None and (lives or error is not None):
+            self._give_up(req, error or AbortedError(f"request {rid!r} was aborted"), now_s)
+        elif error is None:
+            self.counters["aborts_of_unknown"] += 1
         self._tell()
         return lives
 

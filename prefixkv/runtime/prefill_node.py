@@ -16,9 +16,8 @@ from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.manager import PageManager
-from prefixkv.prefill import journal as prefill_journal
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
-from prefixkv.prefill.request import PrefillRequest
+from prefixkv.prefill.request import PrefillRequest, timeline
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import Fence, PrefillCommand
 from prefixkv.protocol.events import (
@@ -134,7 +133,7 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
         if ranks is not None:
             ranks.sizes = rank_sizes("prefill", pool, config.max_running, spec.num_slots)
             self._rank_rooms = PrefillRankRooms(num_ranks)
-        self._observe(prefill_journal.timeline)
+        self._observe(timeline)
         self._publish_events(config)
 
     @property

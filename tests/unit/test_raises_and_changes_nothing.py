@@ -169,7 +169,6 @@ class TableWorld(World):
             "packed": ([self.some, 0, 1], {}),
             "fill": ([self.empty, [b"\1\0\0\0", np.array([2, 3], np.int32)]], {}),
             "write": ([self.some, 1, [7, 8]], {}),
-            "append_each": ([[self.some, self.empty], [7, 8]], {}),
         }
 
     def finish(self) -> None:

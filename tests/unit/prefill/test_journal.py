@@ -9,8 +9,7 @@ import pytest
 
 from prefixkv.errors import TransferError
 from prefixkv.pages.manager import PageManager
-from prefixkv.prefill.journal import timeline
-from prefixkv.prefill.request import PrefillRequest
+from prefixkv.prefill.request import PrefillRequest, timeline
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
 from tests.support.timed import PrefillScheduler
