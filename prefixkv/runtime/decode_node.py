@@ -21,7 +21,6 @@ from prefixkv.errors import CallerError, ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import DecodeCommand, Fence
 from prefixkv.protocol.events import (
     DecodeEvent,
@@ -34,17 +33,14 @@ from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent, check_event
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.host_memory import HostMemory
-from prefixkv.runtime.node import COUNTERS, Node, check_windows
+from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.rank_spec import (
     RankSpec,
-    check_own_memory,
     checked_config,
-    rank_sizes,
-    window_specs,
 )
 from prefixkv.runtime.record import MAX_FILES, Recorder
 from prefixkv.runtime.transfers import MakeTransport, secret_number
-from prefixkv.settings import check_callable, check_kind
+from prefixkv.settings import check_callable
 
 _COUNTERS = (
     *COUNTERS, "aborted", "admitted", "compute_declined", "computed_requests", "computed_tokens",
@@ -84,6 +80,8 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             without a mesh, more host memory than there is, a `record` that cannot be written.
     """
 
+    side = "decode"
+    config: DecodeConfig
     transfers: DecodeTransfers
     _recorder: Recorder | None = None
     _host: HostMemory | None = None
@@ -98,17 +96,11 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         state: StatePool | None = None,
         transport: MakeTransport | None = None,
     ) -> None:
-        self.pool, self.state = pool, state
-        config = checked_config(config, DecodeConfig)
-        spec = RankSpec.of(pool, config.model, mesh, state=state)
-        layout = pool.layout
         # 1. Everything that can be refused without undoing anything.
-        if ranks is not None:
-            check_kind("ranks", ranks, RankLog)
+        config = checked_config(config, DecodeConfig)
+        spec = self._spec(pool, config, mesh, state, ranks)
         check_callable("transport", transport)
         num_ranks = spec.mesh.num_ranks
-        if num_ranks > 1 and ranks is None:
-            raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
         # The other ranks would have to compute the same chunks, and no log tells them.
         if config.compute is not None and ranks is not None:
             what = "several ranks"
@@ -118,29 +110,26 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         if config.host_memory is not None and ranks is not None and num_ranks == 1:
             what = "ranks without a mesh"
             raise ConfigError(f"host_memory: a decode worker with {what} keeps nothing there")
-        check_own_memory(layout)
         if config.compute is not None and not all(group.window for group in pool.groups):
             raise ConfigError("compute: not with a pool of aligned groups of layers")
         # 2. The pages, the tree, and the scheduler over them, then the transfer side, which starts
         # the threads. If one fails, those before it are undone: the next node may have a policy
         # object, and host memory is given back.
         with ExitStack() as undo:
-            self._build(config, spec, ranks, mesh, state, transport, undo)
+            self._build(config, spec, mesh, transport, undo)
             undo.pop_all()
         # 3. What observes all this, and may still fail: then the node is closed.
         self._leader = RankLeader(self, num_ranks, ranks, self.transfers.submit)
         self.peer_id = self.transfers.peer_id
         self._observe(decode_journal.timeline)
-        self._recorder = self._record(config, layout.kv_bytes_per_token * num_ranks)
+        self._recorder = self._record(config, pool.layout.kv_bytes_per_token * num_ranks)
         self._publish_events(config)
 
     def _build(
         self,
         config: DecodeConfig,
         spec: RankSpec,
-        ranks: RankLog | None,
         mesh: Mesh | None,
-        state: StatePool | None,
         transport: MakeTransport | None,
         undo: ExitStack,
     ) -> None:
@@ -151,20 +140,9 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             undo.callback(memory.close)
             policy = config.host_memory.policy or config.policy
             host = HostPages(memory.num_pages, policy, lambda: memory.ready_pages)
-        pages = PageManager(
-            layout.num_pages,
-            layout.page_size,
-            config.max_running,
-            **config.for_page_manager(layout.num_pages, spec.num_slots),
-            windows=window_specs(pool),
-        )
-        if ranks is not None:
-            host_pages = 0 if self._host is None else self._host.num_pages
-            ranks.sizes = rank_sizes("decode", pool, config.max_running, spec.num_slots, host_pages)
+        settings = config.for_page_manager(layout.num_pages, spec.num_slots)
+        pages = self._make_pages(spec, settings, 0 if host is None else host.num_pages)
         undo.callback(pages.cache.policy.release)
-        check_windows(pages, layout.page_size)
-        self._ranks = ranks
-        self.config = config
         parts = DecodeParts(
             Sources(config.compute, config.failure_policy == "local", loads=self._host is not None),
             PrefillShares(config.prefill_share * layout.num_pages, self._ready),
@@ -175,7 +153,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         DecodeScheduler.__init__(self, pages, config, parts)
         if self.host is not None:
             undo.callback(self.host.cache.policy.release)
-        self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
+        self.transfers = DecodeTransfers(pool, config, mesh, state=self.state, transport=transport)
         undo.callback(self.transfers.close)
         if self._host is not None:
             self._host.start(self.transfers.thread.events.put)

@@ -7,31 +7,35 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from prefixkv.cache.events import EventBatch
-from prefixkv.config import DecodeConfig, PrefillConfig
+from prefixkv.config import DecodeConfig, PageSettings, PrefillConfig
 from prefixkv.control.effects import To
 from prefixkv.errors import CallerError, ConfigError, InternalError, shown
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import Command, PagedScheduler, Req
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.one_thread import OneThread
+from prefixkv.runtime.rank_spec import RankSpec, check_own_memory, rank_sizes, window_specs
 from prefixkv.runtime.request_log import RequestLog
 from prefixkv.runtime.transfers import Transfers, peer_id
-from prefixkv.settings import at_least, check_flag, check_timeout
+from prefixkv.settings import at_least, check_flag, check_kind, check_timeout
 from prefixkv.stats import Histogram
 
 _log = logging.getLogger("prefixkv.cache")
 
+Config: TypeAlias = DecodeConfig | PrefillConfig
 E = TypeVar("E", bound=RoomEvent)  # events of rooms, for the scheduler
 
 COUNTERS = (
@@ -46,6 +50,8 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
 
     any_thread = frozenset({"fileno", "holders", "lost_peers", "peers"})
 
+    side: ClassVar[str]
+    config: Config
     pool: KVPool
     state: StatePool | None
     transfers: Transfers[Command, To, E]
@@ -54,6 +60,34 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
     kv_events: KVEventPublisher | None = None
     # Keys that `stats` has from the start, at 0.
     _counters: tuple[str, ...]
+
+    def _spec(
+        self, pool: KVPool, config: Config, mesh: Mesh | None, state: StatePool | None,
+        ranks: RankLog | None,
+    ) -> RankSpec:  # fmt: skip
+        """Remember these; raise ConfigError for what does not fit together."""
+        self.pool, self.state, self.config, self._ranks = pool, state, config, ranks
+        spec = RankSpec.of(pool, config.model, mesh, state=state)
+        if ranks is not None:
+            check_kind("ranks", ranks, RankLog)
+        elif spec.mesh.num_ranks > 1:
+            raise ConfigError(f"a mesh of {spec.mesh.num_ranks} ranks needs a RankLog")
+        check_own_memory(pool.layout)
+        return spec
+
+    def _make_pages(self, spec: RankSpec, settings: PageSettings, host_pages: int) -> PageManager:
+        """Return the pages of the pool; their policy is released if this fails."""
+        pool, layout, max_running = self.pool, self.pool.layout, self.config.max_running
+        if self._ranks is not None:
+            self._ranks.sizes = rank_sizes(self.side, pool, max_running, spec.num_slots, host_pages)
+        sizes = layout.num_pages, layout.page_size, max_running
+        pages = PageManager(*sizes, **settings, windows=window_specs(pool))
+        try:
+            _check_windows(pages, layout.page_size)
+        except BaseException:
+            pages.cache.policy.release()
+            raise
+        return pages
 
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
         layout, pages = self.pool.layout, self.pages
@@ -78,7 +112,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
             raise CallerError(f"{shown(listener)} cannot be called")
         self._request_log.listeners.append(listener)
 
-    def _publish_events(self, config: DecodeConfig | PrefillConfig) -> None:
+    def _publish_events(self, config: Config) -> None:
         """Called last of all in a node's constructor. Raises ConfigError with the node closed."""
         if config.kv_events is None:
             return
@@ -326,7 +360,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         """Tell the scheduler what became of a room."""
 
 
-def check_windows(pages: PageManager, page_size: int) -> None:
+def _check_windows(pages: PageManager, page_size: int) -> None:
     """Raise ConfigError for a window group in which not even one request has room."""
     for group in pages.windows:
         if (has := group.allocator.num_pages) < group.most_pages:

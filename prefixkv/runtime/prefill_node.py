@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import assert_never
 
-from prefixkv.config import PrefillConfig, check_reserved
+from prefixkv.config import PageSettings, PrefillConfig, check_reserved
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.errors import CallerError, ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest, timeline
 from prefixkv.prefill.scheduler import PrefillScheduler
@@ -29,17 +28,14 @@ from prefixkv.protocol.events import (
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.prefill_rooms import PrefillRankRooms
 from prefixkv.ranks.row_log import RankLog
-from prefixkv.runtime.node import COUNTERS, Node, check_windows
+from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.runtime.rank_spec import (
     RankSpec,
-    check_own_memory,
     checked_config,
-    rank_sizes,
-    window_specs,
 )
 from prefixkv.runtime.transfers import MakeTransport
-from prefixkv.settings import check_callable, check_kind
+from prefixkv.settings import check_callable
 
 _COUNTERS = (
     *COUNTERS, "bytes_sent", "cut_tokens", "decode_hit_tokens", "followed", "hit_tokens",
@@ -75,6 +71,8 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
     more, or with `usable_prefix`, a mesh of several ranks without `ranks`.
     """
 
+    side = "prefill"
+    config: PrefillConfig
     transfers: PrefillTransfers
     _counters = _COUNTERS
 
@@ -89,35 +87,18 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
         transport: MakeTransport | None = None,
         ranks: RankLog | None = None,
     ) -> None:
-        self.pool, self.state = pool, state
-        config = checked_config(config, PrefillConfig)
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
-        spec = RankSpec.of(pool, config.model, mesh, 0, state)
+        config = checked_config(config, PrefillConfig)
+        spec = self._spec(pool, config, mesh, state, ranks)
         check_callable("usable_prefix", usable_prefix)
-        if ranks is not None:
-            check_kind("ranks", ranks, RankLog)
-        num_ranks = spec.mesh.num_ranks
-        if num_ranks > 1 and ranks is None:
-            raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
         _check_checkpoints(config.checkpoints, spec, usable_prefix)
-        layout = pool.layout
-        check_own_memory(layout)
-        pages = PageManager(
-            layout.num_pages,
-            layout.page_size,
-            config.max_running,
-            caching=config.cache,
-            policy=config.policy,
-            reserved_pages=check_reserved(config.reserved_pages, layout.num_pages),
-            num_checkpoints=config.checkpoints,
-            windows=window_specs(pool),
-        )
-        try:
-            check_windows(pages, layout.page_size)
-        except BaseException:
-            pages.cache.policy.release()
-            raise
-        self.config = config
+        settings: PageSettings = {
+            "caching": config.cache,
+            "policy": config.policy,
+            "reserved_pages": check_reserved(config.reserved_pages, pool.layout.num_pages),
+            "num_checkpoints": config.checkpoints,
+        }
+        pages = self._make_pages(spec, settings, 0)
         num_slots = max(0, spec.num_slots - config.checkpoints)
         PrefillScheduler.__init__(self, pages, config, num_slots, usable_prefix)
         try:
@@ -128,11 +109,8 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
             pages.cache.policy.release()  # the next node may have it
             raise
         self.peer_id = self.transfers.peer_id
-        self._ranks = ranks
-        self._rank_rooms: PrefillRankRooms | None = None
-        if ranks is not None:
-            ranks.sizes = rank_sizes("prefill", pool, config.max_running, spec.num_slots)
-            self._rank_rooms = PrefillRankRooms(num_ranks)
+        num_ranks = spec.mesh.num_ranks
+        self._rank_rooms = None if ranks is None else PrefillRankRooms(num_ranks)
         self._observe(timeline)
         self._publish_events(config)
 
