@@ -11,7 +11,6 @@ from prefixkv.addresses import is_loopback
 from prefixkv.config import PrefillConfig, Way
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.prefill.control import PrefillControl
-from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.digest import check_digest
 from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, RequestError, shown
 from prefixkv.memory.kv_pool import KVPool
@@ -19,7 +18,7 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.requests import check_reason
 from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
-from prefixkv.prefill.send_plan import SendPlan, WindowPlan, checked_chunk
+from prefixkv.prefill.request import SendPlan, WindowPlan, checked_chunk
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -52,6 +51,7 @@ from prefixkv.runtime.transfers import (
     secret_number,
 )
 from prefixkv.settings import check_callable
+from prefixkv.staging.sender import StagingSlots
 from prefixkv.transport.nixl.ucx import check_interface, loaded_libraries
 
 _STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
