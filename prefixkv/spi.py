@@ -146,7 +146,9 @@ if TYPE_CHECKING:
     from prefixkv.settings import read_toml as read_toml
     from prefixkv.settings import settings_of as settings_of
     from prefixkv.transport.base import Arrived as Arrived
+    from prefixkv.transport.base import PeerMemory as PeerMemory
     from prefixkv.transport.base import PeerUnreachable as PeerUnreachable
+    from prefixkv.transport.base import RankMemory as RankMemory
     from prefixkv.transport.base import Settled as Settled
     from prefixkv.transport.base import Sink as Sink
     from prefixkv.transport.base import Transport as Transport
@@ -157,12 +159,11 @@ if TYPE_CHECKING:
     from prefixkv.transport.jobs import ActiveJob as ActiveJob
     from prefixkv.transport.jobs import JobTable as JobTable
     from prefixkv.transport.jobs import Outbox as Outbox
-    from prefixkv.transport.parts import Part as Part
-    from prefixkv.transport.parts import part_indices as part_indices
-    from prefixkv.transport.routes import PeerMemory as PeerMemory
     from prefixkv.transport.routes import Routes as Routes
     from prefixkv.transport.routes import routes_to as routes_to
+    from prefixkv.transport.runs import Part as Part
     from prefixkv.transport.runs import RunTable as RunTable
+    from prefixkv.transport.runs import part_indices as part_indices
     from prefixkv.variables import check_environ as check_environ
     from prefixkv.wakeups import Inbox as Inbox
 
@@ -273,9 +274,10 @@ _HOMES = {
     "ActiveJob": "transport.jobs",
     "JobTable": "transport.jobs",
     "Outbox": "transport.jobs",
-    "Part": "transport.parts",
-    "part_indices": "transport.parts",
-    "PeerMemory": "transport.routes",
+    "Part": "transport.runs",
+    "part_indices": "transport.runs",
+    "PeerMemory": "transport.base",
+    "RankMemory": "transport.base",
     "Routes": "transport.routes",
     "routes_to": "transport.routes",
     "RunTable": "transport.runs",

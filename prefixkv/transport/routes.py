@@ -14,10 +14,10 @@ import numpy as np
 
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import KVLayout, PageGroup
-from prefixkv.memory.mesh import GROUPS_NEED_IT, Shard, group_part
+from prefixkv.memory.mesh import GROUPS_NEED_IT, group_part
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
-from prefixkv.transport.base import WriteJob, window_route
+from prefixkv.transport.base import PeerMemory, RankMemory, WriteJob, window_route
 from prefixkv.transport.runs import (
     Positions,
     RunGroup,
@@ -26,15 +26,6 @@ from prefixkv.transport.runs import (
     check_index_range,
     paired_runs,
 )
-
-
-class PeerMemory(NamedTuple):
-    """A peer's memory as `add_peer` gave it. `parts` says what to pair of both pools; None: all."""
-
-    layout: KVLayout
-    parts: tuple[Shard, Shard] | None = None
-    staging: StagingArea | None = None
-    state: StateLink | None = None
 
 
 class Routes(NamedTuple):
@@ -64,28 +55,24 @@ class Routes(NamedTuple):
         return runs
 
 
-def routes_to(
-    peer: PeerMemory,
-    layout: KVLayout,
-    staging: StagingArea | None,
-    state: StateLayout | None = None,
-) -> Routes:
+def routes_to(ours: RankMemory, peer: PeerMemory) -> Routes:
     """Return the runs from our pool, staging area and state to a peer's. Raises HandshakeError and
     ConfigError as `paired_runs`, and ConfigError if the peer's staging area or state layout breaks
     a law."""
+    layout, staging, state = ours
     src_part, dst_part = peer.parts or (None, None)
     pages = paired_runs(layout, peer.layout, src_part=src_part, dst_part=dst_part)
     windows: list[Runs] = []
-    for ours, theirs in _paired_groups(layout, peer.layout):
+    for mine, theirs in _paired_groups(layout, peer.layout):
         # Cut as the first layers are, between ranks that hold other numbers of heads.
         runs = paired_runs(
-            ours.layout,
+            mine.layout,
             theirs.layout,
-            src_part and group_part(src_part, layout, ours.layout),
+            src_part and group_part(src_part, layout, mine.layout),
             dst_part and group_part(dst_part, peer.layout, theirs.layout),
         )
         # A page of an aligned group is written with the page of the same id.
-        if ours.window:
+        if mine.window:
             windows.append(runs)
         else:
             pages = pages.joined(runs)

@@ -1,4 +1,5 @@
-"""The transport thread's work: it owns a NIXL agent, posts jobs, checks posts, polls notifications.
+"""The transport over NIXL. Its thread makes every NIXL call: it owns an agent, posts jobs, checks
+posts, polls notifications, and waits at its inbox, so a call from outside wakes it at once.
 
 - NIXL gets no progress thread (it burns a core): ours polls while something is under way.
 - On shared memory the copy runs inside the post. So a post is bounded, and peers take turns.
@@ -10,6 +11,8 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -18,30 +21,37 @@ from typing import Any, Final
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import InternalError, TransferTimeoutError
-from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import (
     Arrived,
+    PeerMemory,
     PeerUnreachable,
+    RankMemory,
     Settled,
     Sink,
     TransportEvent,
     WriteDrained,
     WriteFailed,
 )
-from prefixkv.transport.interfaces import warn_if_open
 from prefixkv.transport.jobs import ActiveJob
-from prefixkv.transport.loop import RECONNECT_S, TransportLoop, bare
+from prefixkv.transport.loop import (
+    CLOSE_TIMEOUT_S,
+    RECONNECT_S,
+    ThreadedTransport,
+    TransportLoop,
+    bare,
+)
 from prefixkv.transport.nixl.agent import (
     CONNECTION_BROKEN,
     NEVER_POSTED,
     NixlAgent,
+    NixlPeer,
+    Post,
     error_of,
+    nixl_name,
 )
-from prefixkv.transport.nixl.peer import NixlPeer, Post, nixl_name
-from prefixkv.transport.routes import PeerMemory, routes_to
+from prefixkv.transport.nixl.ucx import warn_if_open
+from prefixkv.transport.routes import routes_to
 from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.transport")
@@ -58,6 +68,8 @@ _LINGER_S: Final = 5e-3  # a notification may still sit in UCX's buffers when it
 _COMMANDS_A_TURN: Final = 64  # then the posts get theirs
 _POLL_GAP_S: Final = 2e-3  # more than this between two polls does not count as polling
 _REST_S: Final = 0.1  # between the last error of an agent and its end
+_START_TIMEOUT_S: Final = 120.0
+_DEFAULTS: Final = TransportConfig()
 _RENEW_S: Final = 0.25  # between two renewals, each of which holds it for 70 ms
 
 
@@ -84,15 +96,12 @@ def pause_s(config: TransportConfig, quiet_s: float, sending: bool) -> float:
 
 
 class NixlLoop(TransportLoop[NixlPeer]):
-    """The NIXL agent and all that hangs on it, with the memory of `layout`, `staging` and `state`
-    registered. Owned by the transport thread; nothing of it leaves."""
+    """The NIXL agent and all that hangs on it, with the memory registered. Owned by the transport
+    thread; nothing of it leaves."""
 
-    def __init__(
-        self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
-        staging: StagingArea | None = None, state: StateLayout | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, me: PeerId, memory: RankMemory, sink: Sink, config: TransportConfig) -> None:
         """Create the agent. Raises what NIXL raises."""
-        super().__init__(layout, sink, config, staging, state, config.post_descriptors)
+        super().__init__(memory, sink, config, config.post_descriptors)
         self._name = nixl_name(me)
         warn_if_open(config.interface)
         self._agent = self._new_agent(self._name)
@@ -221,7 +230,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         try:
             # Unloaded first, also what an attempt before has half done.
             peer.unload(self._agent)
-            routes = routes_to(peer.memory, self._layout, self._staging, self._state)
+            routes = routes_to(self._memory, peer.memory)
             peer.load(self._agent, routes)
         except Exception as error:
             self._lose(peer, bare(error))
@@ -374,8 +383,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return [self._agent] if self._former_agent is None else [self._agent, self._former_agent]
 
     def _new_agent(self, name: str) -> NixlAgent:
-        interface = self._config.interface
-        return NixlAgent(name, self._layout, self._staging, self._state, interface)
+        return NixlAgent(name, self._memory, self._config.interface)
 
     def _renew(self) -> None:
         """If a job has failed undrained. If no agent can be created, the present one goes on, and
@@ -468,3 +476,63 @@ class NixlLoop(TransportLoop[NixlPeer]):
         if fenced:
             return None
         return InternalError("the NIXL agent outlived its transport: writes are not fenced")
+
+
+class NixlTransport(ThreadedTransport[NixlLoop]):
+    """The contract of `base.Transport`, over an agent of its own.
+
+    The memory, all of it on one device, is registered here and has to stay until `close()` has
+    returned.
+    """
+
+    def __init__(
+        self, me: PeerId, memory: RankMemory, sink: Sink, config: TransportConfig = _DEFAULTS
+    ) -> None:
+        """Start the thread, create the agent in it and register the memory; may take .5 s. Raises
+        ConfigError if a layout or an area breaks its laws, and what NIXL raises when it cannot
+        start."""
+        super().__init__(me, memory)
+        started: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(memory, sink, config, started),
+            name=f"prefixkv-transport-{me.name}",
+            daemon=True,
+        )
+        # NIXL's objects are created, used and destroyed by this thread alone. A failure to start
+        # comes back through `started`, so that the caller gets it as its own exception.
+        self._start_thread()
+        try:
+            outcome = started.get(timeout=_START_TIMEOUT_S)
+        except queue.Empty:
+            # It ends as soon as it has started; until then it may wait on the inbox's descriptor.
+            self._closed = True
+            self._inbox.put(None)
+            raise TransferTimeoutError(f"NIXL did not start within {_START_TIMEOUT_S} s") from None
+        if isinstance(outcome, Exception):
+            self._closed = True
+            self._thread.join(CLOSE_TIMEOUT_S)
+            self._inbox.close()
+            raise outcome
+        self._metadata = outcome
+
+    @property
+    def metadata(self) -> bytes:
+        """Metadata of the agent at the start. A later `renew` does not change it: only a side that
+        peers do not write to is renewed."""
+        return self._metadata
+
+    def _run(
+        self, memory: RankMemory, sink: Sink, config: TransportConfig,
+        started: queue.SimpleQueue[bytes | Exception],
+    ) -> None:  # fmt: skip
+        """All NIXL objects hang on `loop`, so they die when this frame ends."""
+        try:
+            loop = NixlLoop(self._me, memory, sink, config)
+            started.put(loop.metadata)
+        # `bare`: a traceback would keep this frame, and with it the agent.
+        except BaseException as error:
+            started.put(bare(error))
+            return
+        loop.serve(self._inbox)
+        self._close_error = loop.destroy()

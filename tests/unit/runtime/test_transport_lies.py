@@ -14,8 +14,8 @@ from prefixkv import DecodeConfig, PrefillConfig
 from prefixkv.errors import TransferError
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.prefill_node import PrefillNode
-from prefixkv.transport.auto import make_transport
-from prefixkv.transport.base import WriteDone, WriteJob
+from prefixkv.transport.base import RankMemory, WriteDone, WriteJob
+from prefixkv.transport.nixl.loop import NixlTransport
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import NEVER_S, SkippableClock
 from tests.unit.runtime.conftest import QUICK
@@ -31,7 +31,7 @@ class Liar:
         self.lied = 0
 
     def make(self, me: Any, layout: Any, sink: Any, *more: Any) -> Any:
-        self.inner, self.sink = make_transport(me, layout, sink, *more), sink
+        self.inner, self.sink = NixlTransport(me, RankMemory(layout), sink, *more), sink
         return self
 
     def __getattr__(self, name: str) -> Any:

@@ -17,8 +17,15 @@ from prefixkv.errors import ConfigError, HandshakeError, PageStateError
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.memory.mesh import Shard
 from prefixkv.paging import checked_pages
-from prefixkv.transport.parts import Part, cut_parts, flat_indices, next_indices, part_indices
-from prefixkv.transport.runs import Runs, paired_runs
+from prefixkv.transport.runs import (
+    Part,
+    Runs,
+    cut_parts,
+    flat_indices,
+    next_indices,
+    paired_runs,
+    part_indices,
+)
 from tests.support.transport_pools import ORDERS, Shape, make_pool
 
 NUM_PAGES = 9
