@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.death_watch import LostPeers
@@ -20,10 +20,12 @@ from prefixkv.errors import InternalError
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.timers import Timers
 
+Input = TypeVar("Input")
+E = TypeVar("E")
 Takes = Mapping[type, Callable[[Any, Any, float], None]]
 
 
-class ControlInbox:
+class ControlInbox(Generic[Input, E]):
     """A control object as its parts need it: the deque, the effects of the present input, and what
     the parts share."""
 
@@ -39,7 +41,7 @@ class ControlInbox:
         self._todo: deque[Any] = deque()
         self._out: list[Any] = []
 
-    def on(self, what: Any, now_s: float) -> list[Any]:
+    def on(self, what: Input, now_s: float) -> list[E]:
         """Take one input and return what to do about it, in order. An exception ends the item that
         raised it, and no other: a `Raised` says so, and the room that a frame names ends."""
         if type(what) not in self.INPUTS:
@@ -51,10 +53,10 @@ class ControlInbox:
                 takes = self.INPUTS.get(type(item)) or self.INSIDE[type(item)]
                 takes(self, item, now_s)
             except Exception as error:
-                is_word = isinstance(what, FrameReceived)
-                self._out.append(Raised(error, what.source if is_word else None))
-                if is_word and not isinstance(item, FrameFailed):
-                    self.say(FrameFailed(what, error))
+                frame = what if isinstance(what, FrameReceived) else None
+                self._out.append(Raised(error, None if frame is None else frame.source))
+                if frame is not None and not isinstance(item, FrameFailed):
+                    self.say(FrameFailed(frame, error))
         return self._out
 
     def lost_peers(self, now_s: float) -> LostPeers:

@@ -101,7 +101,7 @@ from prefixkv.transport.base import (
 )
 
 
-class DecodeControl(ControlInbox):
+class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     """The control object of one decode rank. Owned by the control thread; other threads may call
     `peers`, `lost_peers` and `num_rooms` only.
 
@@ -128,10 +128,6 @@ class DecodeControl(ControlInbox):
         self._asked_workers: dict[str, bool] = {}
         # The number in the last Expect; -1 forces the next one.
         self._said_expected = 0
-
-    def on(self, what: DecodeInput, now_s: float) -> list[DecodeEffect]:
-        """Take one input and return what to do about it, in order."""
-        return super().on(what, now_s)
 
     def _next(self) -> Any:
         if self._todo:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -88,7 +88,7 @@ class Links:
     def __init__(
         self,
         hello: Hello,
-        inbox: ControlInbox,
+        inbox: ControlInbox[Any, Any],
         born_s: float | None = None,
     ) -> None:
         self._born_s = born_s

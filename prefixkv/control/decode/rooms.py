@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -113,7 +114,7 @@ class ReceiverRooms:
 
     def __init__(
         self,
-        inbox: ControlInbox,
+        inbox: ControlInbox[Any, Any],
         links: Links,
         staging: StagingReceiver | None,
     ) -> None:

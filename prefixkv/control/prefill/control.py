@@ -131,7 +131,7 @@ class Offer(NamedTuple):
         return promise.fill_len == self.num_tokens and promise.digest == self.digest
 
 
-class PrefillControl(ControlInbox):
+class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     """The control object of one prefill rank. Owned by the control thread; other threads may call
     `peers`, `lost_peers` and `num_rooms` only.
 
@@ -162,10 +162,6 @@ class PrefillControl(ControlInbox):
         if staging is not None:
             resend_s, next_id = timing.resend_s, self._rooms.next_job_id
             self.staging = StagingSender(ours.rank, *staging, resend_s, next_id)
-
-    def on(self, what: PrefillInput, now_s: float) -> list[PrefillEffect]:
-        """Take one input and return what to do about it, in order."""
-        return super().on(what, now_s)
 
     @property
     def wake_s(self) -> float:
@@ -800,15 +796,15 @@ class PrefillControl(ControlInbox):
     def _write_done(self, done: WriteDone, now_s: float) -> None:
         self.counters["bytes_sent"] += done.num_bytes
         self.counters["writes_done"] += 1
-        self._write_ended(JobEnded(done.job_id), now_s)
+        self._job_ended(JobEnded(done.job_id), now_s)
 
     def _write_failed(self, failed: WriteFailed, now_s: float) -> None:
         self.counters["writes_failed"] += 1
-        self._write_ended(JobEnded(failed.job_id, failed.error, failed.drained), now_s)
+        self._job_ended(JobEnded(failed.job_id, failed.error, failed.drained), now_s)
         if not failed.drained:  # it holds decode's pages until its agent is destroyed
             self.say(Renew())
 
-    def _write_ended(self, end: JobEnded, now_s: float) -> None:
+    def _job_ended(self, end: JobEnded, now_s: float) -> None:
         """Of a staged piece, or of a job of a room."""
         if self.staging is not None and self.staging.owns(end.job_id):
             self.say_all(self.staging.on_write_ended(end.job_id, end.error, end.drained, now_s))
@@ -817,16 +813,13 @@ class PrefillControl(ControlInbox):
 
     def _write_drained(self, proof: WriteDrained, now_s: float) -> None:
         self.counters["writes_drained_by_renewal"] += 1
+        self._job_drained(JobDrained(proof.job_id), now_s)
+
+    def _job_drained(self, proof: JobDrained, now_s: float) -> None:
         if self.staging is not None and self.staging.owns(proof.job_id):
             self.say_all(self.staging.on_write_drained(proof.job_id))
         else:
-            self._rooms.job_drained(JobDrained(proof.job_id), now_s)
-
-    def _job_ended(self, end: JobEnded, now_s: float) -> None:
-        self._rooms.job_ended(end, now_s)
-
-    def _job_drained(self, proof: JobDrained, now_s: float) -> None:
-        self._rooms.job_drained(proof, now_s)
+            self._rooms.job_drained(proof, now_s)
 
     def _gathered(self, done: CopyDone, now_s: float) -> None:
         if self.staging is not None:

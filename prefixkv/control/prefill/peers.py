@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -202,7 +203,7 @@ class Peers:
         self,
         ours: OurSide,
         endpoints: tuple[str, ...],
-        inbox: ControlInbox,
+        inbox: ControlInbox[Any, Any],
     ) -> None:
         self._me = inbox.me
         self.news = inbox.news

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 from itertools import count
+from typing import Any
 
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.handshake import OurSide
@@ -45,7 +46,7 @@ class SenderRooms:
     def __init__(
         self,
         ours: OurSide,
-        inbox: ControlInbox,
+        inbox: ControlInbox[Any, Any],
         peers: Peers,
         tombs: Tombs,
     ) -> None:

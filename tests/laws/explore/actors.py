@@ -139,7 +139,7 @@ def new_prefill(rank: int, life: int, num_ranks: int) -> PrefillControl:
     endpoints = ("", *map(address, range(1, num_ranks))) if rank == 0 else ()
     topology = Topology(PAGE_SIZE, num_ranks)
     me = prefill_id(rank, life)
-    return PrefillControl(me, OurSide(_DIGEST, topology, rank), TIMING, endpoints)
+    return PrefillControl(me, OurSide(_DIGEST, topology, rank, option_names={}), TIMING, endpoints)
 
 
 def new_decode(worker: int, rank: int, life: int, num_ranks: int) -> DecodeControl:
@@ -237,17 +237,9 @@ def leftovers(control: Any) -> dict[str, Any]:
 
 # `deaths`: no process is named here, so none is ever looked at.
 _SKIPPED = {
-    "counters",
-    "news",
-    "_out",
-    "_say",
-    "_todo",
-    "_stamp",
-    "_job_ids",
-    "_timing",
-    "timing",
+    "counters", "news", "_out", "_say", "_todo", "_stamp", "_job_ids", "_timing", "timing",
     "deaths",
-}
+}  # fmt: skip
 _ATOMS = (type(None), bool, int, str, bytes)
 
 
