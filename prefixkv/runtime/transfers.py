@@ -41,8 +41,7 @@ E = TypeVar("E", bound=RoomEvent)
 
 
 MakeTransport = Callable[[PeerId, RankMemory, Sink, TransportConfig], Transport]
-"""Maker of another transport for a rank than those of `TransportConfig.backend`: a fabric's of
-`prefixkv.testing`, say."""
+"""Maker of another transport for a rank than those of `TransportConfig.backend`, for tests."""
 
 
 def room_key(room: int, generation: int, decode: str = "") -> RoomKey:

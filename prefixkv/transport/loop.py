@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import logging
 import math
+import queue
 import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import (
@@ -21,6 +22,7 @@ from prefixkv.errors import (
     InternalError,
     PeerLostError,
     TransferError,
+    TransferTimeoutError,
 )
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import PeerMemory, RankMemory, Sink, TransportEvent, WriteJob
@@ -32,6 +34,8 @@ _log = logging.getLogger("prefixkv.transport")
 
 RECONNECT_S: Final = 0.1  # between two attempts to connect to one peer
 CLOSE_TIMEOUT_S: Final = 120.0
+_START_TIMEOUT_S: Final = 120.0
+_DEFAULTS: Final = TransportConfig()
 _SLICE_S: Final = 2e-3  # of the rate: as much is sent at once, and saved up while nothing is sent
 _LEAST_BYTES: Final = 64 << 10  # of a slice; smaller parts cost more time than their bytes
 
@@ -98,7 +102,9 @@ P = TypeVar("P", bound=LoopPeer)
 
 class TransportLoop(ABC, Generic[P]):
     """The peers and jobs of one transport. Owned by the transport's thread; nothing of it leaves. A
-    part has at most `max_descriptors` pages."""
+    part has at most `max_descriptors` pages. `metadata` is what peers need."""
+
+    metadata: bytes
 
     def __init__(
         self, memory: RankMemory, sink: Sink, config: TransportConfig, max_descriptors: int
@@ -110,6 +116,15 @@ class TransportLoop(ABC, Generic[P]):
         self._pace = Pace(config.max_bytes_per_s)
         part_bytes = self._pace.part_bytes(config.post_bytes)
         self._jobs = JobTable(self.emit, part_bytes, max_descriptors)
+
+    @abstractmethod
+    def serve(self, inbox: Inbox[Callable[[Any], None] | None]) -> None:
+        """Obey commands and make progress until None comes, the command that closes."""
+
+    @abstractmethod
+    def destroy(self) -> Exception | None:
+        """End every job; from then on nothing of ours can land. Returns what `close` is to raise:
+        why that cannot be said."""
 
     # --- commands ---------------------------------------------------------------------------------
 
@@ -298,9 +313,13 @@ class ThreadedTransport(QueuedCalls[L]):
     """A transport with a thread of its own. The owner creates and closes it; the other methods may
     be called from any thread, queue and return."""
 
-    def __init__(self, me: PeerId, memory: RankMemory) -> None:
-        """Check the memory; the subclass makes the thread. Raises ConfigError where a layout or an
-        area breaks its laws."""
+    thread_name: ClassVar[str]
+
+    def __init__(
+        self, me: PeerId, memory: RankMemory, sink: Sink, config: TransportConfig = _DEFAULTS
+    ) -> None:
+        """Start the thread, which makes its loop. Raises ConfigError where a layout or an area
+        breaks its laws, and what the loop raises."""
         memory.validate()
         self._me = me
         self._inbox: Inbox[Callable[[L], None] | None] = Inbox()
@@ -309,15 +328,59 @@ class ThreadedTransport(QueuedCalls[L]):
         self._closed = False
         # Set by the thread before it ends, read after the join.
         self._close_error: Exception | None = None
-        self._thread: threading.Thread
-
-    def _start_thread(self) -> None:
-        """Where that fails, the inbox is closed: no thread ever will."""
+        started: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(memory, sink, config, started),
+            name=f"prefixkv-{self.thread_name}-{me.name}",
+            daemon=True,
+        )
+        # The loop's objects are created, used and destroyed by this thread alone. A failure to
+        # start comes back through `started`, so that the caller gets it as its own exception.
         try:
             self._thread.start()
         except BaseException:
-            self._inbox.close()
+            self._inbox.close()  # no thread ever will
             raise
+        try:
+            outcome = started.get(timeout=_START_TIMEOUT_S)
+        except queue.Empty:
+            # It ends as soon as it has started; until then it may wait on the inbox's descriptor.
+            self._closed = True
+            self._inbox.put(None)
+            why = f"the transport did not start within {_START_TIMEOUT_S} s"
+            raise TransferTimeoutError(why) from None
+        if isinstance(outcome, Exception):
+            self._closed = True
+            self._thread.join(CLOSE_TIMEOUT_S)
+            self._inbox.close()
+            raise outcome
+        self._metadata = outcome
+
+    @abstractmethod
+    def _make_loop(self, memory: RankMemory, sink: Sink, config: TransportConfig) -> L:
+        """Called by the thread."""
+
+    @property
+    def metadata(self) -> bytes:
+        """What peers need, as it was at the start. A later `renew` does not change it: only a side
+        that peers do not write to is renewed."""
+        return self._metadata
+
+    def _run(
+        self, memory: RankMemory, sink: Sink, config: TransportConfig,
+        started: queue.SimpleQueue[bytes | Exception],
+    ) -> None:  # fmt: skip
+        """All NIXL objects hang on `loop`, so they die when this frame ends."""
+        try:
+            loop = self._make_loop(memory, sink, config)
+            started.put(loop.metadata)
+        # `bare`: a traceback would keep this frame, and with it the agent.
+        except BaseException as error:
+            started.put(bare(error))
+            return
+        loop.serve(self._inbox)
+        self._close_error = loop.destroy()
 
     def _call(self, command: Callable[[L], None], or_raise: bool = True) -> None:
         with self._lock:

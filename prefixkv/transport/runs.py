@@ -98,11 +98,6 @@ class Runs:
     def dst_num_pages(self) -> int:
         return self.dst_positions.num_pages * self.dst_positions.fold
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one unit page, summed over all runs."""
-        return sum(group.num_runs * group.block_bytes for group in self.groups)
-
     def joined(self, other: Runs) -> Runs:
         """Return these runs with those of another pair of pools behind them, whose pages have the
         same ids. Raises ConfigError for more blocks than an int32 can index."""

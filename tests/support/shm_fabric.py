@@ -81,7 +81,7 @@ class SteppedShm(QueuedCalls[ShmLoop]):
         self._sink = sink
         memory, config, self._owner = what
         self.loop = _Loop(fabric, me, memory, self._tell, config)
-        self.metadata = self.loop.offer
+        self.metadata = self.loop.metadata
         self.commands: deque[Callable[[ShmLoop], None]] = deque()
         self._unproven: set[int] = set()  # no write ends undrained
 

@@ -29,10 +29,10 @@ from prefixkv.ranks.row_log import RowFollower
 from prefixkv.runtime.copies import StagingCopies
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather, StagingSlots
-from prefixkv.testing.fabric import FakeFabric
 from prefixkv.testing.hashing import Hashes
 from prefixkv.transport.base import RankMemory, WriteJob
 from tests.support.control_effects import effects_of
+from tests.support.fabric import FakeFabric
 from tests.support.sim_memory import Buffer, Memory
 from tests.support.state_memory import StateMemory
 from tests.support.transport_pools import Zeros

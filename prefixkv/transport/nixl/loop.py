@@ -11,8 +11,6 @@ posts, polls notifications, and waits at its inbox, so a call from outside wakes
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -35,7 +33,6 @@ from prefixkv.transport.base import (
 )
 from prefixkv.transport.jobs import ActiveJob
 from prefixkv.transport.loop import (
-    CLOSE_TIMEOUT_S,
     RECONNECT_S,
     ThreadedTransport,
     TransportLoop,
@@ -68,8 +65,6 @@ _LINGER_S: Final = 5e-3  # a notification may still sit in UCX's buffers when it
 _COMMANDS_A_TURN: Final = 64  # then the posts get theirs
 _POLL_GAP_S: Final = 2e-3  # more than this between two polls does not count as polling
 _REST_S: Final = 0.1  # between the last error of an agent and its end
-_START_TIMEOUT_S: Final = 120.0
-_DEFAULTS: Final = TransportConfig()
 _RENEW_S: Final = 0.25  # between two renewals, each of which holds it for 70 ms
 
 
@@ -481,58 +476,11 @@ class NixlLoop(TransportLoop[NixlPeer]):
 class NixlTransport(ThreadedTransport[NixlLoop]):
     """The contract of `base.Transport`, over an agent of its own.
 
-    The memory, all of it on one device, is registered here and has to stay until `close()` has
-    returned.
+    The memory, all of it on one device, is registered at the start, which may take .5 s, and has to
+    stay until `close()` has returned. The constructor raises what NIXL raises.
     """
 
-    def __init__(
-        self, me: PeerId, memory: RankMemory, sink: Sink, config: TransportConfig = _DEFAULTS
-    ) -> None:
-        """Start the thread, create the agent in it and register the memory; may take .5 s. Raises
-        ConfigError if a layout or an area breaks its laws, and what NIXL raises when it cannot
-        start."""
-        super().__init__(me, memory)
-        started: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(memory, sink, config, started),
-            name=f"prefixkv-transport-{me.name}",
-            daemon=True,
-        )
-        # NIXL's objects are created, used and destroyed by this thread alone. A failure to start
-        # comes back through `started`, so that the caller gets it as its own exception.
-        self._start_thread()
-        try:
-            outcome = started.get(timeout=_START_TIMEOUT_S)
-        except queue.Empty:
-            # It ends as soon as it has started; until then it may wait on the inbox's descriptor.
-            self._closed = True
-            self._inbox.put(None)
-            raise TransferTimeoutError(f"NIXL did not start within {_START_TIMEOUT_S} s") from None
-        if isinstance(outcome, Exception):
-            self._closed = True
-            self._thread.join(CLOSE_TIMEOUT_S)
-            self._inbox.close()
-            raise outcome
-        self._metadata = outcome
+    thread_name = "transport"
 
-    @property
-    def metadata(self) -> bytes:
-        """Metadata of the agent at the start. A later `renew` does not change it: only a side that
-        peers do not write to is renewed."""
-        return self._metadata
-
-    def _run(
-        self, memory: RankMemory, sink: Sink, config: TransportConfig,
-        started: queue.SimpleQueue[bytes | Exception],
-    ) -> None:  # fmt: skip
-        """All NIXL objects hang on `loop`, so they die when this frame ends."""
-        try:
-            loop = NixlLoop(self._me, memory, sink, config)
-            started.put(loop.metadata)
-        # `bare`: a traceback would keep this frame, and with it the agent.
-        except BaseException as error:
-            started.put(bare(error))
-            return
-        loop.serve(self._inbox)
-        self._close_error = loop.destroy()
+    def _make_loop(self, memory: RankMemory, sink: Sink, config: TransportConfig) -> NixlLoop:
+        return NixlLoop(self._me, memory, sink, config)

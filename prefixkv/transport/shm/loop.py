@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import select
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
@@ -41,7 +40,6 @@ from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.transport")
 
-_DEFAULTS: Final = TransportConfig()
 _BLOCKS_A_PART: Final = 1 << 15  # 5 ms of 512 bytes each
 _LONGEST_PACED_S: Final = 5e-3  # of a wait for the rate, which may be for one large block
 _PATIENCE_S: Final = 2e-3  # of looks at what is not ready, before sleeps become longer
@@ -62,7 +60,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         except BaseException:
             self._epoll.close()
             raise
-        self.offer = b"" if self._door is None else self._door.offer
+        self.metadata = b"" if self._door is None else self._door.offer
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -280,33 +278,16 @@ def _is_greeting(peer: ShmPeer) -> bool:
 
 class ShmTransport(ThreadedTransport[ShmLoop]):
     """The contract of `base.Transport`, by copies into mapped memory of peers. A job can be
-    cancelled between two parts, of `post_bytes`. `renew` is never needed."""
+    cancelled between two parts, of `post_bytes`. `renew` is never needed.
 
-    def __init__(
-        self, me: PeerId, memory: RankMemory, sink: Sink, config: TransportConfig = _DEFAULTS
-    ) -> None:
-        """Start the thread; the memory is offered to peers if all of it is shared. Raises
-        ConfigError: a layout or an area breaks its laws, or the system has no such sockets."""
+    The memory is offered to peers if all of it is shared. The constructor raises ConfigError where
+    the system has no such sockets.
+    """
+
+    thread_name = "shm"
+
+    def _make_loop(self, memory: RankMemory, sink: Sink, config: TransportConfig) -> ShmLoop:
         try:
-            super().__init__(me, memory)
-            try:
-                self._loop = ShmLoop(me, memory, sink, config)
-            # The descriptor of the inbox: no thread will ever close it.
-            except BaseException:
-                self._inbox.close()
-                raise
+            return ShmLoop(self._me, memory, sink, config)
         except OSError as error:
             raise ConfigError(f"the shm transport cannot start: {error}") from error
-        self.metadata = self._loop.offer
-        self._thread = threading.Thread(
-            target=self._run, name=f"prefixkv-shm-{me.name}", daemon=True
-        )
-        try:
-            self._start_thread()
-        except BaseException:
-            self._loop.destroy()
-            raise
-
-    def _run(self) -> None:
-        self._loop.serve(self._inbox)
-        self._loop.destroy()

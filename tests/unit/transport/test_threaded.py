@@ -9,8 +9,8 @@ import pytest
 
 from prefixkv.errors import TransferTimeoutError
 from prefixkv.protocol.ids import PeerId
+from prefixkv.transport import loop as transport_loop
 from prefixkv.transport.base import RankMemory
-from prefixkv.transport.nixl import loop as nixl
 from prefixkv.transport.nixl.loop import NixlTransport
 from prefixkv.transport.shm.loop import ShmTransport
 from tests.support.patience import until
@@ -35,7 +35,7 @@ def test_a_thread_that_cannot_be_made_leaves_no_descriptor(
 
 def test_a_nixl_thread_that_starts_too_late_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool("layer_major", 4)
-    monkeypatch.setattr(nixl, "_START_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(transport_loop, "_START_TIMEOUT_S", 0.0)
     with pytest.raises(TransferTimeoutError, match="did not start"):
         NixlTransport(PeerId("late", 1), RankMemory(pool.layout), lambda event: None)
     until(lambda: not [one for one in threading.enumerate() if one.name.endswith("-late")])

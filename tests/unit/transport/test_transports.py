@@ -10,10 +10,10 @@ import pytest
 from prefixkv.config import TransportConfig, Way
 from prefixkv.errors import AbortedError, ConfigError, InternalError, PeerLostError
 from prefixkv.protocol.ids import PeerId
-from prefixkv.testing.fabric import FakeFabric
 from prefixkv.transport import transports
 from prefixkv.transport.base import PeerMemory, RankMemory, Settled, WriteDone, WriteFailed
 from prefixkv.transport.transports import Transports, make_transports
+from tests.support.fabric import FakeFabric
 from tests.support.transport_driver import NUM_PAGES, Node
 from tests.support.transport_pools import make_pool
 

@@ -186,7 +186,10 @@ def links_of(target: Node) -> set[str]:
 
 def test_the_thread_wakes_for_the_stranger_that_came_first(driver: ShmDriver) -> None:
     target = driver.node("decode")
-    door = target.transport._loop._door
+    found: list[Any] = []
+    target.transport._call(lambda loop: found.append(loop._door))
+    until(lambda: found)
+    [door] = found
     with stranger_at(target):
         until(lambda: len(door._links) == 1)
         first_s = door.wake_s()

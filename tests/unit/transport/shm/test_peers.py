@@ -64,7 +64,10 @@ def liar() -> Iterator[Liar]:
 
 
 def loop_of(node: Node) -> Any:
-    return node.transport._loop
+    found: list[Any] = []
+    node.transport._call(found.append)
+    until(lambda: found)
+    return found[0]
 
 
 def link_to(writer: Node, target: Any) -> Any:

@@ -166,7 +166,7 @@ def test_close_leaves_nothing_behind(driver: ShmDriver) -> None:
         ShmTransport(PeerId(name, 1), RankMemory(pool.layout), lambda event: None)
         for name, pool in zip("pd", pools, strict=True)
     ]
-    made[0].add_peer(PeerId("d", 1), made[1].metadata, pools[1].layout)
+    made[0].add_peer(PeerId("d", 1), made[1].metadata, PeerMemory(pools[1].layout))
     until(lambda: num_mapped() - before[1] == 3)
     for transport in made:
         transport.close()

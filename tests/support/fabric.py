@@ -20,42 +20,39 @@ from typing import Literal
 import numpy as np
 
 from prefixkv import TransportConfig
-from prefixkv.spi import (
-    BLOCK_BYTES,
+from prefixkv.errors import (
     AbortedError,
-    ActiveJob,
-    Arrived,
     CallerError,
-    ChunkTag,
     ClosedError,
     HandshakeError,
     InternalError,
-    JobTable,
-    Outbox,
-    Pages,
-    Part,
-    PeerId,
     PeerLostError,
+    TransferError,
+)
+from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.paging import Pages
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.transfer import RoomKey
+from prefixkv.transport.base import (
+    Arrived,
     PeerMemory,
     PeerUnreachable,
     RankMemory,
-    Routes,
-    RunTable,
     Settled,
     Sink,
-    TransferError,
     TransportEvent,
     WriteDrained,
     WriteFailed,
     WriteJob,
-    part_indices,
-    routes_to,
 )
-from prefixkv.testing.faults import Action as Action
-from prefixkv.testing.faults import Choice, Fault, Predicate
-from prefixkv.testing.faults import FakeDisconnectError as FakeDisconnectError
-from prefixkv.testing.faults import Hold as Hold
-from prefixkv.transfer import RoomKey
+from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
+from prefixkv.transport.routes import Routes, routes_to
+from prefixkv.transport.runs import Part, RunTable, part_indices
+from tests.support.fabric_actions import Action as Action
+from tests.support.fabric_actions import Choice, Fault, Predicate
+from tests.support.fabric_actions import FakeDisconnectError as FakeDisconnectError
+from tests.support.fabric_actions import Hold as Hold
 
 Guard = Callable[[PeerId, RoomKey, Pages], None]
 StagingGuard = Callable[[PeerId, ChunkTag, Pages], None]
