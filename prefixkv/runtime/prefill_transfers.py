@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 from prefixkv.addresses import is_loopback
 from prefixkv.config import PrefillConfig, Way
 from prefixkv.control.death_watch import LostPeers
+from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.digest import check_digest
 from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, RequestError, shown
@@ -127,14 +128,10 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
         # Called by the control thread's constructor, once the transports have their metadata.
         def control(_: Mapping[Way, bytes]) -> PrefillControl:
-            return PrefillControl(
-                me,
+            ours = OurSide(
                 spec.digest,
                 spec.topology,
-                config.control,
-                endpoints=("", *endpoints),
-                rank=rank,
-                staging=slots,
+                rank,
                 life=prover.life,
                 backend=sizes.backend,
                 option_names=config.model.option_names,
@@ -142,10 +139,11 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                     (pool.layout.num_pages - config.reserved_pages) * pool.layout.page_size,
                     MAX_COUNT,
                 ),
-                weights_version=config.model.weights_version,
                 libraries=loaded_libraries(),
                 place=spec.place,
             )
+            version = config.model.weights_version
+            return PrefillControl(me, ours, config.control, ("", *endpoints), slots, version)
 
         def channel(fd: int) -> RouterChannel:
             self._router = RouterChannel(config.bind, config.control, fd)
