@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from typing import Final, Generic, Protocol, TypeVar, assert_never, get_args
 
 from prefixkv.config import Way
+from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.effects import (
     AddPeer,
     AgentDestroyed,
@@ -60,8 +61,8 @@ from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.copies import CopySink, StagingCopies
 from prefixkv.runtime.death import Prover
 from prefixkv.runtime.logs import PeerLog
-from prefixkv.staging.receiver import Scatter
-from prefixkv.staging.sender import Gather
+from prefixkv.staging.receiver import Scatter, StagingReceiver
+from prefixkv.staging.sender import Gather, StagingSender
 from prefixkv.transport.base import Settled, Sink, TransportEvent, WriteJob
 from prefixkv.transport.transports import Transports
 from prefixkv.wakeups import Inbox
@@ -104,6 +105,9 @@ class Control(Protocol[Command_contra, To]):
     counters: Counter[str]
     news: PeerChanges
 
+    @property
+    def staging(self) -> StagingReceiver | StagingSender | None: ...
+
     def on(
         self, what: Command_contra | FrameReceived[To] | Common, now_s: float
     ) -> Sequence[Effect[To]]: ...
@@ -113,6 +117,8 @@ class Control(Protocol[Command_contra, To]):
 
     @property
     def num_rooms(self) -> int: ...
+
+    def lost_peers(self, now_s: float) -> LostPeers: ...
 
 
 class Channel(Protocol[To]):
