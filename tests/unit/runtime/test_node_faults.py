@@ -357,8 +357,15 @@ def test_a_request_whose_prefill_is_not_there_is_served_by_another_one(make_pair
         node.retarget("call", pair.prefill.endpoint)
         served: set[str] = set()
         while len(served) < 2:
-            until(lambda: (node.pop_preallocated(), node._asks)[1])
-            [ask] = node.pop_needs_prefill()
+            asks: list[Any] = []
+            until(
+                lambda asks=asks: (
+                    node.pop_preallocated(),
+                    asks.extend(node.pop_needs_prefill()),
+                    asks,
+                )[2]
+            )
+            [ask] = asks
             rid = ask.rid
             served.add(rid)
             assert (ask.prefill, ask.generation) == (pair.prefill.endpoint, 1)
