@@ -8,8 +8,8 @@ from typing import cast
 
 from prefixkv.addresses import check_prefill, is_loopback
 from prefixkv.config import DecodeConfig, Way
-from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.decode.control import DecodeControl
+from prefixkv.control.lives import LostPeers
 from prefixkv.digest import check_digest
 from prefixkv.errors import ConfigError, RequestError, shown
 from prefixkv.memory.kv_pool import KVPool

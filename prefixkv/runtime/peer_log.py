@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict
 from typing import Final
 
-from prefixkv.control.peer_changes import PeerChange
+from prefixkv.control.lives import PeerChange
 from prefixkv.protocol.ids import PeerId
 
 REPEAT_S: Final = 60.0

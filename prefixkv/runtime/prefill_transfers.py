@@ -9,8 +9,8 @@ from typing import NamedTuple, cast
 
 from prefixkv.addresses import is_loopback
 from prefixkv.config import PrefillConfig, Way
-from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.handshake import OurSide
+from prefixkv.control.lives import LostPeers
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.digest import check_digest
 from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, RequestError, shown

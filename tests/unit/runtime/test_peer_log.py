@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from prefixkv.control.peer_changes import PeerChange
+from prefixkv.control.lives import PeerChange
 from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime import peer_log
 from prefixkv.runtime.peer_log import LINES, REPEAT_S, WINDOW_S, PeerLog
