@@ -43,7 +43,7 @@ from prefixkv.control.effects import (
     To,
     Unreached,
 )
-from prefixkv.control.peer_changes import PeerChanges
+from prefixkv.control.lives import PeerChanges
 from prefixkv.errors import ClosedError, ConfigError, InternalError
 from prefixkv.protocol.events import (
     Bootstrapped,

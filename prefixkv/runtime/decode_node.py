@@ -10,7 +10,7 @@ import time
 from contextlib import ExitStack
 
 from prefixkv.config import DecodeConfig
-from prefixkv.control.death_watch import LostPeers
+from prefixkv.control.lives import LostPeers
 from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler, HostPages
