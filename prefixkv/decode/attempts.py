@@ -111,7 +111,7 @@ class Attempts:
 
     def _go_to(self, req: DecodeRequest, prefill: str) -> None:
         req.prefill, req.is_alone = prefill, False
-        # A request that runs, or still has to queue again, is in no lane: when it queues it enters
+        # A request that runs, or still has to queue again, is in no line: when it queues it enters
         # under the new address, and the worker is met then.
         if req in self._waiting:
             self._waiting.move(req, prefill)
