@@ -5,17 +5,16 @@ Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from prefixkv.admission import DEFAULT_ADMISSION, Admission, make_admission
+from prefixkv.admission import make_admission
 from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.releases import Releases
 from prefixkv.cache.results import MatchResult
+from prefixkv.config import DecodeConfig
 from prefixkv.decode.ending import Deferred
 from prefixkv.decode.inflight import Flight
 from prefixkv.decode.ledger import Ledger
@@ -35,23 +34,6 @@ MAX_WANTS = 128
 ChoosesHere = Callable[[DecodeRequest, MatchResult | None, int, int, float], bool]
 """Tells whether decode's engine computes a request: by its match, the tokens that it lacks from its
 checkpoint on, those that prefill would send behind the match, and the time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionOptions:
-    """How requests are admitted.
-
-    `reserve_tokens`: space kept for a request's output. `patience_s`: a request that has waited
-    this long is overtaken by nothing. `waiting_timeout_s`: for requests without a `deadline_s`, and
-    for all that come back. `protect`: whether the cached prefixes of waiting requests are evicted
-    last (`RadixCache.want`).
-    """
-
-    reserve_tokens: int = 0
-    policy: str | Admission = DEFAULT_ADMISSION
-    patience_s: float = math.inf
-    waiting_timeout_s: float = math.inf
-    protect: bool = True
 
 
 class Unproved(NamedTuple):
@@ -84,6 +66,8 @@ class DecodePreallocQueue(Waiting):
     prefill workers that requests wait for.
 
     Args:
+        config: of it what is about admission. A request that has waited `admission_patience_s` is
+            overtaken by nothing, `reserve_tokens` is space kept for its output.
         deferred: requests that wait for the device.
         chooses_here: with checkpoints of extra state, whether a request is computed here.
     """
@@ -91,15 +75,15 @@ class DecodePreallocQueue(Waiting):
     def __init__(
         self,
         ledger: Ledger,
-        options: AdmissionOptions,
+        config: DecodeConfig,
         deferred: Deferred,
         chooses_here: ChoosesHere,
     ) -> None:
         self._ledger = ledger
         pages = self._pages = ledger.pages
         super().__init__(
-            ledger.workers, make_admission(options.policy), options.patience_s,
-            options.waiting_timeout_s, pages.errors,
+            ledger.workers, make_admission(config.admission), config.admission_patience_s,
+            config.admission_wait_s, pages.errors,
         )  # fmt: skip
         self._budget, self._flights = ledger.budget, ledger.flights
         self._points, self._host, self._sources = ledger.points, ledger.host, ledger.sources
@@ -108,8 +92,7 @@ class DecodePreallocQueue(Waiting):
         # A request that lacks nothing leaves its last page, since its first token needs a computed
         # one.
         self._computes = self._sources.config is not None and self._points is None
-        self._reserve_tokens = options.reserve_tokens
-        self._protects = options.protect and pages.caching
+        self._reserve_tokens = config.reserve_tokens
         self._unwanted: list[Waiter] = []  # not entered in the tree yet; some may have left
         self._admitted: list[DecodeRequest] = []  # to be returned by `take_admitted`
         self._num_started = 0
@@ -135,7 +118,7 @@ class DecodePreallocQueue(Waiting):
         self._num_arrivals += 1
         self._spent_at = -1
         self._enter(waiter, self.most_pages)
-        if self._protects and req.request.cacheable:
+        if self._pages.caching and req.request.cacheable:
             self._unwanted.append(waiter)
         # `add` is not given the time where a request comes back, so the next pass stamps it.
         if first:
@@ -272,7 +255,7 @@ class DecodePreallocQueue(Waiting):
         super().check_invariants()
         waiters = [one for one in self._waiters.values() if one.req.request.cacheable]
         laws = {
-            "what waits is wanted, or not entered yet": not self._protects
+            "what waits is wanted, or not entered yet": not self._pages.caching
             or {one for one in waiters if one.want == NOT_ENTERED}
             == {one for one in self._unwanted if one.want != LEFT},
             "only what waits here is wanted": self._pages.cache.num_wants
