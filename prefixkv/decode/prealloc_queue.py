@@ -143,6 +143,8 @@ class DecodePreallocQueue(Waiting):
             self._pages.unwant(waiter.want)
         # It may still be in `_unwanted`, where this mark makes `_enter_wants` pass over it.
         waiter.want = LEFT
+        if self._unwanted and self._unwanted[-1] is waiter:
+            self._unwanted.pop()
 
     def move(self, req: DecodeRequest, prefill: str) -> None:
         """Let a request wait for another worker. It keeps its place in time."""
@@ -424,8 +426,9 @@ class DecodePreallocQueue(Waiting):
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
         # The token sampled last is written by the first step after the return, so it counts; unless
         # it is the last of all. Of what may still be generated, that one needs no space either.
-        first_len = min(req.fill_len + req.resumed, req.most_kv_len)
-        kept = pages_for(max(first_len, min(req.fill_len + reserve, req.most_kv_len)), page_size)
+        fill_len, most_len = req.fill_len, req.most_kv_len
+        first_len = min(fill_len + req.resumed, most_len)
+        kept = pages_for(max(first_len, min(fill_len + reserve, most_len)), page_size)
         less = shared_pages - unprotected
         return pages_for(first_len, page_size) - shared_pages, kept - less, req.max_pages - less
 
@@ -448,10 +451,11 @@ class DecodePreallocQueue(Waiting):
         return _Cut(found, cut, depth, 0 if match is None else match.depth, *counted)
 
     def _sent_len(self, req: DecodeRequest, shared_pages: int) -> int:
-        """Return up to which token prefill would send a request: all where prefill has the whole
-        prompt already, or no checkpoint is kept here."""
+        """Return up to which token prefill would send a request, where decode keeps checkpoints:
+        all where prefill has the whole prompt already."""
         is_asked = self._sources.asks_late or req.generation > req.request.generation
-        if self._points is None or req.is_alone or not is_asked:
+        assert self._points is not None
+        if req.is_alone or not is_asked:
             return req.fill_len
         return self._points.sent_len(req, shared_pages, self._sources.least_tokens)
 
@@ -482,7 +486,9 @@ class DecodePreallocQueue(Waiting):
         # In a window group what it needs is bounded, and taken now: it never grows there. What host
         # memory has prefill does not send.
         here_pages = max(shared_pages, waiter.load_end)
-        windows, start, sent_len = pages.windows, None, self._sent_len(req, here_pages)
+        windows, start, sent_len = pages.windows, None, req.fill_len
+        if self._points is not None:
+            sent_len = self._sent_len(req, here_pages)
         if windows:
             start = WindowStart(sent_len, req.max_pages)
         if (
