@@ -63,6 +63,12 @@ class Desk:
             )
         )
 
+    def promised(self, rid: str, tokens: int | list[int] = 10, **fields: Any) -> PrefillRequest:
+        """Decode has promised its pages, and has none of it."""
+        req = self.add(rid, tokens, **fields)
+        self.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
+        return req
+
     def bootstrap(self, req: PrefillRequest, decode_prefix_len: int = 0) -> list[str]:
         self.scheduler.room_bootstrapped(req.room_key, decode_prefix_len, "", 0.0)
         return self._checked([popped.rid for popped in self.scheduler.pop_bootstrapped(0.0)])
