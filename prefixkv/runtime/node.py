@@ -137,10 +137,10 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         for feed in self._feeds:
             feed.pass_on()
 
-    def _check_request(self, request: Request) -> None:
-        super()._check_request(request)
+    def _check_new(self, request: Request, num_pages: int, needs: str) -> None:
         if self.kv_events is not None and request.cacheable:
             self.kv_events.blocks.check(request.key.namespace)
+        super()._check_new(request, num_pages, needs)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a `pop_*` may have something, at most `timeout_s`. Returns whether."""
