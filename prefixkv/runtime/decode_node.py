@@ -12,11 +12,10 @@ from contextlib import ExitStack
 from prefixkv.config import DecodeConfig
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.decode import journal as decode_journal
-from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler, HostPages
-from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.sources import Sources
+from prefixkv.decode.workers import Workers
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -143,10 +142,10 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         settings = config.for_page_manager(layout.num_pages, spec.num_slots)
         pages = self._make_pages(spec, settings, 0 if host is None else host.num_pages)
         undo.callback(pages.cache.policy.release)
+        share_pages = config.prefill_share * layout.num_pages
         parts = DecodeParts(
             Sources(config.compute, config.failure_policy == "local", loads=self._host is not None),
-            PrefillShares(config.prefill_share * layout.num_pages, self._ready),
-            Lanes(gated=True, patience_s=config.control.bootstrap_timeout_s),
+            Workers(True, config.control.bootstrap_timeout_s, share_pages),
             secret_number,
             host,
         )
@@ -285,9 +284,6 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         They are suspect or over: replaced, fenced, or left. Fence those that are dead.
         """
         return self.transfers.lost_peers()
-
-    def _ready(self) -> list[str]:
-        return [address for address, (_, state) in self.peers().items() if state == "ready"]
 
     def _take(self, event: DecodeEvent | WorkerEvent | HostCopyDone, now_s: float) -> None:
         """The leader waits for the other ranks before the scheduler hears of a room."""

@@ -74,7 +74,7 @@ class DecodeScheduler(decode.DecodeScheduler):
         super().__init__(pages, config, decode.DecodeParts(**parts))
         self.max_waiting = max_waiting
         if not protect_waiting:
-            self.waiting.wants.protects = False
+            self.waiting._protects = False
 
     add = _at(1, decode.DecodeScheduler, "add")
     pop_preallocated = _at(0, decode.DecodeScheduler, "pop_preallocated")

@@ -26,7 +26,7 @@ from prefixkv.protocol.commands import AbortRoom, AddRoom, DeclineRoom, SendChun
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
-from tests.laws.lock_machine import Event
+from tests.support.spelled import Event
 from tests.support.timed import PrefillScheduler
 
 PAGE_SIZE = 4
