@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from prefixkv import PrefixKVError
-from prefixkv.engines.hf.requests import Generate, PrefillJob
+from prefixkv.engines.hf.requests import AnswerToken, Generate, PrefillJob
 from prefixkv.serving.client import make_client
 from prefixkv.serving.config import (
     OPTION_NAMES,
@@ -604,11 +604,8 @@ def _tokenizer(folder: str) -> Any:
 
 def _event_of(output: Any) -> TokenEvent:
     error = "" if output.error is None else f"{_name(output.error)}: {output.error}"
-    return TokenEvent(
-        output.sample, output.position, output.token, output.text, output.finish, error,
-        output.hit_tokens, output.prefill_hit_tokens, output.shared_tokens,
-        output.logprob, output.host_tokens, output.decode_computed_tokens,
-    )  # fmt: skip
+    fields = {name: getattr(output, name) for name in AnswerToken.__struct_fields__}
+    return TokenEvent(**fields, error=error)
 
 
 def _for_engine(asked: S, salt: Any) -> S:

@@ -274,7 +274,7 @@ class DecodeEngine:
     def _end_held(
         self, held: _HeldSamples, sample: int, finish: Finish, error: Exception | None = None
     ) -> None:
-        output = Output(held.ask.rid, sample, 0, None, finish, error)
+        output = Output(sample, finish=finish, rid=held.ask.rid, error=error)
         self._held_ends.append((held.on_output, output))
 
     def abort(self, rid: str) -> bool:
@@ -605,9 +605,9 @@ class DecodeEngine:
     ) -> None:  # fmt: skip
         req = answer.req
         output = Output(
-            answer.ask.rid, answer.sample, position, token, finish, error, req.hit_tokens, text,
+            answer.sample, position, token, text, finish, req.hit_tokens,
             answer.prefill_hit_tokens, req.shared_tokens, logprob, req.host_tokens,
-            req.decode_computed_tokens,
+            req.decode_computed_tokens, rid=answer.ask.rid, error=error,
         )  # fmt: skip
         outputs.append((answer.on_output, output))
 
