@@ -44,10 +44,6 @@ def keys_of(*functions: Any) -> set[str]:
     return {key for keys in lists for key in re.findall(r"`([^`]+)`", keys)}
 
 
-def test_gen_stays_short() -> None:
-    assert len(GEN.read_text(encoding="utf-8").splitlines()) <= 290
-
-
 def test_each_setting_of_the_library_has_a_sentence() -> None:
     known: set[str] = set()
     for kind in (value for value in vars(config).values() if dataclasses.is_dataclass(value)):

@@ -1,5 +1,5 @@
 """Prompts that the decode engine computes itself: their answers are those of the model alone,
-however much of them it computes, with prefill there, killed, or never there."""
+however much of them it computes. Random ones, and with prefill killed: test_layers, test_host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from prefixkv.config import ComputeConfig
 from prefixkv.engines.hf import PagedModel, Sampling
-from tests.support.hf_workload import Storm, check_answers
+from tests.support.hf_workload import check_answers
 from tests.support.hf_world import Reference, World
 from tests.support.patience import until
 
@@ -46,30 +46,6 @@ def test_conversations_are_answered_as_by_the_model_alone(
         assert stats["computed_requests"] == 16 - expected
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_workloads_are_answered_as_by_the_model_alone(
-    model: PagedModel, reference: Reference, seed: int
-) -> None:
-    """A small pool, so that requests are retracted; bursts with one prompt, which join; aborts;
-    some prompts computed here, some sent."""
-    storm = Storm(
-        talks=4, rounds=12, bursts=(1, 1, 2, 4), more=(5, 30, 60, 150), longest=420, again=0.25,
-        answers=(4, 12, 40), steps=25, abort=0.03, logprobs=3,
-    )  # fmt: skip
-    with _world(model, 96, chunk=32, pages=70, prefill_pages=300,
-                decode={"reserve_tokens": 4}) as world:  # fmt: skip
-
-        def counted(_: set[str]) -> list[int]:
-            stats = world.decode.stats()
-            some = stats["computed_requests"] > 5, world.prefill.stats()["sent"] > 5
-            return [*some, stats["shared_flights"]]
-
-        aborted = storm.run(world, seed, counted)
-        check_answers(world, reference, aborted)
-        assert all(counted(aborted)), counted(aborted)
-        world.at_rest()
-
-
 def test_what_is_drawn_does_not_depend_on_who_computes(model: PagedModel) -> None:
     said = []
     for below in (0, ALL):
@@ -81,31 +57,6 @@ def test_what_is_drawn_does_not_depend_on_who_computes(model: PagedModel) -> Non
             world.run()
             said.append([answer.tokens for answer in world.answers])
     assert said[0] == said[1]
-
-
-@pytest.mark.parametrize("below", [0, 64])
-def test_prefill_ends_and_every_answer_is_right(
-    model: PagedModel, reference: Reference, below: int
-) -> None:
-    """What is on its way, what waits, and what comes afterwards."""
-    with _world(model, below, pages=160, prefill_pages=160,
-                decode={"failure_policy": "local"}) as world:  # fmt: skip
-        draw = np.random.default_rng(below)
-        prompts = [draw.integers(0, 256, 100).tolist() for _ in range(6)]
-        for i, prompt in enumerate(prompts[:4]):
-            world.ask(f"r{i}", prompt, max_new_tokens=20, sampling=Sampling(ignore_end=True))
-        world.until(lambda: len(world.answers[0].tokens.get(0, ())) > 3)
-        lost = world.ask("lost", prompts[4], max_new_tokens=6)
-        world.prefill.close()
-        world.run_without_prefill()
-        world.ask("later", prompts[5], max_new_tokens=6)
-        world.run_without_prefill()
-        check_answers(world, reference)
-        assert lost.done
-        stats = world.decode.stats()
-        assert stats["computed_requests"] >= 2
-        assert stats["failovers"] >= 1
-        world.decode.audit()
 
 
 def test_a_job_of_a_former_attempt_is_given_up_for_nothing(model: PagedModel) -> None:

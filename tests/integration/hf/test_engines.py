@@ -55,18 +55,6 @@ def test_a_client_may_abort_and_ask_while_it_is_told(model: PagedModel) -> None:
         world.at_rest()
 
 
-def test_an_abort_at_prefill_is_an_error_at_decode(model: PagedModel) -> None:
-    with World(model, chunk_tokens=8) as world:
-        answer = world.ask("r", range(100), max_new_tokens=5)
-        until(lambda: world.step() or world.prefill.stats()["computing"])
-        assert world.prefill.abort("decode-0/r/0.0")
-        world.run()
-        assert answer.ends[0].finish == "error"
-        assert not answer.tokens[0]
-        assert world.prefill.stats()["computing"] == 0
-        world.at_rest()
-
-
 @pytest.mark.parametrize(
     ("packed", "why"),
     [

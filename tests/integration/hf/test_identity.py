@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from prefixkv.engines.hf import PagedModel, Sampling, make_model
-from prefixkv.engines.hf.attention import FlatPool
 from tests.support.hf_workload import Found, check_answers, run_round
 from tests.support.hf_world import TINY, Reference, World
 from tests.support.patience import until
@@ -82,19 +80,7 @@ def test_random_rounds(model: PagedModel, reference: Reference, seed: int) -> No
     run_round(model, reference, seed, found, num_requests=10)
     assert found.answers >= 8
     assert found.hit_tokens > 0
-
-
-def test_a_pool_too_small_for_all_retracts_and_says_the_same(
-    model: PagedModel, reference: Reference
-) -> None:
-    config = {"reserve_tokens": 0}
-    with World(model, pages=12, page_size=8, decode=config) as world:
-        for i, tokens in enumerate(prompts(3, [20, 21, 22])):
-            world.ask(f"{i}", tokens, max_new_tokens=30, sampling=Sampling(ignore_end=True))
-        world.run()
-        assert world.decode.stats()["retractions"] > 0
-        check_answers(world, reference)
-        world.at_rest()
+    assert found.logprobs > 0
 
 
 def test_a_stop_token_ends_the_answer_and_is_its_last(
@@ -114,24 +100,6 @@ def test_a_stop_token_ends_the_answer_and_is_its_last(
         assert first.tokens[0] == said[:1]  # prefill has sampled it
         check_answers(world, reference)
         assert answer.ends[0].finish == first.ends[0].finish == "stop"
-
-
-def test_a_step_beside_chunks_says_the_same_as_alone(model: PagedModel) -> None:
-    """Wherever the sequences with one new token stand in the packed row."""
-    flat = FlatPool(model.make_pool(64, 4))
-    rows = [np.arange(at, at + 12, dtype=np.int32) for at in range(0, 48, 12)]
-    texts = prompts(11, [21, 30, 9, 40])
-    starts = [20, 13, 8, 0]  # one, 17, one and 40 new tokens
-    for text, row, start in zip(texts, rows, starts, strict=True):
-        if start:
-            model.forward(flat, text[:start], [row], [0], [start])
-    alone = [
-        model.forward(flat, text[start:], [row], [start], [len(text)])
-        for text, row, start in zip(texts, rows, starts, strict=True)
-    ]
-    news = [text[start:] for text, start in zip(texts, starts, strict=True)]
-    together = model.forward(flat, np.concatenate(news), rows, starts, [len(one) for one in texts])
-    assert torch.allclose(together, torch.cat(alone), atol=1e-4)
 
 
 def test_a_long_prompt_in_long_chunks(model: PagedModel, reference: Reference) -> None:

@@ -21,7 +21,7 @@ from prefixkv.engines.hf.requests import (
     unpack_logprob,
 )
 from prefixkv.errors import RequestError
-from tests.support.hf_workload import Found, check_answers, run_round
+from tests.support.hf_workload import check_answers
 from tests.support.hf_world import Reference, World
 
 
@@ -120,17 +120,6 @@ def test_they_travel_with_the_first_token_and_a_wrong_one_is_refused() -> None:
     for data, num_top in wrong:
         with pytest.raises(ValueError, match=r"bytes|is not in"):
             unpack_first(data, 301, 16, num_top)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-def test_random_workloads_have_them_right(
-    model: PagedModel, reference: Reference, seed: int
-) -> None:
-    """`fuzz/engine.py` runs many of these."""
-    found = Found()
-    run_round(model, reference, 900 + seed, found)
-    assert found.logprobs
 
 
 def test_few_distributions_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,38 +39,6 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def said(tokenizer: Tokenizer, text: str, *stop: str) -> tuple[list[str], bool]:
-    """The pieces, and whether a string ended it."""
-    answer, pieces = AnswerText(tokenizer, stop), []
-    for token in tokenizer.encode(text).ids:
-        piece, stopped = answer.add(token)
-        pieces.append(piece)
-        if stopped:
-            return [*pieces, answer.end()], True
-    return [*pieces, answer.end()], False
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "shown"),
-    [
-        ("one two three", ["two"], "one "),
-        ("one two three", ["three", "two"], "one "),
-        ("one two three", ["four"], "one two three"),
-        ("aab", ["ab"], "a"),
-        ("aaab", ["aab", "b"], "a"),
-        ("ababac", ["abac"], "ab"),
-        ("x€", ["€"], "x"),
-        ("one tw", ["two"], "one tw"),
-    ],
-)
-def test_a_string_ends_it_and_no_part_of_it_is_shown(
-    tokenizer: Tokenizer, text: str, stop: list[str], shown: str
-) -> None:
-    pieces, stopped = said(tokenizer, text, *stop)
-    assert "".join(pieces) == shown
-    assert stopped == (shown != text)
-
-
 # --- the law: the text of all tokens, less the prompt's -------------------------------------------
 
 
@@ -181,15 +149,6 @@ def test_a_prompts_last_space_and_character_go_on_in_the_answer() -> None:
     assert answered("▁the <0xE6>", "</s> <0xBC> <0xA2> x") == "漢x"
     assert answered("▁the <0xE6> <0xBC>", "x") == "x"
     assert answered("▁the <0xE6>", "<0xBC> x") == "\ufffdx"
-
-
-def test_a_character_of_bytes_by_name_comes_with_its_last_byte() -> None:
-    """It does not wait for the end of a run of bytes, which decides what `decode` makes of it."""
-    tokenizer = byte_fallback()
-    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "€é".encode() + b"\xff\xe2"]
-    answer = AnswerText(tokenizer)
-    assert [answer.add(token)[0] for token in ids] == ["", "", "€", "", "é", "\ufffd", ""]
-    assert answer.end() == "\ufffd"
 
 
 def test_the_cost_of_a_token_does_not_grow_with_the_answer() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.integration.serving.conftest import KEY
 from tests.support.patience import PATIENCE_S, until
-from tests.support.served import Expected, Serve, ask_and_leave, at_rest, get, under_way
+from tests.support.served import Expected, Serve, ask_and_leave, at_rest, under_way
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Once upon a time"}]
@@ -140,14 +140,7 @@ def test_a_history_with_tools_is_rendered(http: httpx.Client, expected: Expected
     assert len(tokens) > len(expected.texts.chat(HELLO))
 
 
-# --- health and ids -------------------------------------------------------------------------------
-
-
-def test_health_is_told_on_the_port_of_clients_without_a_key(guarded: Serve) -> None:
-    base = guarded.url.removesuffix("/v1")
-    assert get(f"{base}/health") == (200, {"status": "ok"})
-    assert httpx.get(f"{base}/v1/models").status_code == 401
-    assert httpx.head(f"{base}/health").status_code == 200
+# --- ids ------------------------------------------------------------------------------------------
 
 
 def test_a_request_keeps_the_id_that_its_client_gave(http: httpx.Client) -> None:

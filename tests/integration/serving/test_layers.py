@@ -77,20 +77,6 @@ def test_turns_are_answered_as_generate_does_and_hit(
 
 
 @pytest.mark.slow
-@SERVED
-def test_prefill_computes_little_more_than_what_is_new(
-    folders: Any, served: Callable[..., Serve], family: str, backend: str
-) -> None:
-    """In later turns, where each conversation may have its checkpoint: hardly a tenth, and less
-    than a page for each answer."""
-    serve = served(family, backend)
-    hit, computed, new = converse(serve, folders(family)[1], 1)
-    at_rest(serve)
-    assert hit > 0
-    assert new <= computed < 1.1 * new + 8 * 80
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "below", "more"),
     [

@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from tests.support.collector import Collector, SeenSpan, label
-from tests.support.patience import lasting_address, until
-from tests.support.served import Expected, Serve, at_rest, client_of
+from tests.support.patience import until
+from tests.support.served import Serve, at_rest
 
 HELLO = [{"role": "user", "content": "Hello there, tell me something about cats and boats."}]
 DECODE = ("queue", "transfer", "first token", "decode")
@@ -234,25 +234,3 @@ def test_a_worker_that_dies_is_an_error_of_the_fronts_span(
     spans = by_label(collector.wait_for(caller.trace, "front: chat small", "front: generate"))
     assert spans["front: chat small"].failed
     assert "decode-0 was lost" in spans["front: generate"].why
-
-
-def test_a_collector_that_does_not_answer_costs_requests_nothing(expected: Expected) -> None:
-    """Spans of later requests are sent once it answers, the last ones when the processes end."""
-    address = lasting_address().replace("tcp", "http")
-    small = {"OTEL_BSP_MAX_QUEUE_SIZE": "8", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "4"}
-    with Serve(**sending_to(address, **small)) as serve, client_of(serve) as client:
-        ask(client, HELLO, 12)  # nothing listens there
-        with Collector(int(address.rpartition(":")[2])) as collector:
-            collector.open.clear()
-            # Front, decode and prefill wait for its answer.
-            until(lambda: collector.asked >= 3, step=lambda: ask(client, HELLO, 1))
-            made = ask(client, HELLO, 12)
-            assert made.choices[0].message.content == expected.chat(HELLO, 12)
-            at_rest(serve)
-            assert collector.spans == []
-            collector.open.set()
-            ask(client, HELLO, 3)
-            serve.signal()
-            assert serve.ended() == 0
-            roots = [span for span in collector.spans if span.name == "chat small"]
-            assert roots[-1].facts["gen_ai.usage.output_tokens"] == 3

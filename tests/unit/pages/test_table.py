@@ -8,7 +8,6 @@ import pytest
 from prefixkv.errors import (
     CallerError,
     CapacityError,
-    ConfigError,
     InternalError,
     PageStateError,
     RequestError,
@@ -36,16 +35,6 @@ def test_what_a_kernel_reads() -> None:
     assert table.pages(row).tolist() == [7, 5, 9]
     assert np.shares_memory(table.pages(row), array)
     table.check_invariants()
-
-
-def test_a_repointed_prefix_keeps_the_rest() -> None:
-    table = PageTable(1, 4)
-    row = table.alloc_row()
-    table.write(row, 0, [1, 2, 3])
-    table.write(row, 0, [8, 9])
-    assert table.pages(row).tolist() == [8, 9, 3]
-    table.write(row, 2, [4, 5])
-    assert table.pages(row).tolist() == [8, 9, 4, 5]
 
 
 def test_pages_cannot_be_written_through_the_view() -> None:
@@ -109,25 +98,6 @@ def test_append_each_all_or_nothing(
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([0, 1, -1], "row -1 of the page table is not in use"),  # which numpy takes for the last
-        ([3, 0, 1], "row 3 of the page table is not in use"),
-        ([0, 1, 0], "a row is named twice"),  # and not side by side
-        ([2, 1, 2], "a row is named twice"),
-    ],
-)
-def test_append_each_where_all_rows_are_in_use(rows: list[int], message: str) -> None:
-    table = PageTable(3, 2)
-    for _ in range(3):
-        table.alloc_row()
-    before = snapshot(table)
-    with pytest.raises(CallerError, match=message):
-        table.append_each(rows, [3, 4, 5])
-    assert snapshot(table) == before
-
-
-@pytest.mark.parametrize(
     ("row", "start_page", "pages", "error", "message"),
     [
         (1, 0, [3], CallerError, "row 1 of the page table is not in use"),
@@ -163,22 +133,6 @@ def test_pages_as_a_promise_names_them() -> None:
             table.packed(row, start, end)
     with pytest.raises(CallerError, match="not in use"):
         table.packed(1 - row, 0, 0)
-
-
-@pytest.mark.parametrize("method", ["free_row", "length", "pages"])
-def test_a_row_freed_already(method: str) -> None:
-    table = PageTable(2, 3)
-    row = table.alloc_row()
-    table.free_row(row)
-    with pytest.raises(CallerError, match=f"row {row} of the page table is not in use"):
-        getattr(table, method)(row)
-    assert snapshot(table)[2] == 2
-
-
-@pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (-1, 3), (2**31, 1)])
-def test_sizes_out_of_range(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match="must be in"):
-        PageTable(*sizes)
 
 
 @pytest.mark.parametrize("break_it", ["hole", "leftover", "length", "rows"])

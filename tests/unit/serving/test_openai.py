@@ -125,6 +125,7 @@ def test_no_type_is_looked_at_for_a_request(monkeypatch: pytest.MonkeyPatch) -> 
         ("seed", 2**64), ("min_tokens", -1), ("stop_token_ids", [-1]),
         ("stop_token_ids", [2**31]), ("stop_token_ids", [1] * 129), ("messages", []),
         ("chat_template_kwargs", {"messages": []}), ("user", "u" * 300_000),
+        ("top_logprobs", 2), ("top_logprobs", 21),
     ],
 )  # fmt: skip
 def test_what_is_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
@@ -145,7 +146,8 @@ def test_what_is_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
         ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls"),
         ({"stop": [1]}, "stop[0]"), ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
         ({"stream_options": {"odd": 1}}, "stream_options"), ({"tools": {}}, "tools"),
-        ({"tools": [1]}, "tools[0]"), ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"tools": [1]}, "tools[0]"), ({"logprobs": 3}, "logprobs"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ],
 )  # fmt: skip
 def test_what_has_the_wrong_type_is_refused_where_it_stands(more: Any, param: str) -> None:

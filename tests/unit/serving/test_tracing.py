@@ -54,6 +54,7 @@ from tests.unit.serving.test_proxy import (
     Say,
     Stage,
     never,
+    played,
     refusing,
     run,
     until,
@@ -194,23 +195,19 @@ def test_each_attempt_of_a_proxy_has_its_spans_and_those_that_failed_say_why(
     run(scene, [refusing(500)], [waits])
 
 
-def test_a_proxy_without_any_server_left_is_an_error_and_a_refused_request_is_none(
-    memory: Memory,
+@played()
+async def test_a_proxy_without_any_server_left_is_an_error_and_a_refused_request_is_none(
+    stage: Stage, memory: Memory
 ) -> None:
-    async def scene(stage: Stage) -> None:
-        for say, status in (500, 502), (400, 400):
-            stage.decode[0].say = refusing(say)
-            answer = await stage.client.post(
-                "/v1/completions", json={"prompt": "x"}, headers=CLIENT
-            )
-            assert answer.status_code == status
-        await until(lambda: len(memory.named("text_completion")) == 2)
-        broken, refused = memory.named("text_completion")
-        assert [failed(broken), failed(refused)] == [True, False]
-        assert broken.attributes["error.type"] == "502"
-        assert refused.attributes["error.type"] == "400"
-
-    run(scene)
+    for say, status in (500, 502), (400, 400):
+        stage.decode[0].say = refusing(say)
+        answer = await stage.client.post("/v1/completions", json={"prompt": "x"}, headers=CLIENT)
+        assert answer.status_code == status
+    await until(lambda: len(memory.named("text_completion")) == 2)
+    broken, refused = memory.named("text_completion")
+    assert [failed(broken), failed(refused)] == [True, False]
+    assert broken.attributes["error.type"] == "502"
+    assert refused.attributes["error.type"] == "400"
 
 
 @pytest.mark.slow
