@@ -45,7 +45,7 @@ from prefixkv.serving.http import (
     read_body,
 )
 from prefixkv.serving.outcomes import Outcomes, line_of
-from prefixkv.serving.request_file import RequestFile, follow_node
+from prefixkv.serving.request_file import RequestFile
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.tracing import NodeSpans, make_tracing
 from prefixkv.serving.waits import wait_set
@@ -92,7 +92,6 @@ class Worker:
         self._stop = asyncio.Event()  # set once the grace of `drain` is over
         self._servers: list[HttpServer] = []
         self._file: RequestFile | None = None
-        self._unfollow: Callable[[], object] = lambda: None  # ends the node's lines in `_file`
         self._spans = NodeSpans(make_tracing(self.role, config.node.name), self.role)
 
     async def start(self) -> None:
@@ -120,7 +119,6 @@ class Worker:
             self.engine.close()
             for server in self._servers:
                 server.close()
-            self._unfollow()
             raise
         try:
             # From here on the engine belongs to its thread: a failure goes through `close`, which
@@ -150,8 +148,10 @@ class Worker:
         outcomes = Outcomes("worker", who, self._file, refused_only=True)
         status_of = status_app(self.health, [engine.node], listen, [outcomes])
         asked, status = bind(outcomes.watch(app), status_of, listen, self._limits)
-        if self._file is not None:
-            self._unfollow = follow_node(self._file, name, front_rid)
+        if (file := self._file) is not None:
+            engine.node.on_ended(
+                lambda record, _: file.write({"id": front_rid(record["rid"]), **record})
+            )
         # Both or neither are bound (`bind`); from here on `close` gives them back.
         self._servers += [asked, status]
         model, layout = engine.model, engine.node.pool.layout
@@ -199,7 +199,6 @@ class Worker:
         # Last: requests end with the engine, refusals with the servers.
         file, self._file = self._file, None
         if file is not None:
-            self._unfollow()
             await asyncio.to_thread(file.close)
         # Last: the ends of requests that the engine's thread has reported are handled by now.
         await self._spans.close()
