@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prefixkv import PrefixKVError
+from prefixkv import DecodeConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.hf.requests import AnswerToken, Generate, PrefillJob
 from prefixkv.serving.client import make_client
 from prefixkv.serving.config import (
@@ -309,10 +309,9 @@ class PrefillWorker(Worker):
 
     def _make_engine(self) -> Any:
         from prefixkv.engines.hf import PrefillEngine
-        from prefixkv.engines.hf.prefill import check_prefill_config
 
         node, chunk_tokens = self.config.node, self.config.chunk_tokens
-        check_prefill_config(node, _keeps(self.settings))
+        _check_model(self.settings, node)
         model = _model(self.settings)
         num, page_size = self.settings.num_pages, self.settings.page_size
         kept = node.checkpoints or model.num_checkpoints(num, page_size) if node.cache else 0
@@ -385,9 +384,8 @@ class DecodeWorker(Worker):
 
     def _make_engine(self) -> Any:
         from prefixkv.engines.hf import DecodeEngine
-        from prefixkv.engines.hf.decode import check_decode_config
 
-        check_decode_config(self.config.node, _keeps(self.settings))
+        _check_model(self.settings, self.config.node)
         # Prefill copies into decode's memory, where it may map it.
         shared = (
             self.config.node.transport.backend != "nixl" and self.settings.models.device == "cpu"
@@ -554,15 +552,16 @@ def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
     return DecodeWorker(config)
 
 
-def _keeps(settings: WorkerSettings) -> str:
-    """Tell `PagedModel.keeps` before the weights are read, which may take minutes."""
-    from prefixkv.engines.hf.models import WINDOWS, folder_keeps, no_windows
+def _check_model(settings: WorkerSettings, node: DecodeConfig | PrefillConfig) -> None:
+    """Raise ConfigError for what the model cannot have, before its weights are read, which may take
+    minutes."""
+    from prefixkv.engines.hf.models import WINDOWS, check_checkpoints, folder_keeps, no_windows
 
     models = settings.models
     keeps = folder_keeps(models.model, models.context or None) if models.model else ""
     if settings.window_pages and keeps != WINDOWS:
         raise ConfigError(no_windows(settings.window_pages))
-    return keeps
+    check_checkpoints(node, keeps)
 
 
 def _model(settings: WorkerSettings) -> Any:
