@@ -69,7 +69,7 @@ def test_it_keeps_the_laws_of_these(name: str, make: type[ToySides]) -> None:
         return made[-1]
 
     conformance.Case(name, 0).check(make_one, **LOCAL)
-    assert made[0].decode.scheduler.counters["computed_requests"] > 0
+    assert made[0].decode.counters["computed_requests"] > 0
 
 
 class ForgetsTheFirstOfAChunk(ToyDecode):
@@ -116,7 +116,7 @@ def test_the_toy_shows_host_memory_and_failover(name: str, make: type[ToySides])
         return made[-1]
 
     conformance.Case(name, 0).check(make_one, **LOCAL)
-    counters = made[0].decode.scheduler.counters
+    counters = made[0].decode.counters
     if name == "host memory":
         assert counters["host_hit_tokens"] > 0
     else:
@@ -204,7 +204,7 @@ def test_the_toy_runs_out_of_pages_where_pools_are_tiny() -> None:
         return made[-1]
 
     assert conformance.run(make, only=["tiny decode pool", "several tokens per step"], **LOCAL).ok
-    assert [one.decode.scheduler.counters["retracted"] > 0 for one in made] == [True, True]
+    assert [one.decode.counters["retracted"] > 0 for one in made] == [True, True]
 
 
 # --- engines with a fault -------------------------------------------------------------------------
