@@ -39,8 +39,8 @@ class PrefillCalls(_Calls):
     ) -> None:  # fmt: skip
         from prefixkv.runtime.prefill_transfers import PrefillTransfers
         from prefixkv.testing.hashing import PrefixHasher
-        from prefixkv.testing.pattern import make_pools, pattern_in
         from tests.support.mesh_workers import SALT
+        from tests.support.patterns import make_pools, pattern_in
 
         super().__init__()
         pool = make_pools(mesh, 64, 4, 16, order="layer_major", device=device)[rank]
@@ -103,8 +103,8 @@ class DecodeCalls(_Calls):
     ) -> None:
         from prefixkv.runtime.decode_rank import DecodeRank
         from prefixkv.testing.hashing import PrefixHasher
-        from prefixkv.testing.pattern import make_pools, pattern_in
         from tests.support.mesh_workers import SALT
+        from tests.support.patterns import make_pools, pattern_in
 
         super().__init__()
         pool = make_pools(mesh, 64, 4, 16, order="page_major", device=device)[rank]

@@ -16,12 +16,12 @@ from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.testing.hashing import PrefixHasher
-from prefixkv.testing.pattern import make_pools, pattern_in
 from tests.support.gpu import GPU
 from tests.support.mesh_process import RankProcess, rank_processes
 from tests.support.mesh_workers import SALT
 from tests.support.node_pair import tokens_of
 from tests.support.patience import SkippableClock, lasting_address, until
+from tests.support.patterns import make_pools, pattern_in
 from tests.unit.runtime.conftest import QUICK
 
 PREFILL, DECODE = (
