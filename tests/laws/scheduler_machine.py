@@ -30,8 +30,8 @@ from prefixkv.paging import pages_for
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import Request
-from prefixkv.testing.fabric import Hold
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
+from tests.support.fabric import Hold
 from tests.support.sim import Storm
 from tests.support.sim_engines import PAGE_SIZE, ROWS, SPOILT, DecodeEngine, PairSim
 from tests.support.sim_host import SimHost

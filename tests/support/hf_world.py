@@ -23,8 +23,8 @@ from prefixkv.engines.hf import (
     Sampling,
     make_model,
 )
-from prefixkv.engines.hf.logprobs import TokenLogprob
 from prefixkv.engines.hf.models import unpaged_copy
+from prefixkv.engines.hf.requests import TokenLogprob
 from prefixkv.engines.hf.thinking import KeepThinking
 from tests.support.devices import DEVICE
 from tests.support.patience import NEVER_S, until

@@ -29,10 +29,10 @@ from prefixkv.ranks.row_log import RowFollower
 from prefixkv.runtime.copies import StagingCopies
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
-from prefixkv.testing.fabric import FakeFabric
 from prefixkv.testing.hashing import Hashes
 from prefixkv.transport.base import WriteJob
 from prefixkv.transport.offers import split_offers
+from tests.support.fabric import FakeFabric
 from tests.support.sim_memory import Buffer, Memory
 from tests.support.state_memory import StateMemory
 from tests.support.transport_pools import Zeros

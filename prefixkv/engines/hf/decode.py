@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from prefixkv import (
     DecodeConfig,
@@ -28,18 +29,20 @@ from prefixkv import (
     Request,
 )
 from prefixkv.engines.hf.identity import with_model
-from prefixkv.engines.hf.logprobs import TokenLogprob
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import (
+    Choice,
     Finish,
     Generate,
     Output,
     PrefillJob,
+    Sampling,
+    TokenLogprob,
     pack_first,
     unpack_first,
 )
-from prefixkv.engines.hf.sampling import Choice, Sampling, choose, chosen_logprobs
+from prefixkv.engines.hf.sampling import choose, chosen_logprobs
 from prefixkv.engines.hf.text import AnswerText
 from prefixkv.engines.hf.thinking import KeepThinking, Markers
 from prefixkv.spi import ConfigError, RequestError, secret_number, whole_number
@@ -271,7 +274,7 @@ class DecodeEngine:
     def _end_held(
         self, held: _HeldSamples, sample: int, finish: Finish, error: Exception | None = None
     ) -> None:
-        output = Output(held.ask.rid, sample, 0, None, finish, error)
+        output = Output(sample, finish=finish, rid=held.ask.rid, error=error)
         self._held_ends.append((held.on_output, output))
 
     def abort(self, rid: str) -> bool:
@@ -432,7 +435,8 @@ class DecodeEngine:
                 [chunk for chunk in some if not chunk.req.state.ended] for some in (firsts, chunks)
             )
         choices = [
-            replace(self._answers[req.rid].choice, position=len(req.output)) for req in sampled
+            structs.replace(self._answers[req.rid].choice, position=len(req.output))
+            for req in sampled
         ]
         found = choose(logits, choices, self.model.end_tokens) if sampled else []
         logprobs: Sequence[TokenLogprob | None] = [None] * len(found)
@@ -601,9 +605,9 @@ class DecodeEngine:
     ) -> None:  # fmt: skip
         req = answer.req
         output = Output(
-            answer.ask.rid, answer.sample, position, token, finish, error, req.hit_tokens, text,
+            answer.sample, position, token, text, finish, req.hit_tokens,
             answer.prefill_hit_tokens, req.shared_tokens, logprob, req.host_tokens,
-            req.decode_computed_tokens,
+            req.decode_computed_tokens, rid=answer.ask.rid, error=error,
         )  # fmt: skip
         outputs.append((answer.on_output, output))
 

@@ -11,14 +11,15 @@ import torch
 
 from prefixkv.engines.hf import PagedModel, Sampling
 from prefixkv.engines.hf import logprobs as logprobs_module
-from prefixkv.engines.hf.logprobs import (
+from prefixkv.engines.hf.logprobs import logprobs_of
+from prefixkv.engines.hf.requests import (
     LEAST,
     TokenLogprob,
-    logprobs_of,
+    pack_first,
     pack_logprob,
+    unpack_first,
     unpack_logprob,
 )
-from prefixkv.engines.hf.requests import pack_first, unpack_first
 from prefixkv.errors import RequestError
 from tests.support.hf_workload import check_answers
 from tests.support.hf_world import Reference, World

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from prefixkv.config import DecodeConfig
+from prefixkv.engines.hf.requests import PrefillJob, Sampling
 from prefixkv.serving.config import (
     DecodeWorkerConfig,
     Limits,
@@ -26,8 +27,6 @@ from prefixkv.serving.http import ApiError, HttpServer, make_app
 from prefixkv.serving.wire import (
     AbortJobs,
     Ask,
-    Job,
-    SamplingParams,
     TokenEvent,
 )
 from prefixkv.serving.worker import DecodeWorker, _OpenRequest
@@ -59,7 +58,7 @@ class Prefill:
         self.server = HttpServer(make_app(routes), "127.0.0.1", 0, LIMITS)
 
     async def _job(self, request: Request) -> Response:
-        job = msgspec.json.decode(await request.body(), type=Job)
+        job = msgspec.json.decode(await request.body(), type=PrefillJob)
         self.jobs.append(job.rid)
         await self.takes.wait()
         if self.status != 202:
@@ -79,9 +78,11 @@ class Stage:
         self.worker, self.prefill, self.client = worker, prefill, client
 
     def ask(self, url: str = "", **more: Any) -> bytes:
-        how = SamplingParams(ignore_end=True)
+        how = Sampling(ignore_end=True)
         # No node listens at this address: the job is all that prefill hears.
-        ask = Ask(RID, PROMPT, "tcp://127.0.0.1:1", url or self.prefill.server.url, 4, 1, how)
+        ask = Ask(
+            RID, PROMPT, "tcp://127.0.0.1:1", how, 4, prefill_url=url or self.prefill.server.url
+        )
         return msgspec.json.encode(msgspec.structs.replace(ask, **more))
 
     def open(self, **more: Any) -> Any:

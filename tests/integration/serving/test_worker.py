@@ -11,11 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from prefixkv.engines.hf.requests import Sampling
 from prefixkv.errors import ConfigError
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.process import READY
-from prefixkv.serving.wire import Ask, SamplingParams, TokenEvent, WorkerInfo
+from prefixkv.serving.wire import Ask, TokenEvent, WorkerInfo
 from tests.support.patience import PATIENCE_S
 from tests.support.served import Expected, Served, get
 
@@ -32,7 +33,7 @@ async def said(fleet: Fleet, ask: Ask) -> list[TokenEvent]:
 
 
 def asked(rid: str, num: int = 12) -> Ask:
-    return Ask(rid, PROMPT, "", "", num, sampling=SamplingParams(ignore_end=True))
+    return Ask(rid, PROMPT, "", Sampling(ignore_end=True), num)
 
 
 def test_workers_of_a_file_answer_a_fleet_and_drain(tmp_path: Path, expected: Expected) -> None:

@@ -133,7 +133,7 @@ class Stage:
         self.fleet = Fleet()
 
     def answer(self, rid: str = "r", **more: Any) -> AsyncGenerator[TokenEvent, None]:
-        return self.fleet.generate(Ask(rid, PROMPT, "", "", 2, **more))
+        return self.fleet.generate(Ask(rid, PROMPT, "", max_new_tokens=2, **more))
 
     async def said(self, **more: Any) -> list[TokenEvent]:
         return [one async for one in self.answer(**more)]
@@ -178,7 +178,9 @@ async def until(true: Callable[[], object]) -> None:
 async def test_a_request_says_where_its_prefill_is(stage: Stage) -> None:
     assert await stage.said(salt="s") == [TOKEN, END]
     (asked,), (prefill,) = stage.decode[0].asked, stage.prefill
-    assert asked == Ask("r#0", PROMPT, "tcp://p0", prefill.server.url, 2, salt="s")
+    assert asked == Ask(
+        "r#0", PROMPT, "tcp://p0", prefill_url=prefill.server.url, max_new_tokens=2, salt="s"
+    )
     assert stage.fleet.retried == 0
 
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from prefixkv.engines.hf.requests import TokenLogprob
 from prefixkv.engines.hf.small import small_tokenizer
 from prefixkv.serving.logprobs import AnswerLogprobs, TokenTexts, joined
-from prefixkv.serving.wire import Logprob, TokenEvent
+from prefixkv.serving.wire import TokenEvent
 from tests.support import trained_tokenizers
 
 TEXTS = ["the cat", " the 猫", "5 € 🐈‍⬛ and \ufffd", "x", "naïve  café", "日本"]
@@ -102,7 +103,7 @@ def outputs_of(tokenizer: Tokenizer, ids: list[int], sample: int = 0) -> list[To
         certain = whole if i == len(ids) - 1 else whole.rstrip("\ufffd")
         text = certain[len(before) :]
         before = certain
-        one = Logprob(token, -1.0 - i, ((ids[0], -0.5), (token, -1.0 - i)))
+        one = TokenLogprob(token, -1.0 - i, ((ids[0], -0.5), (token, -1.0 - i)))
         last = i == len(ids) - 1
         finish = "length" if last else None
         found.append(TokenEvent(sample, i, token, text, finish, logprob=one))
@@ -151,9 +152,9 @@ def test_the_token_itself_is_among_the_likely_ones_and_of_one_text_the_likelier_
     tokenizer = small_tokenizer()
     a, b = tokenizer.encode("ab").ids
     answer = AnswerLogprobs(TokenTexts(tokenizer), False)
-    output = TokenEvent(0, 0, a, "a", logprob=Logprob(a, -3.0, ((b, -1.0),)))
+    output = TokenEvent(0, 0, a, "a", logprob=TokenLogprob(a, -3.0, ((b, -1.0),)))
     assert answer.show(output)["top_logprobs"] == [{"b": -1.0, "a": -3.0}]
-    nameless = Logprob(10**6, -3.0, ((10**6 + 1, -1.0),))
+    nameless = TokenLogprob(10**6, -3.0, ((10**6 + 1, -1.0),))
     output = TokenEvent(0, 1, 10**6, "", logprob=nameless)
     assert answer.show(output)["top_logprobs"] == [{"": -1.0}]
 

@@ -16,7 +16,7 @@ import pytest
 from prefixkv.errors import ConfigError
 from prefixkv.serving.config import KINDS, ProxyConfig, ServeConfig
 from prefixkv.serving.launch import Launch
-from prefixkv.serving.plan import TABLE, ServePlan, find_workers, own_names, plan
+from prefixkv.serving.plan import TABLE, ServePlan, find_workers, names_of_serve, plan
 from prefixkv.serving.variables import settings_variables, without_settings
 from prefixkv.settings import PREFIX, Setting, fields_of, find, load, read_toml, settings_of
 from prefixkv.variables import _OF_SERVING, check_environ, known_variables
@@ -47,9 +47,10 @@ def test_a_worker_has_what_its_table_says(tmp_path: Path) -> None:
     """As an operator would write it, after CASES M1."""
     made = planned(
         tmp_path / "s.toml",
-        "decode = 3\npage_size = 32\n[workers.decode]\npage_size = 64\nnum_pages = 50\n"
+        "decode = 3\npage_size = 32\ndecode_pages = 50\nchunk_tokens = 7\n"
+        "[workers.decode]\npage_size = 64\n"
         "status_port = 9100\nname = 'd'\nthreads = 3\nrecord = 'at/traffic.jsonl'\n"
-        "[workers.prefill]\nchunk_tokens = 7\nbind = 'tcp://127.0.0.1:29600'\nport = 9200\n",
+        "[workers.prefill]\nbind = 'tcp://127.0.0.1:29600'\nport = 9200\n",
     )
     for number, worker in enumerate(workers_of(made, "decode", 3)):
         assert (worker.worker.page_size, worker.worker.num_pages) == (64, 50)
@@ -76,27 +77,24 @@ def test_addresses_count_up(tmp_path: Path) -> None:
 
 
 def test_what_all_workers_need_alike_is_the_front_s_too(tmp_path: Path) -> None:
-    made = planned(tmp_path / "s.toml", "[workers.decode]\nseed = 3\n[workers.prefill]\nseed = 3")
+    made = planned(tmp_path / "s.toml", "seed = 3")
     assert made.config.models.seed == 3
-    assert {one.worker.models.seed for role in KINDS for one in workers_of(made, role)} == {3}
-    made = planned(tmp_path / "s.toml", "seed = 3\n[workers.decode]\nseed = 3")
     assert {one.worker.models.seed for role in KINDS for one in workers_of(made, role)} == {3}
 
 
 def test_an_option_goes_before_a_variable_and_that_before_the_file(tmp_path: Path) -> None:
-    text = "[workers.decode]\nnum_pages = 50\ndevice = 'cuda:1'\n[workers.prefill]\nnum_pages = 51"
+    text = "context = 50\n[workers.decode]\ncontext = 60\ndevice = 'cuda:1'"
 
     def decode(environ: dict[str, str] = ENVIRON, **options: Any) -> Any:
         made = planned(tmp_path / "s.toml", text, environ, **options)
         (worker,) = workers_of(made, "decode")
-        return worker.worker.num_pages, worker.worker.models.device
+        return worker.worker.models.context, worker.worker.models.device
 
-    assert decode() == (50, "cuda:1")
-    assert decode({"PREFIXKV_NUM_PAGES": "60"}) == (60, "cuda:1")
-    assert decode({"PREFIXKV_NUM_PAGES": "60", "PREFIXKV_DECODE_PAGES": "70"}) == (70, "cuda:1")
-    assert decode({"PREFIXKV_DECODE_PAGES": "70"}, decode_pages=80) == (80, "cuda:1")
-    assert decode(device="cpu") == (50, "cpu")
-    assert decode({"PREFIXKV_DEVICE": "cuda:7"}) == (50, "cuda:7")
+    assert decode() == (60, "cuda:1")
+    assert decode({"PREFIXKV_CONTEXT": "70"}) == (70, "cuda:1")
+    assert decode({"PREFIXKV_CONTEXT": "70"}, context=80) == (80, "cuda:1")
+    assert decode(device="cpu") == (60, "cpu")
+    assert decode({"PREFIXKV_DEVICE": "cuda:7"}) == (60, "cuda:7")
 
 
 def test_host_memory_is_said_in_words_or_by_a_worker_s_own_settings(tmp_path: Path) -> None:
@@ -112,18 +110,13 @@ def test_host_memory_is_said_in_words_or_by_a_worker_s_own_settings(tmp_path: Pa
     assert decode("host_memory = '1.5 GB'") == (4.0, 1_500_000_000, 0)
     assert decode(environ={"PREFIXKV_HOST_MEMORY": "6x"}) == (6.0, 0, 0)
     assert decode("host_memory = '8GiB'", host_memory="512MiB") == (4.0, 512 << 20, 0)
-    # An option of serve, a variable of a worker's, the file; of each the whole size.
     own = "[workers.decode.host_memory]\nnum_pages = 7\npolicy = 'lru'"
     assert decode(own) == (4.0, 0, 7)
-    assert decode(own, host_memory="2x") == (2.0, 0, 0)
-    assert decode("host_memory = '8GiB'", {"PREFIXKV_HOST_MEMORY_TIMES": "5"}) == (5.0, 0, 0)
-    assert decode(environ={"PREFIXKV_HOST_MEMORY_TIMES": "5"}, host_memory="1MB") == (
-        4.0, 1_000_000, 0,
-    )  # fmt: skip
-    same = "host_memory = '3x'\n[workers.decode.host_memory]\ntimes = 3\ncopy_threads = 5"
-    assert decode(same) == (3.0, 0, 0)
-    (worker,) = workers_of(planned(tmp_path / "s.toml", own, host_memory="2x"), "decode")
-    assert worker.node.host_memory.policy == "lru"
+    assert decode(environ={"PREFIXKV_HOST_MEMORY_TIMES": "5"}) == (5.0, 0, 0)
+    beside = "host_memory = '3x'\n[workers.decode.host_memory]\ncopy_threads = 5"
+    assert decode(beside) == (3.0, 0, 0)
+    with pytest.raises(ConfigError, match=r"num_pages: beside host_memory, which says"):
+        decode(own, host_memory="2x")
 
 
 def test_the_front_s_addresses_and_key_are_not_its_workers(
@@ -158,20 +151,15 @@ D, P = "[workers.decode]\n", "[workers.prefill]\n"
 @pytest.mark.parametrize(
     ("text", "where", "why"),
     [
-        (D + "seed = 3", "workers.decode.seed", "all need one seed; set it above the tables"),
-        (f"seed = 1\n{D}seed = 3\n{P}seed = 3", "workers.prefill.seed", "3 is not 1, seed"),
-        (D + "model = 'm'", "workers.decode.model", "all need one model"),
-        (f"{P}dtype = 'float16'\n{D}dtype = 'float32'", "workers.prefill.dtype",
-         "'float16' is not 'float32', which the other workers have"),
+        (D + "seed = 3", "workers.decode.seed", "all workers need the same; set it above"),
         (D + "page_size = 24", "workers.decode.page_size", "neither divides the other"),
         (D + "parent = 1", "workers.decode.parent", "serve sets it itself"),
         (P + "host = '127.0.0.1'", "workers.prefill.host", "serve sets it itself"),
         (P + "api_key = 'k'", "workers.prefill.api_key", "serve sets it itself"),
         ("[workers.prefill.limits]\nmax_requests_per_client = 7",
          "workers.prefill.limits.max_requests_per_client", "workers answer their front alone"),
-        (f"decode_pages = 9\n{D}num_pages = 8", "workers.decode.num_pages",
-         "8 is not 9, decode_pages"),
-        (f"chunk_tokens = 9\n{P}chunk_tokens = 8", "workers.prefill.chunk_tokens", "8 is not 9"),
+        (D + "num_pages = 8", "workers.decode.num_pages", "it is decode_pages above the tables"),
+        (P + "chunk_tokens = 8", "workers.prefill.chunk_tokens", "it is above the tables"),
         (P + "name = 'decode'", "workers.prefill.name", "of each kind would be 'decode-0'"),
         (f"decode = 2\nport = 9101\n{D}status_port = 9100", "workers.decode.status_port",
          "port 9101 is wanted twice: serve.toml: port has 9101, this 9100 to 9101, one per worker"),
@@ -288,18 +276,10 @@ def test_each_key_of_a_worker_s_table_reaches_the_worker_or_is_refused(
     found = outcomes(KINDS[role], setting, file, ("workers", role), made)
     assert found
     assert "same" not in found
-    refused = setting.path in {*REFUSED, *KEYS, "seed", "model", "dtype"}
+    refused = setting.path in {*REFUSED, *KEYS, "seed", "model", "dtype", *names_of_serve(role)}
     assert ("changed" not in found) == refused, found
     for why in found:
         assert why == "changed" or setting.field.name in why or "control.curve." in why
-
-
-def test_what_serve_has_too_is_a_setting_of_both() -> None:
-    names = {one.name for one in settings_of(ServeConfig)}
-    for role, kind in KINDS.items():
-        mine = own_names(role)
-        assert set(mine) <= {one.name for one in settings_of(kind)}
-        assert set(mine.values()) <= names
 
 
 def test_each_setting_is_read_somewhere() -> None:

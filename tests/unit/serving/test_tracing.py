@@ -24,6 +24,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from prefixkv.engines.hf.requests import Sampling
 from prefixkv.engines.hf.small import small_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.serving import proxy as proxies
@@ -42,7 +43,7 @@ from prefixkv.serving.openai import Usage
 from prefixkv.serving.proxy import Proxy
 from prefixkv.serving.text import Texts
 from prefixkv.serving.tracing import PHASES, NodeSpans, Tracing, asked_by, make_tracing, phases_of
-from prefixkv.serving.wire import Ask, SamplingParams
+from prefixkv.serving.wire import Ask
 from prefixkv.serving.worker import PrefillWorker
 from tests.support.collector import Collector
 from tests.support.patience import NEVER_S, PATIENCE_S
@@ -336,7 +337,7 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
     known = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
     trace = memory.tracing.start("x", memory.tracing.extract(Headers(CLIENT)))
     # A seed of 64 bits is OpenAI's right, and more than a span may carry.
-    ask = Ask("r", [1], "", "", 5, 2, SamplingParams(0.5, 3, 0.9, seed=2**63))
+    ask = Ask("r", [1], "", Sampling(0.5, 3, 0.9, seed=2**63), 5, 2)
     trace.describe_ask(ask, "m", chat=True, streamed=True)
     trace.describe_answer(Usage(7, 4, 2), ["stop", "length"], 0.25)
     trace.describe_body("/v1/completions", {"model": "m", "max_tokens": True, "n": 3})

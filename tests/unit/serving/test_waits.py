@@ -22,7 +22,7 @@ Source = tuple[AsyncGenerator[bytes, None], Callable[[], None]]
 
 
 def answer() -> Source:
-    one = _OpenRequest(Ask("r", [1], "", "", 2000))
+    one = _OpenRequest(Ask("r", [1], "", max_new_tokens=2000))
     return DecodeWorker._lines(None, one), lambda: one.queue_output(TokenEvent(token=1))  # type: ignore[arg-type]
 
 
