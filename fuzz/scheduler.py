@@ -1,7 +1,8 @@
-"""Invariant tested: the whole decode side, two to four ranks of it, over transfers that fail, land
-late or never end, with arrivals, aborts, retractions, evictions, flushes, lost peers, fences and
-restarts in any order, keeps every law after each step; at the end nothing is locked, owned, held or
-quarantined, every request has ended once, and all ranks have the same rows.
+"""Invariant tested: the whole decode side, one to four ranks of it, with host memory, windows and
+states, over transfers and copies that fail, land late or never end, with arrivals, aborts,
+retractions, evictions, flushes, lost peers, fences and restarts in any order, keeps every law after
+each step; at the end nothing is locked, owned, held or quarantined, every request has ended once,
+and all ranks have the same rows.
 
     python fuzz/scheduler.py --steps 1000000 [--seed 1] [--seconds 1200]
 

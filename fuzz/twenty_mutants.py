@@ -228,7 +228,7 @@ MUTANTS = (
         """        self.cache.unlock(host_lock)
         host_lock = self.cache.pin(self.cache.match_prefix(key.prefix(0)), now_s)
         self._order(True, key, end - num_pages, src, device_pages, host_lock, None)""",
-        ("decode/test_host_storm.py::test_what_is_read_is_what_was_written_in_a_short_storm",),
+        ("decode/test_scheduler_fuzz.py::test_what_comes_from_host_memory_is_what_was_written",),
     ),
     Mutant(
         "T2", "pages of an aborted load are free before its copy ends",

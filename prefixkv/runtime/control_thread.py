@@ -30,8 +30,8 @@ from prefixkv.control.effects import (
     Disconnect,
     Examine,
     Expect,
-    FrameFailed,
     FrameReceived,
+    Raised,
     Reached,
     RemovePeer,
     Renew,
@@ -87,6 +87,7 @@ Effect = (
     | Renew
     | Gather
     | Scatter
+    | Raised
     | RoomEvent
 )
 """Effects of either side's control object."""
@@ -102,11 +103,8 @@ class Control(Protocol[Command_contra, To]):
     news: PeerChanges
 
     def on(
-        self, what: Command_contra | FrameReceived[To] | FrameFailed[To] | Common, now_s: float
+        self, what: Command_contra | FrameReceived[To] | Common, now_s: float
     ) -> Sequence[Effect[To]]: ...
-
-    @property
-    def last_effects(self) -> Sequence[Effect[To]]: ...
 
     @property
     def wake_s(self) -> float: ...
@@ -268,10 +266,7 @@ class ControlThread(Generic[Command, To]):
         # none.
         try:
             if self.control.wake_s <= now_s:
-                try:
-                    self.control.on(Tick(), now_s)
-                finally:
-                    self._carry_out(self.control.last_effects)
+                self._carry_out(self.control.on(Tick(), now_s))
         finally:
             self._log_news(now_s)
 
@@ -289,26 +284,10 @@ class ControlThread(Generic[Command, To]):
             self.num_log_errors += 1
 
     def _take(self, what: Command | FrameReceived[To] | Common, now_s: float) -> None:
-        """Carries out the effects also before an exception."""
         try:
-            self.control.on(what, now_s)
+            self._carry_out(self.control.on(what, now_s))
         except Exception as error:
-            # A frame is a peer's word: its exception ends a room. All else is our own defect.
-            if isinstance(what, FrameReceived):
-                self._carry_out(self.control.last_effects)
-                self._fail_frame(what, error, now_s)
-            else:
-                self._failed(error)
-        # Also those from before an exception: they belong to other rooms, or the control object
-        # takes them for done.
-        self._carry_out(self.control.last_effects)
-
-    def _fail_frame(self, frame: FrameReceived[To], error: Exception, now_s: float) -> None:
-        self._log_error(error, "a frame from %r raised", frame.source)
-        try:
-            self.control.on(FrameFailed(frame, error), now_s)
-        except Exception as another:
-            self._log_error(another, "nor can its room be ended")
+            self._failed(error)
 
     def _carry_out(self, effects: Sequence[Effect[To]]) -> None:
         """Events for the scheduler first, then the others in order."""
@@ -336,6 +315,12 @@ class ControlThread(Generic[Command, To]):
         match effect:
             case SendFrame():
                 self.channel.send(effect.to, effect.raw)
+            case Raised(error, source):
+                # A frame is a peer's word: its exception ends a room. All else is our own defect.
+                if source is None:
+                    self._failed(error)
+                else:
+                    self._log_error(error, "a frame from %r raised", source)
             case WriteJob():
                 self.transport.write(effect)
             case Gather():

@@ -11,7 +11,6 @@ from prefixkv.addresses import is_loopback
 from prefixkv.config import PrefillConfig
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.prefill.control import PrefillControl
-from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.digest import check_digest
 from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, RequestError, shown
 from prefixkv.memory.kv_pool import KVPool
@@ -52,6 +51,7 @@ from prefixkv.runtime.transfers import (
     secret_number,
 )
 from prefixkv.settings import check_callable
+from prefixkv.staging.sender import StagingSlots
 from prefixkv.transport.interfaces import check_interface
 from prefixkv.transport.libraries import loaded_libraries
 

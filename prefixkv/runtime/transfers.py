@@ -46,7 +46,7 @@ MakeTransport = Callable[
     [PeerId, KVLayout, Sink, TransportConfig, StagingArea | None, StateLayout | None], Transport
 ]
 """Maker of a rank's transport: that of `TransportConfig.backend` (`transport.auto.make_transport`),
-or a fabric's of `prefixkv.testing`."""
+or one of tests."""
 
 
 def room_key(room: int, generation: int, decode: str = "") -> RoomKey:

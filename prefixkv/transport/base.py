@@ -1,7 +1,7 @@
 """The contract of a transport: it writes from our pool, staging area or state into a peer's, and
 reports how each write ended.
 
-`nixl/`, `shm/`, `auto.py` and `testing/fabric.py` keep it, and one test suite holds them to it. A
+`nixl/`, `shm/`, `auto.py` and the tests' fabric keep it, and one test suite holds them to it. A
 call queues and returns at once, from any thread. Events come through the `sink` given at
 construction, one call at a time, from a thread of the transport's own (in the fake: from the caller
 that steps it).

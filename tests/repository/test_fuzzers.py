@@ -18,8 +18,6 @@ SHORT = {
     "explore.py": ["--max-states", "300"],
     "frames.py": ["--frames", "3000"],
     "liveness.py": ["--seed", "7000", "--seconds", "3"],
-    "host_tier.py": ["--steps", "4000"],
-    "lock_leaks.py": ["--seconds", "3"],
     "mesh_pair.py": ["--seconds", "2", "--schedulers"],
     "pair.py": ["--seconds", "2", "--backend", "shm"],
     "radix.py": ["--seconds", "2"],

@@ -96,6 +96,7 @@ def test_what_is_in_the_waist_is_used_by_a_ring_or_is_for_engines_of_ones_own() 
     for_others = {
         "AdmissionPolicy", "register_admission",  # an admission policy of one's own
         "DecodeRank", "RankLog", "PrefillRank",  # an engine whose ranks are processes
+        "DecodeGroup", "PrefillGroup",  # one whose ranks are pools of one process
         "Transport",  # a transport of one's own
         "page_table",  # a batch's block table, for an engine's kernels
     }  # fmt: skip

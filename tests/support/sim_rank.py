@@ -16,7 +16,6 @@ from prefixkv.config import Backend, ControlConfig, TransportConfig
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.prefill.control import PrefillControl
-from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.memory.kv_layout import PageGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
@@ -28,11 +27,12 @@ from prefixkv.ranks.joined import pack_rank_events
 from prefixkv.ranks.row_log import RowFollower
 from prefixkv.runtime.copies import StagingCopies
 from prefixkv.staging.receiver import Scatter
-from prefixkv.staging.sender import Gather
-from prefixkv.testing.fabric import FakeFabric
+from prefixkv.staging.sender import Gather, StagingSlots
 from prefixkv.testing.hashing import Hashes
 from prefixkv.transport.base import WriteJob
 from prefixkv.transport.offers import split_offers
+from tests.support.control_effects import effects_of
+from tests.support.fabric import FakeFabric
 from tests.support.sim_memory import Buffer, Memory
 from tests.support.state_memory import StateMemory
 from tests.support.transport_pools import Zeros
@@ -216,7 +216,7 @@ class SimRank:
         self.take(self.inbox.popleft() if self.inbox else effects.Tick())
 
     def take(self, what: Any) -> None:
-        self.carry_out(self.control.on(what, self.world.now_s))
+        self.carry_out(effects_of(self.control, what, self.world.now_s))
 
     def leave(self) -> None:
         """Close in good order: the farewell may be lost."""
@@ -318,11 +318,10 @@ class PrefillRank(SimRank):
         control = self.control
         peers = control._peers.all()
         left: dict[str, Any] = {
-            "jobs": control._rooms.jobs, "unclaimed": control._rooms.unclaimed,
-            "aborts": control._aborts.all(),
+            "jobs": control._rooms.jobs, "awaited": control._tombs.awaited(),
             "parked": [peer.id for peer in peers if peer.num_parked],
-            "rooms of peers": [peer.id for peer in peers if peer.rooms],
-            "undrained": [peer.id for peer in peers if peer.claimed.num_undrained],
+            "rooms of peers": [peer.id for peer in peers if control._rooms.of(peer.id)],
+            "undrained": [peer.id for peer in peers if peer.num_promised],
             "in flight": self.world.fabric.in_flight(self.me),
             "unproven": self.transport._unproven,
         }  # fmt: skip

@@ -18,7 +18,6 @@ from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.testing.fabric import FakeFabric
 from prefixkv.transport.base import (
     Arrived,
     Sink,
@@ -29,6 +28,7 @@ from prefixkv.transport.base import (
     WriteJob,
 )
 from prefixkv.transport.shm.loop import Met
+from tests.support.fabric import FakeFabric
 from tests.support.patience import PATIENCE_S
 from tests.support.state_memory import StateMemory
 from tests.support.transport_pools import NumpyPool, Zeros, make_pool, shared_zeros

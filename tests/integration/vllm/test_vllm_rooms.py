@@ -11,15 +11,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.vllm_servers import MODEL, NotStartedError
-from tests.integration.vllm.bench import Count, Load, logged, vllm_bench_serve
 from tests.integration.vllm.rooms import (
-    BLOCK,
     DECODE_LEN,
     NAMES,
     PATHS,
@@ -29,7 +26,7 @@ from tests.integration.vllm.rooms import (
     is_same,
     new_prompt,
 )
-from tests.integration.vllm.test_vllm import PYTHON, until
+from tests.integration.vllm.test_vllm import BLOCK, PYTHON, until
 
 TOKENS, BLOCKS = 70, 3  # of a row's prompt
 OUT = 4
@@ -425,43 +422,6 @@ def test_many_leave_at_once(rooms: Rooms) -> None:
     until(lambda: rooms.decode.metrics()["vllm:generation_tokens_total"] > before, pause_s=0.02)
     for client in clients:
         client.leave()
-    check_after(rooms)
-
-
-# --- vLLM's own load generator -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("api", PATHS)
-def test_vllm_bench_serve(rooms: Rooms, api: str, tmp_path: Path) -> None:
-    """Streams at its defaults, all at once: no error, and it counts the tokens that the proxy's
-    request log and decode count."""
-    load = Load(num_prompts=12, prefix_len=2 * BLOCK, own_len=100, answer_len=12, seed=len(api))
-    rooms.settled()
-
-    def counted_by_decode() -> tuple[float, float]:
-        found = rooms.decode.metrics()
-        return found["vllm:prompt_tokens_total"], found["vllm:generation_tokens_total"]
-
-    sent, before, ids = rooms.blocks_sent(), counted_by_decode(), f"bench-{api}-"
-    told = vllm_bench_serve(api, rooms.port, PATHS[api], load, rooms.model, tmp_path, id_prefix=ids)
-    assert told == Count(12, 12 * load.prompt_len, 12 * load.answer_len)
-
-    def lines() -> list[dict[str, Any]]:
-        return logged(rooms.request_log, ids)
-
-    until(lambda: len(lines()) >= told.requests, state=lines)
-    assert [(line["outcome"], line["stream"]) for line in lines()] == [("finished", True)] * 12
-    ours = Count(
-        len(lines()), sum(line["prompt_tokens"] for line in lines()),
-        sum(line["output_tokens"] for line in lines()),
-    )  # fmt: skip
-    assert ours == told
-    rooms.settled()
-    after = counted_by_decode()
-    assert (after[0] - before[0], after[1] - before[1]) == (told.prompt, told.answer)
-    # All came by rooms: the blocks of each prompt's own words, and the prefix for one of them.
-    own = -(-load.own_len // BLOCK)
-    rooms.has_sent(sent + 2 + 12 * own)
     check_after(rooms)
 
 

@@ -19,7 +19,7 @@ from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
 from prefixkv.prefill.request import PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
-from prefixkv.protocol.commands import SendChunk
+from prefixkv.protocol.commands import AbortRoom, SendChunk
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from tests.laws.liveness.world import Prefill, World
@@ -137,7 +137,8 @@ def _refusals_are_lost(patch: Patch) -> None:
 
 
 def _aborts_are_lost(patch: Patch) -> None:
-    patch(PrefillControl, "_abort", lambda self, command, now_s: [])
+    inputs = {**PrefillControl.INPUTS, AbortRoom: lambda self, command, now_s: None}
+    patch(PrefillControl, "INPUTS", inputs)
 
 
 def _offers_stay(patch: Patch) -> None:
@@ -149,7 +150,7 @@ def _offers_end_unsaid(patch: Patch) -> None:
     """A decode worker that comes for an offer that was withdrawn hears nothing."""
 
     def close(self: Any, key: RoomKey, error: Exception, now_s: float) -> list[Any]:
-        ended = self._offers._open.pop(key.numbers, None) is not None
+        ended = self._offers.pop(key.numbers, None) is not None
         offered = RoomKey(*key.numbers)
         return [RoomEnded(offered, KVPoll.FAILED, error), SourceFree(offered)] if ended else []
 

@@ -22,7 +22,7 @@ from prefixkv.errors import (
 )
 from prefixkv.protocol.commands import MeetPrefill
 from prefixkv.protocol.ids import RoomKey
-from tests.laws.lock_machine import Event
+from tests.support.spelled import Event
 from tests.unit.decode.desk import Desk, OpenRoom, RefuseRoom
 
 POLICIES = ["hit_aware", "fifo", "priority"]

@@ -27,7 +27,7 @@ from prefixkv.protocol.commands import DeclineRoom
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
-from tests.laws.lock_machine import Event
+from tests.support.spelled import Event
 
 PAGE_SIZE = 4
 BROKEN = TransferError("broken")

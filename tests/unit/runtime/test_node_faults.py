@@ -105,21 +105,6 @@ def test_a_prefill_address_that_is_none(address: str) -> None:
         assert node.peers() == {}
 
 
-def test_a_prefill_that_comes_late() -> None:
-    """Decode knocks until somebody opens."""
-    address = lasting_address()
-    with lone_decode(QUICK) as decode:
-        decode.add(Request("r", tokens_of(1, 10), max_new_tokens=1, room=1000, prefill=address))
-        decode.pop_preallocated()
-        until(lambda: address in decode.peers())
-        with PrefillNode(make_pool(), PrefillConfig(bind=address, control=QUICK)) as prefill:
-            pair = NodePair(decode, prefill)
-            pair.d.prompts["r"], pair.d.prefix_lens["r"] = tokens_of(1, 10), []
-            pair.p.add("r", tokens_of(1, 10), 1000)
-            pair.run("r")
-            pair.check_at_rest()
-
-
 @pytest.mark.parametrize("side", ["decode", "prefill"])
 def test_an_engine_that_never_comes(clock: SkippableClock, make_pair: MakePair, side: str) -> None:
     """The one side's deadline ends it on the other too."""

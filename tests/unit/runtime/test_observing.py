@@ -19,15 +19,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import prefixkv
-from prefixkv.cache.events import EventBatch, page_keys
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.runtime import metrics
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.runtime.prefill_node import PrefillNode
-from prefixkv.serving.router import BoundedAffinityRouter
-from tests.laws.lock_machine import Event
 from tests.support.node_pair import NodePair, make_pool, tokens_of
+from tests.support.spelled import Event
 from tests.unit.decode.desk import Desk
 from tests.unit.runtime.conftest import QUICK, MakePair
 
@@ -154,30 +152,6 @@ def test_queues_by_what_is_waited_for() -> None:
     assert queues() == {"pages": 1, "running": 2}
     desk.finish(first, after=Event())
     assert queues() == {"pages": 1, "running": 1, "device": 1}
-
-
-def test_evictions_retractions_and_aborts_are_counted(make_pair: MakePair) -> None:
-    pair = make_pair(pool={"num_pages": 24}, decode={"reserve_tokens": 0})
-    for number in range(4):
-        submit(pair, f"r{number}", tokens_of(10 + number, 40))
-        pair.run(f"r{number}")
-    pair.p.hold = True
-    submit(pair, "aborted", tokens_of(1, 20))
-    pair.until(lambda: "aborted" in pair.p.computing)
-    pair.decode.abort("aborted")
-    pair.p.hold = False
-    pair.run("aborted")
-    scrape = Scrape(pair)
-    assert scrape.get("decode", "evicted_pages_total") == pair.decode.stats()["evicted_pages"] > 0
-    assert (
-        scrape.get("decode", "eviction_seconds_count") == pair.decode.evictions.cumulative()[-1] > 0
-    )
-    assert scrape.get("decode", "eviction_seconds_sum") > 0
-    assert (
-        scrape.get("decode", "transfers_total", peer=pair.prefill.endpoint, outcome="aborted") == 1
-    )
-    assert scrape.get("decode", "requests_total", outcome="aborted") == 1
-    assert scrape.get("decode", "retractions_total") == scrape.get("decode", "retries_total") == 0
 
 
 def test_scrapes_from_another_thread_while_requests_run(pair: NodePair) -> None:
@@ -318,30 +292,3 @@ def test_every_counter_is_in_the_stats_from_the_start(pair: NodePair) -> None:
     submit(pair, "a", tokens_of(1, 40))
     pair.run("a")
     assert [node.stats().keys() for node in (pair.decode, pair.prefill)] == fresh
-
-
-def test_a_router_follows_a_node(pair: NodePair) -> None:
-    router = BoundedAffinityRouter(expect_s=0)
-    router.add_worker("elsewhere")
-    router.add_worker(pair.decode.peer_id.name)
-
-    def told() -> EventBatch:
-        return EventBatch.decode(pair.decode.take_cache_events().encode())
-
-    prompt = tokens_of(1, 40)
-    assert router.apply(told())
-    submit(pair, "a", prompt)
-    pair.run("a")
-    assert router.apply(told())
-    keys = page_keys(prompt.tobytes(), PAGE_SIZE)
-    route = router.route(keys, 0.0)
-    assert (route.worker, route.matched_pages) == (pair.decode.peer_id.name, 10)
-    told()  # lost
-    submit(pair, "b", tokens_of(2, 40))
-    pair.run("b")
-    assert not router.apply(told())
-    assert router.apply(pair.decode.take_cache_events(snapshot=True))
-    assert router.route(page_keys(tokens_of(2, 40).tobytes(), PAGE_SIZE), 0.0).matched_pages == 10
-    pair.decode.flush()
-    assert router.apply(told())
-    assert router.route(keys, 0.0).matched_pages == 0

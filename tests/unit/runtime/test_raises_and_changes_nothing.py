@@ -295,22 +295,6 @@ def test_whatever_is_handed_over(story: Story, data: st.DataObject) -> None:
     story.finish()
 
 
-@pytest.mark.slow
-@settings(
-    max_examples=EXAMPLES, deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
-@given(data=st.data())
-def test_whatever_is_handed_over_at_length(story: Story, data: st.DataObject) -> None:
-    story.begin()
-    for _ in range(data.draw(st.integers(0, 6))):
-        story.step()
-        story.decode.wait(0.002)
-    for _ in range(10):
-        _hand_over(story, data)
-    story.finish()
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"aux": "text"}, {"aux": 7}, {"aux": [1]}, {"aux": bytes(70_000)}, {"ready": object()},

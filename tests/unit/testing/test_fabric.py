@@ -13,8 +13,8 @@ from prefixkv.config import TransportConfig
 from prefixkv.errors import InternalError
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.testing.fabric import FakeDisconnectError, FakeFabric
 from prefixkv.transport.base import Arrived, PeerUnreachable, WriteDone, WriteFailed
+from tests.support.fabric import FakeDisconnectError, FakeFabric
 from tests.support.transport_driver import Node, Staging
 from tests.support.transport_pools import Shape, make_pool
 

@@ -20,46 +20,41 @@ from typing import Literal
 import numpy as np
 
 from prefixkv import TransportConfig
-from prefixkv.spi import (
-    BLOCK_BYTES,
+from prefixkv.errors import (
     AbortedError,
-    ActiveJob,
-    Arrived,
     CallerError,
-    ChunkTag,
     ClosedError,
     HandshakeError,
     InternalError,
-    JobTable,
-    KVLayout,
-    Outbox,
-    Pages,
-    Part,
-    PeerId,
     PeerLostError,
-    PeerMemory,
-    PeerUnreachable,
-    Routes,
-    RunTable,
-    Settled,
-    Shard,
-    Sink,
-    StagingArea,
-    StateLayout,
-    StateLink,
     TransferError,
+)
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.state_layout import StateLayout, StateLink
+from prefixkv.paging import Pages
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.transfer import RoomKey
+from prefixkv.transport.base import (
+    Arrived,
+    PeerUnreachable,
+    Settled,
+    Sink,
     TransportEvent,
     WriteDrained,
     WriteFailed,
     WriteJob,
-    part_indices,
-    routes_to,
 )
-from prefixkv.testing.faults import Action as Action
-from prefixkv.testing.faults import Choice, Fault, Predicate
-from prefixkv.testing.faults import FakeDisconnectError as FakeDisconnectError
-from prefixkv.testing.faults import Hold as Hold
-from prefixkv.transfer import RoomKey
+from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
+from prefixkv.transport.parts import Part, part_indices
+from prefixkv.transport.routes import PeerMemory, Routes, routes_to
+from prefixkv.transport.runs import RunTable
+from tests.support.fabric_actions import Action as Action
+from tests.support.fabric_actions import Choice, Fault, Predicate
+from tests.support.fabric_actions import FakeDisconnectError as FakeDisconnectError
+from tests.support.fabric_actions import Hold as Hold
 
 Guard = Callable[[PeerId, RoomKey, Pages], None]
 StagingGuard = Callable[[PeerId, ChunkTag, Pages], None]

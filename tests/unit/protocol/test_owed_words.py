@@ -1,4 +1,4 @@
-"""A room that decode refuses: it ends once, by an answer, by our word or by time, and takes
+"""A room that owes prefill a word: it is over once, by an answer, by our word or by time, and takes
 everything a peer may say."""
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.errors import AbortedError, InternalError
-from prefixkv.protocol.events import RoomDrained
-from prefixkv.protocol.messages import Abort, Outcome
+from prefixkv.errors import AbortedError
+from prefixkv.protocol.events import RoomDrained, RoomEnded
+from prefixkv.protocol.messages import Abort, Outcome, OutcomeAck
 from prefixkv.protocol.receiver_machine import (
     ChunkLanded,
     DrainedSaid,
@@ -20,11 +20,11 @@ from prefixkv.protocol.receiver_machine import (
     OutcomeSaid,
     PeerReady,
     PromiseAcked,
+    ReceiverMachine,
     RoomTick,
     SendToRank,
 )
-from prefixkv.protocol.refusal_machine import RefusalMachine
-from tests.unit.protocol.rooms import KEY, TIMING
+from tests.unit.protocol.rooms import KEY, TIMING, promise, refusal
 
 MEANS_NOTHING = [
     PromiseAcked(0),
@@ -37,31 +37,41 @@ EVENTS = [
 ]  # fmt: skip
 
 
-def refusal(reports_end: bool = True) -> RefusalMachine:
-    return RefusalMachine(KEY, 9, "why", TIMING, 0.0, reports_end=reports_end)
+def owed(is_refusal: bool) -> ReceiverMachine:
+    """A room that owes prefill a word: refused, or aborted before any rank knew of it."""
+    if is_refusal:
+        return refusal()
+    machine = ReceiverMachine(promise(), TIMING, 0.0)
+    ended = machine.on(Fail(AbortedError("why")), 0.0)
+    assert [type(action) for action in ended] == [RoomEnded, RoomDrained]
+    return machine
 
 
 @given(st.booleans(), st.lists(st.tuples(st.sampled_from(EVENTS), st.floats(0, 2)), max_size=20))
 def test_any_sequence_ends_it_once_and_time_ends_it_at_last(
-    reports_end: bool, events: list[tuple[Any, float]]
+    is_refusal: bool, events: list[tuple[Any, float]]
 ) -> None:
-    machine, now_s, unanswered = refusal(reports_end), 0.0, {0, 1}
+    machine, now_s, unanswered = owed(is_refusal), 0.0, {0, 1}
     said = machine.on(PeerReady((0, 1)), now_s)
-    assert said == [SendToRank(rank, Abort(*KEY.numbers, "why", 9)) for rank in (0, 1)]
+    abort = Abort(*KEY.numbers, "why", machine.ticket)
+    assert said == [SendToRank(rank, abort) for rank in (0, 1)]
     ends = 0
     for event, after_s in [*events, (RoomTick(), 1000.0)]:
         now_s += after_s
         was_over = machine.over
         actions = machine.on(event, now_s)
         ends += machine.over and not was_over
-        if was_over or event in MEANS_NOTHING:
+        if event in MEANS_NOTHING:
+            assert [a for a in actions if not isinstance(a.body, OutcomeAck)] == []
+            continue
+        if was_over:
             assert actions == []
         if isinstance(event, DrainedSaid | FencedOff):
             unanswered.discard(event.rank)
         words = [action for action in actions if isinstance(action, SendToRank)]
         assert {word.rank for word in words} in (set(), unanswered), "an answered rank is told"
         assert [a for a in actions if isinstance(a, RoomDrained)] == [RoomDrained(KEY)] * (
-            reports_end and machine.over and not was_over
+            is_refusal and machine.over and not was_over
         )
         assert machine.over or (unanswered and machine.wake_s <= TIMING.bootstrap_timeout_s)
     assert ends == 1
@@ -74,5 +84,5 @@ def test_its_ranks_are_made_known_once(over: bool) -> None:
     machine.on(PeerReady((0,)), 0.0)
     if over:
         machine.on(DrainedSaid(0), 0.0)
-    with pytest.raises(InternalError, match="PeerReady must not come in FAILED"):
-        machine.on(PeerReady((0,)), 0.0)
+    assert machine.on(PeerReady((0,)), 0.0) == []
+    assert machine.over is over

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from prefixkv.spi import ChunkTag, PeerId
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.tags import ChunkTag
 
 Kind = Literal["event", "connect", "post", "land", "complete", "fail", "notify", "renew"]
 

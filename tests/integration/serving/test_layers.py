@@ -1,4 +1,5 @@
-"""`prefixkv serve FOLDER` with models that have sliding windows, as processes with small pools."""
+"""`prefixkv serve FOLDER` with models that have recurrent layers, and with sliding windows, as
+processes with small pools."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.support.served import Serve, Served, at_rest, client_of
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return folder_maker(tmp_path_factory.mktemp("windows"))
+    return folder_maker(tmp_path_factory.mktemp("layers"))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def served(folders: Any) -> Iterator[Callable[..., Serve]]:
 
 
 SERVED = pytest.mark.parametrize(
-    ("family", "backend"), [("gpt_oss", "shm"), ("gemma3_text", "nixl")]
+    ("family", "backend"), [("qwen3_next", "shm"), ("gpt_oss", "shm"), ("gemma3_text", "nixl")]
 )
 
 
@@ -39,7 +40,8 @@ SERVED = pytest.mark.parametrize(
 def test_turns_are_answered_as_generate_does_and_hit(
     folders: Any, served: Callable[..., Serve], family: str, backend: str
 ) -> None:
-    """Log-probabilities too, which tell a window that is not right where words do not."""
+    """Log-probabilities too, which tell a state or a window that is not right where words do not.
+    Over memory that prefill maps, and over NIXL."""
     expected, serve = folders(family)[1], served(family, backend)
     with client_of(serve) as client:
         talk = [{"role": "user", "content": "Please, tell me of the sea and its boats."}]
@@ -47,25 +49,24 @@ def test_turns_are_answered_as_generate_does_and_hit(
         for turn in range(3):
             answer = say(client, talk, 20, logprobs=True)
             said, prompt = answer.choices[0].message.content, expected.texts.chat(talk)
-            assert said == expected.chat(talk, 20)
             tokens = expected.tokens(prompt, 20)
+            assert said == expected.text(tokens)
             rows = expected.logprobs([*prompt, *tokens])[len(prompt) - 1 :]
             given = [one.logprob for one in answer.choices[0].logprobs.content]
             wanted = [row[token] for row, token in zip(rows, tokens, strict=False)]
             assert len(given) >= len(tokens) - 1  # an end token is not shown
             assert np.abs(np.array(given) - wanted[: len(given)]).max() < 1e-3
-            usage = answer.usage
-            hit = usage.prefixkv["decode_hit_tokens"]
-            assert usage.prompt_tokens_details.cached_tokens == hit
+            hit = answer.usage.prefixkv["decode_hit_tokens"]
+            assert answer.usage.prompt_tokens_details.cached_tokens == hit
             assert (hit > 0) == (turn > 0)
             # Prefill goes on behind the prompt before, in whole pages.
-            assert usage.prefixkv["prefill_hit_tokens"] == before // 8 * 8
+            assert answer.usage.prefixkv["prefill_hit_tokens"] == before // 8 * 8
             talk += [
                 {"role": "assistant", "content": said}, {"role": "user", "content": "And?"},
             ]  # fmt: skip
             before = len(prompt)
     at_rest(serve)
-    for role in ("decode", "prefill"):
+    for role in ("decode", "prefill") if backend == "nixl" else ():
         figures, node = serve.figures(f"{role}-0"), f'node="{role}-0"'
         pages = {
             state: figures[f'prefixkv_window_pages{{group="sliding",{node},state="{state}"}}']
@@ -76,30 +77,28 @@ def test_turns_are_answered_as_generate_does_and_hit(
 
 
 @pytest.mark.slow
-@SERVED
-def test_prefill_computes_little_more_than_what_is_new(
-    folders: Any, served: Callable[..., Serve], family: str, backend: str
+@pytest.mark.parametrize(
+    ("family", "below", "more"),
+    [
+        ("qwen3_next", 0, ()),
+        ("nemotron_h", 0, ()),
+        ("granitemoehybrid", 40, ("--host-memory", "8x")),
+        ("gemma3_text", 0, ("--host-memory", "8x", "--prefill-window-pages", "60",
+                            "--decode-window-pages", "18")),
+        ("gpt_oss", 40, ("--host-memory", "8x", "--prefill-window-pages", "60",
+                         "--decode-window-pages", "90")),
+    ],
+)  # fmt: skip
+def test_twenty_conversations_in_small_pools(
+    folders: Any, family: str, below: int, more: tuple[str, ...]
 ) -> None:
-    """In later turns, where each conversation may have its checkpoint: hardly a tenth, and less
-    than a page for each answer."""
-    serve = served(family, backend)
-    hit, computed, new = converse(serve, folders(family)[1], 1)
-    at_rest(serve)
-    assert hit > 0
-    assert new <= computed < 1.1 * new + 8 * 80
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "below"), [("gemma3_text", 0), ("gpt_oss", 40)])
-def test_twenty_conversations_in_small_pools(folders: Any, family: str, below: int) -> None:
     """With pools that evict, windows for a few requests, fewer checkpoints than conversations, and
     clients that leave: every answer is `generate`'s. Also where decode computes what lacks few
     tokens, which takes windows for a chunk, and with host memory."""
     folder, expected = folders(family)
     pools = (
         "--prefill-pages", "150", "--decode-pages", "120", "--checkpoints", "14",
-        "--prefill-window-pages", "60", "--compute-below", str(below),
-        "--decode-window-pages", "90" if below else "18", "--host-memory", "8x",
+        "--compute-below", str(below), *more,
     )  # fmt: skip
     with serve_folder(folder, *SIZES, *pools) as serve:
         hit, _, _ = converse(serve, expected, len(family), leave=0.2)
@@ -108,7 +107,8 @@ def test_twenty_conversations_in_small_pools(folders: Any, family: str, below: i
         ]  # fmt: skip
         figures = serve.figures("decode-0")
         computed = figures['prefixkv_computed_requests_total{node="decode-0"}']
-        assert figures['prefixkv_host_hit_tokens_total{node="decode-0"}'] > 0
+        if "--host-memory" in more:
+            assert figures['prefixkv_host_hit_tokens_total{node="decode-0"}'] > 0
         at_rest(serve)
     assert hit > 0
     assert all(evicted)
@@ -116,9 +116,14 @@ def test_twenty_conversations_in_small_pools(folders: Any, family: str, below: i
 
 
 @pytest.mark.slow
-def test_a_model_without_windows_has_no_pages_of_them() -> None:
-    with Served("worker", "decode", "--window-pages", "4") as worker:
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("prefill --checkpoints 4", "checkpoints: 4 are of states"),
+        ("decode --window-pages 4", "window_pages: 4 are of layers with a window, and the model"),
+    ],
+)
+def test_a_model_without_states_and_windows_takes_no_memory_for_them(words: str, why: str) -> None:
+    with Served("worker", *words.split()) as worker:
         assert worker.ended() != 0
-        assert "window_pages: 4 are of layers with a window, and the model has none" in (
-            worker.shown()
-        )
+        assert why in worker.shown()
