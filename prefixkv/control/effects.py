@@ -7,10 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.mesh import Shard
-from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLink
+from prefixkv.config import Way
 from prefixkv.protocol.commands import DecodeCommand, PrefillCommand
 from prefixkv.protocol.events import DecodeEvent, PrefillEvent, WorkerEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
@@ -20,6 +17,7 @@ from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import (
     Arrived,
+    PeerMemory,
     PeerUnreachable,
     Settled,
     WriteDone,
@@ -160,20 +158,18 @@ class Examine(msgspec.Struct, frozen=True):
 
 
 class AddPeer(msgspec.Struct, frozen=True, kw_only=True):
-    """Make the peer's pool a target of our transport.
+    """Make the peer's pool a target of the transport `way`, and of no other one.
 
-    `parts` are the shards that match: what of ours is written, and where in the peer's pool. If
-    `staged`, slices are gathered in unit pages of `unit_tokens` tokens and written to `staging`.
+    If `staged`, slices are gathered in unit pages of `unit_tokens` tokens and written to its
+    staging area.
     """
 
     peer: PeerId
     metadata: bytes
-    layout: KVLayout
-    parts: tuple[Shard, Shard]
+    memory: PeerMemory
     unit_tokens: int
-    staging: StagingArea | None = None
+    way: Way = "nixl"
     staged: bool = False
-    state: StateLink | None = None
 
 
 class RemovePeer(msgspec.Struct, frozen=True):

@@ -2,8 +2,8 @@
 
 It asks the control plane for rooms (`take_commands`), and hears of them by `room_ended`,
 `room_drained` and `room_overdue`. States and ends of requests are here. The rest is of its parts:
-`prealloc_queue.py`, `targets.py`, `asking.py`, `compute_choice.py`, `transfer_queue.py`,
-`flight_ends.py`, `growth.py`.
+`prealloc_queue.py`, `attempts.py`, `compute_choice.py`, `inflight.py`, `ending.py`,
+`growth.py`.
 
 Source: SGLang's decode queues (`disaggregation/decode.py`), with the names of its pops.
 """
@@ -20,21 +20,18 @@ from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_key import token_list
 from prefixkv.cache.results import PrefixLock
 from prefixkv.config import Retarget, check_version
-from prefixkv.decode.asking import Asking
+from prefixkv.decode.attempts import Attempts
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.compute_choice import ComputeChoice
 from prefixkv.decode.computing import Computing
-from prefixkv.decode.deferred import Deferred, not_done
-from prefixkv.decode.flight_ends import FlightEnds
+from prefixkv.decode.ending import Deferred, FlightEnds, not_done
 from prefixkv.decode.growth import BatchGrowth
 from prefixkv.decode.host_tier import HostTier
-from prefixkv.decode.inflight import InFlight
+from prefixkv.decode.inflight import DecodeTransferQueue, InFlight
 from prefixkv.decode.journal import DecodeJournal
-from prefixkv.decode.lanes import ALONE, Lanes
-from prefixkv.decode.prealloc_queue import DecodePreallocQueue
-from prefixkv.decode.prospects import Prospects
-from prefixkv.decode.refusals import Refusals
+from prefixkv.decode.ledger import Ledger
+from prefixkv.decode.prealloc_queue import AdmissionOptions, DecodePreallocQueue
 from prefixkv.decode.request import (
     CAN_RUN,
     CUT_SHORT,
@@ -43,12 +40,10 @@ from prefixkv.decode.request import (
     PrefillAsk,
     Retries,
 )
-from prefixkv.decode.room_numbers import RoomNumbers
-from prefixkv.decode.shares import PrefillShares
+from prefixkv.decode.rooms import Rooms
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
-from prefixkv.decode.targets import PrefillTargets
-from prefixkv.decode.transfer_queue import DecodeTransferQueue
+from prefixkv.decode.workers import ALONE, Workers
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
@@ -91,8 +86,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         it was being computed    drop             own pages freed, once the device is done
 
     Args:
-        lanes: which prefill workers answer; None: all. With gated lanes `MeetPrefill` asks about
-            each, and `prefill_ready`, `prefill_away` and `prefill_lost` answer.
+        workers: the prefill workers; None: all answer, and there are no shares. Where they are
+            gated, `MeetPrefill` asks about each, and `prefill_ready`, `prefill_away` and
+            `prefill_lost` answer.
         ticket: draws a number for each use of a room, never twice the same. In a service no other
             process may guess it. None: they are counted.
         sources: decides what the engine computes itself; None: nothing. With `ask` "late",
@@ -112,8 +108,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         admission: str | Admission = DEFAULT_ADMISSION,
         patience_s: float = math.inf,
         waiting_timeout_s: float = math.inf,
-        shares: PrefillShares | None = None,
-        lanes: Lanes | None = None,
+        workers: Workers | None = None,
         protect_waiting: bool = True,
         name: str = "",
         ticket: Callable[[], int] | None = None,
@@ -126,12 +121,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.sources = sources or Sources()
         self.journal = DecodeJournal()
         super().__init__(pages, self.journal, weights_version)
-        # Pages: what is promised away, what is on its way, what waits for the device. The prospects
-        # read all of these, so they are built last.
+        # Pages: what is promised away, what is on its way, what waits for the device.
         self.budget = PreallocBudget(pages_for(reserve_tokens, pages.page_size))
         self.flights = InFlight(pages.page_size)
-        self.shares = shares or PrefillShares()
-        self.lanes = lanes or Lanes()
+        self.workers = workers or Workers()
         # A write leaves a page to each request that runs, for its next token.
         self.host: HostTier[PrefixLock] | None = None
         if host is not None:
@@ -142,49 +135,36 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.points: DecodeCheckpoints | None = None
         if pages.checkpoints is not None and self.sources.config is not None:
             self.points = DecodeCheckpoints(pages, checkpoint_tokens)
-        self._deferred = Deferred(pages, self._queue_again, self.host, self.points)
-        self._growth = BatchGrowth(pages, self.budget, self.journal, self._deferred, self.requests)
-        # Rooms outlive requests: a number stays in use until the control plane has proved that its
-        # room is drained, so that two requests never share one.
-        self.rooms = RoomNumbers()
         self.arriving = DecodeTransferQueue(pages, self.flights)
         self.computing = Computing(self.sources, pages.windows)
-        self.choice = ComputeChoice(
-            pages, self.sources, self.computing, self.flights, self.arriving, self.budget,
-            self.points, self.host, self.counters,
+        self.ledger = Ledger(
+            pages=pages, budget=self.budget, flights=self.flights, arriving=self.arriving,
+            workers=self.workers, sources=self.sources, computing=self.computing, host=self.host,
+            points=self.points, journal=self.journal,
         )  # fmt: skip
-        self.prospects = Prospects(
-            pages, self.shares, self.lanes, self.flights, self._deferred.stuck_pages, self.host
-        )
+        self._deferred = Deferred(self.ledger, self._queue_again)
+        self._growth = BatchGrowth(self.ledger, self._deferred, self.requests)
+        self.choice = ComputeChoice(self.ledger)
         # The queues, in the order in which a request passes through them: waiting, arriving.
         # `requests` (of the base class) has every live request, in whichever of the two it is, or
         # running.
-        self.waiting = DecodePreallocQueue(
-            pages, self.budget, self.flights, reserve_tokens, self.shares, self.lanes,
-            self.prospects, policy=admission, patience_s=patience_s,
+        options = AdmissionOptions(
+            reserve_tokens=reserve_tokens, policy=admission, patience_s=patience_s,
             waiting_timeout_s=waiting_timeout_s, protect=protect_waiting,
-            computes=self.sources.config is not None, host=self.host, sources=self.sources,
-            points=self.points, chooses_here=self.choice.takes_from_checkpoint,
         )  # fmt: skip
+        self.waiting = DecodePreallocQueue(
+            self.ledger, options, self._deferred, self.choice.takes_from_checkpoint
+        )
         self._max_waiting = max_waiting
-        # What tells prefill, and decides what it is told. Commands and asks go to one list each.
-        self._asks: list[PrefillAsk] = []
-        draw = ticket or count(1).__next__
-        self._refusals = Refusals(self.rooms, self._commands, draw, self.counters)
-        self._targets = PrefillTargets(
-            self.lanes, self.shares, self.waiting, self.choice, self.sources, self._refusals,
-            Retries(max_retries, retarget, pages.errors), self._commands, self.counters,
+        # What tells prefill, and decides what it is told. Rooms outlive requests: a number stays in
+        # use until the control plane has proved that its room is drained, so that two requests
+        # never share one.
+        self.rooms = Rooms(self._commands, ticket or count(1).__next__, self.counters)
+        self._attempts = Attempts(
+            self.ledger, self.rooms, self.waiting, self.choice,
+            Retries(max_retries, retarget, pages.errors), name,
         )  # fmt: skip
-        self._asking = Asking(
-            pages, self.flights, self.arriving, self.shares, self.lanes, self.choice, self.sources,
-            self._targets, self._refusals, self.points, self.journal, name, self._commands,
-            self._asks, draw,
-        )  # fmt: skip
-        self._ends = FlightEnds(
-            pages, self.flights, self.arriving, self.shares, self.rooms, self.sources,
-            self.computing, self.points, self.host, self._commands, self.journal.transfer_ended,
-            self._ask_again, self.counters,
-        )  # fmt: skip
+        self._ends = FlightEnds(self.ledger, self.rooms, self._ask_again)
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
 
     # --- calls of the engine ----------------------------------------------------------------------
@@ -209,7 +189,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if most > MAX_PAGES:
             raise RequestError(f"may need {most} pages, a promise names at most {MAX_PAGES}")
         self._check_can_open(request)
-        self._targets.check_holds(request.rid, most_tokens, request.prefill)
+        self._attempts.check_holds(request.rid, most_tokens, request.prefill)
         if len(self.waiting) >= self._max_waiting:
             raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")
         req = DecodeRequest(request, self.pages, now_s)
@@ -217,14 +197,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # which may raise: nothing else is noted then, and nothing has to be undone.
         self.waiting.add(req)
         if request.prefill:
-            self.shares.name(request.prefill)
             req.name_prompt(self.waiting.match_of(req))
         self.requests[req.rid] = req
         self.rooms.add(req.room)
         self._note_deadline(req)
-        self._targets.meet(req.prefill)
-        if self.lanes.is_down(req.prefill):
-            self._targets.go_alone(req)
+        self._attempts.meet(req.prefill)
+        if self.workers.is_down(req.prefill):
+            self._attempts.go_alone(req)
         return req
 
     def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
@@ -262,10 +241,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._end(req, DecodeState.FAILED, error, now_s)
         # 3. Open the rooms. `ask` may find that nothing is to be sent; then the flight is complete
         # at once.
-        for load in self.waiting.take_loads():
-            self.arriving.add_load(load)
         asked = self.waiting.take_admitted()
-        hopeless = [req for req in asked if not self._asking.ask(req, self.weights_version, now_s)]
+        hopeless = [
+            req for req in asked if not self._attempts.ask(req, self.weights_version, now_s)
+        ]
         # Only now, when each flight is on its way: those that joined one of these end with it.
         for req in hopeless:
             if req.state is DecodeState.PREALLOCATED:
@@ -431,8 +410,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
         """Return prompts that the engine should submit to a prefill worker again."""
-        asks = [*self._asks]
-        del self._asks[:]
+        asks, self._attempts.asks = self._attempts.asks, []
         return asks
 
     def append_many(
@@ -587,7 +565,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"request {rid!r} is on its way from {req.prefill!r}")
         if prefill == req.prefill:
             return
-        self._targets.retarget(req, prefill)
+        self._attempts.retarget(req, prefill)
 
     def refuse(self, request: Request, error: Exception) -> None:
         """Tell prefill at once that this request will not be taken, as after a refusal by `add`;
@@ -599,9 +577,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_request(request)
         check_error(error)
         key = RoomKey(request.room, request.generation)
-        is_new = key not in self._refusals.unanswered
-        is_free = self._check_can_open(request, to_refuse=is_new)
-        self._refusals.note(key, request.prefill, error, request.digest, is_free)
+        self._check_can_open(request, to_refuse=key not in self.rooms.unanswered)
+        self.rooms.note(key, request.prefill, error, request.digest)
 
     def flush(self) -> int:
         """Empty the cache after a weight update. Return the number of pages freed at once. Requests
@@ -661,14 +638,20 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def has_results(self) -> bool:
         """True if a `pop_*` call returns something, or may admit. O(1)."""
         complete = self.arriving.num_complete
-        if self._failed or self._asks or complete or self.waiting.may_admit:
+        if self._failed or self._attempts.asks or complete or self.waiting.may_admit:
             return True
         return bool(self.computing.new(self.arriving.local))
 
     @property
     def idle(self) -> bool:
         """True if nothing is left: no request, nothing to pop, no undrained room. O(1)."""
-        left = self.requests, self._failed, self._asks, self._deferred, self.rooms.any_undrained
+        left = (
+            self.requests,
+            self._failed,
+            self._attempts.asks,
+            self._deferred,
+            self.rooms.any_undrained,
+        )
         return not any(left) and not len(self.flights) and not self.host
 
     @property
@@ -689,7 +672,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # 1. Success. If its flight is gone, or has lost its owner, the room number is what still
         # waits for the proof that every write has landed.
         if poll is KVPoll.SUCCESS:
-            flight = self._asking.answered(key, aux, now_s)
+            flight = self._attempts.answered(key, aux, now_s)
             if flight is None or flight.owner is None:
                 self.room_drained(key)
             return
@@ -710,49 +693,49 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._try_again(req, error, now_s)
 
     def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
-        """Open the lane of a prefill worker, and fail the requests that its pool of `max_tokens`
-        cannot hold, before any page is promised. 0 if the worker does not say."""
-        lane = self.lanes.get(address)
-        if lane is None:
+        """A prefill worker answers. Fail its requests that its pool of `max_tokens` cannot hold,
+        before any page is promised. 0 if the worker does not say."""
+        worker = self.workers.get(address)
+        if worker is None:
             return
-        self.lanes.ready(lane, max_tokens)
+        self.waiting.opens(worker, max_tokens)
         # Requests that went alone, and were not admitted since, need not be computed here.
         for req in self.waiting.at(ALONE):
             if req.prefill == address:
-                self._targets.come_back(req)
+                self._attempts.come_back(req)
         for req in self.waiting.at(address):
             try:
-                self._targets.check_still_holds(req, address)
+                self._attempts.check_still_holds(req, address)
             except RequestError as error:
                 self._end(req, DecodeState.FAILED, error, now_s)
 
     def prefill_away(self, address: str, now_s: float) -> None:
-        """Close the lane of a worker that does not answer: its requests hold up no others."""
-        lane = self.lanes.get(address)
-        if lane is None:
+        """A worker does not answer any more: its requests hold up no others."""
+        worker = self.workers.get(address)
+        if worker is None:
             return
-        self.lanes.away(lane, now_s)
+        self.waiting.closes(worker, now_s)
         if self.sources.config is None:
             return
         if self.sources.fails_over:
             self._recall(address, now_s)
         for req in self.waiting.at(address):
-            self._targets.go_alone(req)
+            self._attempts.go_alone(req)
 
     def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
         """Try again, or fail, requests for an address where no worker answers, or one is
         refused."""
-        lane = self.lanes.get(address)
-        if lane is None:
+        worker = self.workers.get(address)
+        if worker is None:
             return
-        self.lanes.away(lane, now_s)
+        self.waiting.closes(worker, now_s)
         # Before the requests try again: one that comes back to this address has to ask for it once
         # more.
-        lane.is_met = False
+        worker.is_met = False
         for req in self.waiting.at(address):
             self._retry_unanswered(req, error, now_s)
-        # Last, since each request that leaves may be the one that makes the lane idle.
-        self.lanes.forget_if_idle(lane)
+        # Last, since each request that leaves may be the one that makes the worker idle.
+        self.workers.forget_if_idle(worker)
 
     def take_copies(self) -> list[HostCopy]:
         """Return the copies to be made between pool and host memory, and forget them; `copy_ended`
@@ -785,11 +768,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def room_drained(self, key: RoomKey) -> None:
         """Release a room's held pages and its number: no write can land there any more."""
-        self.shares.release(key)
+        self.workers.release(key)
         self.pages.release(key)
         self.rooms.drained(key)
-        if self._refusals.unanswered:
-            self._refusals.drained(key)
 
     def room_overdue(self, key: RoomKey) -> None:
         """Quarantine a room's pages: it is not drained by its deadline. They stay held."""
@@ -819,21 +800,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.budget.check_invariants()
         self.waiting.check_invariants()
         self.arriving.check_invariants()
-        self._refusals.check_invariants()
+        self.rooms.check_invariants()
         self.choice.check_invariants()
         if self.host is not None:
             self.host.check_invariants()
         check_decode(
-            self.pages,
-            self.budget,
-            self.flights,
+            self.ledger,
             self.rooms,
-            self.shares,
             waiting=self.waiting,
             requests=self.requests.values(),
             deferred=[*self._deferred.requests(), *self.computing.left],
-            host=self.host,
-            points=self.points,
         )
 
     # --- admission --------------------------------------------------------------------------------
@@ -844,7 +820,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _try_again(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
         """Ask prefill again after a failed transfer; else fail the request."""
-        last = self._targets.next_attempt(req, error)
+        last = self._attempts.next_attempt(req, error)
         if last is None:
             self._ask_again(req)
         else:
@@ -885,7 +861,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
             self.waiting.remove(req)
             if before is DecodeState.QUEUED:  # else no prefill worker waits for it
-                self._targets.refuse_waiting(req, error)
+                self._attempts.refuse_waiting(req, error)
         self._leave(req, now_s)
 
     def _cut_short(
@@ -913,11 +889,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if req.pages_held is not None:
             self.computing.leave(req)
 
-    def _check_can_open(self, request: Request, to_refuse: bool = False) -> bool:
-        """Return True if the room of `request` is free. Raise RequestError if it cannot be taken.
-        With `to_refuse` a room that is not drained yet gives False."""
-        is_free = request.room not in self.rooms
-        if not is_free and not (to_refuse and not self.rooms.is_live(request.room)):
+    def _check_can_open(self, request: Request, to_refuse: bool = False) -> None:
+        """Raise RequestError if the room of `request` cannot be taken; or refused, which it can be
+        while it is not drained yet."""
+        if request.room in self.rooms and (not to_refuse or self.rooms.is_live(request.room)):
             raise RequestError(f"room {request.room} is in use")
         # Decode may carry on without any prefill worker, where it is told so.
         if request.prefill or to_refuse or not self.sources.fails_over or not request.may_compute:
@@ -925,7 +900,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if request.decode not in ("", self.name):
             named = f"{request.decode!r}, this one is {self.name!r}"
             raise RequestError(f"request {request.rid!r} is for decode worker {named}")
-        return is_free
 
     def _ask_again(self, req: DecodeRequest) -> None:
         if req.state is not DecodeState.RETRACTED:  # else it was not admitted since
@@ -943,14 +917,14 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.fill_len = req.kv_len
         req.prefix_len = 0
         self.waiting.add(req, first=True)
-        self._targets.meet(req.prefill)
-        if self.lanes.is_down(req.prefill):
-            self._targets.go_alone(req)
+        self._attempts.meet(req.prefill)
+        if self.workers.is_down(req.prefill):
+            self._attempts.go_alone(req)
 
     def _leave(self, req: DecodeRequest, now_s: float) -> None:
         self.budget.stop(req.rid)
         self._deadlines.forget(req)
-        # The number stays in use where a room of it is not drained; see `RoomNumbers`.
+        # The number stays in use where a room of it is not drained; see `Rooms`.
         self.rooms.remove(req.room)
         self.requests.pop(req.rid, None)
         self.journal.ended(req, now_s)

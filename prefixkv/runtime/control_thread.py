@@ -16,10 +16,11 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final, Generic, Protocol, TypeVar, assert_never, get_args
 
+from prefixkv.config import Way
 from prefixkv.control.effects import (
     AddPeer,
     AgentDestroyed,
@@ -61,7 +62,8 @@ from prefixkv.runtime.peer_log import PeerLog
 from prefixkv.runtime.prover import Prover
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
-from prefixkv.transport.base import Sink, Transport, TransportEvent, WriteJob
+from prefixkv.transport.base import Settled, Sink, TransportEvent, WriteJob
+from prefixkv.transport.transports import Transports
 from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.control")
@@ -138,23 +140,23 @@ class ControlThread(Generic[Command, To]):
     """The thread with its inboxes. Created by the scheduler's thread, which calls `submit`,
     `events` and `close`.
 
-    The parts are created here, one after the other, since each needs the one before: the transport
-    reports to the inbox, the control object says in its Hello how to reach the transport, the
+    The parts are created here, one after the other, since each needs the one before: transports
+    report to the inbox, the control object says in its Hello how to reach them, the
     channel wakes with the inbox. If one raises, all that was created is closed again.
     """
 
     def __init__(
         self,
         name: str,
-        transport: Callable[[Sink], Transport],
-        control: Callable[[bytes], Control[Command, To]],
+        transports: Callable[[Sink], Transports],
+        control: Callable[[Mapping[Way, bytes]], Control[Command, To]],
         channel: Callable[[int], Channel[To]],
         copies: Callable[[CopySink], StagingCopies | None],
         prover: Prover | None = None,
     ) -> None:
-        """Create transport, control object, copies and sockets, and start the thread.
+        """Create transports, control object, copies and sockets, and start the thread.
 
-        `transport` is given where its events go, `control` the transport's metadata, `channel` a
+        `transports` is given where events go, `control` the transports' offers, `channel` a
         descriptor that wakes its sockets, `copies` where their ends are reported. `prover` looks at
         processes; it is closed here, also if this raises.
         """
@@ -175,10 +177,10 @@ class ControlThread(Generic[Command, To]):
                 undo.callback(prover.close)
             # A transport writes to addresses. The function that made it holds the memory
             # (`Memory`), which so lives as long as the thread, even if the node is dropped.
-            self._made_of = transport
-            self.transport = transport(self.inbox.put)
-            undo.callback(self.transport.close)
-            self.control: Control[Command, To] = control(self.transport.metadata)
+            self._made_of = transports
+            self.transports = transports(self.inbox.put)
+            undo.callback(self.transports.close)
+            self.control: Control[Command, To] = control(self.transports.offers)
             self._copies = copies(self.inbox.put)
             if self._copies is not None:
                 undo.callback(self._copies.close)
@@ -231,7 +233,7 @@ class ControlThread(Generic[Command, To]):
                 time.sleep(_RETRY_PAUSE_S)
         # 1. The agent: only once it is destroyed are our writes fenced.
         try:
-            self.transport.close()
+            self.transports.close()
         except Exception as error:
             self._close_error = error  # not fenced
         # 2. What depends on that: the socket that proves us alive (kept if writes may still land),
@@ -284,6 +286,8 @@ class ControlThread(Generic[Command, To]):
             self.num_log_errors += 1
 
     def _take(self, what: Command | FrameReceived[To] | Common, now_s: float) -> None:
+        if isinstance(what, Settled) and not self.transports.settled(what.token):
+            return
         try:
             self._carry_out(self.control.on(what, now_s))
         except Exception as error:
@@ -322,36 +326,29 @@ class ControlThread(Generic[Command, To]):
                 else:
                     self._log_error(error, "a frame from %r raised", source)
             case WriteJob():
-                self.transport.write(effect)
+                self.transports.write(effect)
             case Gather():
                 self._staging.gather(effect)
             case Scatter():
                 self._staging.scatter(effect)
             case Expect():
-                self.transport.expect(effect.num_rooms)
+                self.transports.expect(effect.num_rooms)
             case Cancel():
-                self.transport.cancel(effect.job_id)
+                self.transports.cancel(effect.job_id)
             case Settle():
-                self.transport.settle(effect.token, effect.for_s)
+                self.transports.settle(effect.token, effect.for_s)
             case Renew():
-                self.transport.renew()
+                self.transports.renew()
             case Examine():
                 if self._prover is None:
                     raise InternalError("a process is to be looked at where nothing does")
                 self._prover.submit(effect.peer, effect.life)
             case AddPeer():
-                self.transport.add_peer(
-                    effect.peer,
-                    effect.metadata,
-                    effect.layout,
-                    parts=effect.parts,
-                    staging=effect.staging,
-                    state=effect.state,
-                )
+                self.transports.add_peer(effect.way, effect.peer, effect.metadata, effect.memory)
                 if self._copies is not None:
                     self._copies.add_peer(effect)
             case RemovePeer():
-                self.transport.remove_peer(effect.peer)
+                self.transports.remove_peer(effect.peer)
                 if self._copies is not None:
                     self._copies.remove_peer(effect.peer)
             case Connect():

@@ -13,11 +13,10 @@ from contextlib import ExitStack
 from prefixkv.config import DecodeConfig
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.decode import journal as decode_journal
-from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, PrefillAsk
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.decode.shares import PrefillShares
 from prefixkv.decode.sources import Sources
+from prefixkv.decode.workers import Workers
 from prefixkv.errors import AbortedError, CallerError, ConfigError, TransferError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -173,8 +172,9 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
             admission=config.admission,
             patience_s=config.admission_patience_s,
             waiting_timeout_s=config.admission_wait_s,
-            shares=PrefillShares(config.prefill_share * layout.num_pages, self._ready),
-            lanes=Lanes(gated=True, patience_s=config.control.bootstrap_timeout_s),
+            workers=Workers(
+                True, config.control.bootstrap_timeout_s, config.prefill_share * layout.num_pages
+            ),
             name=config.name,
             ticket=secret_number,
             weights_version=config.model.weights_version,
@@ -555,9 +555,6 @@ class DecodeNode(Node[DecodeCommand, str, DecodeEvent]):
         They are suspect or over: replaced, fenced, or left. Fence those that are dead.
         """
         return self.transfers.lost_peers()
-
-    def _ready(self) -> list[str]:
-        return [address for address, (_, state) in self.peers().items() if state == "ready"]
 
     def _take_commands(self) -> list[DecodeCommand]:
         return self.scheduler.take_commands()

@@ -44,8 +44,8 @@ def tokens_of(seed: int, count: int) -> Tokens:
 
 
 def make_pool(num_pages: int = 64, page_size: int = 4, **options: Any) -> KVPool:
-    sizes = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "device": DEVICE} | options
-    return KVPool.create(num_pages, page_size, shared=is_shm(), **sizes)
+    sizes = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "device": DEVICE}
+    return KVPool.create(num_pages, page_size, **sizes | {"shared": is_shm()} | options)
 
 
 def first_token(tokens: Tokens) -> int:

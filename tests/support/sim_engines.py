@@ -20,9 +20,9 @@ import numpy as np
 
 import benchmarks.policies.gated
 import benchmarks.policies.gittins  # noqa: F401
-from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.decode.workers import Workers
 from prefixkv.errors import (
     HandshakeError,
     NotFiniteError,
@@ -662,7 +662,7 @@ class EngineSim(Sim):
             max_retries=int(self.failure_policy == "retry"),
             admission=("hit_aware", "fifo", "priority")[self.seed % 3], patience_s=2.0,
             waiting_timeout_s=0.8 * TIMING.bootstrap_timeout_s, name=self.readers[0].me.name,
-            ticket=self.next_ticket, lanes=Lanes(True, TIMING.bootstrap_timeout_s),
+            ticket=self.next_ticket, workers=Workers(True, TIMING.bootstrap_timeout_s),
         )  # fmt: skip
 
     def next_ticket(self) -> int:

@@ -29,8 +29,7 @@ from prefixkv.runtime.copies import StagingCopies
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather, StagingSlots
 from prefixkv.testing.hashing import Hashes
-from prefixkv.transport.base import WriteJob
-from prefixkv.transport.offers import split_offers
+from prefixkv.transport.base import RankMemory, WriteJob
 from tests.support.control_effects import effects_of
 from tests.support.fabric import FakeFabric
 from tests.support.sim_memory import Buffer, Memory
@@ -167,9 +166,10 @@ class SimRank:
             regions = tuple(sorted({*layout.regions, *self.last.layout.regions}))
             layout = msgspec.structs.replace(layout, groups=(group,), regions=regions)
         self.layout = layout
-        what = self.me, layout, self.inbox.append, config, self.area, self.state_layout
-        memory = self.memory, self.state, self.last
-        self.transport = world.fabric.transport(*what, memory=memory)
+        memory = RankMemory(layout, self.area, self.state_layout)
+        what = self.me, memory, self.inbox.append, config
+        owner = self.memory, self.state, self.last
+        self.transport = world.fabric.transport(*what, owner=owner)
 
     def fill(self, pages: Pages, start: int, hashes: Hashes, slot: int = -1) -> None:
         """Compute the KV of tokens `start` to `len(hashes)`, and the state behind the last."""
@@ -244,8 +244,7 @@ class SimRank:
             case effects.Renew():
                 self.transport.renew()
             case effects.AddPeer():
-                more = effect.parts, effect.staging, effect.state
-                self.transport.add_peer(effect.peer, effect.metadata, effect.layout, *more)
+                self.transport.add_peer(effect.peer, effect.metadata, effect.memory)
                 if self.staging is not None:
                     self.staging.add_peer(effect)
             case effects.RemovePeer():
@@ -347,10 +346,10 @@ class DecodeRank(SimRank):
         self.orders: deque[bytes] = deque()  # of rank 0
         self.for_rank_0: deque[bytes] = deque()  # for rank 0
         self._num_messages = 0
-        offers = split_offers(self.transport.metadata)
-        memory = self.layout, offers.nixl
+        offer, by_shm = self.transport.metadata, world.backend == "shm"
+        memory = self.layout, b"" if by_shm else offer
         what = side.digest, side.topology, *memory, rank, worker, self.area, self.state_layout
-        self.control = DecodeControl(self.me, Hello(*what, shm=offers.shm), TIMING)
+        self.control = DecodeControl(self.me, Hello(*what, shm=offer if by_shm else b""), TIMING)
 
     def take_rank_events(self) -> None:
         """As `runtime.DecodeRank.take_rank_events`."""

@@ -14,6 +14,7 @@ from prefixkv.decode.request import DecodeState
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.pages.windows import WindowSpec
+from prefixkv.transport.base import RankMemory
 from tests.support.transport_pools import make_pool
 from tests.unit.decode.desk import Desk
 from tests.unit.prefill.test_state_checkpoints import Worker
@@ -69,7 +70,7 @@ def test_no_progress_thread_burns_a_core(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(nixl_agent.nixl_api, "nixl_agent_config", noting)
     layout: KVLayout = make_pool("layer_major", 4).layout
-    assert nixl_agent.NixlAgent("alone", layout).destroy()
+    assert nixl_agent.NixlAgent("alone", RankMemory(layout)).destroy()
     assert [settings["enable_prog_thread"] for settings in asked] == [False]
 
 

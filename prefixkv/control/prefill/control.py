@@ -147,6 +147,7 @@ class PrefillControl(ControlInbox):
         life: which process this is; None: not to be said.
         max_tokens: what its pool holds; 0: not to be said.
         libraries: versions of what loads NIXL's metadata.
+        place: as in `Hello`.
     """
 
     def __init__(
@@ -165,12 +166,13 @@ class PrefillControl(ControlInbox):
         max_tokens: int = 0,
         weights_version: str = "",
         libraries: Libraries = _NO_LIBRARIES,
+        place: str = "",
     ) -> None:
         super().__init__()
         self.me = me
         slot_bytes = 0 if staging is None else staging.slot_bytes
         what = digest, topology, rank, slot_bytes, life, backend
-        self._ours = handshake.OurSide(*what, option_names or {}, max_tokens, libraries)
+        self._ours = handshake.OurSide(*what, option_names or {}, max_tokens, libraries, place)
         self._rank = rank
         self._weights_version = weights_version
         self._timing = timing
@@ -892,6 +894,10 @@ class PrefillControl(ControlInbox):
     def _unreachable(self, what: PeerUnreachable, now_s: float) -> None:
         self.counters["peers_unreachable"] += 1
         self._peers.deaths.doubt(what.peer, now_s)
+        peer = self._peers.find(what.peer)
+        if peer is not None and peer.instead is not None:
+            self._put_out(peer.instead, now_s)
+            peer.instead = None
 
     def _shut_out(self, what: ConnectFailed, now_s: float) -> None:
         self.counters["handshakes_refused"] += 1

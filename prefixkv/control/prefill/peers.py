@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from prefixkv.config import ControlConfig, short_key
 from prefixkv.control.death_watch import DeathWatch
-from prefixkv.control.effects import RemovePeer, SendFrame
+from prefixkv.control.effects import AddPeer, RemovePeer, SendFrame
 from prefixkv.control.former_lives import IncarnationHistory, nonce
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.heartbeat import PeerClock, Stamper
@@ -51,10 +51,10 @@ class Peer:
 
     `readers` are the ranks of its worker that promise us pages. `writes` says whether we write KV
     to it, `staged` whether that goes through staging, `takes_state` whether we write extra state to
-    it. `pool_pages` are all pages of its pool, `num_promised` those that it has promised and we may
-    still write; `num_parked` counts its promises that wait for their request. `met_s` is when it
-    was met; `succeeded` is its number among the peers met (`Peers.num_met`) if it replaced a former
-    life, else 0.
+    it. `instead` is how it is written where its memory cannot be mapped. `pool_pages` are all pages
+    of its pool, `num_promised` those that it has promised and we may still write; `num_parked`
+    counts its promises that wait for their request. `met_s` is when it was met; `succeeded` is its
+    number among the peers met (`Peers.num_met`) if it replaced a former life, else 0.
     """
 
     id: PeerId
@@ -69,6 +69,7 @@ class Peer:
     pool_pages: int
     met_s: float = 0.0
     num_promised: int = 0
+    instead: AddPeer | None = None
     num_parked: int = 0
     succeeded: int = 0
 
@@ -379,7 +380,7 @@ class Peers:
             readers=accepted.readers,
             writes=added is not None,
             staged=accepted.cut is not None,
-            takes_state=added is not None and added.state is not None,
+            takes_state=added is not None and added.memory.state is not None,
             pool_pages=hello.layout.num_pages
             + sum(
                 group.layout.num_pages
@@ -387,6 +388,7 @@ class Peers:
                 if not hello.layout.is_shared(group)
             ),
             met_s=now_s,
+            instead=accepted.instead,
         )
         self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
         self.news.say("met", frame.sender)

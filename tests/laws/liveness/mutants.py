@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from prefixkv.control.prefill.control import PrefillControl
+from prefixkv.decode.inflight import DecodeTransferQueue
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
-from prefixkv.decode.refusals import Refusals
+from prefixkv.decode.rooms import Rooms
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.decode.transfer_queue import DecodeTransferQueue
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
 from prefixkv.prefill.request import PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler
@@ -132,7 +132,7 @@ def _pages_wake_no_request(patch: Patch) -> None:
 
 
 def _refusals_are_lost(patch: Patch) -> None:
-    patch(Refusals, "send", lambda self, key, prefill, error, digest: None)
+    patch(Rooms, "refuse", lambda self, key, prefill, error, digest: None)
     patch(PrefillScheduler, "refuse", lambda self, request, reason: None)
 
 

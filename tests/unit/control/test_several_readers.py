@@ -550,7 +550,7 @@ def test_slices_are_staged_where_both_can() -> None:
     for slots, area, staged in ((SLOTS, AREA, True), (None, AREA, False), (SLOTS, None, False)):
         said = Readers(staging=slots).say(A, hello(2, 0, A, staging=area))
         (added,) = of(said, AddPeer)
-        assert (added.staged, added.staging) == (staged, area if staged else None)
+        assert (added.staged, added.memory.staging) == (staged, area if staged else None)
         assert bodies(said, HelloReply)[0][1].staged == staged
     whole = Readers(tp=2, staging=SLOTS)
     said = whole.say(A, hello(2, 0, A, staging=AREA))

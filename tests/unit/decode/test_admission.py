@@ -629,6 +629,6 @@ def test_what_is_idle_has_nothing_to_pop_and_no_room_that_a_peer_may_write_for()
 def test_many_deadlines_cost_nothing_while_none_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = DecodeScheduler(PageManager(8, PAGE_SIZE, 4), waiting_timeout_s=9.0)
     due: list[Callable[[float], Any]] = []
-    monkeypatch.setattr(scheduler.waiting._deadlines, "due", lambda now_s: due.append(now_s) or [])
+    monkeypatch.setattr(scheduler.waiting._late, "due", lambda now_s: due.append(now_s) or [])
     scheduler.pop_preallocated(0.0)
     assert not due

@@ -262,7 +262,7 @@ def test_the_transport_expects_no_write_for_a_full_hit(
 ) -> None:
     """It would poll for nothing, beside the threads that the request goes through."""
     expected: list[int] = []
-    transport = pair.decode.transfers.thread.transport
+    transport = pair.decode.transfers.thread.transports
     expect = transport.expect
 
     def noted(num: int) -> None:

@@ -13,7 +13,7 @@ from prefixkv.config import TransportConfig
 from prefixkv.errors import InternalError
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.transport.base import Arrived, PeerUnreachable, WriteDone, WriteFailed
+from prefixkv.transport.base import Arrived, PeerUnreachable, RankMemory, WriteDone, WriteFailed
 from tests.support.fabric import FakeDisconnectError, FakeFabric
 from tests.support.transport_driver import Node, Staging
 from tests.support.transport_pools import Shape, make_pool
@@ -35,7 +35,7 @@ def make_node(
     pool = make_pool(order, 16, shape)
     pool.fill(len(name))
     node = Node(me, pool, None)
-    node.transport = fabric.transport(me, pool.layout, node.events.append, CONFIG, memory=pool)
+    node.transport = fabric.transport(me, RankMemory(pool.layout), node.events.append, CONFIG, pool)
     return node
 
 
@@ -206,7 +206,7 @@ def staged_pair(fabric: FakeFabric) -> tuple[Node, Node]:
         node = Node(me, pool, None, staging=staging)
         config = TransportConfig(post_bytes=2 * BLOCK_BYTES)
         node.transport = fabric.transport(
-            me, pool.layout, node.events.append, config, staging.area, memory=node
+            me, RankMemory(pool.layout, staging.area), node.events.append, config, node
         )
         nodes.append(node)
     nodes[0].add(nodes[1])
@@ -226,7 +226,7 @@ def test_a_staged_write_that_lands_where_it_must_not_fails_the_run(wrong: str) -
     if wrong == "block":
         job.dst_pages[0] = 3
     else:
-        target.transport.staging = None
+        target.transport.memory = RankMemory(target.pool.layout)
     with pytest.raises(InternalError, match="lands at"):
         fabric.run()
 

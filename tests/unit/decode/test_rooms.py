@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import count
 
-from prefixkv.decode.refusals import Refusals
-from prefixkv.decode.room_numbers import RoomNumbers
+from prefixkv.decode.rooms import Rooms
 from prefixkv.errors import AbortedError
 from prefixkv.protocol.commands import DecodeCommand, RefuseRoom
 from prefixkv.protocol.ids import RoomKey
@@ -17,22 +16,19 @@ OLD, NEW, OTHER = RoomKey(7, 0), RoomKey(7, 1), RoomKey(8, 0)
 
 class Case:
     def __init__(self) -> None:
-        self.rooms = RoomNumbers()
         self.commands: list[DecodeCommand] = []
         self.counters: Counter[str] = Counter()
-        tickets = count(1)
-        self.refusals = Refusals(self.rooms, self.commands, lambda: next(tickets), self.counters)
+        self.rooms = Rooms(self.commands, count(1).__next__, self.counters)
 
     def note(self, key: RoomKey) -> None:
-        self.refusals.note(key, "p", WHY, b"d" * 16, is_free=key.room not in self.rooms)
-        self.refusals.check_invariants()
+        self.rooms.note(key, "p", WHY, b"d" * 16)
+        self.rooms.check_invariants()
 
     def drain(self, key: RoomKey) -> list[DecodeCommand]:
-        """The number is given back first, as by the scheduler. Returns what is sent then."""
+        """Return what is sent then."""
         self.commands.clear()
         self.rooms.drained(key)
-        self.refusals.drained(key)
-        self.refusals.check_invariants()
+        self.rooms.check_invariants()
         return self.commands
 
 
@@ -42,10 +38,10 @@ def test_a_refusal_keeps_its_number_until_the_answer() -> None:
     assert case.commands == [RefuseRoom(NEW, 1, "p", "not today", b"d" * 16)]
     assert case.counters["refused"] == 1
     assert NEW.room in case.rooms
-    assert case.refusals.unanswered == {NEW}
+    assert case.rooms.unanswered == {NEW}
     assert not case.drain(NEW)
     assert NEW.room not in case.rooms
-    assert not case.refusals.unanswered
+    assert not case.rooms.unanswered
 
 
 def test_a_number_in_use_is_refused_once_all_its_rooms_are_drained() -> None:
@@ -59,9 +55,9 @@ def test_a_number_in_use_is_refused_once_all_its_rooms_are_drained() -> None:
     (sent,) = case.drain(RoomKey(7, 5))
     assert isinstance(sent, RefuseRoom)
     assert sent.key == NEW
-    assert case.refusals.unanswered == {NEW}, "until prefill has answered that one"
+    assert case.rooms.unanswered == {NEW}, "until prefill has answered that one"
     case.drain(NEW)
-    assert not case.refusals.unanswered
+    assert not case.rooms.unanswered
 
 
 def test_a_room_of_the_same_key_that_is_drained_is_no_answer() -> None:
@@ -71,6 +67,6 @@ def test_a_room_of_the_same_key_that_is_drained_is_no_answer() -> None:
     case.rooms.await_drained(OLD)
     case.note(OLD)
     assert [command.key for command in case.drain(OLD) if isinstance(command, RefuseRoom)] == [OLD]
-    assert case.refusals.unanswered == {OLD}
+    assert case.rooms.unanswered == {OLD}
     case.drain(OLD)
-    assert not case.refusals.unanswered
+    assert not case.rooms.unanswered

@@ -1,20 +1,26 @@
-"""The network interfaces that UCX listens on: by default the loopback interface alone.
+"""UCX, which NIXL writes by: the network interfaces that it listens on, by default the loopback
+alone, and the versions that are loaded in this process, for the handshake.
 
 UCX takes every interface it finds, and any process that reaches its port can write into registered
 memory. Memory shared between processes of one machine, and CUDA's transports, are no network
 devices: they are used in any case. UCX_NET_DEVICES, if the user has set it, is never overridden.
+NIXL's metadata has no version in it, and is read by native code that takes its form for granted.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from prefixkv.errors import ConfigError
+from prefixkv.protocol.messages import Libraries
 
 _log = logging.getLogger("prefixkv.transport")
 
@@ -71,3 +77,29 @@ def ucx_options(interface: str) -> Iterator[dict[str, str]]:
             yield {}
         finally:
             del os.environ[_VARIABLE]
+
+
+def loaded_libraries() -> Libraries:
+    """Return the versions of the loaded libraries; "" where not loaded or not told. UCX is loaded
+    with the first agent's backend, so ask after that."""
+    module = sys.modules.get("nixl._api")
+    if module is None:
+        return Libraries()
+    nixl = ""
+    with suppress(PackageNotFoundError):  # `nixl._api` is a module of nixl_cu13, say
+        nixl = version(module.__name__.partition(".")[0].replace("_", "-"))
+    return Libraries(nixl, _ucx())
+
+
+def _ucx() -> str:
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+            paths = {line.split(maxsplit=5)[-1].strip() for line in file if "/libucp" in line}
+        # Of two, it is not known which one NIXL has taken.
+        if len(paths) != 1:
+            return ""
+        told = ctypes.CDLL(paths.pop()).ucp_get_version_string
+    except (OSError, AttributeError):
+        return ""
+    told.restype = ctypes.c_char_p
+    return str(told().decode())
