@@ -255,9 +255,3 @@ class Deferred:
         # finds what has just been cached. One aborted meanwhile is over.
         if req.state is DecodeState.RETRACTED:
             self._queue_again(req)
-
-
-def not_done(after: DeviceEvent | None) -> DeviceEvent | None:
-    """Return the event to wait for; None if it is done. Called before changes: `query` may
-    raise."""
-    return None if after is None or after.query() else after

@@ -18,7 +18,7 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.requests import check_reason
 from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
-from prefixkv.prefill.send_plan import SendPlan, WindowPlan, checked_chunk
+from prefixkv.prefill.request import SendPlan, WindowPlan, checked_chunk
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,

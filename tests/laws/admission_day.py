@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import OutOfPagesError, PeerLostError, RequestError, TransferError
 from prefixkv.pages.allocator import PageState
@@ -24,6 +23,7 @@ from prefixkv.protocol.commands import AbortRoom, MeetPrefill, OpenRoom, RefuseR
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
+from tests.support.timed import DecodeScheduler
 
 PAGE_SIZE = 4
 PAGES = 40

@@ -20,7 +20,6 @@ from prefixkv.admission import DEFAULT_ADMISSION, admission_names
 from prefixkv.cache.eviction.policy import policy_names, register_policy
 from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Source, Sources
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import NotFiniteError, PrefixKVError
@@ -38,6 +37,7 @@ from tests.support.sim_host import SimHost
 from tests.support.sim_memory import Memory
 from tests.support.sim_rank import TIMING, SimRank
 from tests.support.spelled import Event, Spelled
+from tests.support.timed import DecodeScheduler
 
 _IDLE, _DONE, _DECODE, _PREFILL = (
     0,

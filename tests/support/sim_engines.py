@@ -21,7 +21,6 @@ import numpy as np
 import benchmarks.policies.gated
 import benchmarks.policies.gittins  # noqa: F401
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import (
     HandshakeError,
@@ -35,7 +34,6 @@ from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
 from prefixkv.prefill.request import PrefillRequest
-from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
@@ -49,6 +47,7 @@ from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.support.sim import Shape, Sim, Storm, scrambled, shape_of, storm_of
 from tests.support.sim_rank import TIMING, DecodeRank, PrefillRank
 from tests.support.state_memory import TENSORS
+from tests.support.timed import DecodeScheduler, PrefillScheduler
 
 PAGE_SIZE = 4
 ROWS = 8

@@ -22,6 +22,7 @@ from prefixkv.cache.eviction.policy import policy_names, register_policy
 from prefixkv.cache.eviction.queues import EvictionQueue
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
+from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import CallerError, CapacityError, ConfigError, shown
@@ -313,16 +314,16 @@ class Ranks(AdmissionPolicy):
 @pytest.mark.parametrize("priority", [7, 8])
 def test_an_admission_policy_that_raises_leaves_nothing_behind(priority: int) -> None:
     pages = PageManager(32, 2, 8)
-    scheduler = DecodeScheduler(pages, name="d", admission=Ranks())
-    scheduler.add(request("waits", 1), 1.0)
+    scheduler = DecodeScheduler(pages, DecodeConfig(name="d", admission=Ranks()))
+    scheduler.add(request("waits", 1))
     before = picture(scheduler)
     for room in range(2, 90):  # each names a worker that no other does
         wrong = request("wrong", room, prefill=f"tcp://p:{room}", priority=priority)
         with pytest.raises((OSError, CallerError)):
-            scheduler.add(wrong, 1.0)
+            scheduler.add(wrong)
         assert picture(scheduler) == before
     scheduler.check_invariants()
-    assert [req.rid for req in scheduler.pop_preallocated(2.0)] == ["waits"]
+    assert [req.rid for req in scheduler.pop_preallocated()] == ["waits"]
 
 
 @pytest.mark.parametrize(
@@ -330,16 +331,16 @@ def test_an_admission_policy_that_raises_leaves_nothing_behind(priority: int) ->
 )
 def test_a_usable_prefix_that_is_no_number_is_none(usable: Any) -> None:
     pages = PageManager(32, 2, 8)
-    scheduler = PrefillScheduler(pages, usable_prefix=lambda *_: usable)
+    scheduler = PrefillScheduler(pages, PrefillConfig(), usable_prefix=lambda *_: usable)
     cached = pages.open(RadixKey([1, 2, 3, 4]), None, 2, 0.0)
     pages.cache_finished(cached, RadixKey([1, 2, 3, 4]), 0.0)
     for room in (1, 2):
-        scheduler.add(request(str(room), room), 1.0)
+        scheduler.add(request(str(room), room))
         scheduler.room_bootstrapped(RoomKey(room, 0, "d"), 0, "d", 1.0)
-    popped = scheduler.pop_bootstrapped(2.0)
+    popped = scheduler.pop_bootstrapped()
     assert [(req.rid, req.prefix_len) for req in popped] == [("1", 0), ("2", 0)]
     with pytest.raises(TypeError):
-        scheduler.pop_bootstrapped(3.0)
+        scheduler.pop_bootstrapped()
     scheduler.check_invariants()
 
 
@@ -351,9 +352,9 @@ class MuteError(Exception):
 
 
 def test_an_error_that_cannot_be_read_ends_a_request_all_the_same() -> None:
-    decode = DecodeScheduler(PageManager(32, 2, 8), name="d")
-    prefill = PrefillScheduler(PageManager(32, 2, 8))
+    decode = DecodeScheduler(PageManager(32, 2, 8), DecodeConfig(name="d"))
+    prefill = PrefillScheduler(PageManager(32, 2, 8), PrefillConfig())
     for scheduler in (decode, prefill):
-        scheduler.add(request("waits", 1), 1.0)
-        assert scheduler.abort("waits", 3.0, MuteError())
+        scheduler.add(request("waits", 1))
+        assert scheduler.fail("waits", MuteError())
         scheduler.check_invariants()

@@ -31,8 +31,8 @@ def _computes_before_the_promise(patch: Patch) -> None:
     """Prefill takes pages at once, and holds them until decode asks."""
     add, take = PrefillScheduler.add, PrefillScheduler.take_commands
 
-    def taken(self: Any, request: Any, now_s: float) -> Any:
-        req = add(self, request, now_s)
+    def taken(self: Any, request: Any) -> Any:
+        req = add(self, request)
         self.bootstrapped.add(req, 0)
         return req
 
@@ -60,13 +60,13 @@ def _computes_in_order_of_arrival(patch: Patch) -> None:
             return []
         return pop(self, now_s, limit)
 
-    def told(self: Any, now_s: float, limit: int | None = None) -> Any:
+    def told(self: Any, limit: int | None = None) -> Any:
         unpromised = PrefillState.BOOTSTRAPPING
         self.bootstrapped.came = [*self.requests.values()]
         self.bootstrapped.waits_for_promise = lambda: [
             req for req in self.requests.values() if req.state is unpromised
         ]
-        return scheduled(self, now_s, limit)
+        return scheduled(self, limit)
 
     patch(PrefillBootstrapQueue, "pop_bootstrapped", in_order)
     patch(PrefillScheduler, "pop_bootstrapped", told)
@@ -133,7 +133,7 @@ def _pages_wake_no_request(patch: Patch) -> None:
 
 def _refusals_are_lost(patch: Patch) -> None:
     patch(Rooms, "refuse", lambda self, key, prefill, error, digest: None)
-    patch(PrefillScheduler, "refuse", lambda self, request, reason: None)
+    patch(PrefillScheduler, "_decline", lambda self, request, reason: None)
 
 
 def _aborts_are_lost(patch: Patch) -> None:

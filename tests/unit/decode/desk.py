@@ -10,7 +10,6 @@ import pytest
 
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import TransferError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
@@ -24,6 +23,7 @@ from prefixkv.protocol.commands import (
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
+from tests.support.timed import DecodeScheduler
 
 PAGE_SIZE = 4
 BROKEN = TransferError("broken")

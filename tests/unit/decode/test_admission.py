@@ -17,7 +17,6 @@ from prefixkv.admission import AdmissionPolicy, admission_names, register_admiss
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.prealloc_queue import MAX_LOOKS
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import (
     AdmissionTimeoutError,
@@ -30,6 +29,7 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import AbortRoom, OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import RoomKey
+from tests.support.timed import DecodeScheduler
 from tests.unit.decode.desk import PAGE_SIZE, Desk
 
 POLICIES = ["fifo", "hit_aware", "priority"]
@@ -46,7 +46,7 @@ def blocked_desk(num_pages: int = 16, free: int = 2, **settings: Any) -> tuple[D
 
 def test_policies_are_named_and_an_unknown_one_is_refused_where_it_is_named() -> None:
     assert set(POLICIES) <= set(admission_names())
-    with pytest.raises(ConfigError, match="admission 'luck' is not one of fifo, hit_aware"):
+    with pytest.raises(ConfigError, match="admission: 'luck' is not one of fifo, hit_aware"):
         Desk(admission="luck")
     assert isinstance(Desk(admission=AdmissionPolicy()).scheduler.waiting._policy, AdmissionPolicy)
 

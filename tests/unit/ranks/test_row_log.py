@@ -19,7 +19,6 @@ from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.windows import WindowSpec, WindowStart
 from prefixkv.paging import pages_for
 from prefixkv.prefill.request import PrefillRequest
-from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -36,6 +35,7 @@ from prefixkv.protocol.host_copy import HostCopy
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import Request
+from tests.support.timed import PrefillScheduler
 
 PAGE_SIZE = 4
 ROWS = 4

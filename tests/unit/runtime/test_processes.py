@@ -156,7 +156,7 @@ def test_prefill_stands_still_past_every_deadline_and_goes_on(
     """What it writes when it wakes lands in quarantined pages; they come back when it says it is
     done."""
     there = WithPrefillChild(start, stack)
-    pool, allocator = there.node.pool, there.node.scheduler.pages.allocator
+    pool, allocator = there.node.pool, there.node.pages.allocator
     there.submit("r", 1, 1, "stop")
     there.until(lambda: there.child.stopped)
     there.until_silence_shows(clock, lambda: "r" in there.d.ended)

@@ -101,7 +101,7 @@ def test_a_collector_beside_ours_that_raises_fails_its_scrape_alone(
     broken: Any = Broken()
     registry.register(broken)
     pair.submit("r", tokens_of(1, 10))
-    pair.until(lambda: bool(pair.decode.scheduler.requests))
+    pair.until(lambda: bool(pair.decode.requests))
     with pytest.raises(OopsError):
         generate_latest(registry)
     pair.run("r")

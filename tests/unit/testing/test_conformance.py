@@ -83,7 +83,7 @@ def test_it_keeps_the_laws_of_these_and_they_show_what_they_are_for(
         return made[-1]
 
     conformance.Case(name, 0).check(make_one, **LOCAL)
-    assert made[0].decode.scheduler.counters[counter] > 0
+    assert made[0].decode.counters[counter] > 0
 
 
 class ForgetsTheFirstOfAChunk(ToyDecode):
