@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     from prefixkv.errors import HandshakeError as HandshakeError
     from prefixkv.errors import InternalError as InternalError
     from prefixkv.errors import LockError as LockError
-    from prefixkv.errors import PeerLostError as PeerLostError
     from prefixkv.errors import ProtocolError as ProtocolError
     from prefixkv.errors import RequestError as RequestError
     from prefixkv.errors import TokenError as TokenError
@@ -85,12 +84,7 @@ if TYPE_CHECKING:
     from prefixkv.memory.kv_layout import KVLayout as KVLayout
     from prefixkv.memory.kv_layout import Slab as Slab
     from prefixkv.memory.kv_pool import check_device as check_device
-    from prefixkv.memory.mesh import Shard as Shard
     from prefixkv.memory.mesh import check_page_sizes as check_page_sizes
-    from prefixkv.memory.staging_area import BLOCK_BYTES as BLOCK_BYTES
-    from prefixkv.memory.staging_area import StagingArea as StagingArea
-    from prefixkv.memory.state_layout import StateLayout as StateLayout
-    from prefixkv.memory.state_layout import StateLink as StateLink
     from prefixkv.pages.windows import WindowPages as WindowPages
     from prefixkv.paging import MAX_INDEX as MAX_INDEX
     from prefixkv.paging import PageIds as PageIds
@@ -104,7 +98,6 @@ if TYPE_CHECKING:
     from prefixkv.protocol.ids import PeerId as PeerId
     from prefixkv.protocol.messages import PROTOCOL_VERSION as PROTOCOL_VERSION
     from prefixkv.protocol.messages import ProcessLife as ProcessLife
-    from prefixkv.protocol.tags import ChunkTag as ChunkTag
     from prefixkv.ranks.row_log import RankLog as RankLog
     from prefixkv.request import DeviceEvent as DeviceEvent
     from prefixkv.request import whole_number as whole_number
@@ -145,24 +138,7 @@ if TYPE_CHECKING:
     from prefixkv.settings import parse_size as parse_size
     from prefixkv.settings import read_toml as read_toml
     from prefixkv.settings import settings_of as settings_of
-    from prefixkv.transport.base import Arrived as Arrived
-    from prefixkv.transport.base import PeerUnreachable as PeerUnreachable
-    from prefixkv.transport.base import Settled as Settled
-    from prefixkv.transport.base import Sink as Sink
     from prefixkv.transport.base import Transport as Transport
-    from prefixkv.transport.base import TransportEvent as TransportEvent
-    from prefixkv.transport.base import WriteDrained as WriteDrained
-    from prefixkv.transport.base import WriteFailed as WriteFailed
-    from prefixkv.transport.base import WriteJob as WriteJob
-    from prefixkv.transport.jobs import ActiveJob as ActiveJob
-    from prefixkv.transport.jobs import JobTable as JobTable
-    from prefixkv.transport.jobs import Outbox as Outbox
-    from prefixkv.transport.parts import Part as Part
-    from prefixkv.transport.parts import part_indices as part_indices
-    from prefixkv.transport.routes import PeerMemory as PeerMemory
-    from prefixkv.transport.routes import Routes as Routes
-    from prefixkv.transport.routes import routes_to as routes_to
-    from prefixkv.transport.runs import RunTable as RunTable
     from prefixkv.variables import check_environ as check_environ
     from prefixkv.wakeups import Inbox as Inbox
 
@@ -235,12 +211,7 @@ _HOMES = {
     "ITEMSIZE": "memory.kv_layout",
     "KVLayout": "memory.kv_layout",
     "Slab": "memory.kv_layout",
-    "Shard": "memory.mesh",
     "check_page_sizes": "memory.mesh",
-    "StateLayout": "memory.state_layout",
-    "StateLink": "memory.state_layout",
-    "BLOCK_BYTES": "memory.staging_area",
-    "StagingArea": "memory.staging_area",
     "check_device": "memory.kv_pool",
     # Several ranks.
     "DecodeGroup": "runtime.groups",
@@ -262,24 +233,6 @@ _HOMES = {
     "Inbox": "wakeups",
     # A transport of one's own.
     "Transport": "transport.base",
-    "Sink": "transport.base",
-    "TransportEvent": "transport.base",
-    "Arrived": "transport.base",
-    "PeerUnreachable": "transport.base",
-    "Settled": "transport.base",
-    "WriteDrained": "transport.base",
-    "WriteFailed": "transport.base",
-    "WriteJob": "transport.base",
-    "ActiveJob": "transport.jobs",
-    "JobTable": "transport.jobs",
-    "Outbox": "transport.jobs",
-    "Part": "transport.parts",
-    "part_indices": "transport.parts",
-    "PeerMemory": "transport.routes",
-    "Routes": "transport.routes",
-    "routes_to": "transport.routes",
-    "RunTable": "transport.runs",
-    "ChunkTag": "protocol.tags",
     # Settings: bounds, and the one converter.
     "Bytes": "settings",
     "Count": "settings",
@@ -325,7 +278,6 @@ _HOMES = {
     "HandshakeError": "errors",
     "InternalError": "errors",
     "LockError": "errors",
-    "PeerLostError": "errors",
     "ProtocolError": "errors",
     "RequestError": "errors",
     "TokenError": "errors",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import select
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -25,7 +26,6 @@ from prefixkv.errors import OutOfPagesError
 from prefixkv.paging import pages_for
 from prefixkv.request import Request
 from prefixkv.testing.hashing import Hashes, PrefixHasher, extend, sample
-from prefixkv.testing.pair import StandInPrefill
 from prefixkv.testing.pattern import KVPattern
 
 if TYPE_CHECKING:
@@ -47,8 +47,10 @@ END_OF_PASS: Final = None  # to prefill, in the place of a request
 # --- prefill ------------------------------------------------------------------------------------
 
 
-class PrefillEngine(StandInPrefill):
-    """Computes the prompts that come through a pipe, until the end of the pass is announced."""
+class PrefillEngine:
+    """Computes the prompts that come through a pipe, in order of arrival and chunk by chunk, by
+    writing the pattern, until the end of the pass is announced. The last chunk carries the first
+    token, the `sample` of the prompt's hash. `patterns` are of each rank's pool."""
 
     def __init__(
         self,
@@ -58,8 +60,14 @@ class PrefillEngine(StandInPrefill):
         *,
         chunk_tokens: int,
     ) -> None:
-        super().__init__(node, patterns, chunk_tokens, 0.0)
-        self._asks = asks
+        self.node, self._patterns, self._asks = node, patterns, asks
+        self._chunk_tokens = chunk_tokens
+        self._hasher = PrefixHasher()
+        self.open: dict[str, Hashes] = {}  # by rid: hashes of a prompt that is not sent yet
+        self._computed: dict[str, int] = {}  # by rid: tokens computed or cached
+        self._ready: deque[PrefillRequest] = deque()
+        self.prompt_tokens = 0  # counts first attempts at cacheable prompts only
+        self.hit_tokens = 0
         self._warm_up_bytes = 0
 
     @property
@@ -76,14 +84,50 @@ class PrefillEngine(StandInPrefill):
                 if request is END_OF_PASS:
                     going = False
                 else:
-                    self.add(request)
+                    self.open[request.rid] = self._hasher.prefixes(request.key.tokens())
+                    self.node.add(request)
             if not self.step() and (going or self.open):
                 wait([self._asks, self.node.fileno()], _IDLE_S)
 
-    def ended(self, req: PrefillRequest) -> None:
-        super().ended(req)
-        if req.rid == _WARM_UP:
-            self._warm_up_bytes = self.node.stats()["bytes_sent"]
+    def step(self) -> bool:
+        """Compute one chunk at most. Returns False if there is none."""
+        # Ended requests are taken out before a chunk is computed: none is computed for one that
+        # failed.
+        for req in self.node.pop_bootstrapped():
+            self._begin(req)
+        for req in (*self.node.pop_sent(), *self.node.pop_failed()):
+            del self.open[req.rid]
+            self._computed.pop(req.rid, None)
+            if req.rid == _WARM_UP:
+                self._warm_up_bytes = self.node.stats()["bytes_sent"]
+        if self._ready:
+            self._compute_chunk(self._ready[0])
+            return True
+        return False
+
+    def _begin(self, req: PrefillRequest) -> None:
+        known = req.prefix_len
+        if req.request.generation == 0 and req.request.cacheable:
+            self.prompt_tokens += len(self.open[req.rid])
+            self.hit_tokens += known
+        self._computed[req.rid] = known
+        self._ready.append(req)
+
+    def _compute_chunk(self, req: PrefillRequest) -> None:
+        if req.rid not in self.open:  # failed meanwhile
+            self._ready.popleft()
+            return
+        hashes, start = self.open[req.rid], self._computed[req.rid]
+        end = min(start + self._chunk_tokens, len(hashes))
+        for pattern in self._patterns:  # page ids are the same on all ranks
+            pattern.fill(req.pages, start, hashes[:end])
+        self._computed[req.rid] = end
+        last = end == len(hashes)
+        if last:
+            self._ready.popleft()
+        # The token travels with the last chunk alone: only then is the prompt's hash complete.
+        aux = sample(hashes[-1:]).tobytes() if last else b""
+        self.node.send_chunk(req, end=end, last=last, aux=aux)
 
 
 # --- decode -------------------------------------------------------------------------------------

@@ -9,44 +9,67 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import numpy as np
 
-from prefixkv.cache.results import MatchResult, PrefixLock
-from prefixkv.decode.budget import PreallocBudget
-from prefixkv.decode.computing import Computing
-from prefixkv.decode.host_tier import HostTier
-from prefixkv.decode.inflight import Flight, InFlight
+from prefixkv.cache.results import MatchResult
+from prefixkv.decode.inflight import Flight
+from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.sources import Source, Sources
-from prefixkv.decode.state_checkpoints import DecodeCheckpoints
-from prefixkv.decode.transfer_queue import DecodeTransferQueue
-from prefixkv.decode.unsent import UnsentPages
+from prefixkv.decode.sources import Source
 from prefixkv.errors import PeerLostError, check_laws
-from prefixkv.pages.manager import PageManager
-from prefixkv.paging import pages_for
+from prefixkv.paging import Pages, pages_for
+
+
+class UnsentPages:
+    """The pages with KV that decode has computed itself, and prefill has not. Owned by the
+    scheduler's thread.
+
+    Where a later prompt goes on behind such pages and is asked of prefill, prefill computes both,
+    and the pages are noted no more. It only tells how long a transfer is likely to take, so
+    eviction leaves it alone: what is evicted and used again stays noted until prefill is next asked
+    for it.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._flags = np.zeros(num_pages, np.bool_)
+        self.has_any = False  # where it is False, no call need look at them
+
+    def computed(self, pages: Pages) -> None:
+        self._flags[pages] = True
+        self.has_any = True
+
+    def sent(self, pages: Pages) -> None:
+        """Note that prefill has computed the prompt of these pages to its end."""
+        if self.has_any:
+            self._flags[pages] = False
+            self.has_any = bool(self._flags.any())
+
+    def count(self, pages: Pages) -> int:
+        """Count the pages of a prompt's path that prefill would compute again: those from the first
+        on that it has not. O(pages), where there are any at all.
+
+        >>> unsent, path = UnsentPages(8), np.array([3, 5, 1, 6])
+        >>> unsent.computed(path[1:3])
+        >>> unsent.count(path)
+        3
+        """
+        if not self.has_any or not len(pages):
+            return 0
+        flags = self._flags[pages]
+        first = int(flags.argmax())
+        return len(pages) - first if flags[first] else 0
 
 
 class ComputeChoice:
     """What the engine computes. Changes no request. Owned by the scheduler's thread."""
 
-    def __init__(
-        self,
-        pages: PageManager,
-        sources: Sources,
-        computing: Computing,
-        flights: InFlight,
-        arriving: DecodeTransferQueue,
-        budget: PreallocBudget,
-        points: DecodeCheckpoints | None,
-        host: HostTier[PrefixLock] | None,
-        counters: Counter[str],
-    ) -> None:
-        self._pages = pages
-        self._sources = sources
-        self._computing = computing
-        self._flights, self._arriving, self._budget = flights, arriving, budget
-        self._points, self._host = points, host
-        self._counters = counters
+    def __init__(self, ledger: Ledger) -> None:
+        pages = self._pages = ledger.pages
+        self._sources, self._computing = ledger.sources, ledger.computing
+        self._flights, self._arriving, self._budget = ledger.flights, ledger.arriving, ledger.budget
+        points = self._points = ledger.points
+        self._host = ledger.host
+        self._counters = ledger.journal.counters
         has_more = pages.slots is not None or bool(pages.windows)
         self.can_compute = not has_more or points is not None
         """True unless the requests have extra state or windows, and no checkpoint of those is kept

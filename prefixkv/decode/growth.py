@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prefixkv.cache.releases import Releases
-from prefixkv.decode.budget import PreallocBudget
-from prefixkv.decode.deferred import Deferred
-from prefixkv.decode.journal import DecodeJournal
+from prefixkv.decode.ending import Deferred
+from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CAN_RUN, CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError, RequestError, shown
-from prefixkv.pages.manager import PageManager, RequestPages
+from prefixkv.pages.manager import RequestPages
 from prefixkv.pages.requests import check_page_manager
 from prefixkv.paging import pages_for
 
@@ -23,16 +22,9 @@ class BatchGrowth:
     """Pages for what running requests write next. Owned by the scheduler's thread."""
 
     def __init__(
-        self,
-        pages: PageManager,
-        budget: PreallocBudget,
-        journal: DecodeJournal,
-        deferred: Deferred,
-        requests: Mapping[str, DecodeRequest],
+        self, ledger: Ledger, deferred: Deferred, requests: Mapping[str, DecodeRequest]
     ) -> None:
-        self._pages = pages
-        self._budget = budget
-        self._journal = journal
+        self._pages, self._budget, self._journal = ledger.pages, ledger.budget, ledger.journal
         self._deferred = deferred
         self._requests = requests
         self._batch: list[DecodeRequest] = []  # of the last step: of this node, each once

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from prefixkv.addresses import check_prefill, is_loopback
-from prefixkv.config import DecodeConfig
+from prefixkv.config import DecodeConfig, Way
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.digest import check_digest
@@ -45,8 +45,7 @@ from prefixkv.runtime.transfers import (
     secret_number,
 )
 from prefixkv.settings import check_callable, check_kind
-from prefixkv.transport.interfaces import check_interface
-from prefixkv.transport.offers import split_offers
+from prefixkv.transport.nixl.ucx import check_interface
 
 
 class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
@@ -90,10 +89,9 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self._keys: set[RoomKey] = set()
         memory = Memory(pool, spec, me, config.transport, transport)
 
-        # Called by the control thread's constructor, once the transport has its metadata.
-        def control(metadata: bytes) -> DecodeControl:
-            offers = split_offers(metadata)
-            if transport is None and config.transport.backend == "shm" and not offers.shm:
+        # Called by the control thread's constructor, once the transports have their metadata.
+        def control(offers: Mapping[Way, bytes]) -> DecodeControl:
+            if transport is None and config.transport.backend == "shm" and not offers["shm"]:
                 raise ConfigError(
                     'backend is "shm", and the pool, or the state, is not memory that a peer may '
                     "map: make it with shared=True"
@@ -112,7 +110,7 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         prover = Prover(name, config.control, is_written_to=True, tell=self._proved)
         self.thread = ControlThread(
             name,
-            memory.transport,
+            memory.transports,
             control,
             lambda fd: DealerChannel(config.control, fd, check),
             memory.copies,

@@ -126,7 +126,7 @@ class DecodeGroup(DecodeNode):
 
     def _tell(self) -> None:
         super()._tell()
-        if self.others and self._log.has_news(self.scheduler.pages):
+        if self.others and self._log.has_news(self.pages):
             self._hand_log()
 
     def _hand_log(self) -> None:
@@ -138,7 +138,7 @@ class DecodeGroup(DecodeNode):
     def pages_of(self, req: DecodeRequest) -> list[Pages]:
         """Return the request's page ids as each rank knows them; none if it holds none. Raises
         RequestError for another's request."""
-        self.scheduler.check_own(req)
+        self.check_own(req)
         self._hand_log()
         if req.pages_held is None:
             return [req.pages] * (1 + len(self.others))
@@ -158,7 +158,7 @@ class DecodeGroup(DecodeNode):
         """As `DecodeNode.wait`, for any rank."""
         check_timeout(timeout_s)
         self._check_open()
-        return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
+        return self.has_results or self._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
         """As `Node.fileno`, for any rank."""
@@ -169,7 +169,7 @@ class DecodeGroup(DecodeNode):
         super().audit()
         self._hand_log()
         for other in self.others:
-            is_like = other.follower.is_like(self.scheduler.pages)
+            is_like = other.follower.is_like(self.pages)
             check_laws({"each rank has the rows of rank 0": is_like}, other.peer_id)
 
     def close(self) -> None:
@@ -237,7 +237,7 @@ class PrefillGroup(PrefillNode):
 
     def _tell(self) -> None:
         super()._tell()
-        if self.others and self._ranks is not None and self._ranks.has_news(self.scheduler.pages):
+        if self.others and self._ranks is not None and self._ranks.has_news(self.pages):
             self._hand_log()
 
     def _hand_log(self) -> None:
@@ -261,7 +261,7 @@ class PrefillGroup(PrefillNode):
         """As `PrefillNode.wait`, for any rank."""
         check_timeout(timeout_s)
         self._check_open()
-        return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
+        return self.has_results or self._wait(self._readiness.wait, timeout_s)
 
     def fileno(self) -> int:
         """As `Node.fileno`, for any rank."""
@@ -279,7 +279,7 @@ class PrefillGroup(PrefillNode):
         """Check the laws, and that every rank has rank 0's rows. Raises InternalError."""
         super().audit()
         self._hand_log()
-        pages, requests = self.scheduler.pages, self.scheduler.requests.values()
+        pages, requests = self.pages, self.requests.values()
         for other in self.others:
             is_like = other.follower.is_like(pages, requests)
             check_laws({"each rank has the rows and requests of rank 0": is_like}, other.peer_id)

@@ -8,10 +8,9 @@ from numbers import Real
 from typing import NamedTuple, cast
 
 from prefixkv.addresses import is_loopback
-from prefixkv.config import PrefillConfig
+from prefixkv.config import PrefillConfig, Way
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.prefill.control import PrefillControl
-from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.digest import check_digest
 from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, RequestError, shown
 from prefixkv.memory.kv_pool import KVPool
@@ -19,7 +18,7 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.requests import check_reason
 from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
-from prefixkv.prefill.send_plan import SendPlan, WindowPlan, checked_chunk
+from prefixkv.prefill.request import SendPlan, WindowPlan, checked_chunk
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -52,8 +51,8 @@ from prefixkv.runtime.transfers import (
     secret_number,
 )
 from prefixkv.settings import check_callable
-from prefixkv.transport.interfaces import check_interface
-from prefixkv.transport.libraries import loaded_libraries
+from prefixkv.staging.sender import StagingSlots
+from prefixkv.transport.nixl.ucx import check_interface, loaded_libraries
 
 _STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
 
@@ -126,8 +125,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             num_slots = sizes.staging_bytes // sizes.lease_bytes
             slots = StagingSlots(num_slots, sizes.lease_bytes, _STAGING_WINDOW)
 
-        # Called by the control thread's constructor, once the transport has its metadata.
-        def control(metadata: bytes) -> PrefillControl:
+        # Called by the control thread's constructor, once the transports have their metadata.
+        def control(_: Mapping[Way, bytes]) -> PrefillControl:
             return PrefillControl(
                 me,
                 spec.digest,
@@ -145,6 +144,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 ),
                 weights_version=config.model.weights_version,
                 libraries=loaded_libraries(),
+                place=spec.place,
             )
 
         def channel(fd: int) -> RouterChannel:
@@ -165,7 +165,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         prover = Prover(name, config.control, is_written_to=False, tell=self._proved)
         self.thread = ControlThread(
             name,
-            memory.transport,
+            memory.transports,
             control,
             channel,
             memory.copies,

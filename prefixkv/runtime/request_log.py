@@ -4,7 +4,7 @@
      "admitted_s": 0.0021, "transferred_s": 0.0314, ..., "ended_s": 2.5}
 
 Times are seconds since the arrival. `room` and `generation` join decode's record to prefill's.
-`decode/journal.py` and `prefill/journal.py` say what each field is. The log record has it as
+`decode/journal.py` and `prefill/request.py` say what each field is. The log record has it as
 `request`.
 """
 

@@ -21,11 +21,9 @@ from prefixkv.config import TransportConfig, check_version
 from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.effects import To
 from prefixkv.errors import ClosedError, InternalError, RequestError, shown, travels
-from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.staging_buffer import StagingBuffer
-from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.commands import MoveWeights
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
@@ -35,18 +33,15 @@ from prefixkv.runtime.copies import CopyPool, CopySink, StagingCopies
 from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_timeout
-from prefixkv.transport.auto import make_transport
-from prefixkv.transport.base import Sink, Transport
+from prefixkv.transport.base import RankMemory, Sink, Transport
+from prefixkv.transport.transports import Transports, make_transports
 
 C = TypeVar("C")
 E = TypeVar("E", bound=RoomEvent)
 
 
-MakeTransport = Callable[
-    [PeerId, KVLayout, Sink, TransportConfig, StagingArea | None, StateLayout | None], Transport
-]
-"""Maker of a rank's transport: that of `TransportConfig.backend` (`transport.auto.make_transport`),
-or a fabric's of `prefixkv.testing`."""
+MakeTransport = Callable[[PeerId, RankMemory, Sink, TransportConfig], Transport]
+"""Maker of another transport for a rank than those of `TransportConfig.backend`, for tests."""
 
 
 def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
@@ -84,7 +79,7 @@ class Memory:
         """Make the staging memory. Raises ConfigError or CapacityError."""
         self._layout, self._me, self._config = pool.layout, me, config
         self._keep_alive = pool, spec.state  # layouts are addresses only: the memory has to stay
-        self._make = make or make_transport
+        self._make = make
         self._state = spec.state_layout
         self._buffer: StagingBuffer | None = None
         if config.staging_bytes:
@@ -99,8 +94,12 @@ class Memory:
     def area(self) -> StagingArea | None:
         return None if self._buffer is None else self._buffer.area
 
-    def transport(self, sink: Sink) -> Transport:
-        return self._make(self._me, self._layout, sink, self._config, self.area, self._state)
+    def transports(self, sink: Sink) -> Transports:
+        memory = RankMemory(self._layout, self.area, self._state)
+        what = self._me, memory, sink, self._config
+        if self._make is None:
+            return Transports(make_transports(*what))
+        return Transports({"shm" if self._config.backend == "shm" else "nixl": self._make(*what)})
 
     def copies(self, sink: CopySink) -> StagingCopies | None:
         """Make the staging copies, None where nothing is staged; their ends go to `sink`."""

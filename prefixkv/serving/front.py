@@ -60,7 +60,7 @@ from prefixkv.serving.request_file import RequestFile
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import numbered
 from prefixkv.serving.text import TextError, Texts, TooManyTokensError
-from prefixkv.serving.tracing import current, make_tracing, traced
+from prefixkv.serving.tracing import TracedEndpoint, current, make_tracing
 from prefixkv.serving.wire import Ask, TokenEvent, part_rid, salt_digest
 
 _SHORT: Final = 4096  # characters of a text that is tokenized in the event loop
@@ -97,8 +97,8 @@ class Front:
         self._outcomes = Outcomes("front", {"node": "front", "side": "front"}, self._file)
         tracing = self._tracing = make_tracing("front")
         everything = [
-            Route("/v1/chat/completions", traced(tracing, self._chat), methods=["POST"]),
-            Route("/v1/completions", traced(tracing, self._complete), methods=["POST"]),
+            Route("/v1/chat/completions", TracedEndpoint(tracing, self._chat), methods=["POST"]),
+            Route("/v1/completions", TracedEndpoint(tracing, self._complete), methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/health", self._show_health, methods=["GET"]),
@@ -113,8 +113,7 @@ class Front:
         try:
             self.server, self.status = bind(self._outcomes.watch(app), status, listen)
         except BaseException:  # its thread has no other end
-            if tracing is not None:
-                tracing.give_up()
+            tracing.give_up()
             raise
 
     def health(self) -> tuple[bool, dict[str, Any]]:
@@ -144,8 +143,7 @@ class Front:
         await self.fleet.close()
         if self._file is not None:
             await asyncio.to_thread(self._file.close)
-        if self._tracing is not None:
-            await self._tracing.close()
+        await self._tracing.close()
 
     async def _discover(self, request: Request) -> Response:
         """Answer GET /sd for Prometheus' `http_sd_configs`: the status port of each process, also
@@ -295,7 +293,7 @@ class Front:
             most = self._most_tokens(len(tokens), asked, param)
             # All prompts have one id in the request log; workers need one for each.
             part = part_rid(rid, number) if len(prompts) > 1 else rid
-            ask = Ask(part, tokens, "", "", most, asked.num_samples, sampling, salt)
+            ask = Ask(part, tokens, "", sampling, most, asked.num_samples, salt=salt)
             current().describe_ask(ask, self.name, isinstance(asked, ChatRequest), asked.streams)
             asks.append(ask)
         answers = Answers(rid, self.name, int(time.time()), isinstance(asked, ChatRequest))

@@ -134,23 +134,22 @@ class LoopbackOnly:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            # Reversed, so that the first header of a name counts where it is repeated.
-            headers = dict(reversed(scope["headers"]))
-            host = headers.get(b"host", b"").decode("latin-1")
-            origin = headers.get(b"origin", b"").decode("latin-1")
-            error = None
-            # 1. A name that is not loopback: DNS rebinding.
-            # 2. A page of another origin: cross-site use. Programs send no Origin, and pass.
-            if host and not is_loopback(_name_of(host)):
-                why = f"the server has no API key, so it is not to be reached as {host!r}"
-                error = ApiError(403, why, code="host_not_allowed")
-            elif origin and origin != f"http://{host}":
-                why = f"the server has no API key, so a page of {origin!r} may not use it"
-                error = ApiError(403, why, code="origin_not_allowed")
-            if error is not None:
-                await error.response()(scope, receive, send)
-                return
+        # Reversed, so that the first header of a name counts where it is repeated.
+        headers = dict(reversed(scope["headers"]))
+        host = headers.get(b"host", b"").decode("latin-1")
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        error = None
+        # 1. A name that is not loopback: DNS rebinding.
+        # 2. A page of another origin: cross-site use. Programs send no Origin, and pass.
+        if host and not is_loopback(_name_of(host)):
+            why = f"the server has no API key, so it is not to be reached as {host!r}"
+            error = ApiError(403, why, code="host_not_allowed")
+        elif origin and origin != f"http://{host}":
+            why = f"the server has no API key, so a page of {origin!r} may not use it"
+            error = ApiError(403, why, code="origin_not_allowed")
+        if error is not None:
+            await error.response()(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
 
@@ -175,7 +174,7 @@ class ApiKeyRequired:
         self._expected = f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+        if scope["path"] not in self._open_paths:
             header = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
             # Takes the same time wherever the two differ, so a key cannot be guessed byte by byte.
             if not hmac.compare_digest(header, self._expected):
@@ -197,9 +196,6 @@ class PerClientLimit:
         self._samples: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         client = (scope.get("client") or ("",))[0]
         if self._most and self._requests[client] >= self._most:
             why = f"{self._most} requests of this client are being answered: no more at once"

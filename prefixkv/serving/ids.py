@@ -28,9 +28,6 @@ class RequestIds:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         given = next((v for k, v in scope["headers"] if k == HEADER.encode()), b"")
         text = given.decode("latin-1")
         scope[_KEY] = text if _TAKEN.fullmatch(text) else secrets.token_hex(16)

@@ -10,7 +10,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Any, Final
 
-from prefixkv.serving.wire import Logprob, TokenEvent
+from prefixkv.engines.hf.requests import TokenLogprob
+from prefixkv.serving.wire import TokenEvent
 
 # The characters by which byte-level tokenizers name bytes: printable ones stand for themselves, the
 # others follow from 256 on (GPT-2's table).
@@ -109,7 +110,7 @@ class AnswerLogprobs:
         data = self._texts.data(token)
         return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(data)}
 
-    def _legacy(self, one: Logprob, offsets: _Offsets) -> dict[str, list[Any]]:
+    def _legacy(self, one: TokenLogprob, offsets: _Offsets) -> dict[str, list[Any]]:
         """Return the form of completions, which is one list per quantity."""
         text = self._texts.text
         # The token itself too, as OpenAI has it; of two with one text the likelier counts.

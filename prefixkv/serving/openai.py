@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Final, TypeVar, get_type_hints
 
 import msgspec
 
+from prefixkv.engines.hf.requests import MAX_LOGPROBS, Sampling
 from prefixkv.serving.http import ApiError, no_json
 from prefixkv.serving.text import Arguments
-from prefixkv.serving.wire import MAX_LOGPROBS, SamplingParams
 from prefixkv.serving.words import plain_words
 
 MAX_SAMPLES: Final = 128
@@ -138,12 +138,10 @@ class _RequestBase(msgspec.Struct, frozen=True, kw_only=True):
         """None stands for as many as there is room for."""
         return self.max_tokens
 
-    def sampling(
-        self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
-    ) -> SamplingParams:
+    def sampling(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Sampling:
         """The arguments count where the request has none of its own."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return SamplingParams(
+        return Sampling(
             temperature=temperature if self.temperature is None else self.temperature,
             top_k=top_k if self.top_k is None else max(self.top_k, 0),
             top_p=top_p if self.top_p is None else self.top_p,

@@ -141,9 +141,6 @@ class _WatchedApp:
         self._app, self._outcomes = app, outcomes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         line = scope[_LINE] = RequestLine()
         status = answer_bytes = 0
         whole = False

@@ -23,21 +23,15 @@ BATCH: Final = 128
 """Most prompts of one request."""
 
 _SHORT_BYTES: Final = 1024  # largest parameter that is decoded
-_OTHER_BYTES: Final = 1 << 20  # of all parameters but those of `_Large`, names included
+_OTHER_BYTES: Final = 1 << 20  # of all parameters but those of `_LARGE`, names included
 _REFUSAL_BYTES: Final = 64 << 10  # largest refusal that is passed on
 
 
-class _Large(msgspec.Struct, frozen=True):
-    messages: msgspec.Raw = msgspec.Raw(b"")
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-    prompt_embeds: msgspec.Raw = msgspec.Raw(b"")
-    suffix: msgspec.Raw = msgspec.Raw(b"")
-    tools: msgspec.Raw = msgspec.Raw(b"")
-    functions: msgspec.Raw = msgspec.Raw(b"")
-    response_format: msgspec.Raw = msgspec.Raw(b"")
-    structured_outputs: msgspec.Raw = msgspec.Raw(b"")
-    documents: msgspec.Raw = msgspec.Raw(b"")
-    logit_bias: msgspec.Raw = msgspec.Raw(b"")
+_LARGE: Final = msgspec.defstruct("_Large", [
+    (name, msgspec.Raw, msgspec.field(default=msgspec.Raw(b"")))
+    for name in ("messages", "prompt", "prompt_embeds", "suffix", "tools", "functions",
+                 "response_format", "structured_outputs", "documents", "logit_bias")
+])  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +68,7 @@ class ServerAnswer:
 
 def parameters_of(body: bytes) -> dict[str, Any]:
     """Prompts, and values longer than 1 KiB, stay JSON (`msgspec.Raw`). Raises ApiError 400."""
-    large = msgspec.structs.asdict(decode_body(body, _Large))
+    large = msgspec.structs.asdict(decode_body(body, _LARGE))
     # Bound the small parameters in sum before any is decoded: as Python objects a few bytes of JSON
     # take many times their size.
     others = len(body) - sum(len(bytes(raw)) for raw in large.values())

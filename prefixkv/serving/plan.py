@@ -1,8 +1,9 @@
 """Settings of the workers of `prefixkv serve`: each that was said is used, or refused by name.
 
-A worker has a setting of the first place that says it: an option or a variable of `serve`, a
-variable of the worker, its table [workers.ROLE], the file above the tables, the default. What
-workers cannot share is numbered: names, ports, addresses, and the file of a record.
+Each setting has one place: what `serve` has for a role, or what all workers need alike, is not said
+in a table. Of the few that each role may have by itself (`_SHARED`) an option or a variable of
+`serve` goes before the table [workers.ROLE], and that before the file above it. What workers cannot
+share is numbered: names, ports, addresses, and the file of a record.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ TABLE: Final = "workers"
 """Table of a file for `serve`: [workers.prefill] and [workers.decode] hold settings of workers."""
 
 _ONLY_FRONT: Final = "workers answer their front alone"
+_ALIKE: Final = "all workers need the same; set it above the tables"
 _SET_BY_SERVE: Final = {
     "host": "workers listen where the front reaches them; above the tables it is the front's",
     "status_host": "workers listen where the front reaches them; above the tables it is the "
@@ -37,16 +39,19 @@ _SET_BY_SERVE: Final = {
     "api_key": "workers and front share a key of each start; above the tables it is the clients'",
     "parent": "no worker outlives serve",
     "limits_max_requests_per_client": _ONLY_FRONT,
+    "model": _ALIKE,
+    "seed": _ALIKE,
+    "dtype": _ALIKE,
 }
 """Settings of workers that no one else may set, and why."""
 
-# Variables of these names are the front's: it takes what clients send, workers what it sends.
-_OF_THE_FRONT: Final = frozenset({
+_SHARED: Final = ("device", "context", "threads", "page_size")
+# Variables of these names are those of `serve`, not of its workers.
+_OF_SERVE: Final = frozenset({
     "host", "port", "status_host", "status_port", "api_key", "request_log",
-    "limits_max_requests_per_client", "limits_max_body_bytes",
+    "limits_max_requests_per_client", "limits_max_body_bytes", "model", "seed", "dtype",
+    "chunk_tokens", "checkpoints", *_SHARED,
 })  # fmt: skip
-_SHARED: Final = ("model", "seed", "dtype", "device", "context", "threads", "page_size")
-_AGREED: Final = ("model", "seed", "dtype")  # of these a fleet has one value
 _HOST_SIZES: Final = ("host_memory_times", "host_memory_num_bytes", "host_memory_num_pages")
 _PORTS: Final = ("port", "status_port")
 _ADDRESSES: Final = (
@@ -73,7 +78,7 @@ def find_workers(
         if role not in KINDS:
             hint = nearest(role, KINDS).replace("nearest is ", f"nearest is {TABLE}.")
             raise ConfigError(f"{where}: there is no table {TABLE}.{role}{hint}")
-    fronts = {PREFIX + name.upper() for name in _OF_THE_FRONT}
+    fronts = {PREFIX + name.upper() for name in _OF_SERVE}
     theirs = {name: text for name, text in environ.items() if name not in fronts}
     return {
         role: find(kind, tables.get(role, {}), where, theirs, under=f"{TABLE}.{role}.")
@@ -86,7 +91,7 @@ def plan(found: Mapping[str, Found], workers: Mapping[str, Mapping[str, Found]])
     ConfigError, with the place, for one that would be ignored, or that workers cannot have."""
     said = {role: dict(workers.get(role, {})) for role in KINDS}
     for role, given in said.items():
-        for name, why in _SET_BY_SERVE.items():
+        for name, why in (_SET_BY_SERVE | names_of_serve(role)).items():
             if name in given:
                 raise ConfigError(f"{given[name].where}: serve sets it itself: {why}")
         if "name" in given and given["name"].rank == VARIABLE:
@@ -94,11 +99,18 @@ def plan(found: Mapping[str, Found], workers: Mapping[str, Mapping[str, Found]])
                 f"{given['name'].where}: names one worker; those of serve are named in "
                 f"[{TABLE}.prefill] and [{TABLE}.decode]"
             )
-        for mine, theirs in own_names(role).items():
-            _settle(given, mine, found.get(theirs))
-    found = _agree(found, said)
+        for name in _SHARED:
+            if name in given and name in found and found[name].rank > given[name].rank:
+                del given[name]
     config = build(ServeConfig, found)
-    _give_host_memory(config, found.get("host_memory"), said["decode"])
+    if size := config.host_size():
+        decode = said["decode"]
+        for name in _HOST_SIZES:
+            if name in decode:
+                raise ConfigError(
+                    f"{decode[name].where}: beside host_memory, which says how much it is"
+                )
+        decode[size[0]] = found["host_memory"]._replace(value=size[1])
     nums = {"prefill": config.prefill, "decode": config.decode}
     keys = said["decode"].get("control_curve_public_key")
     if keys is not None and config.decode > 1:
@@ -121,12 +133,15 @@ def plan(found: Mapping[str, Found], workers: Mapping[str, Mapping[str, Found]])
     return ServePlan(config, {role: _values(given) for role, given in said.items()})
 
 
-def own_names(role: str) -> dict[str, str]:
-    """Return the settings of a worker that `serve` has too, with their names there."""
-    named = {name: name for name in _SHARED}
-    named |= {"num_pages": f"{role}_pages", "window_pages": f"{role}_window_pages"}
-    of_prefill = ("chunk_tokens", "checkpoints")
-    return named | ({name: name for name in of_prefill} if role == "prefill" else {})
+def names_of_serve(role: str) -> dict[str, str]:
+    """Return the settings of a worker that `serve` has for its role, with where they are set."""
+    names = {
+        "num_pages": f"it is {role}_pages above the tables",
+        "window_pages": f"it is {role}_window_pages above the tables",
+    }
+    if role == "prefill":
+        names |= dict.fromkeys(("chunk_tokens", "checkpoints"), "it is above the tables")
+    return names
 
 
 def numbered(values: Mapping[str, Any], role: str, number: int, num: int) -> dict[str, Any]:
@@ -182,71 +197,6 @@ def _port_of(address: str) -> int:
 
 def _values(given: Mapping[str, Found]) -> dict[str, Any]:
     return {name: one.value for name, one in given.items()}
-
-
-def _settle(given: dict[str, Found], mine: str, theirs: Found | None) -> None:
-    """Leave a common setting in `given`, or take it out. Raises ConfigError for two unlike ones."""
-    own = given.get(mine)
-    if own is None or theirs is None or own.rank > theirs.rank:
-        return
-    # 1. An option or a variable of serve goes before the file's table.
-    # 2. In a file the table goes before what all workers have.
-    # 3. What is the role's alone in both places is one setting, said twice.
-    if theirs.rank > own.rank or own.rank == VARIABLE:
-        del given[mine]
-    elif mine not in _SHARED and own.value != theirs.value:
-        raise ConfigError(f"{own.where}: {own.value} is not {theirs.value}, {_path(theirs)}")
-
-
-def _give_host_memory(config: ServeConfig, theirs: Found | None, given: dict[str, Found]) -> None:
-    """Enter the size that `serve` has into decode workers' settings, where it goes before what they
-    say. Raises ConfigError if a file has both, and not alike."""
-    size = config.host_size()
-    if size is None or theirs is None:
-        return
-    name, value = size
-    for own in [one for one in _HOST_SIZES if one in given]:
-        # The order is that of `_settle`; here one setting of serve stands for three of a worker.
-        if given[own].rank > theirs.rank:
-            return
-        if theirs.rank == FILE and (own, given[own].value) != size:
-            raise ConfigError(
-                f"{given[own].where}: beside {_path(theirs)}, which says how much it is"
-            )
-        del given[own]
-    given[name] = Found(value, theirs.where, theirs.rank)
-
-
-def _agree(found: Mapping[str, Found], said: dict[str, dict[str, Found]]) -> Mapping[str, Found]:
-    """Give `serve` the model of the workers. Raises ConfigError for a table with another one."""
-    defaults = {one.name: one.default for one in settings_of(ServeConfig)}
-    agreed = dict(found)
-    for name in _AGREED:
-        general = found[name].value if name in found else defaults[name]
-        values = {
-            role: given[name].value if name in given else general for role, given in said.items()
-        }
-        places = [given[name] for given in said.values() if name in given]
-        if len(set(values.values())) > 1:
-            other = next(value for value in values.values() if value != places[0].value)
-            raise ConfigError(
-                f"{places[0].where}: {places[0].value!r} is not {other!r}, which the other workers "
-                f"have: all need one {name}; set it above the tables"
-            )
-        if places:
-            if name in found and general != places[0].value:
-                raise ConfigError(
-                    f"{places[0].where}: {places[0].value!r} is not {general!r}, "
-                    f"{_path(found[name])}"
-                )
-            agreed[name] = places[0]
-            for given in said.values():
-                given.pop(name, None)
-    return agreed
-
-
-def _path(place: Found) -> str:
-    return place.where.rpartition(": ")[2]
 
 
 def _check_page_sizes(config: ServeConfig, said: Mapping[str, Mapping[str, Found]]) -> None:

@@ -58,7 +58,7 @@ from prefixkv.serving.router import BoundedAffinityRouter
 from prefixkv.serving.router import Route as ServerRoute
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import TooMuchError, read_all
-from prefixkv.serving.tracing import current, make_tracing, pass_on, traced
+from prefixkv.serving.tracing import TracedEndpoint, current, make_tracing
 from prefixkv.serving.wire import part_rid
 from prefixkv.spi import TOKEN_BYTES, ConfigError, page_keys
 
@@ -173,8 +173,10 @@ class Proxy:
         # answers every other path by an error in OpenAI's form.
         app = make_app(
             [
-                Route("/v1/chat/completions", traced(tracing, self._chat), methods=["POST"]),
-                Route("/v1/completions", traced(tracing, self._complete), methods=["POST"]),
+                Route(
+                    "/v1/chat/completions", TracedEndpoint(tracing, self._chat), methods=["POST"]
+                ),
+                Route("/v1/completions", TracedEndpoint(tracing, self._complete), methods=["POST"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/ping", self._health, methods=["GET", "POST"]),
@@ -190,8 +192,7 @@ class Proxy:
         try:
             self.server, self.status = bind(self._outcomes.watch(app), status, listen)
         except BaseException:  # its thread has no other end
-            if tracing is not None:
-                tracing.give_up()
+            tracing.give_up()
             raise
         key = config.servers_key
         # It has no cap on connections: a request holds two at once, and under a cap requests that
@@ -226,8 +227,7 @@ class Proxy:
         await self._client.aclose()
         if self._file is not None:
             await asyncio.to_thread(self._file.close)
-        if self._tracing is not None:
-            await self._tracing.close()
+        await self._tracing.close()
 
     # --- what is asked ----------------------------------------------------------------------------
 
@@ -283,8 +283,6 @@ class Proxy:
     async def _serve(self, request: Request, prompt_field: str) -> Response:
         """Check the few parameters that steer the proxy itself. `prompt_field` names the prompt's
         parameter. Raises ApiError 400, or 503 while the proxy ends."""
-        if self._tracing is None:
-            pass_on(request.headers)
         body = parameters_of(await read_body(request, self._limits))
         current().describe_body(request.url.path, body)
         if prompt_field not in body:

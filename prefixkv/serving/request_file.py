@@ -2,7 +2,7 @@
 
 Several processes append to one file. Lines reach it by single writes to a descriptor that was
 opened with O_APPEND, which Linux does not mix on a local file system. The file is opened for each
-batch of lines: where logrotate has renamed it, the next batch makes a new one, without a signal.
+line: where logrotate has renamed it, the next line makes a new one, without a signal.
 
 What the writing thread cannot keep up with, or cannot write (a full disk), is counted as lost, and
 the first loss is logged; serving goes on.
@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from queue import Empty, Full, Queue
+from queue import Full, Queue
 from typing import Any, Final
 
 import msgspec
@@ -32,7 +32,6 @@ MAX_WAITING: Final = 4096
 MAX_CHARS: Final = 1024
 """Most characters of a text in a line; the rest is cut."""
 
-_BATCH: Final = 256  # lines per write
 _CLOSE_S: Final = 5.0
 _NODES: Final = "prefixkv.requests"  # the logger of nodes, see runtime/request_log.py
 
@@ -62,7 +61,7 @@ class RequestFile(Collector):
                 self._start()
             self._queue.put_nowait(line)
         except (Full, RuntimeError):  # RuntimeError: no thread can be started
-            self._lose(1, "it cannot keep up")
+            self._lose("it cannot keep up")
 
     def close(self) -> None:
         """Write what waits, for some seconds at most. Idempotent."""
@@ -89,60 +88,40 @@ class RequestFile(Collector):
                 self._thread = thread
 
     def _run(self) -> None:
-        ending = False
-        while not ending:
-            batch = [self._queue.get()]
-            with contextlib.suppress(Empty):
-                while len(batch) < _BATCH:
-                    batch.append(self._queue.get_nowait())
-            ending = None in batch
-            lines = [data for line in batch if line is not None and (data := self._encode(line))]
+        while (line := self._queue.get()) is not None:
+            # A value that JSON has no form for costs its own line alone.
             try:
-                num_written = self._append(b"".join(lines))
+                self._append(line)
+                self.written += 1
             except Exception as error:  # of the disk, mostly
-                self._lose(len(lines), getattr(error, "strerror", None) or repr(error))
-                continue
-            self.written += num_written
-            if num_written < len(lines):
-                self._lose(len(lines) - num_written, "the disk took a part of it")
+                self._lose(getattr(error, "strerror", None) or repr(error))
 
-    def _encode(self, line: dict[str, Any]) -> bytes:
-        """Return one line, with its texts cut to `MAX_CHARS`. A value that JSON has no form for
-        costs its own line alone: b""."""
-        try:
-            cut = {
-                name: value[:MAX_CHARS] if isinstance(value, str) else value
-                for name, value in line.items()
-            }
-            return msgspec.json.encode(cut) + b"\n"
-        except Exception as error:
-            self._lose(1, repr(error))
-            return b""
-
-    def _append(self, data: bytes) -> int:
-        """Append lines by one write. Returns how many it took."""
-        if not data:
-            return 0
+    def _append(self, line: dict[str, Any]) -> None:
+        """Append one line by one write, its texts cut to `MAX_CHARS`."""
+        cut = {
+            name: value[:MAX_CHARS] if isinstance(value, str) else value
+            for name, value in line.items()
+        }
+        # A line that an earlier write left in part is ended first, so that it spoils no other.
+        data = b"\n" * self._torn + msgspec.json.encode(cut) + b"\n"
         file = self._open()
         try:
-            # A line that an earlier write left in part is ended first, so that it spoils no other.
-            begin = b"\n" * self._torn
-            size = os.write(file, begin + data) - len(begin)
-            self._torn = size < len(data)
-            return data[: max(0, size)].count(b"\n")
+            self._torn = os.write(file, data) < len(data)
         finally:
             os.close(file)
+        if self._torn:
+            raise OSError("the disk took a part of it")
 
     def _open(self) -> int:
         # Not blocking: a pipe without a reader must not hold up the thread, nor `prefixkv` itself.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
         return os.open(self.path, flags, 0o600)
 
-    def _lose(self, num: int, why: str) -> None:
-        """Count lines as lost; warn of the first one."""
+    def _lose(self, why: str) -> None:
+        """Count a line as lost; warn of the first one."""
         with self._lock:
             is_first = not self.lost
-            self.lost += num
+            self.lost += 1
         if is_first:
             logger.warning("%s: a line of the request log is lost: %s; further ones are counted "
                            "only", self.path, why)  # fmt: skip

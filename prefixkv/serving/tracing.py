@@ -8,8 +8,9 @@
                      - promise, queue, compute, send
 
 A proxy writes `chat NAME`, `routing`, `decode` and `prefill`. W3C headers carry the context. The
-standard variables of OpenTelemetry turn it on (`asked_by`); without them nothing is imported. A
-node's spans are made from the request log once its request has ended, so that no step waits.
+standard variables of OpenTelemetry turn it on (`asked_by`); without them no span is written, and
+the context of a client that is traced goes on as it came. A node's spans are made from the request
+log once its request has ended, so that no step waits.
 """
 
 from __future__ import annotations
@@ -22,24 +23,31 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
+from opentelemetry.context import Context
+from opentelemetry.trace import (
+    NoOpTracerProvider,
+    Span,
+    SpanKind,
+    StatusCode,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import request_response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from prefixkv import __version__
 from prefixkv.spi import ConfigError
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Span, SpanKind
 
     from prefixkv.serving.openai import Usage
     from prefixkv.serving.wire import Ask
@@ -52,110 +60,11 @@ _NAME_CHARS: Final = 256
 _EXPORTERS: Final = "opentelemetry_traces_exporter"  # entry points of the SDK
 _BY_PROTOCOL: Final = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 _LOGS_OF_HEADERS: Final = ("opentelemetry.trace.span", "opentelemetry.baggage.propagation")
-
-# What a process passes on that writes no spans itself: one trace parent, and a list.
-_PARENT: Final = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})(-[!-~]{0,128})?")
 _PASSWORD: Final = re.compile(r"//[^/\s@]*@")
-_STATE: Final = re.compile(r"[ -~\t]{1,4096}")
 
 Attributes = Mapping[str, Any]
 NO_FACTS: Final[Attributes] = {}
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-# --- what a request meets, of a process that writes no spans --------------------------------------
-
-
-class TracedStep:
-    """One span while its work goes on, not written here. `headers` carry the trace on."""
-
-    headers: Mapping[str, str] = {}
-
-    def add(self, attributes: Attributes) -> None:
-        """Add to the span of a step."""
-
-    def fail(self, why: str, kind: str = "failed") -> None:
-        """Have the span end as an error; the first call counts."""
-
-
-class RequestTrace(TracedStep):
-    """The trace of one request; this one is not written."""
-
-    def part(
-        self, name: str, attributes: Attributes = NO_FACTS
-    ) -> AbstractContextManager[TracedStep]:
-        """Return a context: a span of this process's own work."""
-        return _NO_STEP
-
-    def call(
-        self, name: str, attributes: Attributes = NO_FACTS, *, may_be_cut: bool = False
-    ) -> AbstractContextManager[TracedStep]:  # fmt: skip
-        """Return a context: a span of a request to another process, until its answer has ended.
-        `may_be_cut`: giving it up before its end is no error."""
-        return _NO_STEP
-
-    def describe_ask(self, ask: Ask, model: str, chat: bool, streamed: bool) -> None:
-        """Add what a front's client has asked for."""
-
-    def describe_body(self, path: str, body: Attributes) -> None:
-        """Add what a proxy's client has asked for."""
-
-    def describe_answer(self, usage: Usage, finishes: Sequence[str], ttft_s: float | None) -> None:
-        """Of several answers to one request the tokens add up."""
-
-
-class NodeSpans:
-    """Spans of the requests of a node; this one writes none."""
-
-    def follow(self, node: Any, loop: asyncio.AbstractEventLoop) -> None:
-        """Called before the engine's thread starts."""
-
-    def begin(
-        self, headers: Headers, rid: str, num: int = 1
-    ) -> AbstractContextManager[TracedStep]:  # fmt: skip
-        """Return a context in which a request is handed to the engine: an exception ends its span,
-        which otherwise ends with the last of its `num` answers. `rid` is the engine's."""
-        return _NO_STEP
-
-    async def close(self) -> None:
-        """End what is open, and send the last spans. Idempotent."""
-
-
-_NO_STEP: Final = nullcontext(TracedStep())
-_NO_TRACE: Final = RequestTrace()
-_current: Final[ContextVar[RequestTrace]] = ContextVar("prefixkv_trace", default=_NO_TRACE)
-
-
-def current() -> RequestTrace:
-    """Return the trace of the request that this task serves; tasks that it starts have the same."""
-    return _current.get()
-
-
-class _PassedTrace(RequestTrace):
-    """The client is traced; this process writes no spans."""
-
-    def __init__(self, headers: Mapping[str, str]) -> None:
-        step = TracedStep()
-        step.headers = headers
-        self._step = nullcontext(step)
-
-    def call(
-        self, name: str, attributes: Attributes = NO_FACTS, *, may_be_cut: bool = False
-    ) -> AbstractContextManager[TracedStep]:  # fmt: skip
-        return self._step
-
-
-def pass_on(headers: Headers) -> None:
-    """Have calls of this task carry the client's trace context as it is: a process that writes no
-    spans must not break the trace."""
-    parent = headers.get("traceparent", "")
-    if not _PARENT.fullmatch(parent):
-        return
-    found = {"traceparent": parent}
-    state = ",".join(headers.getlist("tracestate"))
-    if _STATE.fullmatch(state):
-        found["tracestate"] = state
-    _current.set(_PassedTrace(found))
 
 
 # --- whether and where to spans go ----------------------------------------------------------------
@@ -182,9 +91,9 @@ def asked_by() -> str:
     return next((name for name in names if given.get(name)), "")
 
 
-def make_tracing(role: str, name: str = "") -> Tracing | None:
-    """Return None where no variable asks for traces. Raises ConfigError if a package is missing, or
-    a variable has a value that cannot be used.
+def make_tracing(role: str, name: str = "") -> Tracing:
+    """Return one that writes no spans where no variable asks for traces. Raises ConfigError if a
+    package is missing, or a variable has a value that cannot be used.
 
     Args:
         role: "front", "proxy", "decode" or "prefill": `service.name` is prefixkv-ROLE unless a
@@ -193,7 +102,7 @@ def make_tracing(role: str, name: str = "") -> Tracing | None:
     """
     variable = asked_by()
     if not variable:
-        return None
+        return Tracing()
     try:
         return Tracing(_provider(role, name))
     except ImportError as error:
@@ -204,12 +113,6 @@ def make_tracing(role: str, name: str = "") -> Tracing | None:
     # The SDK raises what its parsers and other packages' exporters raise.
     except (ValueError, RuntimeError, TypeError, OSError) as error:
         raise ConfigError(f"{variable} asks for traces: {error}") from None
-
-
-def make_node_spans(role: str, name: str) -> NodeSpans:
-    """Raises ConfigError."""
-    tracing = make_tracing(role, name)
-    return NodeSpans() if tracing is None else _NodeSpans(tracing, role)
 
 
 def _provider(role: str, name: str) -> TracerProvider:
@@ -267,15 +170,20 @@ def _exporter(name: str) -> Any:
 
 
 class Tracing:
-    """The spans of one process. Used on one event loop, but for the SDK's `provider`, which has a
-    thread that sends them: a collector that is slow or gone costs spans, and requests nothing."""
+    """The spans of one process; none is written without `provider`, the SDK's. Used on one event
+    loop, but for the SDK's thread that sends them: a collector that is slow or gone costs spans,
+    and requests nothing."""
 
-    def __init__(self, provider: TracerProvider) -> None:
-        from opentelemetry import propagate, trace
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        self.writes = provider is not None
+        self._closing: threading.Thread | None = None
+        self._provider = provider
+        self._propagator: Any = TraceContextTextMapPropagator()
+        if provider is not None:
+            from opentelemetry import propagate
 
-        self._trace, self._propagator = trace, propagate.get_global_textmap()
-        self._provider, self._closed = provider, False
-        self._tracer = provider.get_tracer("prefixkv", __version__)
+            self._propagator = propagate.get_global_textmap()
+        self.tracer = (provider or NoOpTracerProvider()).get_tracer("prefixkv", __version__)
         # Each says at WARNING what is wrong with a client's header: clients could fill the log.
         for name in _LOGS_OF_HEADERS:
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -283,7 +191,10 @@ class Tracing:
     def extract(self, headers: Headers) -> Context:
         """Return the context that headers carry; an empty one if it is malformed."""
         names = [name for name in self._propagator.fields if name in headers]
-        return self._propagator.extract({name: headers.getlist(name) for name in names})
+        context: Context = self._propagator.extract(
+            {name: headers.getlist(name) for name in names}, Context()
+        )
+        return context
 
     def inject(self, context: Context) -> dict[str, str]:
         headers: dict[str, str] = {}
@@ -291,45 +202,38 @@ class Tracing:
         return headers
 
     def start(
-        self, name: str, context: Context, kind: SpanKind | None = None,
+        self, name: str, context: Context, kind: SpanKind = SpanKind.INTERNAL,
         attributes: Attributes = NO_FACTS, start_ns: int | None = None,
     ) -> OpenSpan:  # fmt: skip
         """Start a span below `context`, at `start_ns` since 1970 or now."""
-        span = self._tracer.start_span(
-            name, context, kind or self._trace.SpanKind.INTERNAL,
-            attributes=_sendable(attributes), start_time=start_ns,
-        )  # fmt: skip
-        return OpenSpan(self, span, self._trace.set_span_in_context(span, context))
-
-    @property
-    def kinds(self) -> type[SpanKind]:
-        return self._trace.SpanKind
+        facts = _sendable(attributes)
+        span = self.tracer.start_span(name, context, kind, facts, start_time=start_ns)
+        return OpenSpan(self, span, set_span_in_context(span, context))
 
     async def close(self) -> None:
         """Send the spans that are left, for `_CLOSE_S` at most; later ones are dropped."""
-        closing = self.give_up()
+        self.give_up()
         until_s = time.monotonic() + _CLOSE_S
-        while closing is not None and closing.is_alive() and time.monotonic() < until_s:
+        while self._closing and self._closing.is_alive() and time.monotonic() < until_s:
             await asyncio.sleep(0.01)
 
-    def give_up(self) -> threading.Thread | None:
-        """Close without waiting: for a process that does not start, and so has no spans. Returns
-        the thread that closes it, None if it was closed before."""
-        if self._closed:
-            return None
-        self._closed = True
-        # A thread that may be left behind: the exporter's own time-out is longer.
-        closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
-        closing.start()
-        return closing
+    def give_up(self) -> None:
+        """Close without waiting: for a process that does not start, and so has no spans."""
+        if self._provider is not None and self._closing is None:
+            # A thread that may be left behind: the exporter's own time-out is longer.
+            shutdown = self._provider.shutdown
+            self._closing = threading.Thread(target=shutdown, name="traces", daemon=True)
+            self._closing.start()
 
 
-class OpenSpan(TracedStep):
+class OpenSpan:
+    """One span while its work goes on; `headers` carry the trace on."""
+
     def __init__(self, tracing: Tracing, span: Span, context: Context) -> None:
         self.context, self._tracing, self._span = context, tracing, span
         self.failed = False
         # Made once, at the start: `inject` follows the context's sampling flag too.
-        self.headers = tracing.inject(context)
+        self.headers: Mapping[str, str] = tracing.inject(context)
 
     @property
     def is_recording(self) -> bool:
@@ -339,20 +243,96 @@ class OpenSpan(TracedStep):
         """Values that cannot be sent are left out."""
         self._span.set_attributes(_sendable(attributes))
 
-    def rename(self, name: str) -> None:
-        self._span.update_name(name)
-
     def fail(self, why: str, kind: str = "failed") -> None:
-        if self.failed:
-            return
-        self.failed = True
-        self.add({"error.type": kind})
-        text = _clean(why[:_WHY_CHARS])
-        self._span.set_status(self._tracing._trace.StatusCode.ERROR, text)
+        """Have the span end as an error; the first call counts."""
+        if not self.failed:
+            self.failed = True
+            self.add({"error.type": kind})
+            self._span.set_status(StatusCode.ERROR, _clean(why[:_WHY_CHARS]))
 
     def end(self, end_ns: int | None = None) -> None:
         """End and write the span, now or at a time in nanoseconds since 1970."""
         self._span.end(end_ns)
+
+    def part(
+        self, name: str, attributes: Attributes = NO_FACTS
+    ) -> AbstractContextManager[OpenSpan]:
+        """Return a context: a span of this process's own work."""
+        return self._step(name, SpanKind.INTERNAL, attributes, False)
+
+    def call(
+        self, name: str, attributes: Attributes = NO_FACTS, *, may_be_cut: bool = False
+    ) -> AbstractContextManager[OpenSpan]:  # fmt: skip
+        """Return a context: a span of a request to another process, until its answer has ended.
+        `may_be_cut`: giving it up before its end is no error."""
+        return self._step(name, SpanKind.CLIENT, attributes, may_be_cut)
+
+    @contextmanager
+    def _step(
+        self, name: str, kind: SpanKind, attributes: Attributes, may_be_cut: bool
+    ) -> Iterator[OpenSpan]:
+        """What ends the step early is its error."""
+        step = self._tracing.start(name, self.context, kind, attributes)
+        try:
+            yield step
+        except BaseException as error:
+            why = _why_cut(error)
+            if not (may_be_cut and why[1] == "aborted"):
+                step.fail(*why)
+            raise
+        finally:
+            step.end()
+
+    def describe_ask(self, ask: Ask, model: str, chat: bool, streamed: bool) -> None:
+        """Add what a front's client has asked for."""
+        operation, sampling = "chat" if chat else "text_completion", ask.sampling
+        self._span.update_name(f"{operation} {model[:_NAME_CHARS]}")
+        self.add(
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "prefixkv",
+                "gen_ai.request.model": model[:_NAME_CHARS],
+                "gen_ai.request.max_tokens": ask.max_new_tokens,
+                "gen_ai.request.temperature": float(sampling.temperature),
+                "gen_ai.request.top_p": float(sampling.top_p),
+                "gen_ai.request.top_k": sampling.top_k or None,
+                "gen_ai.request.seed": sampling.seed,
+                "gen_ai.request.choice.count": ask.num_samples if ask.num_samples > 1 else None,
+                "gen_ai.request.stream": streamed,
+                "gen_ai.response.model": model[:_NAME_CHARS],
+                "prefixkv.rid": ask.rid,
+            }
+        )
+
+    def describe_body(self, path: str, body: Attributes) -> None:
+        """Add what a proxy's client has asked for."""
+        operation = "chat" if path.endswith("/chat/completions") else "text_completion"
+        # A client's own values, which nothing has checked: of another type they are left out.
+        model, most, n = (body.get(name) for name in ("model", "max_tokens", "n"))
+        self._span.update_name(operation)  # clients choose the model's name
+        self.add(
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.request.model": model[:_NAME_CHARS] if isinstance(model, str) else None,
+                "gen_ai.request.max_tokens": most if type(most) is int else None,
+                "gen_ai.request.choice.count": n if type(n) is int and n > 1 else None,
+                "gen_ai.request.stream": bool(body.get("stream")),
+            }
+        )
+
+    def describe_answer(self, usage: Usage, finishes: Sequence[str], ttft_s: float | None) -> None:
+        told = usage.body()
+        self.add(
+            {
+                "gen_ai.usage.input_tokens": told["prompt_tokens"],
+                "gen_ai.usage.output_tokens": told["completion_tokens"],
+                "gen_ai.usage.cache_read.input_tokens":
+                    told["prompt_tokens_details"]["cached_tokens"],
+                **{f"prefixkv.{name}": number for name, number in told["prefixkv"].items()},
+                "gen_ai.response.finish_reasons": finishes,
+                "gen_ai.response.time_to_first_chunk": ttft_s,
+            }
+        )  # fmt: skip
 
 
 def _sendable(attributes: Attributes) -> dict[str, Any]:
@@ -386,22 +366,26 @@ def _why_cut(error: BaseException) -> tuple[str, str]:
 # --- a front's and a proxy's requests -------------------------------------------------------------
 
 
-def traced(tracing: Tracing | None, handler: Handler) -> Any:
-    """Return `handler` itself, or, where spans are written, an application that runs it within a
-    span, `current`, until its answer has been sent."""
-    return handler if tracing is None else _TracedEndpoint(tracing, handler)
+_NO_SPAN: Final = Tracing().start("", Context())
+_current: Final[ContextVar[OpenSpan]] = ContextVar("prefixkv_trace", default=_NO_SPAN)
 
 
-class _TracedEndpoint:
+def current() -> OpenSpan:
+    """Return the span of the request that this task serves; tasks that it starts have the same."""
+    return _current.get()
+
+
+class TracedEndpoint:
+    """An application that runs `handler` within a span, `current`, until its answer has been
+    sent."""
+
     def __init__(self, tracing: Tracing, handler: Handler) -> None:
-        self._tracing = tracing
-        self._app: ASGIApp = request_response(handler)
+        self._tracing, self._app = tracing, request_response(handler)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         span = self._tracing.start(
-            f"{scope['method']} {scope['path']}",
-            self._tracing.extract(Headers(scope=scope)),
-            self._tracing.kinds.SERVER,
+            f"{scope['method']} {scope['path']}", self._tracing.extract(Headers(scope=scope)),
+            SpanKind.SERVER,
             {"http.request.method": scope["method"], "url.path": scope["path"],
              "url.scheme": scope["scheme"]},
         )  # fmt: skip
@@ -414,7 +398,7 @@ class _TracedEndpoint:
             await send(message)
             is_whole = message["type"] == "http.response.body" and not message.get("more_body")
 
-        token = _current.set(_SpanTrace(self._tracing, span))
+        token = _current.set(span)
         try:
             await self._app(scope, receive, watch)
             _end_answer(span, status, is_whole)
@@ -439,101 +423,6 @@ def _end_answer(span: OpenSpan, status: int, is_whole: bool) -> None:
         span.fail(f"status {status}", str(status))
     elif status >= 400:
         span.add({"error.type": str(status)})
-
-
-class _SpanTrace(RequestTrace):
-    def __init__(self, tracing: Tracing, span: OpenSpan) -> None:
-        self._tracing, self._span = tracing, span
-        self._tokens: dict[str, int] = {}
-        self._finishes: list[str] = []
-        self.headers = span.headers
-
-    def add(self, attributes: Attributes) -> None:
-        self._span.add(attributes)
-
-    def fail(self, why: str, kind: str = "failed") -> None:
-        self._span.fail(why, kind)
-
-    def part(
-        self, name: str, attributes: Attributes = NO_FACTS
-    ) -> AbstractContextManager[TracedStep]:
-        return self._step(name, self._tracing.kinds.INTERNAL, attributes, False)
-
-    def call(
-        self, name: str, attributes: Attributes = NO_FACTS, *, may_be_cut: bool = False
-    ) -> AbstractContextManager[TracedStep]:  # fmt: skip
-        return self._step(name, self._tracing.kinds.CLIENT, attributes, may_be_cut)
-
-    @contextmanager
-    def _step(
-        self, name: str, kind: SpanKind, attributes: Attributes, may_be_cut: bool
-    ) -> Iterator[TracedStep]:
-        """What ends the step early is its error."""
-        step = self._tracing.start(name, self._span.context, kind, attributes)
-        try:
-            yield step
-        except BaseException as error:
-            why = _why_cut(error)
-            if not (may_be_cut and why[1] == "aborted"):
-                step.fail(*why)
-            raise
-        finally:
-            step.end()
-
-    def describe_ask(self, ask: Ask, model: str, chat: bool, streamed: bool) -> None:
-        operation, sampling = "chat" if chat else "text_completion", ask.sampling
-        self._span.rename(f"{operation} {model[:_NAME_CHARS]}")
-        self.add(
-            {
-                "gen_ai.operation.name": operation,
-                "gen_ai.provider.name": "prefixkv",
-                "gen_ai.request.model": model[:_NAME_CHARS],
-                "gen_ai.request.max_tokens": ask.max_new_tokens,
-                "gen_ai.request.temperature": float(sampling.temperature),
-                "gen_ai.request.top_p": float(sampling.top_p),
-                "gen_ai.request.top_k": sampling.top_k or None,
-                "gen_ai.request.seed": sampling.seed,
-                "gen_ai.request.choice.count": ask.num_samples if ask.num_samples > 1 else None,
-                "gen_ai.request.stream": streamed,
-                "gen_ai.response.model": model[:_NAME_CHARS],
-                "prefixkv.rid": ask.rid,
-            }
-        )
-
-    def describe_body(self, path: str, body: Attributes) -> None:
-        operation = "chat" if path.endswith("/chat/completions") else "text_completion"
-        # A client's own values, which nothing has checked: of another type they are left out.
-        model, most, n = (body.get(name) for name in ("model", "max_tokens", "n"))
-        model = model[:_NAME_CHARS] if isinstance(model, str) else None
-        self._span.rename(operation)  # clients choose the model's name
-        self.add(
-            {
-                "gen_ai.operation.name": operation,
-                "gen_ai.request.model": model,
-                "gen_ai.request.max_tokens": most if type(most) is int else None,
-                "gen_ai.request.choice.count": n if type(n) is int and n > 1 else None,
-                "gen_ai.request.stream": bool(body.get("stream")),
-            }
-        )
-
-    def describe_answer(self, usage: Usage, finishes: Sequence[str], ttft_s: float | None) -> None:
-        told = usage.body()
-        found = {
-            "gen_ai.usage.input_tokens": told["prompt_tokens"],
-            "gen_ai.usage.output_tokens": told["completion_tokens"],
-            "gen_ai.usage.cache_read.input_tokens": told["prompt_tokens_details"]["cached_tokens"],
-            **{f"prefixkv.{name}": number for name, number in told["prefixkv"].items()},
-        }
-        for name, number in found.items():
-            self._tokens[name] = self._tokens.get(name, 0) + number
-        self._finishes += finishes
-        self.add(
-            {
-                **self._tokens,
-                "gen_ai.response.finish_reasons": self._finishes,
-                "gen_ai.response.time_to_first_chunk": ttft_s,
-            }
-        )
 
 
 # --- a worker's requests --------------------------------------------------------------------------
@@ -609,27 +498,33 @@ class _LiveRequest:
         self.offset_ns = time.time_ns() - time.monotonic_ns()
 
 
-class _NodeSpans(NodeSpans):
-    """Used on the event loop; the engine's thread calls only what `follow` hands to the node."""
+class NodeSpans:
+    """Spans of the requests of a node. Used on the event loop; the engine's thread calls only what
+    `follow` hands to the node."""
 
     def __init__(self, tracing: Tracing, role: str) -> None:
         self._tracing, self._role = tracing, role
         self._live: dict[str, _LiveRequest] = {}
 
     def follow(self, node: Any, loop: asyncio.AbstractEventLoop) -> None:
+        """Called before the engine's thread starts."""
+
         def ended(record: dict[str, Any], arrived_s: float) -> None:
             # The engine goes on at once: spans are made on the event loop. It may have ended.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._write, record, arrived_s)
 
-        node.on_ended(ended)
+        if self._tracing.writes:
+            node.on_ended(ended)
 
     @contextmanager
-    def begin(self, headers: Headers, rid: str, num: int = 1) -> Iterator[TracedStep]:
+    def begin(self, headers: Headers, rid: str, num: int = 1) -> Iterator[OpenSpan]:
+        """Return a context in which a request is handed to the engine: an exception ends its span,
+        which otherwise ends with the last of its `num` answers. `rid` is the engine's."""
         tracing = self._tracing
         span = tracing.start(
             "generate" if self._role == "decode" else "prefill", tracing.extract(headers),
-            tracing.kinds.SERVER, {"prefixkv.rid": rid[:_NAME_CHARS]}, time.time_ns(),
+            SpanKind.SERVER, {"prefixkv.rid": rid[:_NAME_CHARS]}, time.time_ns(),
         )  # fmt: skip
         # One that is here already is refused by the engine, and must not take the other's place.
         # What the sampler leaves out has no steps either.
@@ -664,7 +559,7 @@ class _NodeSpans(NodeSpans):
         span = live.span
         if several:
             facts = {"prefixkv.sample": int(sample)}
-            span = self._tracing.start("answer", span.context, None, facts, begun_ns)
+            span = self._tracing.start("answer", span.context, attributes=facts, start_ns=begun_ns)
         self._fill(span, record, begun_ns)
         if several:
             span.end(end_ns)
@@ -689,12 +584,13 @@ class _NodeSpans(NodeSpans):
         for name, from_s, to_s, fields in phases:
             facts = {f"prefixkv.{field}": shown[field] for field in fields}
             from_ns, to_ns = (begun_ns + round(second * 1e9) for second in (from_s, to_s))
-            step = self._tracing.start(name, span.context, None, facts, from_ns)
+            step = self._tracing.start(name, span.context, attributes=facts, start_ns=from_ns)
             if is_error and name == phases[-1][0]:
                 step.fail(why, record["outcome"])
             step.end(to_ns)
 
     async def close(self) -> None:
+        """End what is open, and send the last spans. Idempotent."""
         live, self._live = self._live, {}
         for one in live.values():
             one.span.fail("the worker has ended", "aborted")

@@ -67,10 +67,8 @@ def _of_line(line: bytes, cached: int) -> bytes:
     # Cheap test first: all lines but one or two of a stream are passed on without decoding.
     if not line.startswith(_DATA) or b"prompt_tokens_details" not in line:
         return line
-    parsed = _decoded(line[len(_DATA) :])
-    if parsed is None or not isinstance(
-        (parsed.get("usage") or {}).get("prompt_tokens_details"), dict
-    ):
+    parsed = _decoded(line[len(_DATA) :]) or {}
+    if not isinstance(_part(parsed, "usage").get("prompt_tokens_details"), dict):
         return line
     _set(parsed["usage"], cached)
     return _DATA + msgspec.json.encode(parsed)
@@ -85,52 +83,41 @@ def _set(usage: dict[str, Any], cached: int) -> None:
 def _cached(parsed: dict[str, Any]) -> int | None:
     """The connector's report comes first: it comes whatever options the server was started with."""
     for found in (
-        ((parsed.get("kv_transfer_params") or {}).get("prefixkv") or {}).get("cached_tokens"),
-        ((parsed.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens"),
+        _part(_part(parsed, "kv_transfer_params"), "prefixkv").get("cached_tokens"),
+        _part(_part(parsed, "usage"), "prompt_tokens_details").get("cached_tokens"),
     ):
         if isinstance(found, int):
             return found
     return None
 
 
+def _part(parsed: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a field that is an object; empty if it is none: another server's words."""
+    found = parsed.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def _decoded(answer: bytes) -> dict[str, Any] | None:
     """Return an answer or event as a JSON object; None if it is none."""
     try:
         parsed = msgspec.json.decode(answer)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return parsed if isinstance(parsed, dict) else None
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Counts(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-
-
-class _WithCounts(msgspec.Struct):
-    """An answer of which only the usage is read."""
-
-    usage: _Counts | None = None
-
-
 def counts_of(answer: bytes) -> dict[str, int]:
     """Return the tokens that an answer, or an event, reports, by their names in the request log."""
-    try:
-        found = msgspec.json.decode(answer, type=_WithCounts).usage
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    usage = _part(_decoded(answer) or {}, "usage")
+    if not usage:
         return {}
-    if found is None:
-        return {}
-    counts = {"prompt_tokens": found.prompt_tokens, "output_tokens": found.completion_tokens}
-    details = found.prompt_tokens_details
-    if details is not None and details.cached_tokens is not None:
-        counts["decode_hit_tokens"] = details.cached_tokens
-    return counts
+    counts = {
+        "prompt_tokens": usage.get("prompt_tokens", 0),
+        "output_tokens": usage.get("completion_tokens", 0),
+    }
+    if (cached := _cached({"usage": usage})) is not None:
+        counts["decode_hit_tokens"] = cached
+    return counts if all(type(count) is int for count in counts.values()) else {}
 
 
 def counts_of_events(events: bytes) -> dict[str, int]:

@@ -8,7 +8,7 @@
 | any worker | GET /lost | | a `LostPeer` for each lost peer that it holds something for |
 | any worker | POST /fence | a `FenceRequest` | 202 |
 | decode | POST /generate | an `Ask` | lines: `TokenEvent`s; an empty line is a sign of life |
-| prefill | POST /jobs | a `Job` | 202 |
+| prefill | POST /jobs | a `PrefillJob`, with a salt as its `namespace` | 202 |
 | prefill | POST /abort | an `AbortJobs` | 202 |
 
 Closing a connection ends what was asked on it. Errors have OpenAI's form.
@@ -17,25 +17,18 @@ Closing a connection ends what was asked on it. Errors have OpenAI's form.
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
 from prefixkv import Namespace
+from prefixkv.engines.hf.requests import Generate, Name, TokenLogprob
 
 LIFE_SIGN_S: Final = 2.0
 """Longest pause of a stream: it then sends an empty line or frame."""
 
-MAX_LOGPROBS: Final = 20
-"""Limit of `SamplingParams.logprobs`, the engine's own."""
-
 SILENCE_S: Final = 30.0
 """Time without a byte after which a stream counts as lost."""
-
-
-Name = Annotated[str, msgspec.Meta(max_length=1024)]
-"""A string of a request that a worker keeps as it is, for as long as the request or its KV
-lives."""
 
 
 # Descriptions: what a worker says of itself.
@@ -65,44 +58,14 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     alone: bool = False
 
 
-# Requests: the engine's own classes as frozen structs, so that a front needs no engine.
-class SamplingParams(msgspec.Struct, frozen=True):
-    """A `Sampling` of the engine."""
+# Requests: the engine's own structs.
+class Ask(Generate, frozen=True):
+    """With the URL of the prefill worker at `prefill`; without both, the decode worker computes the
+    prompt itself, if it is one that is `alone`. Requests with different `salt`, which stands for
+    `namespace`, share no KV."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop_tokens: tuple[int, ...] = ()
-    ignore_end: bool = False
-    stop: tuple[Name, ...] = ()
-    min_tokens: int = 0
-    logprobs: int | None = None
-
-
-class Ask(msgspec.Struct, frozen=True):
-    """A `Generate` of the engine, with the address of its prefill worker's node and that worker's
-    URL; without both, the decode worker computes the prompt itself, if it is one that is `alone`.
-    Requests with different `salt` share no KV."""
-
-    rid: Name
-    tokens: list[int]
-    prefill: Name
-    prefill_url: Name
-    max_new_tokens: int = 16
-    num_samples: int = 1
-    sampling: SamplingParams = SamplingParams()
+    prefill_url: Name = ""
     salt: Name = ""
-    priority: int = 0
-    deadline_s: float | None = None
-
-
-class Logprob(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A `TokenLogprob` of the engine."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -117,28 +80,9 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     hit_tokens: int = 0
     prefill_hit_tokens: int = 0
     shared_tokens: int = 0
-    logprob: Logprob | None = None
+    logprob: TokenLogprob | None = None
     host_tokens: int = 0
     decode_computed_tokens: int = 0
-
-
-class Job(msgspec.Struct, frozen=True):
-    """A `PrefillJob` of the engine. `sampling` and the three fields behind it are its `Choice`."""
-
-    rid: Name
-    tokens: list[int]
-    prefill: Name
-    decode: Name
-    room: int
-    generation: int
-    salt: Name
-    cacheable: bool
-    is_known: bool
-    sampling: SamplingParams
-    seed: int
-    sample: int
-    position: int
-    deadline_s: float | None = None
 
 
 class AbortJobs(msgspec.Struct, frozen=True):

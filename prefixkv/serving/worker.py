@@ -13,17 +13,19 @@ import logging
 import os
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import httpx
 import msgspec
 import numpy as np
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from prefixkv import PrefixKVError
+from prefixkv.engines.hf.requests import Generate, PrefillJob
 from prefixkv.serving.client import make_client
 from prefixkv.serving.config import (
     OPTION_NAMES,
@@ -45,17 +47,14 @@ from prefixkv.serving.http import (
 from prefixkv.serving.outcomes import Outcomes, line_of
 from prefixkv.serving.request_file import RequestFile, follow_node
 from prefixkv.serving.status import bind, status_app
-from prefixkv.serving.tracing import make_node_spans
+from prefixkv.serving.tracing import NodeSpans, make_tracing
 from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import (
     LIFE_SIGN_S,
     AbortJobs,
     Ask,
     FenceRequest,
-    Job,
-    Logprob,
     LostPeer,
-    SamplingParams,
     TokenEvent,
     WorkerInfo,
     front_rid,
@@ -67,7 +66,6 @@ from prefixkv.spi import (
     ClosedError,
     ConfigError,
     DrainingError,
-    TokenError,
 )
 
 logger = logging.getLogger("prefixkv.worker")
@@ -79,6 +77,7 @@ _TICK_S: Final = 0.2
 _WINDOWS_OF_PREFILL: Final = 32  # prompts with a window that are computed or on their way at once
 
 T = TypeVar("T")
+S = TypeVar("S", bound=Generate | PrefillJob)
 
 
 class Worker:
@@ -94,7 +93,7 @@ class Worker:
         self._servers: list[HttpServer] = []
         self._file: RequestFile | None = None
         self._unfollow: Callable[[], object] = lambda: None  # ends the node's lines in `_file`
-        self._spans = make_node_spans(self.role, config.node.name)
+        self._spans = NodeSpans(make_tracing(self.role, config.node.name), self.role)
 
     async def start(self) -> None:
         """Load the model and serve. Raises ConfigError, with nothing left open."""
@@ -331,9 +330,9 @@ class PrefillWorker(Worker):
         ]
 
     async def _job(self, request: Request) -> Response:
-        sent = await self._read(request, Job)
-        line_of(request.scope).fields["id"] = front_rid(sent.rid)
-        job = _prefill_job(sent)
+        job = await self._read(request, PrefillJob)
+        line_of(request.scope).fields["id"] = front_rid(job.rid)
+        job = _for_engine(job, job.namespace)
         with self._spans.begin(request.headers, job.rid):
             await self._call(lambda engine: engine.submit(job))
         return Response(status_code=202)
@@ -426,10 +425,7 @@ class DecodeWorker(Worker):
         line_of(request.scope).fields["id"] = front_rid(ask.rid)
         if ask.rid in self._open:
             raise ApiError(400, f"request {ask.rid!r} is here already", code="RequestError")
-        try:
-            wanted = _generate_of(ask)
-        except PrefixKVError as error:
-            raise ApiError(400, str(error), code=_name(error)) from None
+        wanted = _for_engine(ask, ask.salt)
         # Registered before it is submitted: outputs may come before `_call` returns.
         one = self._open[ask.rid] = _OpenRequest(ask)
         try:
@@ -506,7 +502,9 @@ class DecodeWorker(Worker):
         """A job that is not accepted ends its request, unless the node computes prompts itself."""
         url, how = one.ask.prefill_url, "refused it"
         try:
-            body = msgspec.json.encode(_job_of(job))
+            salt = "" if job.namespace is None else job.namespace.salt
+            sent = structs.replace(job, tokens=job.tokens.tolist(), namespace=salt)
+            body = msgspec.json.encode(sent)
             answer = await self._client.post(f"{url}/jobs", content=body, headers=one.headers)
             taken = answer.status_code == 202
             why = "" if taken else f"{answer.status_code} {answer.text[:500]}"
@@ -604,60 +602,25 @@ def _tokenizer(folder: str) -> Any:
     return load_tokenizer(folder) if folder else small_tokenizer()
 
 
-def _generate_of(ask: Ask) -> Any:
-    """Raises PrefixKVError for values out of range."""
-    from prefixkv.engines.hf import Generate, Sampling
-
-    return Generate(
-        ask.rid, _tokens(ask.tokens), ask.prefill, Sampling(**msgspec.structs.asdict(ask.sampling)),
-        ask.max_new_tokens, ask.num_samples, namespace_of(ask.salt), priority=ask.priority,
-        deadline_s=ask.deadline_s,
-    )  # fmt: skip
-
-
 def _event_of(output: Any) -> TokenEvent:
     error = "" if output.error is None else f"{_name(output.error)}: {output.error}"
     return TokenEvent(
         output.sample, output.position, output.token, output.text, output.finish, error,
         output.hit_tokens, output.prefill_hit_tokens, output.shared_tokens,
-        None if output.logprob is None else Logprob(*output.logprob),
-        host_tokens=output.host_tokens, decode_computed_tokens=output.decode_computed_tokens,
+        output.logprob, output.host_tokens, output.decode_computed_tokens,
     )  # fmt: skip
 
 
-def _job_of(job: Any) -> Job:
-    choice = job.choice
-    return Job(
-        job.rid, job.tokens.tolist(), job.prefill, job.decode, job.room, job.generation,
-        "" if job.namespace is None else job.namespace.salt, job.cacheable, job.is_known,
-        SamplingParams(**asdict(choice.sampling)), choice.seed, choice.sample, choice.position,
-        job.deadline_s,
-    )  # fmt: skip
-
-
-def _prefill_job(job: Job) -> Any:
-    """Raises ApiError 400 for values out of range."""
-    from prefixkv.engines.hf import PrefillJob, Sampling
-    from prefixkv.engines.hf.sampling import Choice
-
+def _for_engine(asked: S, salt: Any) -> S:
+    """Return a request with tokens as int64, whose range the engine checks, and with a namespace.
+    Raises ApiError 400."""
     try:
-        sampling = Sampling(**msgspec.structs.asdict(job.sampling))
-        choice = Choice(sampling, job.seed, job.sample, job.position)
-        return PrefillJob(
-            job.rid, _tokens(job.tokens), job.prefill, job.decode, job.room, job.generation,
-            namespace_of(job.salt), job.cacheable, choice, job.is_known,
-            deadline_s=job.deadline_s,
-        )  # fmt: skip
+        tokens = np.array(asked.tokens, np.int64)
+        return structs.replace(asked, tokens=tokens, namespace=namespace_of(salt))
+    except OverflowError:
+        raise ApiError(400, "tokens have to be in [0, 2**31)", code="TokenError") from None
     except PrefixKVError as error:
         raise ApiError(400, str(error), code=_name(error)) from None
-
-
-def _tokens(tokens: list[int]) -> Any:
-    """Return int64; the engine checks their range. Raises TokenError beyond 64 bits."""
-    try:
-        return np.array(tokens, np.int64)
-    except OverflowError:
-        raise TokenError("tokens have to be in [0, 2**31)") from None
 
 
 def _rid_of(job: str) -> str:

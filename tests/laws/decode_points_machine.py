@@ -20,7 +20,6 @@ from prefixkv.cache.checkpoints import NO_SLOT
 from prefixkv.cache.results import MatchResult
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import OutOfPagesError, TransferError
@@ -31,6 +30,7 @@ from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import AbortRoom, OpenRoom
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
+from tests.support.timed import DecodeScheduler
 
 P = 4  # tokens per page
 STEP = 6  # most tokens of a chunk

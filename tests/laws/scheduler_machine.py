@@ -19,10 +19,9 @@ from benchmarks.policies.gated import Gated
 from prefixkv.admission import DEFAULT_ADMISSION, admission_names
 from prefixkv.cache.eviction.policy import policy_names, register_policy
 from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
-from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Source, Sources
+from prefixkv.decode.workers import Workers
 from prefixkv.errors import NotFiniteError, PrefixKVError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
@@ -30,14 +29,15 @@ from prefixkv.paging import pages_for
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import Request
-from prefixkv.testing.fabric import Hold
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
+from tests.support.fabric import Hold
 from tests.support.sim import Storm
 from tests.support.sim_engines import PAGE_SIZE, ROWS, SPOILT, DecodeEngine, PairSim
 from tests.support.sim_host import SimHost
 from tests.support.sim_memory import Memory
 from tests.support.sim_rank import TIMING, SimRank
 from tests.support.spelled import Event, Spelled
+from tests.support.timed import DecodeScheduler
 
 _IDLE, _DONE, _DECODE, _PREFILL = (
     0,
@@ -243,7 +243,7 @@ class SchedulerSim(PairSim):
             patience_s=self.random.choice([5.0, 0.0, 0.5]),
             waiting_timeout_s=self.random.choice([16.0, 2.0]),
             name=self.readers[0].me.name,
-            lanes=Lanes(True, TIMING.bootstrap_timeout_s),
+            workers=Workers(True, TIMING.bootstrap_timeout_s),
             sources=ChosenSources(self) if self.compute is not None else None,
             host=None
             if self.config.host_memory is None or self.config.host_memory.policy is None

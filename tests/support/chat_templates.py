@@ -79,35 +79,6 @@ QWEN = """{%- if tools %}
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
 {%- endif %}"""
-MISTRAL = """{%- if messages[0]["role"] == "system" %}
-    {%- set system_message = messages[0]["content"] %}{%- set loop_messages = messages[1:] %}
-{%- else %}{%- set loop_messages = messages %}{%- endif %}
-{%- set ns = namespace(index=0) %}
-{%- for message in loop_messages %}
-    {%- if not (message.role == "tool" or message.tool_calls is defined) %}
-        {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
-            {{- raise_exception("roles must alternate user and assistant") }}
-        {%- endif %}
-        {%- set ns.index = ns.index + 1 %}
-    {%- endif %}
-{%- endfor %}
-{{- bos_token }}
-{%- for message in loop_messages %}
-    {%- if message["role"] == "user" %}
-        {{- "[INST] " + message["content"] + "[/INST]" }}
-    {%- elif message.tool_calls is defined %}
-        {%- for one in message.tool_calls %}{{- one.function|tojson }}{%- endfor %}{{- eos_token }}
-    {%- elif message["role"] == "assistant" %}{{- " " + message["content"]|trim + eos_token }}
-    {%- else %}{{- "[TOOL_RESULTS] " + message.content|string }}{%- endif %}
-{%- endfor %}"""
-TRAINING = """{% for m in messages %}
-{% if m.role == "assistant" %}
-  <|assistant|>{% generation %}{{ m.content }}<|end|>{%- endgeneration %}
-{% else %}<|{{ m.role }}|>{{ m.content }}<|end|>
-{% endif %}{% endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-RAG = """{% for d in documents or [] %}[{{ loop.index }}] {{ d.title }}: {{ d['text'] }}
-{% endfor %}{{ messages[-1].content }}"""
 # Asks whether a content is null, and joins arguments as a text.
 DEEPSEEK = """{{- bos_token }}
 {%- set ns = namespace(is_tool=false, is_first=true) %}
@@ -184,19 +155,6 @@ GLM = """[gMASK]<sop>
     {%- else %}{{- '<|' + m.role + '|>\n' + shown(m.content) }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
-COMMAND = """{{ bos_token }}{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}
-{%- for message in messages %}
-    {%- if message.role|lower == 'tool' %}<result>
-        {{- {'id': message.tool_call_id, 'text': message.content} | tojson }}
-    {%- elif message.tool_calls %}
-        {%- if message.content %}{{ message.content }}{% endif %}<actions>
-        {%- for tc in message.tool_calls %}{% set f = tc['function'] %}
-            {{- {'name': f['name'], 'with': f['arguments']} | tojson }}
-        {%- endfor %}
-    {%- elif message.content is defined and message.content is not none %}
-        {{- '<' ~ message.role ~ '>' ~ message.content }}
-    {%- endif %}
-{%- endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 # Counts.
 LENGTHS = """{% for m in messages %}<|{{ m.role }}|>
 {%- if m.content|length > 0 %}{{ m.content }}{% endif %}
@@ -204,7 +162,6 @@ LENGTHS = """{% for m in messages %}<|{{ m.role }}|>
 {%- endfor %}{% endfor %}{% endfor %}"""
 
 KINDS: Final = {
-    "llama": LLAMA, "qwen": QWEN, "mistral": MISTRAL, "training": TRAINING, "rag": RAG,
-    "deepseek": DEEPSEEK, "reasoner": REASONER, "chatml": CHATML, "gemma": GEMMA, "phi": PHI,
-    "glm": GLM, "command": COMMAND, "lengths": LENGTHS,
+    "llama": LLAMA, "qwen": QWEN, "deepseek": DEEPSEEK, "reasoner": REASONER, "chatml": CHATML,
+    "gemma": GEMMA, "phi": PHI, "glm": GLM, "lengths": LENGTHS,
 }  # fmt: skip

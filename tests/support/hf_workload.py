@@ -8,7 +8,7 @@ model by itself.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +90,7 @@ class Storm:
 
 def checkpoint_counts(world: World) -> list[int]:
     """What a storm of a model whose prefill goes on from checkpoints is to have seen."""
-    points = world.prefill.node.scheduler.pages.checkpoints
+    points = world.prefill.node.pages.checkpoints
     assert points is not None
     stats = world.decode.stats()
     counts = [stats[name] for name in ("retractions", "skipped_tokens", "evicted_pages")]
@@ -157,7 +157,7 @@ def run_round(
         found.hit_tokens += stats["skipped_tokens"]
         world.at_rest()
     for answer in world.answers:
-        compare(answer, model, reference, found)
+        compare(answer, reference, found)
 
 
 def _ask(world: World, rng: np.random.Generator, shared: Any, rid: str) -> None:
@@ -193,7 +193,18 @@ def _abort_one(world: World, rng: np.random.Generator, found: Found) -> None:
         found.aborted += 1
 
 
-def compare(answer: Answer, model: PagedModel, reference: Reference, found: Found) -> None:
+def check_answers(world: World, reference: Reference, but: Collection[str] = ()) -> Found:
+    """Every answer is the model's, and whole but for those that were aborted."""
+    found = Found()
+    for answer in world.answers:
+        compare(answer, reference, found)
+        if answer.ask.rid not in but:
+            assert {end.finish for end in answer.ends.values()} <= {"length", "stop"}
+    assert found.near_ties <= 1
+    return found
+
+
+def compare(answer: Answer, reference: Reference, found: Found) -> None:
     """Every token, also of an answer that was cut short, is what the model says by itself."""
     ask, sampling = answer.ask, answer.ask.sampling
     for sample, said in answer.tokens.items():
@@ -201,7 +212,7 @@ def compare(answer: Answer, model: PagedModel, reference: Reference, found: Foun
         if end.finish == "length":
             assert len(said) == ask.max_new_tokens
         else:
-            assert end.finish in ("abort", "error"), end
+            assert end.finish in ("abort", "error", "stop"), end
         if not said:
             continue
         given = answer.logprobs[sample]

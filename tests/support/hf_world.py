@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Self
 
 import numpy as np
 import torch
 
+from benchmarks.hybrid_models import config_of
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.engines.hf import (
     DecodeEngine,
@@ -19,9 +21,10 @@ from prefixkv.engines.hf import (
     PagedModel,
     PrefillEngine,
     Sampling,
+    make_model,
 )
-from prefixkv.engines.hf.logprobs import TokenLogprob
 from prefixkv.engines.hf.models import unpaged_copy
+from prefixkv.engines.hf.requests import TokenLogprob
 from prefixkv.engines.hf.thinking import KeepThinking
 from tests.support.devices import DEVICE
 from tests.support.patience import NEVER_S, until
@@ -144,6 +147,18 @@ class World:
         """Until all answers have ended."""
         self.until(lambda: all(answer.done for answer in self.answers))
 
+    def run_without_prefill(self) -> None:
+        """Until all answers have ended; each job is given up."""
+
+        def step() -> None:
+            for job in self.decode.take_prefill_jobs():
+                # Nothing is left to give up where the node has heard first that prefill left.
+                self.decode.give_up_job(job, "prefill has gone")
+            if not self.decode.step():
+                self.decode.wait(0.005)
+
+        until(lambda: all(answer.done for answer in self.answers), step=step)
+
     def at_rest(self) -> None:
         """All that lived has ended: nothing is held, and both books are whole."""
         self.until(lambda: self.decode.drain() and self.prefill.drain())
@@ -157,6 +172,13 @@ class World:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@cache
+def family(name: str) -> tuple[PagedModel, Reference]:
+    """A tiny model of `benchmarks/hybrid_models.py`."""
+    made = make_model(config_of(name), seed=3, device=DEVICE)
+    return made, Reference(made)
 
 
 class Reference:

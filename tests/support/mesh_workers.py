@@ -110,7 +110,7 @@ class MeshPair:
             self.failed[failed.rid] = failed.error
 
     def on_prefill(self, rid: str) -> PrefillRequest:
-        return self.prefill.scheduler.requests[rid]
+        return self.prefill.requests[rid]
 
     def wrong_pages(self, req: DecodeRequest) -> int:
         """Over all ranks; each rank's own page table has to say the same pages."""

@@ -26,8 +26,8 @@ from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.ranks.leader import RankLeader
-from prefixkv.testing.fabric import FakeFabric
 from prefixkv.testing.hashing import PrefixHasher
+from tests.support.fabric import FakeFabric
 from tests.support.sim_rank import DecodeRank, PrefillRank, Side, SimRank
 from tests.support.transport_pools import Zeros
 

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from prefixkv import PrefixKVError
+from prefixkv.engines.hf.requests import Sampling
 from prefixkv.serving.config import KINDS
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.launch import Child
 from prefixkv.serving.variables import without_settings
-from prefixkv.serving.wire import Ask, SamplingParams, WorkerInfo
+from prefixkv.serving.wire import Ask, WorkerInfo
 from prefixkv.spi import as_environ
 
 PREFILL: Final = "prefill"  # the name of the prefill worker
@@ -147,8 +148,8 @@ class ModelWorkers:
             ignore_end: True: the model's end tokens do not end the answer.
         """
         answer = ChatAnswer(list(prompt), max_new_tokens)
-        how = SamplingParams(ignore_end=ignore_end)
-        ask = Ask(rid, answer.prompt, "", "", max_new_tokens, sampling=how, salt=salt)
+        how = Sampling(ignore_end=ignore_end)
+        ask = Ask(rid, answer.prompt, "", how, max_new_tokens, salt=salt)
         last_s = time.perf_counter()
         try:
             async with aclosing(self._fleets[decode].generate(ask)) as stream:

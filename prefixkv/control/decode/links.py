@@ -19,14 +19,13 @@ from prefixkv.control import handshake
 from prefixkv.control.death_watch import DeathWatch
 from prefixkv.control.effects import (
     Connect,
-    DecodeEffect,
     Disconnect,
-    EffectList,
     Reached,
     SendFrame,
     Unreached,
 )
 from prefixkv.control.heartbeat import PeerClock, Stamper
+from prefixkv.control.inbox import Say
 from prefixkv.control.peer_changes import PeerChanges
 from prefixkv.errors import FormerLifeError, PeerLostError
 from prefixkv.protocol.ids import PeerId, RoomKey
@@ -85,7 +84,8 @@ class Link:
 
 
 class Links:
-    """One decode rank's links, by address. Owned by a `DecodeControl`. Effects: `out`."""
+    """One decode rank's links, by address. Owned by a `DecodeControl`. What is to be done is said,
+    in order."""
 
     def __init__(
         self,
@@ -95,14 +95,14 @@ class Links:
         timers: Timers[str | RoomKey],
         news: PeerChanges,
         lost: Callable[[float], Iterable[PeerId]],
-        out: EffectList[DecodeEffect],
+        say: Say,
         born_s: float | None = None,
     ) -> None:
         """`timers` wake links by address and are shared with rooms."""
         self._born_s = born_s
         self.news = news
-        self._out = out
-        self.deaths = DeathWatch(timing, lost, self._current, out.add)
+        self._say = say
+        self.deaths = DeathWatch(timing, lost, self._current, say)
         self._hello = hello
         self._timing = timing
         self._timers = timers
@@ -151,7 +151,7 @@ class Links:
             return
         link = Link(address, PeerClock(now_s, now_s), Backoff(self._timing.resend_s))
         self._links[address] = link
-        self._out.add(Connect(address))
+        self._say(Connect(address))
         self.greet(link, now_s)
 
     def greet(self, link: Link, now_s: float) -> None:
@@ -172,7 +172,7 @@ class Links:
 
     def send(self, link: Link, body: AnyBody, now_s: float) -> None:
         link.live.sent_s = now_s
-        self._out.add(SendFrame(link.address, self._stamp.frame(body)))
+        self._say(SendFrame(link.address, self._stamp.frame(body)))
 
     def heard_of(self, what: Reached | Unreached, now_s: float) -> None:
         link = self._links.get(what.address)
@@ -263,7 +263,7 @@ class Links:
         """Send a Fenced over every link whose rank answered: this process leaves."""
         for link in self._links.values():
             if link.peer is not None:
-                self._out.add(SendFrame(link.address, self._stamp.frame(Fenced())))
+                self._say(SendFrame(link.address, self._stamp.frame(Fenced())))
 
     # --- handshake --------------------------------------------------------------------------------
 
@@ -376,4 +376,4 @@ class Links:
         del self._links[link.address]
         self.replace_peer(link, None, now_s)
         self._timers.forget(link.address)
-        self._out.add(Disconnect(link.address))
+        self._say(Disconnect(link.address))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prefixkv.engines.hf.requests import Generate as Generate
     from prefixkv.engines.hf.requests import Output as Output
     from prefixkv.engines.hf.requests import PrefillJob as PrefillJob
-    from prefixkv.engines.hf.sampling import Sampling as Sampling
+    from prefixkv.engines.hf.requests import Sampling as Sampling
     from prefixkv.engines.hf.text import load_tokenizer as load_tokenizer
 
 EXTRA: Final = ("safetensors", "tokenizers", "transformers")
@@ -30,7 +30,7 @@ _HOME: Final = {
     "PagedModel": "models",
     "PrefillEngine": "prefill",
     "PrefillJob": "requests",
-    "Sampling": "sampling",
+    "Sampling": "requests",
     "load_model": "models",
     "load_tokenizer": "text",
     "make_model": "models",

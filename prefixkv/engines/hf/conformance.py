@@ -16,8 +16,7 @@ from prefixkv.engines.hf.decode import DecodeEngine
 from prefixkv.engines.hf.models import PagedModel, make_model
 from prefixkv.engines.hf.prefill import PrefillEngine
 from prefixkv.engines.hf.reference import Reference
-from prefixkv.engines.hf.requests import Generate, Output
-from prefixkv.engines.hf.sampling import Sampling
+from prefixkv.engines.hf.requests import Generate, Output, Sampling
 from prefixkv.spi import AbortedError
 from prefixkv.testing.sides import AnswerLog, Prompt, ScenarioSettings, Side
 

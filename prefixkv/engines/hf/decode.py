@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from prefixkv import (
     DecodeConfig,
@@ -28,18 +29,20 @@ from prefixkv import (
     Request,
 )
 from prefixkv.engines.hf.identity import with_model
-from prefixkv.engines.hf.logprobs import TokenLogprob
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import (
+    Choice,
     Finish,
     Generate,
     Output,
     PrefillJob,
+    Sampling,
+    TokenLogprob,
     pack_first,
     unpack_first,
 )
-from prefixkv.engines.hf.sampling import Choice, Sampling, choose, chosen_logprobs
+from prefixkv.engines.hf.sampling import choose, chosen_logprobs
 from prefixkv.engines.hf.text import AnswerText
 from prefixkv.engines.hf.thinking import KeepThinking, Markers
 from prefixkv.spi import ConfigError, RequestError, secret_number, whole_number
@@ -432,7 +435,8 @@ class DecodeEngine:
                 [chunk for chunk in some if not chunk.req.state.ended] for some in (firsts, chunks)
             )
         choices = [
-            replace(self._answers[req.rid].choice, position=len(req.output)) for req in sampled
+            structs.replace(self._answers[req.rid].choice, position=len(req.output))
+            for req in sampled
         ]
         found = choose(logits, choices, self.model.end_tokens) if sampled else []
         logprobs: Sequence[TokenLogprob | None] = [None] * len(found)

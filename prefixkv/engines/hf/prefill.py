@@ -16,10 +16,9 @@ import torch
 
 from prefixkv import KVPool, NotFiniteError, PrefillConfig, PrefillNode, PrefillRequest
 from prefixkv.engines.hf.identity import with_model
-from prefixkv.engines.hf.logprobs import TokenLogprob
 from prefixkv.engines.hf.models import PagedModel
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
-from prefixkv.engines.hf.requests import PrefillJob, pack_first
+from prefixkv.engines.hf.requests import PrefillJob, TokenLogprob, pack_first
 from prefixkv.engines.hf.sampling import choose, chosen_logprobs
 from prefixkv.spi import ConfigError, RequestError, at_least
 

@@ -1,26 +1,116 @@
-"""Inputs and outputs of the engines: plain values, for another process too."""
+"""Inputs and outputs of the engines: plain values, as JSON for another process too."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import struct
-from collections.abc import Hashable
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+import msgspec
 
 from prefixkv import Request
-from prefixkv.engines.hf.logprobs import TokenLogprob, pack_logprob, unpack_logprob
-from prefixkv.engines.hf.sampling import Choice, Sampling
+from prefixkv.spi import RequestError, whole_number
 
+MAX_LOGPROBS: Final = 20
+"""Limit of the likeliest tokens per position, as OpenAI has it."""
+
+LEAST: Final = -9999.0
+"""Smallest log-probability: what is less, or no number, is this. JSON has no infinity."""
+
+_ROUNDING: Final = 1e-3  # above 0, of a peer's number
+_CHOSEN: Final = struct.Struct("<f")
+_LIKELY: Final = struct.Struct("<if")
 _FIRST: Final = struct.Struct("<ii")
+
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+"""A string of a request that a worker keeps as it is, for as long as the request or its KV
+lives."""
+
+if TYPE_CHECKING:
+    Tokens = Any  # of this process: any integer array too
+else:
+    Tokens = list[int]
 
 Finish = Literal["stop", "length", "abort", "error"]
 
 
-@dataclass(frozen=True, slots=True)
-class Generate:
+class Sampling(msgspec.Struct, frozen=True):
+    """Settings for the choice of an answer's tokens.
+
+    Args:
+        temperature: divisor of the logits; 0: the largest logit wins, and nothing else counts.
+        top_k: number of likeliest tokens that remain, with those equal to the last; 0: all.
+        top_p: of these, the fewest likeliest tokens with shares that sum up to at least p; 1: all.
+        seed: [0, 2**64). None: derived from the request's id.
+        stop_tokens: ids that end the answer. The engine adds the model's own end tokens unless
+            `ignore_end`.
+        stop: strings that end the answer, and are not part of its text; they need an engine with a
+            tokenizer.
+        ignore_end: True where the model's end tokens do not end the answer.
+        min_tokens: least tokens of the answer. Before, tokens that would end it are not chosen, and
+            stop strings do not count, as with vLLM.
+        logprobs: number of likeliest tokens whose log-probabilities come with each token's own, at
+            most `MAX_LOGPROBS`; 0: only its own; None: none. They are of the model's distribution:
+            temperature, top_k and top_p do not count.
+
+    Raises: RequestError for a value out of its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_tokens: tuple[int, ...] = ()
+    ignore_end: bool = False
+    stop: tuple[Name, ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise RequestError(f"{name} is {value!r}, a number is needed")
+        if not 0 <= self.temperature < math.inf:
+            raise RequestError(f"temperature is {self.temperature!r}, must be in [0, infinity)")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p is {self.top_p!r}, must be in (0, 1]")
+        whole_number("top_k", self.top_k, 0, 2**31)
+        whole_number("min_tokens", self.min_tokens, 0, 2**31)
+        if self.seed is not None:
+            whole_number("seed", self.seed, 0, 2**64)
+        for token in self.stop_tokens:
+            whole_number("a stop token", token, 0, 2**31)
+        if self.logprobs is not None:
+            whole_number("logprobs", self.logprobs, 0, MAX_LOGPROBS + 1)
+        if not all(isinstance(one, str) and one for one in self.stop):
+            raise RequestError(f"stop is {self.stop!r}, strings that are not empty are needed")
+
+    def ends(self, end_tokens: Iterable[int]) -> frozenset[int]:
+        """Return the tokens that end an answer, the model's among them unless `ignore_end`."""
+        return frozenset(self.stop_tokens) | frozenset(() if self.ignore_end else end_tokens)
+
+    def seeded(self, rid: str) -> int:
+        """Return `seed`, or one from the request's id."""
+        # Derived, not random: prefill and decode, and a retried request, must draw alike.
+        if self.seed is not None:
+            return self.seed
+        return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest(), "little")
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The place of one token: number `position` of answer `sample` to a request."""
+
+    sampling: Sampling = Sampling()
+    seed: int = 0
+    sample: int = 0
+    position: int = 0
+
+
+class Generate(msgspec.Struct, frozen=True):
     """A client's request to a decode worker.
 
     Args:
@@ -32,16 +122,25 @@ class Generate:
         namespace, cacheable, priority, deadline_s: see `Request`.
     """
 
-    rid: str
-    tokens: Any
-    prefill: str
-    sampling: Sampling = field(default_factory=Sampling)
+    rid: Name
+    tokens: Tokens
+    prefill: Name
+    sampling: Sampling = Sampling()
     max_new_tokens: int = 16
     num_samples: int = 1
-    namespace: Hashable = None
+    namespace: Any = None
     cacheable: bool = True
     priority: int = 0
     deadline_s: float | None = None
+
+
+class TokenLogprob(NamedTuple):
+    """A token's log-probability, and the likeliest tokens at its position with theirs, the
+    likeliest first. The token itself may be among them."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +171,22 @@ class Output:
     decode_computed_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillJob:
+class PrefillJob(msgspec.Struct, frozen=True):
     """A decode worker's request to the prefill worker at `prefill`.
 
     Prefill computes the prompt, sends its KV, and samples the next token, unless decode knows it
     already (`is_known`). A job that is not sent within `deadline_s` fails there.
     """
 
-    rid: str
-    tokens: npt.NDArray[np.int32]
-    prefill: str
-    decode: str
+    rid: Name
+    tokens: Tokens
+    prefill: Name
+    decode: Name
     room: int
     generation: int = 0
-    namespace: Hashable = None
+    namespace: Any = None
     cacheable: bool = True
-    choice: Choice = field(default_factory=Choice)
+    choice: Choice = Choice()
     is_known: bool = False
     deadline_s: float | None = None
 
@@ -125,3 +223,28 @@ def unpack_first(
     if num_top is None:
         return token, hit_tokens, None
     return token, hit_tokens, unpack_logprob(rest, token, num_top, vocab_size)
+
+
+def pack_logprob(one: TokenLogprob) -> bytes:
+    """Pack without the token itself: 4 bytes, and 8 per likely token."""
+    return _CHOSEN.pack(one.logprob) + b"".join(_LIKELY.pack(*pair) for pair in one.top)
+
+
+def unpack_logprob(data: bytes, token: int, num_top: int, vocab_size: int) -> TokenLogprob:
+    """Unpack what `pack_logprob` packed for `token`, with `num_top` likely tokens, or as many as
+    the vocabulary has. Raises ValueError for another size, or numbers out of range."""
+    # A peer's bytes: clients look the token ids up, and JSON takes no NaN.
+    num = min(num_top, vocab_size)
+    size = _CHOSEN.size + num * _LIKELY.size
+    if len(data) != size:
+        raise ValueError(f"{len(data)} bytes of log-probabilities, {num} likely tokens have {size}")
+    (logprob,) = _CHOSEN.unpack_from(data)
+    top = tuple(_LIKELY.iter_unpack(data[_CHOSEN.size :]))
+    one = TokenLogprob(token, logprob, top)
+    for token, logprob in ((one.token, one.logprob), *one.top):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token {token} is not in [0, {vocab_size})")
+        # Written so that NaN fails too.
+        if not LEAST <= logprob <= _ROUNDING:
+            raise ValueError(f"log-probability {logprob} is not in [{LEAST}, 0]")
+    return one

@@ -8,90 +8,14 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
-from prefixkv.engines.hf.logprobs import MAX_LOGPROBS, TokenLogprob, logprobs_of
-from prefixkv.spi import RequestError, whole_number
+from prefixkv.engines.hf.logprobs import logprobs_of
+from prefixkv.engines.hf.requests import Choice, Sampling, TokenLogprob
 
 _DRAW: Final = struct.Struct("<QQQ")
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Settings for the choice of an answer's tokens.
-
-    Args:
-        temperature: divisor of the logits; 0: the largest logit wins, and nothing else counts.
-        top_k: number of likeliest tokens that remain, with those equal to the last; 0: all.
-        top_p: of these, the fewest likeliest tokens with shares that sum up to at least p; 1: all.
-        seed: [0, 2**64). None: derived from the request's id.
-        stop_tokens: ids that end the answer. The engine adds the model's own end tokens unless
-            `ignore_end`.
-        stop: strings that end the answer, and are not part of its text; they need an engine with a
-            tokenizer.
-        ignore_end: True where the model's end tokens do not end the answer.
-        min_tokens: least tokens of the answer. Before, tokens that would end it are not chosen, and
-            stop strings do not count, as with vLLM.
-        logprobs: number of likeliest tokens whose log-probabilities come with each token's own, at
-            most `MAX_LOGPROBS`; 0: only its own; None: none. They are of the model's distribution:
-            temperature, top_k and top_p do not count.
-
-    Raises: RequestError for a value out of its range.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop_tokens: tuple[int, ...] = ()
-    ignore_end: bool = False
-    stop: tuple[str, ...] = ()
-    min_tokens: int = 0
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise RequestError(f"{name} is {value!r}, a number is needed")
-        if not 0 <= self.temperature < math.inf:
-            raise RequestError(f"temperature is {self.temperature!r}, must be in [0, infinity)")
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p is {self.top_p!r}, must be in (0, 1]")
-        whole_number("top_k", self.top_k, 0, 2**31)
-        whole_number("min_tokens", self.min_tokens, 0, 2**31)
-        if self.seed is not None:
-            whole_number("seed", self.seed, 0, 2**64)
-        for token in self.stop_tokens:
-            whole_number("a stop token", token, 0, 2**31)
-        if self.logprobs is not None:
-            whole_number("logprobs", self.logprobs, 0, MAX_LOGPROBS + 1)
-        if not all(isinstance(one, str) and one for one in self.stop):
-            raise RequestError(f"stop is {self.stop!r}, strings that are not empty are needed")
-
-    def ends(self, end_tokens: Iterable[int]) -> frozenset[int]:
-        """Return the tokens that end an answer, the model's among them unless `ignore_end`."""
-        return frozenset(self.stop_tokens) | frozenset(() if self.ignore_end else end_tokens)
-
-    def seeded(self, rid: str) -> int:
-        """Return `seed`, or one from the request's id."""
-        # Derived, not random: prefill and decode, and a retried request, must draw alike.
-        if self.seed is not None:
-            return self.seed
-        return int.from_bytes(hashlib.blake2b(rid.encode(), digest_size=8).digest(), "little")
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The place of one token: number `position` of answer `sample` to a request."""
-
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-    sample: int = 0
-    position: int = 0
 
 
 def draw(seed: int, sample: int, position: int) -> float:

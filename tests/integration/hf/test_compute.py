@@ -1,5 +1,5 @@
 """Prompts that the decode engine computes itself: their answers are those of the model alone,
-however much of them it computes, with prefill there, killed, or never there."""
+however much of them it computes. Random ones, and with prefill killed: test_layers, test_host."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from prefixkv.config import ComputeConfig
 from prefixkv.engines.hf import PagedModel, Sampling
-from tests.support.hf_workload import Storm
-from tests.support.hf_world import Answer, Reference, World
+from tests.support.hf_workload import check_answers
+from tests.support.hf_world import Reference, World
 from tests.support.patience import until
 
 ALL = 10_000
@@ -21,14 +21,6 @@ def _world(model: PagedModel, below: int, **options: Any) -> World:
     compute = ComputeConfig(below=below, chunk_tokens=options.pop("chunk", 24))
     more = options.pop("decode", {})
     return World(model, decode={"compute": compute, **more}, **options)
-
-
-def _right(reference: Reference, answer: Answer) -> None:
-    for sample, end in answer.ends.items():
-        assert end.finish == "length", end.error
-        tokens, got = answer.ask.tokens, answer.tokens[sample]
-        said = reference.greedy(tokens, len(got), got)
-        assert got == said or reference.is_near(tokens, said, got)
 
 
 @pytest.mark.parametrize("below", [0, 64, 2048, ALL])
@@ -43,41 +35,15 @@ def test_conversations_are_answered_as_by_the_model_alone(
                        for i, talk in enumerate(talks)]  # fmt: skip
             world.run()
             for i, answer in enumerate(answers):
-                _right(reference, answer)
                 more = draw.integers(0, 256, 20).tolist()
                 talks[i] = [*talks[i], *answer.tokens[0], *more]
+        check_answers(world, reference)
         stats = world.decode.stats()
         jobs = world.prefill.stats()["sent"]
         # Whole first prompts are above 64 tokens, later turns lack less.
         expected = {0: 16, 64: 4, 2048: 0, ALL: 0}[below]
         assert jobs == expected
         assert stats["computed_requests"] == 16 - expected
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_workloads_are_answered_as_by_the_model_alone(
-    model: PagedModel, reference: Reference, seed: int
-) -> None:
-    """A small pool, so that requests are retracted; bursts with one prompt, which join; aborts;
-    some prompts computed here, some sent."""
-    storm = Storm(
-        talks=4, rounds=12, bursts=(1, 1, 2, 4), more=(5, 30, 60, 150), longest=420, again=0.25,
-        answers=(4, 12, 40), steps=25, abort=0.03,
-    )  # fmt: skip
-    with _world(model, 96, chunk=32, pages=70, prefill_pages=300,
-                decode={"reserve_tokens": 4}) as world:  # fmt: skip
-
-        def counted(_: set[str]) -> list[int]:
-            stats = world.decode.stats()
-            some = stats["computed_requests"] > 5, world.prefill.stats()["sent"] > 5
-            return [*some, stats["shared_flights"]]
-
-        aborted = storm.run(world, seed, counted)
-        for answer in world.answers:
-            if answer.ask.rid not in aborted:
-                _right(reference, answer)
-        assert all(counted(aborted)), counted(aborted)
-        world.at_rest()
 
 
 def test_what_is_drawn_does_not_depend_on_who_computes(model: PagedModel) -> None:
@@ -91,49 +57,6 @@ def test_what_is_drawn_does_not_depend_on_who_computes(model: PagedModel) -> Non
             world.run()
             said.append([answer.tokens for answer in world.answers])
     assert said[0] == said[1]
-
-
-def test_the_first_token_has_its_log_probabilities(model: PagedModel, reference: Reference) -> None:
-    with _world(model, ALL, chunk=16) as world:
-        tokens = list(range(3, 70))
-        answer = world.ask("r", tokens, max_new_tokens=5, sampling=Sampling(logprobs=3))
-        world.run()
-        assert world.decode.stats()["computed_requests"] == 1
-        reference.check_logprobs([*tokens, *answer.tokens[0]], answer.logprobs[0], 3)
-
-
-@pytest.mark.parametrize("below", [0, 64])
-def test_prefill_ends_and_every_answer_is_right(
-    model: PagedModel, reference: Reference, below: int
-) -> None:
-    """What is on its way, what waits, and what comes afterwards."""
-    with _world(model, below, pages=160, prefill_pages=160,
-                decode={"failure_policy": "local"}) as world:  # fmt: skip
-        draw = np.random.default_rng(below)
-        prompts = [draw.integers(0, 256, 100).tolist() for _ in range(6)]
-        for i, prompt in enumerate(prompts[:4]):
-            world.ask(f"r{i}", prompt, max_new_tokens=20, sampling=Sampling(ignore_end=True))
-        world.until(lambda: len(world.answers[0].tokens.get(0, ())) > 3)
-        lost = world.ask("lost", prompts[4], max_new_tokens=6)
-        world.prefill.close()
-
-        def step() -> None:
-            for one in world.decode.take_prefill_jobs():
-                # Nothing is left to give up where the node has heard first that prefill left.
-                world.decode.give_up_job(one, "prefill has gone")
-            if not world.decode.step():
-                world.decode.wait(0.005)
-
-        until(lambda: all(answer.done for answer in world.answers), step=step)
-        later = world.ask("later", prompts[5], max_new_tokens=6)
-        until(lambda: later.done, step=step)
-        for answer in world.answers:
-            _right(reference, answer)
-        assert lost.done
-        stats = world.decode.stats()
-        assert stats["computed_requests"] >= 2
-        assert stats["failovers"] >= 1
-        world.decode.audit()
 
 
 def test_a_job_of_a_former_attempt_is_given_up_for_nothing(model: PagedModel) -> None:

@@ -17,60 +17,31 @@ from prefixkv.testing import conformance
 from tests.support.patience import PATIENCE_S
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
-def test_the_engine_keeps_every_law(case: conformance.Case) -> None:
-    case.check(HFSides, patience_s=PATIENCE_S)
-
-
 class ComputingSides(HFSides):
-    """The engine with a decode worker that computes what lacks at most 16 tokens."""
+    """With a decode worker that computes what lacks at most 16 tokens."""
 
     def __init__(self, settings: Any) -> None:
         compute = ComputeConfig(below=16, chunk_tokens=5)
         super().__init__(replace(settings, decode=replace(settings.decode, compute=compute)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
-def test_it_keeps_them_too_where_decode_computes(case: conformance.Case) -> None:
-    case.check(ComputingSides, patience_s=PATIENCE_S)
-
-
 @cache
-def _recurrent() -> tuple[PagedModel, Reference]:
-    model = make_model(config_of("granitemoehybrid"), seed=1)
+def _made(family: str) -> tuple[PagedModel, Reference]:
+    model = make_model(config_of(family), seed=1)
     return model, Reference(model)
 
 
 class RecurrentSides(HFSides):
-    """The engine with a model that has recurrent layers."""
-
     def _models(self) -> tuple[PagedModel, Reference]:
-        return _recurrent()
+        return _made("granitemoehybrid")
 
 
 class ComputingRecurrentSides(RecurrentSides, ComputingSides):
-    """The same with a decode worker that computes too."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
-def test_it_keeps_them_too_with_recurrent_layers(case: conformance.Case) -> None:
-    # Where decode computes, it begins at a checkpoint, which a prompt of whole pages that is cached
-    # as a whole has no use for: these look at what it hits.
-    hits = case.scenario in ("full hit", "namespaces")
-    case.check(RecurrentSides if hits else ComputingRecurrentSides, patience_s=PATIENCE_S)
-
-
-@cache
-def _windowed() -> tuple[PagedModel, Reference]:
-    model = make_model(config_of("gpt_oss"), seed=1)
-    return model, Reference(model)
+    pass
 
 
 class WindowedSides(HFSides):
-    """The engine with a model that has sliding windows, whose pages are of one size."""
+    """With a model that has sliding windows, whose pages are of one size."""
 
     def __init__(self, settings: Any) -> None:
         if settings.page_size != settings.prefill_page_size:
@@ -78,13 +49,18 @@ class WindowedSides(HFSides):
         super().__init__(settings)
 
     def _models(self) -> tuple[PagedModel, Reference]:
-        return _windowed()
+        return _made("gpt_oss")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sides", [HFSides, ComputingSides, ComputingRecurrentSides, WindowedSides])
 @pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
-def test_it_keeps_them_too_with_windows(case: conformance.Case) -> None:
-    case.check(WindowedSides, patience_s=PATIENCE_S)
+def test_the_engine_keeps_every_law(case: conformance.Case, sides: type[HFSides]) -> None:
+    # Where decode computes, it begins at a checkpoint, which a prompt of whole pages that is cached
+    # as a whole has no use for: these look at what it hits.
+    if sides is ComputingRecurrentSides and case.scenario in ("full hit", "namespaces"):
+        sides = RecurrentSides
+    case.check(sides, patience_s=PATIENCE_S)
 
 
 def test_it_takes_part_in_all_but_drafts() -> None:

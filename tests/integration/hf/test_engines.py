@@ -11,6 +11,7 @@ import pytest
 from prefixkv.engines.hf import Generate, PagedModel, Sampling
 from prefixkv.engines.hf.requests import pack_first, unpack_first
 from prefixkv.errors import AbortedError, DrainingError, OutOfPagesError, RequestError
+from tests.support.hf_workload import check_answers
 from tests.support.hf_world import Answer, Reference, World
 from tests.support.patience import lasting_address, until
 
@@ -54,27 +55,22 @@ def test_a_client_may_abort_and_ask_while_it_is_told(model: PagedModel) -> None:
         world.at_rest()
 
 
-def test_an_abort_at_prefill_is_an_error_at_decode(model: PagedModel) -> None:
-    with World(model, chunk_tokens=8) as world:
-        answer = world.ask("r", range(100), max_new_tokens=5)
-        until(lambda: world.step() or world.prefill.stats()["computing"])
-        assert world.prefill.abort("decode-0/r/0.0")
-        world.run()
-        assert answer.ends[0].finish == "error"
-        assert not answer.tokens[0]
-        assert world.prefill.stats()["computing"] == 0
-        world.at_rest()
-
-
+@pytest.mark.parametrize(
+    ("packed", "why"),
+    [
+        (lambda *_: b"no", "aux of 2 bytes"),
+        (lambda *one: pack_first(*one[:2]), "bytes of log-probabilities"),
+    ],
+)
 def test_a_first_token_that_is_none_ends_the_answer(
-    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch, packed, why: str
 ) -> None:
-    monkeypatch.setattr("prefixkv.engines.hf.prefill.pack_first", lambda *_: b"no")
+    monkeypatch.setattr("prefixkv.engines.hf.prefill.pack_first", packed)
     with World(model) as world:
-        answer = world.ask("r", range(20))
+        answer = world.ask("r", range(20), sampling=Sampling(logprobs=1))
         world.run()
         assert answer.ends[0].finish == "error"
-        assert "aux of 2 bytes" in str(answer.ends[0].error)
+        assert why in str(answer.ends[0].error)
         world.at_rest()
 
 
@@ -86,22 +82,13 @@ def test_a_token_travels_with_prefills_hit() -> None:
             unpack_first(aux, 301, 16)
 
 
-def test_an_output_says_what_prefill_had(model: PagedModel) -> None:
-    with World(model, decode={"cache": False}) as world:
-        for hits in (0, 32):
-            answer = world.ask(f"after {hits}", range(40), max_new_tokens=3)
-            world.run()
-            assert answer.ends[0].prefill_hit_tokens == hits
-            assert answer.ends[0].hit_tokens == 0
-
-
 def test_sampled_tokens_are_kept_while_pages_are_held_elsewhere(
     model: PagedModel, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`append_many` says that nothing is to be retracted: the step is said again, not computed
     again."""
     with World(model) as world:
-        answer = world.ask("r", range(20), max_new_tokens=12)
+        answer = world.ask("r", range(20), max_new_tokens=12, sampling=Sampling(logprobs=2))
         until(lambda: world.step() or len(answer.tokens.get(0, ())) > 3)
         right, refusals = world.decode.node.append_many, [3]
 
@@ -115,7 +102,7 @@ def test_sampled_tokens_are_kept_while_pages_are_held_elsewhere(
         world.run()
         assert world.decode.stats()["blocked_steps"] == 3
         assert world.decode.stats()["steps"] == 11
-        assert answer.tokens[0] == reference.greedy(range(20), 12)
+        check_answers(world, reference)
 
 
 def test_a_drain_ends_what_lives_and_takes_nothing_new(
@@ -131,20 +118,24 @@ def test_a_drain_ends_what_lives_and_takes_nothing_new(
         world.at_rest()
 
 
+def refuse(number: int, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode's node does not take the request of this number, from 1."""
+    right, num = world.decode.node.add, [0]
+
+    def add(request):
+        num[0] += 1
+        if num[0] == number:
+            raise RequestError("no")
+        return right(request)
+
+    monkeypatch.setattr(world.decode.node, "add", add)
+
+
 def test_what_is_refused_half_way_leaves_nothing(
     model: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second of three samples is not taken, say."""
     with World(model) as world:
-        right, num = world.decode.node.add, [0]
-
-        def add(request):
-            num[0] += 1
-            if num[0] == 2:
-                raise RequestError("no")
-            return right(request)
-
-        monkeypatch.setattr(world.decode.node, "add", add)
+        refuse(2, world, monkeypatch)
         with pytest.raises(RequestError, match="no"):
             world.ask("r", range(20), num_samples=3)
         assert world.decode.take_prefill_jobs() == []
@@ -182,15 +173,6 @@ def test_a_prefill_job_may_travel_to_another_process(model: PagedModel) -> None:
         assert there.request().digest == job.request().digest
         world.prefill.submit(there)
         world.run()
-
-
-def test_stats_count_what_was_done(model: PagedModel) -> None:
-    with World(model, chunk_tokens=16) as world:
-        world.ask("r", np.arange(40), max_new_tokens=5)
-        world.run()
-        decode, prefill = world.decode.stats(), world.prefill.stats()
-        assert (decode["steps"], decode["tokens"], decode["running"]) == (4, 5, 0)
-        assert (prefill["forwards"], prefill["computed_tokens"]) == (3, 40)
 
 
 def test_no_answer_waits_behind_the_many_samples_of_others(model: PagedModel) -> None:
@@ -257,15 +239,7 @@ def test_a_held_sample_that_the_node_does_not_take_ends_with_its_error(
     model: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with World(model) as world:
-        right, num = world.decode.node.add, [0]
-
-        def add(request):
-            num[0] += 1
-            if num[0] == 7:
-                raise RequestError("no")
-            return right(request)
-
-        monkeypatch.setattr(world.decode.node, "add", add)
+        refuse(7, world, monkeypatch)
         answer = world.ask("r", range(20), num_samples=9, max_new_tokens=2)
         world.run()
         failed = [end for end in answer.ends.values() if end.finish == "error"]

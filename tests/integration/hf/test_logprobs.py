@@ -1,43 +1,32 @@
-"""Log-probabilities of answers against the model by itself, wherever their KV came from."""
+"""Log-probabilities of answers against the model by itself. That they are right wherever the KV
+came from, other modules see: `check_answers` compares them."""
 
 from __future__ import annotations
 
 import struct
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from prefixkv.engines.hf import PagedModel, Sampling
 from prefixkv.engines.hf import logprobs as logprobs_module
-from prefixkv.engines.hf.logprobs import (
+from prefixkv.engines.hf.logprobs import logprobs_of
+from prefixkv.engines.hf.requests import (
     LEAST,
     TokenLogprob,
-    logprobs_of,
+    pack_first,
     pack_logprob,
+    unpack_first,
     unpack_logprob,
 )
-from prefixkv.engines.hf.requests import pack_first, unpack_first
 from prefixkv.errors import RequestError
-from tests.support.hf_workload import Found, run_round
-from tests.support.hf_world import Answer, Reference, World
+from tests.support.hf_workload import check_answers
+from tests.support.hf_world import Reference, World
 
 
 def sampling(num: int | None, **more: Any) -> Sampling:
     return Sampling(logprobs=num, **more)
-
-
-def check(answer: Answer, reference: Reference) -> None:
-    """Every token that was said has its own, with as many likely ones as were asked for."""
-    num_top = answer.ask.sampling.logprobs
-    for sample, said in answer.tokens.items():
-        given = answer.logprobs[sample]
-        if num_top is None:
-            assert not any(given)
-        else:
-            assert len(given) == len(said) > 0
-            reference.check_logprobs([*answer.ask.tokens, *said], given, num_top)
 
 
 def test_each_request_of_a_batch_has_what_it_asked_for(
@@ -50,93 +39,8 @@ def test_each_request_of_a_batch_has_what_it_asked_for(
                 how = sampling(num, seed=i, **more)
                 world.ask(f"{kind} {num}", prompt, sampling=how, max_new_tokens=7)
         world.run()
-        for answer in world.answers:
-            check(answer, reference)
+        check_answers(world, reference)
         world.at_rest()
-
-
-def test_temperature_and_cuts_do_not_change_them(model: PagedModel, reference: Reference) -> None:
-    with World(model) as world:
-        how = sampling(20, temperature=1.7, top_k=1, top_p=0.01)
-        answer = world.ask("r", range(30), sampling=how, max_new_tokens=6)
-        world.run()
-        assert answer.tokens[0] == reference.greedy(range(30), 6)
-        check(answer, reference)
-
-
-def test_what_is_cached_on_decode_or_on_prefill_changes_none(
-    model: PagedModel, reference: Reference
-) -> None:
-    prompt = np.arange(64)
-    for caches in ({"decode": {"cache": False}}, {"prefill": {"cache": False}}, {}):
-        with World(model, **caches) as world:
-            for turn in range(2):
-                # Every token but the last is cached, on whichever sides cache.
-                answer = world.ask(f"r{turn}", prompt, sampling=sampling(4), max_new_tokens=3)
-                world.run()
-                check(answer, reference)
-            assert answer.ends[0].hit_tokens == (0 if "decode" in caches else 64)
-            assert answer.ends[0].prefill_hit_tokens == (0 if "prefill" in caches else 48)
-            world.at_rest()
-
-
-def test_samples_and_joined_flights_have_their_own(model: PagedModel, reference: Reference) -> None:
-    with World(model, chunk_tokens=8) as world:
-        for rid in ("one", "two"):
-            how = sampling(2, temperature=1.0, seed=len(rid) + len(world.answers))
-            world.ask(rid, range(50), sampling=how, max_new_tokens=6, num_samples=3)
-        world.run()
-        assert world.decode.stats()["shared_flights"]
-        for answer in world.answers:
-            check(answer, reference)
-        world.at_rest()
-
-
-def test_each_token_has_its_own_once_over_retractions(
-    model: PagedModel, reference: Reference
-) -> None:
-    with World(model, pages=14, page_size=4, decode={"reserve_tokens": 0}) as world:
-        for i in range(4):
-            how = sampling(i, temperature=0.0 if i % 2 else 0.8)
-            world.ask(f"r{i}", range(i, i + 8), sampling=how, max_new_tokens=20)
-        world.run()
-        assert world.decode.stats()["retractions"]
-        for answer in world.answers:
-            assert answer.ends[0].finish == "length"
-            check(answer, reference)
-        world.at_rest()
-
-
-def test_a_token_that_waits_for_pages_keeps_its_own(
-    model: PagedModel, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from prefixkv.errors import OutOfPagesError
-
-    with World(model) as world:
-        answer = world.ask("r", range(20), sampling=sampling(2), max_new_tokens=8)
-        right, refusals = world.decode.node.append_many, [3]
-
-        def append_many(reqs: Any, tokens: Any) -> None:
-            if tokens and refusals[0]:
-                refusals[0] -= 1
-                raise OutOfPagesError(1, 0)
-            right(reqs, tokens)
-
-        monkeypatch.setattr(world.decode.node, "append_many", append_many)
-        world.run()
-        assert world.decode.stats()["blocked_steps"] == 3
-        check(answer, reference)
-
-
-def test_a_token_that_ends_an_answer_has_its_own(model: PagedModel, reference: Reference) -> None:
-    said = reference.greedy(range(20), 5)
-    with World(model) as world:
-        how = sampling(1, stop_tokens=(said[-1],))
-        answer = world.ask("r", range(20), sampling=how, max_new_tokens=9)
-        world.run()
-        assert answer.ends[0].finish == "stop"
-        assert answer.logprobs[0][-1].token == answer.tokens[0][-1] == said[-1]
-        check(answer, reference)
 
 
 def test_a_number_of_likely_tokens_out_of_range_is_refused() -> None:
@@ -216,29 +120,6 @@ def test_they_travel_with_the_first_token_and_a_wrong_one_is_refused() -> None:
     for data, num_top in wrong:
         with pytest.raises(ValueError, match=r"bytes|is not in"):
             unpack_first(data, 301, 16, num_top)
-
-
-def test_a_first_token_without_its_own_ends_the_answer(
-    model: PagedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("prefixkv.engines.hf.prefill.pack_first", lambda *one: pack_first(*one[:2]))
-    with World(model) as world:
-        answer = world.ask("r", range(20), sampling=sampling(1))
-        world.run()
-        assert answer.ends[0].finish == "error"
-        assert "bytes of log-probabilities" in str(answer.ends[0].error)
-        world.at_rest()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-def test_random_workloads_have_them_right(
-    model: PagedModel, reference: Reference, seed: int
-) -> None:
-    """`fuzz/engine.py` runs many of these."""
-    found = Found()
-    run_round(model, reference, 900 + seed, found)
-    assert found.logprobs
 
 
 def test_few_distributions_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

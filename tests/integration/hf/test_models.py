@@ -17,7 +17,7 @@ from prefixkv.engines.hf.attention import FlatPool
 from prefixkv.engines.hf.models import unpaged_copy
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.memory.kv_pool import KVPool
-from tests.support.hf_world import TINY, Reference, World
+from tests.support.hf_world import TINY, World
 
 _MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
@@ -146,22 +146,6 @@ def test_names_and_shapes_are_in_it_and_the_seed_is_not() -> None:
     assert identity.weights_digest(other.model) != one.identity.weights_version
     half = make_model("llama", seed=1, dtype="bfloat16", trial=False, **TINY)
     assert half.identity.weights_version != one.identity.weights_version
-
-
-def test_a_folder_of_safetensors_is_served(tmp_path: Path) -> None:
-    made = make_model("llama", seed=4, trial=False, **TINY)
-    reference = Reference(made)
-    reference.model.save_pretrained(tmp_path / "one")
-    model = load_model(tmp_path / "one")
-    again = load_model(tmp_path / "one", trial=False)
-    assert model.identity == again.identity
-    assert (model.dtype, model.context) == (torch.float32, 4096)
-    with World(model) as world:
-        answer = world.ask("r", range(40), max_new_tokens=5)
-        world.run()
-        assert answer.tokens[0] == reference.greedy(range(40), 5)
-    with pytest.raises(ConfigError, match=r"has no config\.json and no \*\.safetensors"):
-        load_model(tmp_path)
 
 
 def test_workers_of_different_weights_refuse_each_other() -> None:

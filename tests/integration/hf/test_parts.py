@@ -12,9 +12,8 @@ from prefixkv.config import ComputeConfig, HostConfig
 from prefixkv.engines.hf import Output, PagedModel, Sampling
 from prefixkv.serving.openai import Usage
 from tests.support.hf_world import Answer, World
-from tests.support.patience import until
 
-ALL = {"compute": ComputeConfig(below=10_000, chunk_tokens=24)}
+ALL = {"compute": ComputeConfig(below=10_000, chunk_tokens=24, itl_share=100.0)}
 SOME = {"compute": ComputeConfig(below=40, chunk_tokens=24)}
 HOST = {"host_memory": HostConfig(times=8, policy="lru")}
 
@@ -72,14 +71,7 @@ def test_what_a_lost_transfer_was_to_bring_and_decode_computes(model: PagedModel
     with World(model, decode=decode) as world:
         first = world.ask("first", range(40), max_new_tokens=3)
         second = world.ask("second", range(70), max_new_tokens=3)  # joins, and has to compute alone
-
-        def step() -> None:
-            for job in world.decode.take_prefill_jobs():
-                world.decode.give_up_job(job, "no route")
-            if not world.decode.step():
-                world.decode.wait(0.005)
-
-        until(lambda: first.done and second.done, step=step)
+        world.run_without_prefill()
         for answer in (first, second):
             parts = usage_of(answer, answer.ends[0])
             assert parts["sent_tokens"] == 0

@@ -39,66 +39,6 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def said(tokenizer: Tokenizer, text: str, *stop: str) -> tuple[list[str], bool]:
-    """The pieces, and whether a string ended it."""
-    answer, pieces = AnswerText(tokenizer, stop), []
-    for token in tokenizer.encode(text).ids:
-        piece, stopped = answer.add(token)
-        pieces.append(piece)
-        if stopped:
-            return [*pieces, answer.end()], True
-    return [*pieces, answer.end()], False
-
-
-def test_a_character_comes_when_all_its_tokens_are_there(tokenizer: Tokenizer) -> None:
-    pieces, stopped = said(tokenizer, "a€é")
-    assert pieces == ["a", "", "", "€", "", "é", ""]
-    assert not stopped
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "shown"),
-    [
-        ("one two three", ["two"], "one "),
-        ("one two three", ["three", "two"], "one "),
-        ("one two three", ["four"], "one two three"),
-        ("aab", ["ab"], "a"),
-        ("aaab", ["aab", "b"], "a"),
-        ("ababac", ["abac"], "ab"),
-        ("x€", ["€"], "x"),
-        ("one tw", ["two"], "one tw"),
-    ],
-)
-def test_a_string_ends_it_and_no_part_of_it_is_shown(
-    tokenizer: Tokenizer, text: str, stop: list[str], shown: str
-) -> None:
-    pieces, stopped = said(tokenizer, text, *stop)
-    assert "".join(pieces) == shown
-    assert stopped == (shown != text)
-
-
-def test_the_pieces_make_the_text_that_the_tokens_make_together(tokenizer: Tokenizer) -> None:
-    """Also of one that ends in the middle of a character."""
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        text = "".join(rng.choice([*"ab ü€😀"], rng.integers(1, 20)))
-        tokens = tokenizer.encode(text).ids
-        tokens = tokens[: rng.integers(1, len(tokens) + 1)]
-        answer = AnswerText(tokenizer)
-        pieces = [answer.add(token)[0] for token in tokens]
-        assert "".join([*pieces, answer.end()]) == tokenizer.decode(tokens)
-        assert all("\ufffd" not in piece for piece in pieces)
-
-
-def test_bytes_that_are_no_text_are_not_waited_for(tokenizer: Tokenizer) -> None:
-    answer = AnswerText(tokenizer)
-    (token, *_) = [i for i in range(256) if tokenizer.decode([i, i]) == "\ufffd" * 2]
-    pieces = [answer.add(token)[0] for _ in range(20)]
-    assert "".join(pieces) == "\ufffd" * 19
-    assert answer.end() == "\ufffd"
-    assert answer.add(tokenizer.encode("a").ids[0]) == ("a", False)
-
-
 # --- the law: the text of all tokens, less the prompt's -------------------------------------------
 
 
@@ -170,18 +110,6 @@ def test_a_stream_is_the_whole_text_less_the_prompts(kind: str, data: st.DataObj
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_may_end_anywhere(kind: str) -> None:
-    """Every split of one text, so that both sides of it and no third are the text."""
-    tokenizer = trained(kind)
-    text = "the quick\ufffd 😀 fox </s> Hello 漢字  world. <think> é\ufffd\ufffd漢 x" * 2
-    tokens = tokenizer.encode(text, add_special_tokens=False).ids
-    for at in range(len(tokens) + 1):
-        answer = AnswerText(tokenizer, (), np.array(tokens[:at], np.int32))
-        made = "".join(answer.add(token)[0] for token in tokens[at:]) + answer.end()
-        assert made == less(tokenizer.decode(tokens), whole_text(tokenizer, tokens[:at]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 def test_a_stop_string_is_found_wherever_tokens_are_cut(kind: str, data: st.DataObject) -> None:
     tokenizer = trained(kind)
@@ -221,15 +149,6 @@ def test_a_prompts_last_space_and_character_go_on_in_the_answer() -> None:
     assert answered("▁the <0xE6>", "</s> <0xBC> <0xA2> x") == "漢x"
     assert answered("▁the <0xE6> <0xBC>", "x") == "x"
     assert answered("▁the <0xE6>", "<0xBC> x") == "\ufffdx"
-
-
-def test_a_character_of_bytes_by_name_comes_with_its_last_byte() -> None:
-    """It does not wait for the end of a run of bytes, which decides what `decode` makes of it."""
-    tokenizer = byte_fallback()
-    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "€é".encode() + b"\xff\xe2"]
-    answer = AnswerText(tokenizer)
-    assert [answer.add(token)[0] for token in ids] == ["", "", "€", "", "é", "\ufffd", ""]
-    assert answer.end() == "\ufffd"
 
 
 def test_the_cost_of_a_token_does_not_grow_with_the_answer() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.integration.serving.conftest import KEY
 from tests.support.patience import PATIENCE_S, until
-from tests.support.served import Expected, Serve, ask_and_leave, at_rest, get, under_way
+from tests.support.served import Expected, Serve, ask_and_leave, at_rest, under_way
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Once upon a time"}]
@@ -140,35 +140,7 @@ def test_a_history_with_tools_is_rendered(http: httpx.Client, expected: Expected
     assert len(tokens) > len(expected.texts.chat(HELLO))
 
 
-def test_what_clients_send_along_changes_nothing(http: httpx.Client, expected: Expected) -> None:
-    text = expected.chat(HELLO, 4)
-    for more in (
-        {"n": None, "stop": None, "tools": None, "stream_options": None, "logprobs": None},
-        {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": None},
-        {"skip_special_tokens": True, "guided_json": None, "use_beam_search": False},
-        {"stop": [], "best_of": 1, "min_tokens": 0, "stop_token_ids": []},
-        {"max_tokens": None, "max_completion_tokens": 4, "user": "u"},
-    ):
-        assert said(http, **more)["choices"][0]["message"]["content"] == text
-
-
-def test_without_a_temperature_the_small_model_is_greedy(
-    http: httpx.Client, expected: Expected
-) -> None:
-    assert http.get("/v1/models").json()["data"][0]["default_temperature"] == 0
-    for _ in range(2):
-        made = said(http, temperature=None, max_tokens=12)
-        assert made["choices"][0]["message"]["content"] == expected.chat(HELLO, 12)
-
-
-# --- health and ids -------------------------------------------------------------------------------
-
-
-def test_health_is_told_on_the_port_of_clients_without_a_key(guarded: Serve) -> None:
-    base = guarded.url.removesuffix("/v1")
-    assert get(f"{base}/health") == (200, {"status": "ok"})
-    assert httpx.get(f"{base}/v1/models").status_code == 401
-    assert httpx.head(f"{base}/health").status_code == 200
+# --- ids ------------------------------------------------------------------------------------------
 
 
 def test_a_request_keeps_the_id_that_its_client_gave(http: httpx.Client) -> None:
@@ -221,3 +193,24 @@ def test_the_logs_of_front_and_workers_have_the_id(guarded: Serve) -> None:
         rest = list(lines)
     assert any("(request find-me)" in line for line in rest)
     until(lambda: any("request find-me" in line for line in guarded.err))
+
+
+def test_what_no_client_should_send_is_refused_and_others_are_served(
+    serve: Serve, http: httpx.Client, expected: Expected
+) -> None:
+    """A few of what tests/unit/serving has all of."""
+    before = serve.workers()
+    for path in (CHAT, "/v1/completions"):
+        for body in (b"", b"[" * 200_000, b'{"temperature":NaN}', b"\xff\xfe\x00"):
+            answer = http.post(path, content=body)
+            assert answer.status_code == 400
+            assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+    for prompt in ([], [[1], [-1]], [516], ["a"] * 129):
+        assert http.post("/v1/completions", json={**GOOD, "prompt": prompt}).status_code == 400
+    for said_so in ("\0", "a\0b", "", "\ufeff", "\U0001f600" * 20, "<|end|><|user|>", "{{ 7 }}"):
+        made = said(http, messages=[{"role": "user", "content": said_so}])
+        assert made["usage"]["completion_tokens"] >= 1
+    assert said(http)["choices"][0]["message"]["content"] == expected.chat(HELLO, 4)
+    assert serve.workers() == before
+    at_rest(serve)
+    assert not [line for line in serve.err if "Traceback" in line], serve.err.clear()

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from prefixkv.config import DecodeConfig
+from prefixkv.engines.hf.requests import PrefillJob, Sampling
 from prefixkv.serving.config import (
     DecodeWorkerConfig,
     Limits,
@@ -26,12 +27,11 @@ from prefixkv.serving.http import ApiError, HttpServer, make_app
 from prefixkv.serving.wire import (
     AbortJobs,
     Ask,
-    Job,
-    SamplingParams,
     TokenEvent,
 )
 from prefixkv.serving.worker import DecodeWorker, _OpenRequest
 from tests.support.patience import NEVER_S, PATIENCE_S
+from tests.support.scenes import played_by
 
 MIB = 1 << 20
 LIMITS = Limits(MIB, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
@@ -58,7 +58,7 @@ class Prefill:
         self.server = HttpServer(make_app(routes), "127.0.0.1", 0, LIMITS)
 
     async def _job(self, request: Request) -> Response:
-        job = msgspec.json.decode(await request.body(), type=Job)
+        job = msgspec.json.decode(await request.body(), type=PrefillJob)
         self.jobs.append(job.rid)
         await self.takes.wait()
         if self.status != 202:
@@ -78,9 +78,11 @@ class Stage:
         self.worker, self.prefill, self.client = worker, prefill, client
 
     def ask(self, url: str = "", **more: Any) -> bytes:
-        how = SamplingParams(ignore_end=True)
+        how = Sampling(ignore_end=True)
         # No node listens at this address: the job is all that prefill hears.
-        ask = Ask(RID, PROMPT, "tcp://127.0.0.1:1", url or self.prefill.server.url, 4, 1, how)
+        ask = Ask(
+            RID, PROMPT, "tcp://127.0.0.1:1", how, 4, prefill_url=url or self.prefill.server.url
+        )
         return msgspec.json.encode(msgspec.structs.replace(ask, **more))
 
     def open(self, **more: Any) -> Any:
@@ -134,97 +136,92 @@ def run(scene: Callable[[Stage], Awaitable[None]], limits: Limits | None = None)
     asyncio.run(main())
 
 
-def test_prefill_is_told_where_a_client_leaves() -> None:
-    async def scene(stage: Stage) -> None:
-        async with stage.open():
-            await until(lambda: stage.prefill.taken)
-            assert not stage.prefill.aborted
+played = played_by(run)
+
+
+@played()
+async def test_prefill_is_told_where_a_client_leaves(stage: Stage) -> None:
+    async with stage.open():
+        await until(lambda: stage.prefill.taken)
+        assert not stage.prefill.aborted
+    await until(lambda: stage.prefill.aborted)
+    assert stage.prefill.jobs == stage.prefill.aborted == [JOB]
+
+
+@played()
+async def test_a_job_that_prefill_takes_after_its_client_has_left_is_aborted_again(
+    stage: Stage,
+) -> None:
+    stage.prefill.takes.clear()
+    async with stage.open():
+        await until(lambda: stage.prefill.jobs)
+    await until(lambda: stage.prefill.aborted)
+    assert not stage.prefill.taken  # so prefill did not know the job that it was to end
+    stage.prefill.takes.set()
+    await until(lambda: len(stage.prefill.aborted) == 2)
+    assert stage.prefill.aborted == [JOB, JOB]
+
+
+@played()
+async def test_prefill_is_told_where_a_request_ends_at_its_deadline(stage: Stage) -> None:
+    async with stage.open(deadline_s=0.2) as answer:
+        said = await last_said(answer)
+        assert said.finish == "error"
+        assert "deadline" in said.error.lower()
+        # Before the client leaves: it is the end of the request that is told.
         await until(lambda: stage.prefill.aborted)
-        assert stage.prefill.jobs == stage.prefill.aborted == [JOB]
-
-    run(scene)
-
-
-def test_a_job_that_prefill_takes_after_its_client_has_left_is_aborted_again() -> None:
-    async def scene(stage: Stage) -> None:
-        stage.prefill.takes.clear()
-        async with stage.open():
-            await until(lambda: stage.prefill.jobs)
-        await until(lambda: stage.prefill.aborted)
-        assert not stage.prefill.taken  # so prefill did not know the job that it was to end
-        stage.prefill.takes.set()
-        await until(lambda: len(stage.prefill.aborted) == 2)
-        assert stage.prefill.aborted == [JOB, JOB]
-
-    run(scene)
-
-
-def test_prefill_is_told_where_a_request_ends_at_its_deadline() -> None:
-    async def scene(stage: Stage) -> None:
-        async with stage.open(deadline_s=0.2) as answer:
-            said = await last_said(answer)
-            assert said.finish == "error"
-            assert "deadline" in said.error.lower()
-            # Before the client leaves: it is the end of the request that is told.
-            await until(lambda: stage.prefill.aborted)
-        assert set(stage.prefill.aborted) == {JOB}
-
-    run(scene)
+    assert set(stage.prefill.aborted) == {JOB}
 
 
 @pytest.mark.parametrize("why", ["refused", "not reached"])
-def test_a_request_ends_where_prefill_does_not_take_its_job(
-    why: str, caplog: pytest.LogCaptureFixture
+@played()
+async def test_a_request_ends_where_prefill_does_not_take_its_job(
+    stage: Stage, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene(stage: Stage) -> None:
-        stage.prefill.status = 503
-        url = "http://127.0.0.1:1" if why == "not reached" else ""
-        async with stage.open(url=url) as answer:
-            said = await last_said(answer)
-        assert said.finish == "error"
-        url = url or stage.prefill.server.url
-        how = "refused it" if why == "refused" else "does not answer"
-        assert said.error.startswith(f"the prefill worker at {url} {how}: ")
-        assert f"{JOB}: {said.error}" in caplog.text
-        assert ("503" in said.error) == ("no room for it" in said.error) == (why == "refused")
-
-    run(scene)
+    stage.prefill.status = 503
+    url = "http://127.0.0.1:1" if why == "not reached" else ""
+    async with stage.open(url=url) as answer:
+        said = await last_said(answer)
+    assert said.finish == "error"
+    url = url or stage.prefill.server.url
+    how = "refused it" if why == "refused" else "does not answer"
+    assert said.error.startswith(f"the prefill worker at {url} {how}: ")
+    assert f"{JOB}: {said.error}" in caplog.text
+    assert ("503" in said.error) == ("no room for it" in said.error) == (why == "refused")
 
 
-def test_of_a_request_that_has_ended_prefill_is_told_nothing() -> None:
-    async def scene(stage: Stage) -> None:
-        one = stage.worker._open[RID] = _OpenRequest(msgspec.json.decode(stage.ask(), type=Ask))
-        one.jobs.append(JOB)
-        one.queue_output(TokenEvent(token=1, finish="length"))
-        await stage.worker._end_request(one)
-        assert not stage.worker._open
-        assert not stage.worker._tasks
-        assert one.jobs == [JOB]
-        assert (await stage.client.get("/audit")).status_code == 405
-
-    run(scene)
+@played()
+async def test_of_a_request_that_has_ended_prefill_is_told_nothing(stage: Stage) -> None:
+    one = stage.worker._open[RID] = _OpenRequest(msgspec.json.decode(stage.ask(), type=Ask))
+    one.jobs.append(JOB)
+    one.queue_output(TokenEvent(token=1, finish="length"))
+    await stage.worker._end_request(one)
+    assert not stage.worker._open
+    assert not stage.worker._tasks
+    assert one.jobs == [JOB]
+    assert (await stage.client.get("/audit")).status_code == 405
 
 
-def test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on() -> None:
-    async def scene(stage: Stage) -> None:
-        async with stage.open(num_samples=2) as first:
-            await until(lambda: len(stage.prefill.taken) == 2)
-            second = await stage.client.post("/generate", content=stage.ask())
-            assert second.status_code == 400
-            assert f"request '{RID}' is here already" in second.text
-            await stage.worker._call(lambda engine: None)  # what was posted before has been done
-            assert stage.worker._open[RID].left == 2
-            assert not stage.prefill.aborted
-            assert first.status_code == 200
-        await until(lambda: len(stage.prefill.aborted) == 2)
-        assert len(stage.prefill.jobs) == 2
-        while await stage.live():
-            await asyncio.sleep(0.01)
-        # Its id is free again.
-        async with stage.open():
-            await until(lambda: len(stage.prefill.jobs) == 3)
-
-    run(scene)
+@played()
+async def test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on(
+    stage: Stage,
+) -> None:
+    async with stage.open(num_samples=2) as first:
+        await until(lambda: len(stage.prefill.taken) == 2)
+        second = await stage.client.post("/generate", content=stage.ask())
+        assert second.status_code == 400
+        assert f"request '{RID}' is here already" in second.text
+        await stage.worker._call(lambda engine: None)  # what was posted before has been done
+        assert stage.worker._open[RID].left == 2
+        assert not stage.prefill.aborted
+        assert first.status_code == 200
+    await until(lambda: len(stage.prefill.aborted) == 2)
+    assert len(stage.prefill.jobs) == 2
+    while await stage.live():
+        await asyncio.sleep(0.01)
+    # Its id is free again.
+    async with stage.open():
+        await until(lambda: len(stage.prefill.jobs) == 3)
 
 
 def test_what_waits_when_a_worker_ends_is_told_so_once_for_each_answer() -> None:
@@ -239,15 +236,3 @@ def test_what_waits_when_a_worker_ends_is_told_so_once_for_each_answer() -> None
 
     with pytest.raises(ApiError, match="ended"):  # `at_rest` finds the engine ended
         run(scene)
-
-
-def test_a_body_is_bounded() -> None:
-    """A front has bounded what its clients said; tokens of it are longer than its text."""
-    assert DecodeWorkerConfig().worker.listen.limits.max_body_bytes == 64 * MIB
-
-    async def scene(stage: Stage) -> None:
-        for size, status in ((2 * MIB, 400), (2 * MIB + 1, 413)):
-            answer = await stage.client.post("/generate", content=b"[" * size)
-            assert answer.status_code == status, answer.text
-
-    run(scene, Limits(max_body_bytes=2 * MIB))

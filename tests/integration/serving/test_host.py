@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.integration.serving.test_carry_on import KeptDead
 from tests.support.patience import until
-from tests.support.served import Expected, Serve, at_rest, client_of
+from tests.support.served import Expected, Serve, at_rest
 
 PAGE, NUM_TOKENS = 16, 12
 CHATS = 6  # of some 14 pages each, more than the pool has together
@@ -141,34 +139,3 @@ def test_the_chat_page_has_a_part_for_what_was_loaded(
         (part,) = page.all(".usage")[-1].find_elements("css selector", ".bar .host")
         assert part.rect["width"] > 0
         assert page.complaints() == []
-
-
-def test_a_killed_prefill_worker_is_not_missed(
-    serve: Serve, chats: list[Chat], expected: Expected
-) -> None:
-    """What was in host memory still is, the rest is computed by decode: each turn is answered, and
-    right. New conversations are, too."""
-    before = serve.figures("decode-0")
-    new = [[{"role": "user", "content": f"new {i}: " + f"what of {i}, or of salt? " * 8}]
-           for i in range(CHATS)]  # fmt: skip
-    dead = KeptDead(serve)
-    try:
-        with client_of(serve) as client:
-            talks = [Talk(client), Talk(client)]
-
-            def go_on(number: int) -> None:
-                for chat in [*chats[number::2], *new[number::2]] * 2:
-                    talks[number].turn(chat)
-
-            with ThreadPoolExecutor(2) as threads:
-                list(threads.map(go_on, range(2)))
-    finally:
-        dead.end()
-    assert sum(len(talk.said) for talk in talks) == 4 * CHATS
-    for talk in talks:
-        talk.check(expected)
-    after = serve.figures("decode-0")
-    assert after[f"prefixkv_host_loads_total{NODE}"] > before[f"prefixkv_host_loads_total{NODE}"]
-    computed = f"prefixkv_computed_requests_total{NODE}"
-    assert after[computed] > before[computed]
-    at_rest(serve)

@@ -127,23 +127,6 @@ def test_a_second_ctrl_c_does_not_wait_for_the_coroutine() -> None:
     assert went_on == ["after the first"]
 
 
-def test_without_ctrl_c_it_is_asyncio_run() -> None:
-    async def returns() -> int:
-        return 7
-
-    async def cancelled() -> None:
-        raise asyncio.CancelledError
-
-    assert interrupts.run(returns) == 7
-    with pytest.raises(asyncio.CancelledError):
-        interrupts.run(cancelled)
-    with pytest.raises(ZeroDivisionError):
-        interrupts.run(fails)
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    assert interrupts.run(returns) == 7
-    assert signal.signal(signal.SIGINT, handler) is signal.SIG_IGN
-
-
 def test_a_signal_to_a_child_that_has_ended_leaves_its_status_to_who_waits() -> None:
     """asyncio waits for it in a thread, and logs a child that another call has taken."""
     with subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"]) as child:
@@ -151,13 +134,5 @@ def test_a_signal_to_a_child_that_has_ended_leaves_its_status_to_who_waits() -> 
         _signal(child, signal.SIGKILL)  # type: ignore[arg-type]
         assert child.returncode is None
         assert os.waitpid(child.pid, 0) == (child.pid, 7 << 8)
+        _signal(child, signal.SIGKILL)  # type: ignore[arg-type] # nothing has its number any more
         child.returncode = 7
-        # Nothing has its number any more.
-        _signal(child, signal.SIGKILL)  # type: ignore[arg-type]
-        child.returncode = None
-        _signal(child, signal.SIGKILL)  # type: ignore[arg-type]
-        child.returncode = 7
-
-
-async def fails() -> None:
-    raise ZeroDivisionError

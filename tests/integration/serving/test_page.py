@@ -54,17 +54,6 @@ def ended(page: Browser, num: int) -> None:
     until(lambda: len(page.all(".turn")) == num and not page.all(".turn.running"))
 
 
-class Complaints:
-    """All that the console has said from now on."""
-
-    def __init__(self, page: Browser) -> None:
-        self._page, self._said = page, ""
-
-    def about(self, word: str) -> bool:
-        self._said += "".join(self._page.complaints())
-        return word in self._said
-
-
 def split(page: Browser) -> dict[str, int]:
     """The last bar's numbers."""
     box = page.all(".usage")[-1]
@@ -76,6 +65,7 @@ def test_two_turns_are_answered_and_the_second_shows_its_hits(
     page: Browser, expected: Expected
 ) -> None:
     until(lambda: page.texts("#model") == ["small"])
+    assert not page.one("#key").is_displayed(), "none is wanted"
     page.ask(HELLO)
     ended(page, 1)
     first = expected.chat([user(HELLO)], 24)
@@ -94,11 +84,6 @@ def test_two_turns_are_answered_and_the_second_shows_its_hits(
     assert numbers["sent"] == num - hit
     assert numbers["prefill-hit"] >= prompt // 16 * 16
     assert numbers["prefill-hit"] + numbers["computed"] == num
-    # The legend has a line for each bar.
-    assert page.texts(".usage .keys")[-2:] == [
-        f"{hit} hit on decode\n{num - hit} sent to decode, which did not have them",
-        f"{numbers['prefill-hit']} hit on prefill\n{numbers['computed']} computed by prefill",
-    ]
     label = page.one(".bars").get_attribute("aria-label")
     assert label.startswith(f"Of {num} prompt tokens: {hit} hit on decode, {num - hit} sent")
     for bar, side in ((0, ("decode-hit", "sent")), (1, ("prefill-hit", "computed"))):
@@ -189,21 +174,6 @@ def test_what_is_said_is_text_and_nothing_else_is_run_or_loaded(
     loaded = page.run("return performance.getEntriesByType('resource').map(one => one.name)")
     assert [one for one in loaded if not one.startswith((origin, "data:"))] == []
     assert page.complaints() == []
-    # The policy holds, whatever the script would do.
-    page.run(
-        """
-        const script = document.createElement("script");
-        try { script.text = "document.title = 3"; document.body.append(script); } catch {}
-        try { document.body.insertAdjacentHTML("beforeend", "<img src=x>"); } catch {}
-        const picture = new Image(); picture.src = "/v1/models";
-        fetch("http://127.0.0.1:9/").catch(() => {});
-        """
-    )
-    kept = Complaints(page)
-    for directive in ("TrustedScript", "TrustedHTML", "img-src", "connect-src"):
-        until(lambda directive=directive: kept.about(directive))
-    assert page.run("return document.title") == "prefixkv"
-    assert page.all("img") == []
 
 
 def test_it_is_used_by_keyboard_alone_and_at_a_phones_width(page: Browser) -> None:
@@ -259,8 +229,3 @@ def test_a_key_is_asked_for_where_it_is_wanted_and_a_lost_worker_is_shown(
     chromium.ask("Is anyone there?")
     ended(chromium, 2)
     assert "The server does not answer." in chromium.one("[role=alert]").text
-
-
-def test_no_key_is_asked_for_where_none_is_wanted(page: Browser) -> None:
-    until(lambda: page.texts("#model") == ["small"])
-    assert not page.one("#key").is_displayed()

@@ -48,19 +48,17 @@ def check(text: str) -> None:
         assert not about.endswith("..."), f"{name} is cut"
 
 
-@pytest.mark.parametrize("path", [*commands()], ids=" ".join)
-def test_each_option_of_prefixkv_has_help_that_is_whole(
-    path: tuple[str, ...], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert run_command([*path, "--help"]) == 0
-    check(capfd.readouterr().out)
+CASES = [
+    *(("prefixkv", run_command, path) for path in commands()),
+    *(("benchmarks", run_benchmark, (name,)) for name in BENCHMARKS),
+]
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_each_option_of_a_benchmark_has_help_that_is_whole(
-    name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("of", "run", "path"), CASES, ids=lambda one: str(one)[:40])
+def test_each_option_has_help_that_is_whole(
+    of: str, run: Any, path: tuple[str, ...], capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setenv("COLUMNS", "80")
-    assert run_benchmark([name, "--help"]) == 0
+    assert run([*path, "--help"]) == 0
     check(capfd.readouterr().out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from prefixkv.cache.eviction.policy import make_policy, policy_names
 from prefixkv.cli.main import run_command
 from prefixkv.cli.policies import _broken_law, policy_of
-from prefixkv.cli.replay.command import replay
 from prefixkv.errors import ConfigError
 
 
@@ -58,75 +56,14 @@ class Whole(Policy):
 
     def last_tick(self, history):
         return history
-"""
-
-
-def test_a_class_of_a_module_in_the_current_folder_is_a_policy(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_policies.py").write_text(OWN_POLICIES)
-    policy = policy_of("own_policies:Whole:size=3")
-    assert (type(policy).__name__, policy.size, policy.share) == ("Whole", 3, 0.5)
-    assert "whole" not in policy_names()
-    for text, why in (
-        ("no_policies:Whole", "module 'no_policies' cannot be imported: No module named"),
-        ("own_policies:None_", "module 'own_policies' has no class 'None_'"),
-        ("own_policies:nothing", "has no class 'nothing'"),
-        ("own_policies:OWN", "has no class 'OWN'"),
-        ("json:JSONDecoder", "'JSONDecoder' is no class derived from prefixkv's Policy"),
-        ("json:loads", "'loads' is no class derived from prefixkv's Policy"),
-        ("own_policies:Half", "'Half' does not define fold, last_tick, mark"),
-        ("own_policies:Whole", "needs a value for size"),
-        ("own_policies:Whole:size=3:width=4", "'width' is no setting of own_policies:Whole"),
-        (":Whole", "module '' cannot be imported"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(why)):
-            policy_of(text)
-
-
-def test_the_replay_tells_settings_apart(tmp_path) -> None:
-    """Two sessions by turns, in a pool for one: by time-outs of nothing the newest stays."""
-    path, out = tmp_path / "t.jsonl", tmp_path / "out.json"
-    lines = []
-    for turn in range(30):
-        ids = [100 * (turn % 3), 100 * (turn % 3) + 1, 1000 + turn]
-        entry = {"timestamp": 2000 * turn, "input_length": 1536, "output_length": 1}
-        lines.append(json.dumps(entry | {"hash_ids": ids}) + "\n")
-    path.write_text("".join(lines), encoding="utf-8")
-    plain = "benchmarks.policies.gated:Gated"
-    impatient = f"{plain}:fresh_s=0:known_s=0"
-    replay([path], policy=[impatient, plain], capacity="5", json_file=out)
-    rows = json.loads(out.read_text(encoding="utf-8"))
-    found = {row["policy"]: row["hit_tokens"] for row in rows if row["capacity_blocks"] == 5}
-    assert set(found) == {impatient, plain}
-    assert found[plain] != found[impatient]
-
-
-FAULTY_POLICIES = """
-from dataclasses import dataclass
-from prefixkv.spi import ConfigError, Policy
-from own_policies import Whole
 
 class Picky(Whole):
     def __init__(self, size=0):
         if size != 4:
             raise ValueError("only\\n4 will do")
 
-class Silent(Whole):
-    def __init__(self):
-        raise RuntimeError
-
-class Refuses(Whole):
-    def __init__(self):
-        raise ConfigError("not today")
-
 class Nameless(Whole):
     name = None
-
-    def __init__(self):
-        pass
-
-class Unnamed(Whole):
-    name = ""
 
     def __init__(self):
         pass
@@ -139,42 +76,55 @@ class Placed(Whole):
     def __init__(self, size=1, /):
         self.size = size
 """
+MODULES = {
+    "own_policies": OWN_POLICIES, "broken": "class = 3\n", "raises": "1 / 0\n",
+    "ends": "import sys; sys.exit(3)\n", "lacks": "import nothing_like_this\n",
+}  # fmt: skip
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_a_class_of_a_module_in_the_current_folder_is_a_policy(modules: None) -> None:
+    policy = policy_of("own_policies:Whole:size=3")
+    assert (type(policy).__name__, policy.size, policy.share) == ("Whole", 3, 0.5)
+    assert "whole" not in policy_names()
+    assert policy_of("own_policies:Open:size=3:share=0.5").settings == {"size": 3, "share": 0.5}
+    assert policy_of("own_policies:Open").settings == {}
+    assert policy_of("own_policies:Placed").size == 1
 
 
 @pytest.mark.parametrize(
     ("policy", "why"),
     [
-        ("faulty:Picky", "faulty:Picky cannot be made: ValueError: only 4 will do"),
-        ("faulty:Silent", "faulty:Silent cannot be made: RuntimeError"),
-        ("faulty:Refuses", "not today"),
-        ("faulty:Nameless", "faulty:Nameless has no name"),
-        ("faulty:Unnamed", "faulty:Unnamed has no name"),
-        ("faulty:Open:width", "width is no number"),
-        ("faulty:Placed:size=2", "'size' is no setting of faulty:Placed"),
-        ("faulty:Picky:", "'' is no setting of faulty:Picky, of size"),
-        ("faulty:", "module 'faulty' has no class ''"),
-        ("faulty.Picky:Picky", "module 'faulty.Picky' cannot be imported: No module named"),
+        ("optimum:size=3", "'optimum' is not one of"),
+        (":Whole", "module '' cannot be imported"),
+        ("own_policies:", "module 'own_policies' has no class ''"),
+        ("own_policies:nothing", "has no class 'nothing'"),
+        ("json:JSONDecoder", "'JSONDecoder' is no class derived from prefixkv's Policy"),
+        ("own_policies:Half", "'Half' does not define fold, last_tick, mark"),
+        ("own_policies:Whole", "needs a value for size"),
+        ("own_policies:Whole:size=3:width=4", "'width' is no setting of own_policies:Whole"),
+        ("own_policies:Placed:size=2", "'size' is no setting of own_policies:Placed"),
+        ("own_policies:Open:width", "width is no number"),
+        ("own_policies:Picky:", "'' is no setting of own_policies:Picky, of size"),
+        ("own_policies:Picky", "own_policies:Picky cannot be made: ValueError: only 4 will do"),
+        ("own_policies:Nameless", "own_policies:Nameless has no name"),
+        ("no_policies:Whole", "module 'no_policies' cannot be imported: No module named"),
         ("broken:Whole", "module 'broken' cannot be imported: invalid syntax (broken.py, line 1)"),
         ("raises:Whole", "module 'raises' cannot be imported: ZeroDivisionError: division by zero"),
         ("ends:Whole", "module 'ends' cannot be imported: SystemExit: 3"),
         ("lacks:Whole", "module 'lacks' cannot be imported: No module named 'nothing_like_this'"),
-        ("bytes_:Whole", "module 'bytes_' cannot be imported"),
-        ("optimum:size=3", "'optimum' is not one of"),
     ],
 )
 def test_a_policy_that_cannot_be_made_is_one_line(
-    policy, why, tmp_path, monkeypatch, capsys
+    policy: str, why: str, modules: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_policies.py").write_text(OWN_POLICIES)
-    (tmp_path / "faulty.py").write_text(FAULTY_POLICIES)
-    (tmp_path / "broken.py").write_text("class = 3\n")
-    (tmp_path / "raises.py").write_text("1 / 0\n")
-    (tmp_path / "ends.py").write_text("import sys; sys.exit(3)\n")
-    (tmp_path / "lacks.py").write_text("import nothing_like_this\n")
-    (tmp_path / "bytes_.py").write_bytes(b"\xff\x00")
-    for name in ("own_policies", "faulty"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
     # There is no trace, and that is not reached.
     assert run_command(["replay", "none.jsonl", "--policy", f"lru,{policy}"]) == 2
     out, err = capsys.readouterr()
@@ -182,17 +132,6 @@ def test_a_policy_that_cannot_be_made_is_one_line(
     assert err.startswith("prefixkv: ")
     assert len(err.splitlines()) == 1
     assert why in err
-
-
-def test_a_class_with_any_settings_gets_them(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_policies.py").write_text(OWN_POLICIES)
-    (tmp_path / "faulty.py").write_text(FAULTY_POLICIES)
-    for name in ("own_policies", "faulty"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    assert policy_of("faulty:Open:size=3:share=0.5").settings == {"size": 3, "share": 0.5}
-    assert policy_of("faulty:Open").settings == {}
-    assert policy_of("faulty:Placed").size == 1
 
 
 LAWLESS = """

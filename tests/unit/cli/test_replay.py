@@ -107,20 +107,6 @@ def test_knowing_the_queue_helps(tmp_path):
     assert replay_policy(trace, "lru", 60, queue=40).block_hit_ratio > 1.1 * blind
 
 
-def test_the_optimum_by_hand(tmp_path):
-    """Two blocks fit. a b a c a b: keeping b over c, which never comes again, is right; and cannot
-    be done where the block of the request that comes counts."""
-    path = tmp_path / "t.jsonl"
-    for name in (1, 2, 1, 3, 1, 2):
-        with path.open("a") as out:
-            out.write(json.dumps({"timestamp": 0, "input_length": 512, "hash_ids": [name]}) + "\n")
-    trace = read_trace(path)
-    assert replay_optimum(trace, 2, running=0).block_hit_ratio == 3 / 6
-    assert replay_optimum(trace, 2).block_hit_ratio == 2 / 6
-    for running in (0, 1):
-        assert replay_policy(trace, "lru", 2, running=running).block_hit_ratio == 2 / 6
-
-
 def test_a_trace_of_token_lists(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text('[1, 1, 2, 2, 3]\n\n{"tokens": [1, 1, 2, 2, 4, 4], "timestamp": 5000}\n')

@@ -13,7 +13,6 @@ from prefixkv.config import ControlConfig
 from prefixkv.control.decode.control import DecodeControl, DecodeInput
 from prefixkv.control.effects import FrameReceived, SendFrame, Tick
 from prefixkv.control.prefill.control import PrefillControl, PrefillInput
-from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol import messages
@@ -27,6 +26,8 @@ from prefixkv.protocol.messages import (
     Promise,
     Topology,
 )
+from prefixkv.staging.sender import StagingSlots
+from tests.support.control_effects import effects_of
 from tests.support.mesh_pools import mesh_layout
 from tests.unit.control import wire
 from tests.unit.control.wire import add_room as add_wire_room
@@ -87,7 +88,7 @@ class _Opposite:
             (effect.to, messages.decode(effect.raw).body)
             if isinstance(effect, SendFrame)
             else effect
-            for effect in self.control.on(what, self.now_s)
+            for effect in effects_of(self.control, what, self.now_s)
         ]
 
     def after(self, seconds: float) -> list[Any]:

@@ -14,13 +14,14 @@ from prefixkv.config import ControlConfig
 from prefixkv.control.decode.control import DecodeControl, DecodeInput
 from prefixkv.control.effects import Expect, FrameReceived, SendFrame, Tick
 from prefixkv.control.prefill.control import PrefillControl, PrefillInput
-from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import AddRoom, OpenRoom, SendChunk
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, Promise, Topology
+from prefixkv.staging.sender import StagingSlots
 from prefixkv.transport.base import WriteDone, WriteFailed
+from tests.support.control_effects import effects_of
 from tests.unit.protocol.rooms import (
     DECODE,
     PAGE_SIZE,
@@ -85,7 +86,7 @@ class _Opposite:
     def on(self, what: Any) -> list[Any]:
         """What follows from an input, with a frame's body in place of the frame."""
         out = []
-        for effect in self.control.on(what, self.now_s):
+        for effect in effects_of(self.control, what, self.now_s):
             if isinstance(effect, SendFrame):
                 body = messages.decode(effect.raw).body
                 self.said.append(body)

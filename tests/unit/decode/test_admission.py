@@ -17,7 +17,6 @@ from prefixkv.admission import AdmissionPolicy, admission_names, register_admiss
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.prealloc_queue import MAX_LOOKS
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import (
     AdmissionTimeoutError,
@@ -30,6 +29,7 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import AbortRoom, OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import RoomKey
+from tests.support.timed import DecodeScheduler
 from tests.unit.decode.desk import PAGE_SIZE, Desk
 
 POLICIES = ["fifo", "hit_aware", "priority"]
@@ -46,7 +46,7 @@ def blocked_desk(num_pages: int = 16, free: int = 2, **settings: Any) -> tuple[D
 
 def test_policies_are_named_and_an_unknown_one_is_refused_where_it_is_named() -> None:
     assert set(POLICIES) <= set(admission_names())
-    with pytest.raises(ConfigError, match="admission 'luck' is not one of fifo, hit_aware"):
+    with pytest.raises(ConfigError, match="admission: 'luck' is not one of fifo, hit_aware"):
         Desk(admission="luck")
     assert isinstance(Desk(admission=AdmissionPolicy()).scheduler.waiting._policy, AdmissionPolicy)
 
@@ -629,6 +629,6 @@ def test_what_is_idle_has_nothing_to_pop_and_no_room_that_a_peer_may_write_for()
 def test_many_deadlines_cost_nothing_while_none_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = DecodeScheduler(PageManager(8, PAGE_SIZE, 4), waiting_timeout_s=9.0)
     due: list[Callable[[float], Any]] = []
-    monkeypatch.setattr(scheduler.waiting._deadlines, "due", lambda now_s: due.append(now_s) or [])
+    monkeypatch.setattr(scheduler.waiting._late, "due", lambda now_s: due.append(now_s) or [])
     scheduler.pop_preallocated(0.0)
     assert not due

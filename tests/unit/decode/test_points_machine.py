@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prefixkv.cache.checkpoints import Checkpoint, Checkpoints
-from prefixkv.decode.flight_ends import FlightEnds
+from prefixkv.decode.ending import FlightEnds
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints

@@ -22,12 +22,12 @@ from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.prefill.scheduler import AbortRoom, AddRoom, PrefillScheduler, SendChunk
-from prefixkv.protocol.commands import DeclineRoom
+from prefixkv.protocol.commands import AbortRoom, AddRoom, DeclineRoom, SendChunk
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
 from tests.support.spelled import Event
+from tests.support.timed import PrefillScheduler
 
 PAGE_SIZE = 4
 BROKEN = TransferError("broken")

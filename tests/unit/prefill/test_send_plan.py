@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixkv.errors import RequestError
-from prefixkv.prefill.send_plan import SendPlan, Span, plan_sends
+from prefixkv.prefill.request import SendPlan, Span
 
 CASES = st.integers(1, 8).flatmap(
     lambda page_size: st.integers(1, 60).flatmap(
@@ -40,12 +40,6 @@ def test_every_page_that_decode_lacks_is_sent_once_in_order_and_only_when_it_is_
     last = plan.send(num_tokens, last=True)
     assert sent + list(range(*last)) == lacking
     assert plan.ended
-    ends = [end for end in ends if end < num_tokens] + [num_tokens]
-    assert [
-        page
-        for span in plan_sends(ends, num_tokens, prefix_len, page_size)
-        for page in range(*span)
-    ] == lacking
 
 
 def test_a_full_hit_sends_once_and_nothing() -> None:

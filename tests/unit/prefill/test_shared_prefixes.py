@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from prefixkv.errors import CallerError
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.prefill.scheduler import PrefillScheduler, SendChunk
+from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
 from tests.support.steps import num_steps
+from tests.support.timed import PrefillScheduler
 from tests.unit.prefill.test_prefill_scheduler import PAGE_SIZE, Desk, num_requests
 
 SYSTEM = list(range(100, 100 + 4 * PAGE_SIZE))

@@ -12,10 +12,10 @@ from prefixkv.errors import RequestError
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
+from tests.support.timed import PrefillScheduler
 
 PAGE_SIZE = 4
 OWN = 4  # slots of the engine

@@ -46,7 +46,7 @@ def test_wait_ends_when_a_request_has_waited_too_long_and_not_before_there_is_so
         assert decode.pop_preallocated() == []
 
         def wait() -> bool:
-            while not decode.pop_preallocated() and not decode.scheduler.has_results:
+            while not decode.pop_preallocated() and not decode.has_results:
                 decode.wait()
             return True
 

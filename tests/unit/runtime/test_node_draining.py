@@ -35,7 +35,7 @@ def test_a_node_that_is_drained_serves_what_it_has_and_takes_nothing_new(pair: N
 
 def test_drain_waits_but_not_while_the_engine_has_something_to_do(pair: NodePair) -> None:
     assert pair.decode.drain(timeout_s=10.0), "nothing lives here"
-    pair.decode.scheduler.draining = False
+    pair.decode.draining = False
     proceed = queued(pair)
     pair.decode.abort("big")
     pair.decode.abort("r")

@@ -357,7 +357,7 @@ def test_a_request_whose_prefill_is_not_there_is_served_by_another_one(make_pair
         node.retarget("call", pair.prefill.endpoint)
         served: set[str] = set()
         while len(served) < 2:
-            until(lambda: (node.pop_preallocated(), node.scheduler._asks)[1])
+            until(lambda: (node.pop_preallocated(), node._asks)[1])
             [ask] = node.pop_needs_prefill()
             rid = ask.rid
             served.add(rid)
@@ -366,7 +366,7 @@ def test_a_request_whose_prefill_is_not_there_is_served_by_another_one(make_pair
                 Request(rid, ask.tokens, room=ask.room, generation=1, decode=ask.decode)
             )
             until(pair.prefill.pop_bootstrapped)
-            pair.prefill.send_chunk(pair.prefill.scheduler.requests[rid], len(tokens), last=True)
+            pair.prefill.send_chunk(pair.prefill.requests[rid], len(tokens), last=True)
             popped: list[Any] = []
             until(lambda popped=popped: popped.extend(node.pop_transferred()) or popped)
             node.finish(popped[0])

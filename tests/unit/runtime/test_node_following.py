@@ -97,7 +97,7 @@ def test_several_ranks_compute_a_burst_once_and_what_the_limit_left_is_news() ->
         while len(popped) < 2:
             pair.decode.pop_preallocated()
             popped += [req.rid for req in pair.prefill.pop_bootstrapped(limit=0)]
-            if len(pair.prefill.scheduler.bootstrapped) == 2 or popped:
+            if len(pair.prefill.bootstrapped) == 2 or popped:
                 assert pair.prefill.wait(0.0)
                 popped += [req.rid for req in pair.prefill.pop_bootstrapped(limit=1)]
         for rid in popped:

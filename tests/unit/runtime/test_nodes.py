@@ -158,7 +158,7 @@ def test_a_retracted_request_whose_pages_are_gone_is_sent_again(make_pair: MakeP
     pair.until(lambda: "victim" in pair.d.running)
     pair.decode.retract("victim")
     pair.d.running.pop("victim")
-    while pair.decode.scheduler.pages.cache.evictable_pages:  # somebody else needs the room
+    while pair.decode.pages.cache.evictable_pages:  # somebody else needs the room
         pair.decode.flush()
     assert victim.output == [first_token(tokens_of(2, 20))]
     pair.until(lambda: "victim" in pair.d.running)
@@ -223,7 +223,7 @@ def test_nothing_is_sent_before_it_is_ready(pair: NodePair) -> None:
     pair.submit("r", tokens_of(1, 20))
     pair.until(lambda: pair.prefill.stats().get("writes_done", 0) == 1 and gate.asked.is_set())
     assert sent_bytes(pair) == page_bytes(pair, 2)
-    req = pair.prefill.scheduler.requests["r"]
+    req = pair.prefill.requests["r"]
     late = req.pages[2:4].copy()
     good = pair.prefill.pool.read_pages(late)
     pair.prefill.pool.write_pages(late, good ^ 0xFF)

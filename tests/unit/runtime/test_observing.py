@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -134,7 +133,7 @@ def test_a_scrape_says_what_happened(make_pair: MakePair, monkeypatch: pytest.Mo
 
 def test_queues_by_what_is_waited_for() -> None:
     desk = Desk(num_pages=9)
-    node: Any = SimpleNamespace(scheduler=desk.scheduler)
+    node: Any = desk.scheduler
 
     def queues() -> dict[str, float]:
         return {queue: length for (queue,), length in metrics._decode_queues(node) if length}

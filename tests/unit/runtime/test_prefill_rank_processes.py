@@ -219,5 +219,5 @@ def test_two_processes_with_one_cache_go_on_from_the_same_checkpoints() -> None:
                 for node in (prefill, there.decode):
                     node.audit()
                     assert node.stats()["pages_owned"] == 0
-                assert not prefill.scheduler.requests
+                assert not prefill.requests
                 _rank_is_killed(there, name)

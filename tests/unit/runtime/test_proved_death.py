@@ -108,8 +108,7 @@ def test_a_prefill_that_stands_still_is_looked_at_and_never_fenced(
     there.submit("r", 1, 1, "stop")
     there.until(lambda: there.child.stopped)
     for _ in range(3):
-        clock.skip(NEVER_S, [there.node])
-        there.until(looked_again(verdicts))
+        there.until_silence_shows(clock, looked_again(verdicts))
     assert not any(verdicts)
     assert there.node.stats()["peers_proved_dead"] == 0
     assert there.node.stats()["pages_quarantined"] == 32
@@ -140,8 +139,7 @@ def test_a_prefill_whose_fork_lives_is_not_fenced_before_that_has_ended(
         there.submit("r", 1, 1, "kill")
         there.until(lambda: not there.child.process.is_alive())
         for _ in range(3):
-            clock.skip(NEVER_S, [there.node])
-            there.until(looked_again(verdicts))
+            there.until_silence_shows(clock, looked_again(verdicts))
         assert not any(verdicts)
         assert left(there.node)["pages_quarantined"] == 32
     there.until(lambda: "r" in there.d.ended and not left(there.node))
@@ -230,13 +228,13 @@ def test_a_node_that_poses_as_a_dead_process_is_fenced_alone(
     honest.until(lambda: liar.stopped)
     assert "lied" not in d.ended
     os.kill(liar.pid, 0)  # it lives
-    clock.skip(NEVER_S, [honest.node])
-    honest.until(lambda: "lied" in d.ended)
-    honest.until(lambda: honest.node.stats()["peers_proved_dead"] == 1)
+    honest.until_silence_shows(
+        clock, lambda: "lied" in d.ended and honest.node.stats()["peers_proved_dead"] == 1
+    )
     liar.resume()
     until(lambda: liar.call("stats")["refused_by_peers"])
-    assert honest.node.peers()[honest.child.endpoint][0] == honest.child.peer_id
     honest.child.call("abort", "true")
     honest.until(lambda: not left(honest.node))
     honest.run("again", 3)
+    assert honest.node.peers()[honest.child.endpoint][0] == honest.child.peer_id
     assert honest.node.stats()["peers_proved_dead"] == 1

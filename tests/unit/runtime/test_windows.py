@@ -140,7 +140,7 @@ def test_chats_with_small_pools_aborts_and_retractions(
             assert sum(node.stats()["staging_pieces_written"] for node in pair.prefills) > 0
         if seed == NO_CHECKPOINTS:
             return
-        points = pair.prefills[0].scheduler.pages.checkpoints
+        points = pair.prefills[0].pages.checkpoints
         assert points is not None
         assert points.evicted
         assert min(pair.computed.values()) < 12
@@ -275,7 +275,7 @@ def test_what_groups_do_not_go_with_is_refused_by_name(make: Any, why: str) -> N
 
 def test_checkpoints_of_windows_need_no_extra_state() -> None:
     with PrefillNode(grouped(), PrefillConfig(checkpoints=2)) as node:
-        assert node.scheduler.num_slots == 0
+        assert node.num_slots == 0
 
 
 def test_a_group_that_there_is_not_has_no_pages() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from prefixkv.errors import ProtocolError
 from prefixkv.serving import feed
 from prefixkv.serving.feed import EventTap, batches_of
 from prefixkv.serving.router import WorkerIndex
+from tests.support.scenes import in_loop
 
 SALTED = Namespace(salt="a")
 
@@ -57,90 +59,74 @@ def depth(index: WorkerIndex, tokens: list[int], namespace: Namespace | None = N
     return index.depth(namespace, page_keys(RadixKey(tokens).data, 2))
 
 
-def test_each_follower_hears_all_there_is_and_then_what_changes() -> None:
-    async def main() -> None:
-        source = Source()
-        source.insert([1, 2, 3, 4])  # before anybody follows
-        first, pieces = await source.frames(1)
-        source.insert([5, 6], SALTED)
-        pieces.append(await anext(first))
-        second, late = await source.frames(1)
-        source.cache.evict(2)
-        source.tap.after_step()
-        source.tap.after_step()  # nothing has changed: nothing is sent
-        late.append(await anext(second))
-        pieces.append(await anext(first))
-        for told in (pieces, late):
-            index = WorkerIndex(100)
-            for batch in await batches(told):
-                assert batch.worker == "decode-0"
-                assert index.apply(batch)
-            assert (depth(index, [1, 2, 3, 4]), depth(index, [5, 6], SALTED)) in ((0, 1), (1, 0))
-            assert depth(index, [5, 6]) == 0
-        for stream in (first, second):
-            await stream.aclose()
-
-    asyncio.run(main())
-
-
-def test_a_stream_that_has_nothing_to_say_says_that_it_lives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(feed, "LIFE_SIGN_S", 0.001)
-
-    async def main() -> None:
-        source = Source()
-        stream, pieces = await source.frames(3)
+@in_loop
+async def test_each_follower_hears_all_there_is_and_then_what_changes() -> None:
+    source = Source()
+    source.insert([1, 2, 3, 4])  # before anybody follows
+    first, pieces = await source.frames(1)
+    source.insert([5, 6], SALTED)
+    pieces.append(await anext(first))
+    second, late = await source.frames(1)
+    source.cache.evict(2)
+    source.tap.after_step()
+    source.tap.after_step()  # nothing has changed: nothing is sent
+    late.append(await anext(second))
+    pieces.append(await anext(first))
+    for told in (pieces, late):
+        index = WorkerIndex(100)
+        for batch in await batches(told):
+            assert batch.worker == "decode-0"
+            assert index.apply(batch)
+        assert (depth(index, [1, 2, 3, 4]), depth(index, [5, 6], SALTED)) in ((0, 1), (1, 0))
+        assert depth(index, [5, 6]) == 0
+    for stream in (first, second):
         await stream.aclose()
-        assert len(await batches(pieces)) <= 1
-
-    asyncio.run(main())
 
 
-def test_a_follower_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "_MAX_WAITING_FRAMES", 3)
-
-    async def main() -> None:
-        source = Source()
-        stream, _ = await source.frames(1)
-        for i in range(5):
-            source.insert([2 * i, 2 * i + 1])
-        assert [piece async for piece in stream] == []  # it has ended
-
-    asyncio.run(main())
+@patch.multiple(feed, LIFE_SIGN_S=0.001)
+@in_loop
+async def test_a_stream_that_has_nothing_to_say_says_that_it_lives() -> None:
+    source = Source()
+    stream, pieces = await source.frames(3)
+    await stream.aclose()
+    assert len(await batches(pieces)) <= 1
 
 
-def test_a_follower_is_behind_by_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "_MAX_WAITING_BYTES", 200)
-
-    async def main() -> None:
-        source = Source()
-        stream, _ = await source.frames(1)
-        (follower,) = source.tap._followers
-        source.insert(list(range(1000)))  # one frame that is longer by itself is no fault
-        assert not follower.cut
-        for i in range(1000, 1100, 2):
-            source.insert([i, i + 1])
-        assert follower.cut
-        assert not follower.frames
-        assert [piece async for piece in stream] == []
-
-    asyncio.run(main())
+@patch.multiple(feed, _MAX_WAITING_FRAMES=3)
+@in_loop
+async def test_a_follower_that_does_not_read_is_cut_off() -> None:
+    source = Source()
+    stream, _ = await source.frames(1)
+    for i in range(5):
+        source.insert([2 * i, 2 * i + 1])
+    assert [piece async for piece in stream] == []  # it has ended
 
 
-def test_the_number_of_followers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "_MAX_FOLLOWERS", 1)
+@patch.multiple(feed, _MAX_WAITING_BYTES=200)
+@in_loop
+async def test_a_follower_is_behind_by_a_bounded_number_of_bytes() -> None:
+    source = Source()
+    stream, _ = await source.frames(1)
+    (follower,) = source.tap._followers
+    source.insert(list(range(1000)))  # one frame that is longer by itself is no fault
+    assert not follower.cut
+    for i in range(1000, 1100, 2):
+        source.insert([i, i + 1])
+    assert follower.cut
+    assert not follower.frames
+    assert [piece async for piece in stream] == []
 
-    async def main() -> None:
-        source = Source()
-        stream, _ = await source.frames(1)
-        assert [piece async for piece in source.tap.frames()] == []
-        await stream.aclose()
-        again, pieces = await source.frames(1)
-        assert pieces
-        await again.aclose()
 
-    asyncio.run(main())
+@patch.multiple(feed, _MAX_FOLLOWERS=1)
+@in_loop
+async def test_the_number_of_followers_is_bounded() -> None:
+    source = Source()
+    stream, _ = await source.frames(1)
+    assert [piece async for piece in source.tap.frames()] == []
+    await stream.aclose()
+    again, pieces = await source.frames(1)
+    assert pieces
+    await again.aclose()
 
 
 def test_what_is_no_frame_is_an_error() -> None:
@@ -149,22 +135,20 @@ def test_what_is_no_frame_is_an_error() -> None:
             asyncio.run(batches([wrong]))
 
 
-def test_a_stream_does_not_begin_with_what_was_under_way_when_it_came() -> None:
-    async def main() -> None:
-        source = Source()
-        first, _ = await source.frames(1)
-        calls = []
-        source.tap._post = calls.append
-        source.insert([1, 2])  # told before the second comes, and delivered after
-        second = source.tap.frames()
-        piece = asyncio.create_task(anext(second))
-        await asyncio.sleep(0)
-        source.tap.after_step()
-        for call in calls:
-            call()
-        told = await batches([await piece])
-        assert isinstance(told[0].events[0], Cleared)
-        for stream in (first, second):
-            await stream.aclose()
-
-    asyncio.run(main())
+@in_loop
+async def test_a_stream_does_not_begin_with_what_was_under_way_when_it_came() -> None:
+    source = Source()
+    first, _ = await source.frames(1)
+    calls = []
+    source.tap._post = calls.append
+    source.insert([1, 2])  # told before the second comes, and delivered after
+    second = source.tap.frames()
+    piece = asyncio.create_task(anext(second))
+    await asyncio.sleep(0)
+    source.tap.after_step()
+    for call in calls:
+        call()
+    told = await batches([await piece])
+    assert isinstance(told[0].events[0], Cleared)
+    for stream in (first, second):
+        await stream.aclose()

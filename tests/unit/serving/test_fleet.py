@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Literal
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from prefixkv.serving.fleet import Fleet, Start
 from prefixkv.serving.http import ApiError, HttpServer, Stream, json_response, make_app
 from prefixkv.serving.wire import Ask, FenceRequest, LostPeer, TokenEvent, WorkerInfo
 from tests.support.patience import NEVER_S, PATIENCE_S
+from tests.support.scenes import played_by
 
 LIMITS = Limits(1 << 20, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
 PROMPT = list(range(40))
@@ -131,7 +133,7 @@ class Stage:
         self.fleet = Fleet()
 
     def answer(self, rid: str = "r", **more: Any) -> AsyncGenerator[TokenEvent, None]:
-        return self.fleet.generate(Ask(rid, PROMPT, "", "", 2, **more))
+        return self.fleet.generate(Ask(rid, PROMPT, "", max_new_tokens=2, **more))
 
     async def said(self, **more: Any) -> list[TokenEvent]:
         return [one async for one in self.answer(**more)]
@@ -163,20 +165,23 @@ def run(scene: Callable[[Stage], Awaitable[None]], decode: list[Say | int], pref
     asyncio.run(main())
 
 
+played = played_by(run)
+
+
 async def until(true: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not true():
             await asyncio.sleep(0.005)
 
 
-def test_a_request_says_where_its_prefill_is() -> None:
-    async def scene(stage: Stage) -> None:
-        assert await stage.said(salt="s") == [TOKEN, END]
-        (asked,), (prefill,) = stage.decode[0].asked, stage.prefill
-        assert asked == Ask("r#0", PROMPT, "tcp://p0", prefill.server.url, 2, salt="s")
-        assert stage.fleet.retried == 0
-
-    run(scene, [well], 1)
+@played([well], 1)
+async def test_a_request_says_where_its_prefill_is(stage: Stage) -> None:
+    assert await stage.said(salt="s") == [TOKEN, END]
+    (asked,), (prefill,) = stage.decode[0].asked, stage.prefill
+    assert asked == Ask(
+        "r#0", PROMPT, "tcp://p0", prefill_url=prefill.server.url, max_new_tokens=2, salt="s"
+    )
+    assert stage.fleet.retried == 0
 
 
 @pytest.mark.slow
@@ -201,176 +206,115 @@ def test_what_has_failed_is_not_asked_again(way: Say | int) -> None:
     run(scene, [way, way, well], 2)
 
 
-def test_a_request_is_given_up_at_its_third_failure() -> None:
-    async def scene(stage: Stage) -> None:
-        with pytest.raises(ApiError) as raised:
-            await stage.said()
-        assert (raised.value.status, raised.value.code) == (503, "worker_lost")
-        assert [len(worker.asked) for worker in stage.decode].count(1) == 3
-        assert sum(len(worker.asked) for worker in stage.decode) == 3
-        assert stage.fleet.retried == stage.fleet.stats()["retried"] == 2
-
-    run(scene, [fails] * 4, 1)
-
-
-def test_what_is_not_finite_is_a_500_at_once() -> None:
-    async def scene(stage: Stage) -> None:
-        with pytest.raises(
-            ApiError, match="the model computed numbers that are not finite"
-        ) as raised:
-            await stage.said()
-        assert (raised.value.status, raised.value.code) == (500, "not_finite")
-        assert "/srv" not in raised.value.message
-        assert sum(len(worker.asked) for worker in stage.decode) == 1
-        assert stage.fleet.retried == 0
-
-    run(scene, [computes_nan] * 2, 1)
-
-
-def test_a_worker_that_is_the_only_one_is_asked_again() -> None:
-    async def scene(stage: Stage) -> None:
-        with pytest.raises(ApiError):
-            await stage.said()
-        assert [ask.rid for ask in stage.decode[0].asked] == ["r#0", "r#1", "r#2"]
-
-    run(scene, [says_nothing], 1)
-
-
-def test_what_has_begun_is_not_tried_again() -> None:
-    async def scene(stage: Stage) -> None:
-        stream = stage.answer()
-        assert await anext(stream) == TOKEN
-        with pytest.raises(ApiError) as raised:
-            await anext(stream)
-        assert (raised.value.status, raised.value.code) == (503, "worker_lost")
-        assert stage.fleet.retried == 0
-        assert sum(len(worker.asked) for worker in stage.decode) == 1
-
-    run(scene, [breaks, breaks], 1)
-
-
-def test_an_answer_has_ended_when_all_its_samples_have() -> None:
-    async def scene(stage: Stage) -> None:
-        with pytest.raises(ApiError, match="ended"):
-            await stage.said(num_samples=2)  # one of two has ended
-
-    run(scene, [well], 1)
-
-
-def test_what_a_worker_refuses_of_a_request_is_the_clients() -> None:
-    async def scene(stage: Stage) -> None:
-        with pytest.raises(ApiError, match="not this one") as raised:
-            await stage.said()
-        assert raised.value.status == 400
-        assert stage.fleet.retried == 0
-
-    run(scene, [400], 1)
-
-
-def test_an_answer_that_is_not_wanted_ends_on_its_worker() -> None:
-    async def scene(stage: Stage) -> None:
-        stream = stage.answer()
-        await anext(stream)
-        assert stage.decode[0].under_way
-        assert stage.places_taken() == {"prefill": 11.0, "decode": 11.0}
-        await stream.aclose()
-        await until(lambda: not stage.decode[0].under_way)
-
-    run(scene, [never], 1)
-
-
-def test_without_a_prefill_worker_no_place_is_taken_on_decode() -> None:
-    async def scene(stage: Stage) -> None:
-        with pytest.raises(ApiError, match="no prefill worker is ready") as raised:
-            await stage.said()
-        assert (raised.value.status, raised.value.code) == (503, "not_ready")
-        assert not stage.decode[0].asked
-
-    run(scene, [well], 0)
-
-
-def test_a_lost_life_is_told_to_all_that_are_here_and_that_come(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("decode", "prefill", "more", "end", "asked", "why"),
+    [
+        # 1. An attempt that fails is followed by another, up to the third, also on the only worker.
+        ([fails] * 4, 1, {}, (503, "worker_lost"), [1, 1, 1], "."),
+        ([says_nothing], 1, {}, (503, "worker_lost"), [3], "."),
+        # 2. What would fail everywhere, what has begun, and what is the client's fault is not.
+        ([computes_nan] * 2, 1, {}, (500, "not_finite"), [1], "numbers that are not finite"),
+        ([breaks, breaks], 1, {}, (503, "worker_lost"), [1], "."),
+        ([well], 1, {"num_samples": 2}, (503, "worker_lost"), [1], "ended"),  # one of two has
+        ([400], 1, {}, (400, None), [1], "not this one"),
+        # 3. Without a prefill worker no place is taken on decode.
+        ([well], 0, {}, (503, "not_ready"), [], "no prefill worker is ready"),
+    ],
+)
+def test_how_an_attempt_fails_decides_whether_there_is_another(
+    decode: list[Say | int], prefill: int, more: Any, end: Any, asked: list[int], why: str
 ) -> None:
-    monkeypatch.setattr(fleets, "_AGAIN_S", 0.01)
-
     async def scene(stage: Stage) -> None:
-        prefill, decode = stage.prefill[0], stage.decode[0]
-        prefill.fence_statuses = [503, 500]  # it is told until it has taken it
-        first, second = FenceRequest("d9", "a"), FenceRequest("d9", "b")
-        await stage.fleet.fence("d9", "a")
-        await until(lambda: prefill.fenced and decode.fenced)
-        late = Worker("decode", "late", well)
-        await late.server.start()
-        stage.fleet.add(late.info)
-        await stage.fleet.fence("d9", "b")
-        await until(lambda: len(prefill.fenced) == len(late.fenced) == len(decode.fenced) == 2)
-        assert prefill.fenced == decode.fenced == late.fenced == [first, second]
-        assert not prefill.fence_statuses
-        stage.fleet.remove("late")
-        await late.server.stop()
+        with pytest.raises(ApiError, match=why) as raised:
+            await stage.said(**more)
+        assert (raised.value.status, raised.value.code) == end
+        assert "/srv" not in raised.value.message
+        asks = [[ask.rid for ask in worker.asked] for worker in stage.decode]
+        assert sorted(len(rids) for rids in asks if rids) == asked
+        attempts = sorted(rid for rids in asks for rid in rids)
+        assert attempts == [f"r#{number}" for number in range(sum(asked))]
+        assert stage.fleet.retried == stage.fleet.stats()["retried"] == max(sum(asked) - 1, 0)
 
-    run(scene, [well], 1)
+    run(scene, decode, prefill)
 
 
-def test_what_workers_hold_for_lost_peers_is_asked_of_those_that_answer() -> None:
-    async def scene(stage: Stage) -> None:
-        stage.decode[1].lost_status = 500
-        await stage.decode[2].server.stop()
-        assert await stage.fleet.lost() == {"p0": LOST, "d0": LOST}
-
-    run(scene, [well, well, well], 1)
-
-
-def test_a_worker_is_removed_by_its_life() -> None:
-    async def scene(stage: Stage) -> None:
-        fleet = stage.fleet
-        assert fleet.ready
-        assert (fleet.context, fleet.vocab_size) == (256, 1000)
-        assert not fleet.remove("d0", life="2")
-        assert not fleet.remove("nowhere")
-        assert fleet.ready
-        assert fleet.remove("d0", life="1")
-        assert not fleet.remove("d0")
-        assert not fleet.ready
-        fleet.add(msgspec.structs.replace(stage.decode[0].info, life="2"))
-        fleet.add(msgspec.structs.replace(stage.decode[0].info, life="3"))
-        assert fleet.workers["d0"].life == "3"
-        assert fleet.stats()["decode_workers"] == 1
-        assert await stage.said() == [TOKEN, END]
-
-    run(scene, [well], 1)
+@played([never], 1)
+async def test_an_answer_that_is_not_wanted_ends_on_its_worker(stage: Stage) -> None:
+    stream = stage.answer()
+    await anext(stream)
+    assert stage.decode[0].under_way
+    assert stage.places_taken() == {"prefill": 11.0, "decode": 11.0}
+    await stream.aclose()
+    await until(lambda: not stage.decode[0].under_way)
 
 
-def test_a_router_that_misses_a_batch_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleets, "_AGAIN_S", 0.01)
+@patch.multiple(fleets, _AGAIN_S=0.01)
+@played([well], 1)
+async def test_a_lost_life_is_told_to_all_that_are_here_and_that_come(stage: Stage) -> None:
+    prefill, decode = stage.prefill[0], stage.decode[0]
+    prefill.fence_statuses = [503, 500]  # it is told until it has taken it
+    first, second = FenceRequest("d9", "a"), FenceRequest("d9", "b")
+    await stage.fleet.fence("d9", "a")
+    await until(lambda: prefill.fenced and decode.fenced)
+    late = Worker("decode", "late", well)
+    await late.server.start()
+    stage.fleet.add(late.info)
+    await stage.fleet.fence("d9", "b")
+    await until(lambda: len(prefill.fenced) == len(late.fenced) == len(decode.fenced) == 2)
+    assert prefill.fenced == decode.fenced == late.fenced == [first, second]
+    assert not prefill.fence_statuses
+    stage.fleet.remove("late")
+    await late.server.stop()
 
-    async def scene(stage: Stage) -> None:
-        worker, router = stage.decode[0], stage.fleet.routers["decode"]
-        pages = lambda: router.stats()["known_pages"]  # noqa: E731
-        await until(lambda: worker.tap._followers)
-        worker.insert(list(range(100, 108)))
-        await until(lambda: pages() == 2)
-        worker.tap._seq += 1  # one is lost on its way
-        worker.insert(list(range(200, 212)))
-        await until(lambda: worker.tap._used and (worker.tap.after_step() or pages() == 5))
-        assert router.stats()["out_of_sync"] >= 1
-        assert router.stats()["workers_out_of_sync"] == 0
 
-    run(scene, [well], 1)
+@played([well, well, well], 1)
+async def test_what_workers_hold_for_lost_peers_is_asked_of_those_that_answer(stage: Stage) -> None:
+    stage.decode[1].lost_status = 500
+    await stage.decode[2].server.stop()
+    assert await stage.fleet.lost() == {"p0": LOST, "d0": LOST}
 
 
-def test_a_worker_is_silent_whenever_its_stream_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleets, "_TICK_S", 0.002)
+@played([well], 1)
+async def test_a_worker_is_removed_by_its_life(stage: Stage) -> None:
+    fleet = stage.fleet
+    assert fleet.ready
+    assert (fleet.context, fleet.vocab_size) == (256, 1000)
+    assert not fleet.remove("d0", life="2")
+    assert not fleet.remove("nowhere")
+    assert fleet.ready
+    assert fleet.remove("d0", life="1")
+    assert not fleet.remove("d0")
+    assert not fleet.ready
+    fleet.add(msgspec.structs.replace(stage.decode[0].info, life="2"))
+    fleet.add(msgspec.structs.replace(stage.decode[0].info, life="3"))
+    assert fleet.workers["d0"].life == "3"
+    assert fleet.stats()["decode_workers"] == 1
+    assert await stage.said() == [TOKEN, END]
 
-    async def scene(stage: Stage) -> None:
-        worker, fleet = stage.decode[0], stage.fleet
-        for number in range(3):
-            await until(lambda: "d0" in fleet.silent)
-            worker.insert(list(range(8 * number, 8 * number + 8)))
-            await until(lambda: "d0" not in fleet.silent)
 
-    run(scene, [well], 1)
+@patch.multiple(fleets, _AGAIN_S=0.01)
+@played([well], 1)
+async def test_a_router_that_misses_a_batch_starts_over(stage: Stage) -> None:
+    worker, router = stage.decode[0], stage.fleet.routers["decode"]
+    pages = lambda: router.stats()["known_pages"]  # noqa: E731
+    await until(lambda: worker.tap._followers)
+    worker.insert(list(range(100, 108)))
+    await until(lambda: pages() == 2)
+    worker.tap._seq += 1  # one is lost on its way
+    worker.insert(list(range(200, 212)))
+    await until(lambda: worker.tap._used and (worker.tap.after_step() or pages() == 5))
+    assert router.stats()["out_of_sync"] >= 1
+    assert router.stats()["workers_out_of_sync"] == 0
+
+
+@patch.multiple(fleets, _TICK_S=0.002)
+@played([well], 1)
+async def test_a_worker_is_silent_whenever_its_stream_is(stage: Stage) -> None:
+    worker, fleet = stage.decode[0], stage.fleet
+    for number in range(3):
+        await until(lambda: "d0" in fleet.silent)
+        worker.insert(list(range(8 * number, 8 * number + 8)))
+        await until(lambda: "d0" not in fleet.silent)
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -436,70 +380,66 @@ def test_no_request_waits_for_a_worker_that_is_given_up(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_request_waits_for_a_worker_that_is_being_started(
-    role: Literal["prefill", "decode"], caplog: pytest.LogCaptureFixture
+@played([well], 1)
+async def test_a_request_waits_for_a_worker_that_is_being_started(
+    stage: Stage, role: Literal["prefill", "decode"], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene(stage: Stage) -> None:
-        fleet, asked = stage.fleet, []
-        (worker,) = stage.prefill if role == "prefill" else stage.decode
+    fleet, asked = stage.fleet, []
+    (worker,) = stage.prefill if role == "prefill" else stage.decode
 
-        def next_start(which: str) -> Start:
-            asked.append(which)
-            return Start(26.5, is_late=False)
+    def next_start(which: str) -> Start:
+        asked.append(which)
+        return Start(26.5, is_late=False)
 
-        fleet.next_start = next_start
-        fleet.remove(worker.name)
-        requests = [asyncio.create_task(stage.said(rid=f"r{i}")) for i in range(3)]
-        leaves = asyncio.create_task(stage.said(rid="leaves"))
-        with pytest.raises(ApiError) as raised:
-            await stage.said(rid="late", deadline_s=0.01)
-        assert (raised.value.status, raised.value.code) == (503, "not_ready")
-        assert raised.value.response().headers["retry-after"] == "27"
-        await until(lambda: len(asked) >= 4)
-        assert {*asked} == {role}
-        leaves.cancel()
-        assert not any(one.done() for one in requests)
-        assert not stage.decode[0].asked
-        fleet.add(msgspec.structs.replace(worker.info, life="2"))
-        assert f"{worker.name} is back" in caplog.text
-        assert await asyncio.gather(*requests) == [[TOKEN, END]] * 3
-        assert fleet.retried == 0
-        assert {ask.rid for ask in stage.decode[0].asked} == {"r0#0", "r1#0", "r2#0"}
-
-    run(scene, [well], 1)
+    fleet.next_start = next_start
+    fleet.remove(worker.name)
+    requests = [asyncio.create_task(stage.said(rid=f"r{i}")) for i in range(3)]
+    leaves = asyncio.create_task(stage.said(rid="leaves"))
+    with pytest.raises(ApiError) as raised:
+        await stage.said(rid="late", deadline_s=0.01)
+    assert (raised.value.status, raised.value.code) == (503, "not_ready")
+    assert raised.value.response().headers["retry-after"] == "27"
+    await until(lambda: len(asked) >= 4)
+    assert {*asked} == {role}
+    leaves.cancel()
+    assert not any(one.done() for one in requests)
+    assert not stage.decode[0].asked
+    fleet.add(msgspec.structs.replace(worker.info, life="2"))
+    assert f"{worker.name} is back" in caplog.text
+    assert await asyncio.gather(*requests) == [[TOKEN, END]] * 3
+    assert fleet.retried == 0
+    assert {ask.rid for ask in stage.decode[0].asked} == {"r0#0", "r1#0", "r2#0"}
 
 
 @pytest.mark.parametrize("start", [None, Start(4.2, is_late=True)])
-def test_no_request_waits_where_no_worker_is_being_started(start: Start | None) -> None:
-    async def scene(stage: Stage) -> None:
-        fleet = stage.fleet
-        fleet.next_start = lambda role: start if role == "prefill" else Start(1.0, is_late=False)
-        fleet.remove("p0")
+@played([well], 1)
+async def test_no_request_waits_where_no_worker_is_being_started(
+    stage: Stage, start: Start | None
+) -> None:
+    fleet = stage.fleet
+    fleet.next_start = lambda role: start if role == "prefill" else Start(1.0, is_late=False)
+    fleet.remove("p0")
+    fleet.remove("d0")
+    with pytest.raises(ApiError, match="no decode and no prefill worker is ready") as raised:
+        await stage.said()
+    assert (raised.value.status, raised.value.code) == (503, "not_ready")
+    waits = "1" if start is None else "5"
+    assert raised.value.response().headers["retry-after"] == waits
+
+
+@played([well], 1)
+async def test_a_request_whose_worker_is_lost_waits_for_the_next_one(stage: Stage) -> None:
+    fleet = stage.fleet
+    fleet.next_start = lambda role: Start(1.0, is_late=False)
+
+    async def dies() -> AsyncGenerator[TokenEvent, None]:
         fleet.remove("d0")
-        with pytest.raises(ApiError, match="no decode and no prefill worker is ready") as raised:
-            await stage.said()
-        assert (raised.value.status, raised.value.code) == (503, "not_ready")
-        waits = "1" if start is None else "5"
-        assert raised.value.response().headers["retry-after"] == waits
+        return
+        yield
 
-    run(scene, [well], 1)
-
-
-def test_a_request_whose_worker_is_lost_waits_for_the_next_one() -> None:
-    async def scene(stage: Stage) -> None:
-        fleet = stage.fleet
-        fleet.next_start = lambda role: Start(1.0, is_late=False)
-
-        async def dies() -> AsyncGenerator[TokenEvent, None]:
-            fleet.remove("d0")
-            return
-            yield
-
-        stage.decode[0].say = dies
-        asked = asyncio.create_task(stage.said())
-        await until(lambda: fleet.retried == 1)
-        stage.decode[0].say = well
-        fleet.add(msgspec.structs.replace(stage.decode[0].info, life="2"))
-        assert await asked == [TOKEN, END]
-
-    run(scene, [well], 1)
+    stage.decode[0].say = dies
+    asked = asyncio.create_task(stage.said())
+    await until(lambda: fleet.retried == 1)
+    stage.decode[0].say = well
+    fleet.add(msgspec.structs.replace(stage.decode[0].info, life="2"))
+    assert await asked == [TOKEN, END]

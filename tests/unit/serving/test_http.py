@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -34,6 +35,7 @@ from prefixkv.serving.http import (
 )
 from prefixkv.serving.status import bind
 from tests.support.patience import NEVER_S, PATIENCE_S
+from tests.support.scenes import in_loop, played_by
 
 LIMITS = Limits(1000, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
 
@@ -114,82 +116,67 @@ def serve(
     asyncio.run(main())
 
 
+served = played_by(serve, 2)
+
+
 def error(answer: httpx.Response) -> tuple[int, str | None]:
     told = answer.json()["error"]
     assert set(told) == {"message", "type", "param", "code"}
     return answer.status_code, told["code"]
 
 
-def test_every_error_has_openais_form() -> None:
-    async def use(site: Site, client: httpx.AsyncClient) -> None:
-        assert (await client.post("/echo", json={"a": 1})).json() == {"a": 1}
-        assert error(await client.get("/nowhere")) == (404, None)
-        assert error(await client.get("/echo/")) == (404, None)
-        assert error(await client.get("/echo")) == (405, None)
-        assert error(await client.get("/fail")) == (500, None)
-        assert error(await client.get("/refuse")) == (418, "teapot")
-        assert error(await client.post("/echo", content=b"{")) == (400, None)
-        assert error(await client.post("/echo", content=b"[1]")) == (400, None)
-
-    serve(use)
+@served()
+async def test_every_error_has_openais_form(site: Site, client: httpx.AsyncClient) -> None:
+    assert (await client.post("/echo", json={"a": 1})).json() == {"a": 1}
+    assert error(await client.get("/nowhere")) == (404, None)
+    assert error(await client.get("/echo/")) == (404, None)
+    assert error(await client.get("/echo")) == (405, None)
+    assert error(await client.get("/fail")) == (500, None)
+    assert error(await client.get("/refuse")) == (418, "teapot")
+    assert error(await client.post("/echo", content=b"{")) == (400, None)
+    assert error(await client.post("/echo", content=b"[1]")) == (400, None)
 
 
-def test_no_piece_waits_for_the_receipt_of_the_one_before() -> None:
+@served()
+async def test_no_piece_waits_for_the_receipt_of_the_one_before(
+    site: Site, client: httpx.AsyncClient
+) -> None:
     """Neither of an answer, nor of a request."""
-
-    async def use(site: Site, _: httpx.AsyncClient) -> None:
-        async with (
-            make_client({}, PATIENCE_S) as client,
-            client.stream("GET", f"{site.server.url}/stream") as answer,
-        ):
-            ours = answer.extensions["network_stream"].get_extra_info("socket")
-            (connection,) = site.server._server.server_state.connections
-            theirs = connection.transport.get_extra_info("socket")
-            assert ours.getsockname() == theirs.getpeername()
-            for sock in (ours, theirs):
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            site.go_on.set()
-            assert await answer.aread() == b"one\ntwo\n"
-
-    serve(use)
+    async with (
+        make_client({}, PATIENCE_S) as client,
+        client.stream("GET", f"{site.server.url}/stream") as answer,
+    ):
+        ours = answer.extensions["network_stream"].get_extra_info("socket")
+        (connection,) = site.server._server.server_state.connections
+        theirs = connection.transport.get_extra_info("socket")
+        assert ours.getsockname() == theirs.getpeername()
+        for sock in (ours, theirs):
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        site.go_on.set()
+        assert await answer.aread() == b"one\ntwo\n"
 
 
-def test_a_body_that_is_too_large_is_refused_and_its_sender_hears_it() -> None:
-    async def use(_: Site, client: httpx.AsyncClient) -> None:
-        body = json.dumps({"a": "x" * 980}).encode()
-        assert (await client.post("/echo", content=body)).status_code == 200
-        full = body[:-2] + b"y" * (1000 - len(body)) + body[-2:]
-        assert len(full) == 1000
-        assert (await client.post("/echo", content=full)).status_code == 200
-        for size in (1001, 20 << 20):
-            assert error(await client.post("/echo", content=b"x" * size)) == (
-                413,
-                "request_too_large",
-            )
+@patch.multiple(http_module, BODIES=1)
+@served()
+async def test_a_body_that_is_too_large_is_refused_and_its_sender_hears_it(
+    site: Site, client: httpx.AsyncClient
+) -> None:
+    """It is read to its end, and nothing of it is held: it takes no room of others."""
+    body = json.dumps({"a": "x" * 980}).encode()
+    assert (await client.post("/echo", content=body)).status_code == 200
+    full = body[:-2] + b"y" * (1000 - len(body)) + body[-2:]
+    assert len(full) == 1000
+    assert (await client.post("/echo", content=full)).status_code == 200
+    too_large = (413, "request_too_large")
+    for size in (1001, 20 << 20):
+        assert error(await client.post("/echo", content=b"x" * size)) == too_large
 
-        async def chunks() -> AsyncGenerator[bytes, None]:
-            for _ in range(50):
-                yield b"x" * 100
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        for _ in range(50):
+            yield b"x" * 100
 
-        assert error(await client.post("/echo", content=chunks())) == (413, "request_too_large")
-
-    serve(use)
-
-
-def test_a_body_that_is_too_large_takes_no_room_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read to its end, and nothing of it is held, so that it does not count either."""
-    monkeypatch.setattr(http_module, "BODIES", 1)
-
-    async def use(_: Site, client: httpx.AsyncClient) -> None:
-        async def chunks() -> AsyncGenerator[bytes, None]:
-            for _ in range(50):
-                yield b"x" * 100
-
-        assert error(await client.post("/echo", content=chunks())) == (413, "request_too_large")
-        assert error(await client.post("/echo", content=bytes(5000))) == (413, "request_too_large")
-        assert (await client.post("/echo", json={"a": "x" * 980})).status_code == 200
-
-    serve(use)
+    assert error(await client.post("/echo", content=chunks())) == too_large
+    assert (await client.post("/echo", content=full)).status_code == 200
 
 
 async def opened(site: Site, body: bytes, path: str = "/echo", size: int = 0) -> Any:
@@ -219,27 +206,24 @@ def test_a_body_counts_until_it_is_parsed_not_until_it_is_answered(
     serve(use)
 
 
-def test_the_body_that_has_been_coming_for_longest_gives_way(
-    monkeypatch: pytest.MonkeyPatch,
+@patch.multiple(http_module, BODIES=1)
+@served()
+async def test_the_body_that_has_been_coming_for_longest_gives_way(
+    site: Site, client: httpx.AsyncClient
 ) -> None:
-    monkeypatch.setattr(http_module, "BODIES", 1)
-
-    async def use(site: Site, client: httpx.AsyncClient) -> None:
-        empty, slow = [await opened(site, body, size=900) for body in (b"", b"x" * 800)]
-        bodies = site.app_state.bodies
-        while sum(bodies.sizes.values()) < 800:
-            await asyncio.sleep(0.001)
-        for _ in range(3):
-            assert (await client.post("/echo", json={"a": "x" * 980})).status_code == 200
-        assert b"others needed its room" in await slow[0].read()
-        empty[1].write(json.dumps({"a": "x" * 891}).encode())
-        assert (await empty[0].readline()).startswith(b"HTTP/1.1 200 "), "it had no bytes to give"
-        assert not bodies.sizes
-        assert not bodies._num_bytes
-        for _, writer in (empty, slow):
-            writer.close()
-
-    serve(use)
+    empty, slow = [await opened(site, body, size=900) for body in (b"", b"x" * 800)]
+    bodies = site.app_state.bodies
+    while sum(bodies.sizes.values()) < 800:
+        await asyncio.sleep(0.001)
+    for _ in range(3):
+        assert (await client.post("/echo", json={"a": "x" * 980})).status_code == 200
+    assert b"others needed its room" in await slow[0].read()
+    empty[1].write(json.dumps({"a": "x" * 891}).encode())
+    assert (await empty[0].readline()).startswith(b"HTTP/1.1 200 "), "it had no bytes to give"
+    assert not bodies.sizes
+    assert not bodies._num_bytes
+    for _, writer in (empty, slow):
+        writer.close()
 
 
 @pytest.mark.parametrize("ends", [b"\r\n", b"\n"])
@@ -271,90 +255,100 @@ def test_a_head_has_64_kib_at_most_however_it_comes(ends: bytes, more: int, piec
     serve(use)
 
 
-def test_a_body_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "_DISCARDED_BYTES", 1 << 20)
+@patch.multiple(http_module, _DISCARDED_BYTES=1 << 20)
+@served()
+async def test_a_body_without_end_is_not_read_for_ever(
+    site: Site, client: httpx.AsyncClient
+) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+    head = f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 40}\r\n\r\n"
+    writer.write(head.encode())
+    with contextlib.suppress(ConnectionError):  # its patience ends the test where it is read
+        while True:
+            writer.write(bytes(1 << 16))
+            await writer.drain()
 
-    async def use(site: Site, _: httpx.AsyncClient) -> None:
-        _, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
-        head = f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {1 << 40}\r\n\r\n"
-        writer.write(head.encode())
-        with contextlib.suppress(ConnectionError):  # its patience ends the test where it is read
-            while True:
-                writer.write(bytes(1 << 16))
-                await writer.drain()
 
-    serve(use)
+@served(api_key="secret")
+async def test_without_the_key_nothing_is_answered_but_what_is_open(
+    site: Site, client: httpx.AsyncClient
+) -> None:
+    for said in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+        answer = await client.post("/echo", json={}, headers=said)
+        assert error(answer) == (401, "invalid_api_key")
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert error(await client.get("/refuse")) == (418, "teapot")
+    headers = {"host": "example.org", "origin": "https://example.org"}
+    assert error(await client.post("/echo", headers=headers)) == (401, "invalid_api_key")
+    headers["authorization"] = "Bearer secret"  # then any host may ask
+    assert (await client.post("/echo", json={}, headers=headers)).status_code == 200
 
 
-def test_without_the_key_nothing_is_answered_but_what_is_open() -> None:
-    async def use(_: Site, client: httpx.AsyncClient) -> None:
-        for said in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
-            answer = await client.post("/echo", json={}, headers=said)
-            assert error(answer) == (401, "invalid_api_key")
-            assert answer.headers["www-authenticate"] == "Bearer"
-        assert error(await client.get("/refuse")) == (418, "teapot")
-        key = {"authorization": "Bearer secret"}
-        assert (await client.post("/echo", json={}, headers=key)).status_code == 200
-
-    serve(use, api_key="secret")
+HOSTS = ("localhost:1", "LOCALHOST", "127.0.0.1", "[::1]:8000")
+OTHER_HOSTS = (
+    "example.org", "localhost.example.org:80", "127.0.0.1.example.org", "localhost@example.org",
+    "[::1].example.org", "10.0.0.1", "0.0.0.0:80",
+)  # fmt: skip
+OTHER_ORIGINS = (
+    "http://localhost:2", "http://127.0.0.1:1", "https://localhost:1", "https://example.org",
+    "null",
+)  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("headers", "code"),
     [
-        ({"host": "localhost:1"}, None),
-        ({"host": "LOCALHOST"}, None),
-        ({"host": "127.0.0.1"}, None),
-        ({"host": "[::1]:8000"}, None),
+        *(({"host": host}, None) for host in HOSTS),
         ({"host": "localhost:1", "origin": "http://localhost:1"}, None),
-        ({"host": "example.org"}, "host_not_allowed"),
-        ({"host": "localhost.example.org:80"}, "host_not_allowed"),
-        ({"host": "127.0.0.1.example.org"}, "host_not_allowed"),
-        ({"host": "localhost@example.org"}, "host_not_allowed"),
-        ({"host": "[::1].example.org"}, "host_not_allowed"),
-        ({"host": "10.0.0.1"}, "host_not_allowed"),
-        ({"host": "0.0.0.0:80"}, "host_not_allowed"),
-        ({"host": "localhost:1", "origin": "http://localhost:2"}, "origin_not_allowed"),
-        ({"host": "localhost:1", "origin": "http://127.0.0.1:1"}, "origin_not_allowed"),
-        ({"host": "localhost:1", "origin": "https://localhost:1"}, "origin_not_allowed"),
-        ({"host": "localhost:1", "origin": "https://example.org"}, "origin_not_allowed"),
-        ({"host": "localhost:1", "origin": "null"}, "origin_not_allowed"),
+        *(({"host": host}, "host_not_allowed") for host in OTHER_HOSTS),
+        *(({"host": "localhost:1", "origin": of}, "origin_not_allowed") for of in OTHER_ORIGINS),
     ],
 )
-def test_without_a_key_no_page_of_others_uses_it(headers: dict[str, str], code: str | None) -> None:
-    async def use(_: Site, client: httpx.AsyncClient) -> None:
-        for method in ("GET", "POST", "OPTIONS"):
-            answer = await client.request(method, "/echo", headers=headers, content=b"{}")
-            told = answer.json().get("error", {"code": None})
-            assert told["code"] == code
-            assert (answer.status_code == 403) == (code is not None)
-            assert [name for name in answer.headers if name.startswith("access-control")] == []
+@served()
+async def test_without_a_key_no_page_of_others_uses_it(
+    site: Site, client: httpx.AsyncClient, headers: dict[str, str], code: str | None
+) -> None:
+    for method in ("GET", "POST", "OPTIONS"):
+        answer = await client.request(method, "/echo", headers=headers, content=b"{}")
+        told = answer.json().get("error", {"code": None})
+        assert told["code"] == code
+        assert (answer.status_code == 403) == (code is not None)
+        assert [name for name in answer.headers if name.startswith("access-control")] == []
+
+
+def test_requests_that_are_no_http_are_refused() -> None:
+    head = b"POST /echo HTTP/1.1\r\nhost: localhost\r\n"
+
+    async def use(site: Site, _: httpx.AsyncClient) -> None:
+        for sent in (
+            b"\x16\x03\x01\x02\x00", b"\0" * 1000, b"GET\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n",
+            head + b"content-length: -1\r\n\r\n",
+            head + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
+            head + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+            head + b"host: example.org\r\n\r\n",
+        ):  # fmt: skip
+            reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+            writer.write(sent)
+            writer.write_eof()
+            got = await reader.read()
+            assert got.startswith(b"HTTP/1.1 4") or not got
+            writer.close()
 
     serve(use)
 
 
-def test_with_a_key_the_key_decides() -> None:
-    async def use(_: Site, client: httpx.AsyncClient) -> None:
-        headers = {"host": "example.org", "origin": "https://example.org"}
-        assert error(await client.post("/echo", headers=headers)) == (401, "invalid_api_key")
-        headers["authorization"] = "Bearer secret"
-        assert (await client.post("/echo", headers=headers, json={})).status_code == 200
-
-    serve(use, api_key="secret")
-
-
-def test_a_stream_ends_whole_or_where_its_client_leaves() -> None:
-    async def use(site: Site, client: httpx.AsyncClient) -> None:
-        async with client.stream("GET", "/stream") as answer:
-            lines = answer.aiter_lines()
-            assert await anext(lines) == "one"
-        assert await site.ended.get() == "cut"
-        site.go_on.set()
-        assert (await client.get("/stream")).text == "one\ntwo\n"
-        assert await site.ended.get() == "whole"
-
-    serve(use)
+@served()
+async def test_a_stream_ends_whole_or_where_its_client_leaves(
+    site: Site, client: httpx.AsyncClient
+) -> None:
+    async with client.stream("GET", "/stream") as answer:
+        lines = answer.aiter_lines()
+        assert await anext(lines) == "one"
+    assert await site.ended.get() == "cut"
+    site.go_on.set()
+    assert (await client.get("/stream")).text == "one\ntwo\n"
+    assert await site.ended.get() == "whole"
 
 
 def test_clients_that_leave_their_streams_cost_no_line_of_the_log(
@@ -395,138 +389,120 @@ def test_clients_that_leave_their_streams_cost_no_line_of_the_log(
     assert not caplog.records
 
 
-def test_work_for_a_client_that_has_left_ends() -> None:
-    async def use(site: Site, client: httpx.AsyncClient) -> None:
+@served()
+async def test_work_for_a_client_that_has_left_ends(site: Site, client: httpx.AsyncClient) -> None:
+    asking = asyncio.create_task(client.get("/wait"))
+    assert await site.ended.get() == "begun"
+    asking.cancel()
+    assert await site.ended.get() == "cut"
+    site.go_on.set()
+    assert (await client.get("/wait")).json() == "done"
+
+
+@served(replace(LIMITS, max_requests_per_client=2))
+async def test_each_client_has_its_own_limit_of_open_requests(
+    site: Site, client: httpx.AsyncClient
+) -> None:
+    async with client.stream("GET", "/stream") as stream:
+        lines = stream.aiter_lines()
+        assert await anext(lines) == "one"
         asking = asyncio.create_task(client.get("/wait"))
         assert await site.ended.get() == "begun"
+        refused = await client.get("/wait")
+        assert error(refused) == (429, "rate_limit_exceeded")
+        assert refused.headers["retry-after"] == "1"
+        elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        async with httpx.AsyncClient(base_url=site.server.url, transport=elsewhere) as other:
+            assert (await other.post("/echo", json={})).status_code == 200
         asking.cancel()
         assert await site.ended.get() == "cut"
-        site.go_on.set()
-        assert (await client.get("/wait")).json() == "done"
-
-    serve(use)
-
-
-def test_each_client_has_its_own_limit_of_open_requests() -> None:
-    async def use(site: Site, client: httpx.AsyncClient) -> None:
-        async with client.stream("GET", "/stream") as stream:
-            lines = stream.aiter_lines()
-            assert await anext(lines) == "one"
-            asking = asyncio.create_task(client.get("/wait"))
-            assert await site.ended.get() == "begun"
-            refused = await client.get("/wait")
-            assert error(refused) == (429, "rate_limit_exceeded")
-            assert refused.headers["retry-after"] == "1"
-            elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
-            async with httpx.AsyncClient(base_url=site.server.url, transport=elsewhere) as other:
-                assert (await other.post("/echo", json={})).status_code == 200
-            asking.cancel()
-            assert await site.ended.get() == "cut"
-            while (await client.post("/echo", json={})).status_code == 429:
-                await asyncio.sleep(0.001)  # the one that has left is still being ended
-        assert await site.ended.get() == "cut"
-        site.go_on.set()
-        while (await client.get("/stream")).status_code == 429:
-            await asyncio.sleep(0.001)
-        # Those that were refused, and that failed, are not counted on.
-        for _ in range(3):
-            assert (await client.get("/refuse")).status_code == 418
-            assert error(await client.get("/fail"))[0] == 500
-        answers = await asyncio.gather(client.get("/wait"), client.get("/wait"))
-        assert [answer.json() for answer in answers] == ["done"] * 2
-
-    serve(use, replace(LIMITS, max_requests_per_client=2))
+        while (await client.post("/echo", json={})).status_code == 429:
+            await asyncio.sleep(0.001)  # the one that has left is still being ended
+    assert await site.ended.get() == "cut"
+    site.go_on.set()
+    while (await client.get("/stream")).status_code == 429:
+        await asyncio.sleep(0.001)
+    # Those that were refused, and that failed, are not counted on.
+    for _ in range(3):
+        assert (await client.get("/refuse")).status_code == 418
+        assert error(await client.get("/fail"))[0] == 500
+    answers = await asyncio.gather(client.get("/wait"), client.get("/wait"))
+    assert [answer.json() for answer in answers] == ["done"] * 2
 
 
-def test_each_sample_counts_but_one_of_a_request_alone() -> None:
-    async def use(site: Site, client: httpx.AsyncClient) -> None:
-        async def ask(num: int) -> httpx.Response:
-            return await client.post("/keep", content=b"{}", headers={"samples": str(num)})
+@served(replace(LIMITS, max_requests_per_client=6))
+async def test_each_sample_counts_but_one_of_a_request_alone(
+    site: Site, client: httpx.AsyncClient
+) -> None:
+    async def ask(num: int) -> httpx.Response:
+        return await client.post("/keep", content=b"{}", headers={"samples": str(num)})
 
-        kept = [asyncio.create_task(ask(num)) for num in (3, 2)]
-        for _ in kept:
-            assert await site.ended.get() == "begun"
-        for num in (2, 6):
-            refused = await ask(num)
-            assert error(refused) == (429, "rate_limit_exceeded")
-            assert refused.headers["retry-after"] == "1"
-            assert f"{num} samples (n, times prompts)" in refused.text
-        never = await ask(7)
-        assert error(never) == (400, "invalid_value")
-        assert "retry-after" not in never.headers
-        kept.append(asyncio.create_task(ask(1)))
+    kept = [asyncio.create_task(ask(num)) for num in (3, 2)]
+    for _ in kept:
         assert await site.ended.get() == "begun"
+    for num in (2, 6):
+        refused = await ask(num)
+        assert error(refused) == (429, "rate_limit_exceeded")
+        assert refused.headers["retry-after"] == "1"
+        assert f"{num} samples (n, times prompts)" in refused.text
+    never = await ask(7)
+    assert error(never) == (400, "invalid_value")
+    assert "retry-after" not in never.headers
+    kept.append(asyncio.create_task(ask(1)))
+    assert await site.ended.get() == "begun"
+    site.go_on.set()
+    for one in kept:
+        assert (await one).status_code == 200
+    while (await ask(6)).status_code == 429:
+        await asyncio.sleep(0.001)
+
+
+@served(replace(LIMITS, head_timeout_s=0.2, body_timeout_s=0.2))
+async def test_what_does_not_come_is_not_waited_for(site: Site, client: httpx.AsyncClient) -> None:
+    for sent in (b"", b"GET /wait HT", b"GET /wait HTTP/1.1\r\nhost: localhost\r\n"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+        writer.write(sent)
+        assert await reader.read() == b""
+        writer.close()
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+    writer.write(b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{")
+    assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+    writer.close()
+    # The head of a second request, on a connection that had one.
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
+    writer.write(b"GET /refuse HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    await reader.readuntil(b"teapot")
+    writer.write(b"GET /re")
+    await reader.read()
+    writer.close()
+
+
+@in_loop
+async def test_stopping_waits_for_what_is_answered_and_then_cuts() -> None:
+    site = Site()
+    await site.server.start()
+    async with httpx.AsyncClient(base_url=site.server.url, timeout=PATIENCE_S) as client:
+        asking = asyncio.create_task(client.get("/wait"))
+        assert await site.ended.get() == "begun"
+        stopping = asyncio.create_task(site.server.stop(PATIENCE_S))
+        while True:  # until it takes no more
+            try:
+                socket.create_connection(("127.0.0.1", site.server.port)).close()
+            except ConnectionRefusedError:
+                break
+            await asyncio.sleep(0.01)
         site.go_on.set()
-        for one in kept:
-            assert (await one).status_code == 200
-        while (await ask(6)).status_code == 429:
-            await asyncio.sleep(0.001)
-
-    serve(use, replace(LIMITS, max_requests_per_client=6))
-
-
-def test_what_does_not_come_is_not_waited_for() -> None:
-    async def use(site: Site, client: httpx.AsyncClient) -> None:
-        for sent in (b"", b"GET /wait HT", b"GET /wait HTTP/1.1\r\nhost: localhost\r\n"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
-            writer.write(sent)
-            assert await reader.read() == b""
-            writer.close()
-        reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
-        writer.write(b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{")
-        assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
-        writer.close()
-        # The head of a second request, on a connection that had one.
-        reader, writer = await asyncio.open_connection("127.0.0.1", site.server.port)
-        writer.write(b"GET /refuse HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        await reader.readuntil(b"teapot")
-        writer.write(b"GET /re")
-        await reader.read()
-        writer.close()
-
-    serve(use, replace(LIMITS, head_timeout_s=0.2, body_timeout_s=0.2))
-
-
-def test_many_connections_that_stall_leave_the_server_alive() -> None:
-    async def use(site: Site, client: httpx.AsyncClient) -> None:
-        ends = [await asyncio.open_connection("127.0.0.1", site.server.port) for _ in range(300)]
-        for _, writer in ends:
-            writer.write(b"GET /wait HT")
-        assert (await client.post("/echo", json={})).status_code == 200
-        for _, writer in ends:
-            writer.close()
-
-    serve(use)
-
-
-def test_stopping_waits_for_what_is_answered_and_then_cuts() -> None:
-    async def main() -> None:
-        site = Site()
-        await site.server.start()
-        async with httpx.AsyncClient(base_url=site.server.url, timeout=PATIENCE_S) as client:
-            asking = asyncio.create_task(client.get("/wait"))
-            assert await site.ended.get() == "begun"
-            stopping = asyncio.create_task(site.server.stop(PATIENCE_S))
-            while True:  # until it takes no more
-                try:
-                    socket.create_connection(("127.0.0.1", site.server.port)).close()
-                except ConnectionRefusedError:
-                    break
-                await asyncio.sleep(0.01)
-            site.go_on.set()
-            assert (await asking).json() == "done"
-            await stopping
-        site = Site()
-        await site.server.start()
-        async with httpx.AsyncClient(base_url=site.server.url, timeout=PATIENCE_S) as client:
-            asking = asyncio.create_task(client.get("/wait"))
-            assert await site.ended.get() == "begun"
-            await site.server.stop()
-            with pytest.raises(httpx.HTTPError):
-                await asking
-            assert await site.ended.get() == "cut"
-
-    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+        assert (await asking).json() == "done"
+        await stopping
+    site = Site()
+    await site.server.start()
+    async with httpx.AsyncClient(base_url=site.server.url, timeout=PATIENCE_S) as client:
+        asking = asyncio.create_task(client.get("/wait"))
+        assert await site.ended.get() == "begun"
+        await site.server.stop()
+        with pytest.raises(httpx.HTTPError):
+            await asking
+        assert await site.ended.get() == "cut"
 
 
 def test_an_address_that_others_reach_needs_a_key_and_one_in_use_is_an_error() -> None:

@@ -16,6 +16,7 @@ from prefixkv.serving.launch import Child, StartClock
 from prefixkv.serving.process import READY
 from prefixkv.serving.wire import WorkerInfo
 from tests.support.patience import PATIENCE_S
+from tests.support.scenes import in_loop
 
 INFO = WorkerInfo(
     role="decode", name="d", url="", status_url="", endpoint="", model="m", identity="m 0",
@@ -46,19 +47,16 @@ def test_a_worker_that_the_fleet_does_not_take_is_an_error_and_ends() -> None:
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
-def test_a_fleet_that_is_closed_takes_no_worker() -> None:
+@in_loop
+async def test_a_fleet_that_is_closed_takes_no_worker() -> None:
     """One may become ready while all are being ended."""
-
-    async def main() -> None:
-        fleet = Fleet("key")
-        fleet.add(INFO)
-        assert [*fleet.workers] == ["d"]
-        await fleet.close()
-        fleet.add(INFO)
-        assert not fleet.workers
-        assert not fleet.members
-
-    asyncio.run(main())
+    fleet = Fleet("key")
+    fleet.add(INFO)
+    assert [*fleet.workers] == ["d"]
+    await fleet.close()
+    fleet.add(INFO)
+    assert not fleet.workers
+    assert not fleet.members
 
 
 def test_a_start_is_expected_to_take_as_long_as_the_last_one(

@@ -7,26 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from prefixkv.engines.hf.logprobs import MAX_LOGPROBS
+from prefixkv.engines.hf.requests import TokenLogprob
 from prefixkv.engines.hf.small import small_tokenizer
-from prefixkv.serving import wire
 from prefixkv.serving.logprobs import AnswerLogprobs, TokenTexts, joined
-from prefixkv.serving.wire import Logprob, TokenEvent
+from prefixkv.serving.wire import TokenEvent
+from tests.support import trained_tokenizers
 
-CORPUS = ["the cat sat on the mat", "naïve café €5 for 猫 🐈‍⬛", "a b  c", "\ufffd or not"] * 3
 TEXTS = ["the cat", " the 猫", "5 € 🐈‍⬛ and \ufffd", "x", "naïve  café", "日本"]
 
 
 def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer = trained_tokenizers.byte_level()
     tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
     return tokenizer
 
@@ -110,7 +103,7 @@ def outputs_of(tokenizer: Tokenizer, ids: list[int], sample: int = 0) -> list[To
         certain = whole if i == len(ids) - 1 else whole.rstrip("\ufffd")
         text = certain[len(before) :]
         before = certain
-        one = Logprob(token, -1.0 - i, ((ids[0], -0.5), (token, -1.0 - i)))
+        one = TokenLogprob(token, -1.0 - i, ((ids[0], -0.5), (token, -1.0 - i)))
         last = i == len(ids) - 1
         finish = "length" if last else None
         found.append(TokenEvent(sample, i, token, text, finish, logprob=one))
@@ -144,21 +137,6 @@ def test_a_chat_has_an_entry_for_each_token() -> None:
         assert own["bytes"] == one["bytes"]
 
 
-@pytest.mark.parametrize("make", [small_tokenizer, byte_level])
-def test_the_places_are_those_of_the_text(make: Callable[[], Tokenizer]) -> None:
-    tokenizer = make()
-    for text in TEXTS:
-        ids = tokenizer.encode(text).ids
-        answer = AnswerLogprobs(TokenTexts(tokenizer), False)
-        whole, body = shown(answer, outputs_of(tokenizer, ids))
-        assert whole == text
-        assert len({len(value) for value in body.values()}) == 1
-        assert len(body["tokens"]) == len(ids)
-        for token, at in zip(body["tokens"], body["text_offset"], strict=True):
-            if not token.startswith("bytes:"):
-                assert whole[at : at + len(token)] == token
-
-
 def test_samples_have_their_own_places() -> None:
     tokenizer = small_tokenizer()
     answer = AnswerLogprobs(TokenTexts(tokenizer), False)
@@ -174,20 +152,17 @@ def test_the_token_itself_is_among_the_likely_ones_and_of_one_text_the_likelier_
     tokenizer = small_tokenizer()
     a, b = tokenizer.encode("ab").ids
     answer = AnswerLogprobs(TokenTexts(tokenizer), False)
-    output = TokenEvent(0, 0, a, "a", logprob=Logprob(a, -3.0, ((b, -1.0),)))
+    output = TokenEvent(0, 0, a, "a", logprob=TokenLogprob(a, -3.0, ((b, -1.0),)))
     assert answer.show(output)["top_logprobs"] == [{"b": -1.0, "a": -3.0}]
-    nameless = Logprob(10**6, -3.0, ((10**6 + 1, -1.0),))
+    nameless = TokenLogprob(10**6, -3.0, ((10**6 + 1, -1.0),))
     output = TokenEvent(0, 1, 10**6, "", logprob=nameless)
     assert answer.show(output)["top_logprobs"] == [{"": -1.0}]
 
 
-def test_limits_are_the_engines() -> None:
-    assert wire.MAX_LOGPROBS == MAX_LOGPROBS
-
-
-def test_random_texts_have_their_places() -> None:
+@pytest.mark.parametrize("make", [small_tokenizer, byte_level])
+def test_random_texts_have_their_places(make: Callable[[], Tokenizer]) -> None:
     rng = np.random.default_rng(0)
-    tokenizer = byte_level()
+    tokenizer = make()
     texts = TokenTexts(tokenizer)
     chars = "ab 猫é€🐈\ufffd\n"
     for _ in range(100):

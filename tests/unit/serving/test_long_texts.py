@@ -4,7 +4,6 @@ wait for them, and a client that leaves ends the work."""
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -14,22 +13,14 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from prefixkv.engines.hf.generation import SamplingDefaults
 from prefixkv.engines.hf.small import CHAT_TEMPLATE, small_tokenizer
-from prefixkv.serving.config import Limits, ListenSettings
-from prefixkv.serving.fleet import Fleet
-from prefixkv.serving.front import Front
-from prefixkv.serving.http import HttpServer, make_app
 from prefixkv.serving.text import Texts, TooManyTokensError
-from prefixkv.serving.wire import WorkerInfo
+from tests.support.fronts import fronted
 from tests.support.patience import PATIENCE_S
-
-CONTEXT = 4096
+from tests.support.scenes import in_loop
 
 
 def blanks() -> Tokenizer:
@@ -134,115 +125,80 @@ class Held(Texts):
 
 
 @asynccontextmanager
-async def fronted(texts: Texts, **more: Any) -> AsyncGenerator[tuple[httpx.AsyncClient, list[Any]]]:
+async def client_of_front(
+    texts: Texts, **more: Any
+) -> AsyncGenerator[tuple[httpx.AsyncClient, list[Any]]]:
     """A client of a front with these texts, and what its worker is asked."""
-    asked: list[Any] = []
-
-    async def generate(request: Request) -> Response:
-        asked.append(json.loads(await request.body()))
-        return Response(b'{"finish":"stop","text":"yes","token":1}\n')
-
-    async def events(request: Request) -> Response:
-        async def signs() -> AsyncGenerator[bytes, None]:
-            while True:
-                yield bytes(4)
-                await asyncio.sleep(0.5)
-
-        return StreamingResponse(signs())
-
-    routes = [Route("/generate", generate, methods=["POST"]), Route("/events", events)]
-    worker = HttpServer(make_app(routes), "127.0.0.1", 0, Limits())
-    await worker.start()
-    fleet = Fleet()
-    for role in ("prefill", "decode"):
-        fleet.add(
-            WorkerInfo(
-                role=role, name=role, url=worker.url, status_url="", endpoint="tcp://127.0.0.1:1",
-                model="small", identity="small", page_size=16, num_pages=1024, context=CONTEXT,
-                vocab_size=516, life=role, pid=1,
-            )
-        )  # fmt: skip
-    front = Front(fleet, texts, "small", ListenSettings(port=0, status_port=0), **more)
-    await front.server.start()
-    try:
-        async with httpx.AsyncClient(base_url=front.server.url, timeout=PATIENCE_S) as client:
-            yield client, asked
-    finally:
-        await front.stop(0)
-        await worker.stop(0)
+    async with (
+        fronted(texts, **more) as (front, asked),
+        httpx.AsyncClient(base_url=front.server.url, timeout=PATIENCE_S) as client,
+    ):
+        yield client, asked
 
 
 async def completed(client: httpx.AsyncClient, prompt: Any, **more: Any) -> httpx.Response:
     return await client.post("/v1/completions", json={"model": "small", "prompt": prompt, **more})
 
 
-def test_no_client_waits_for_a_text_much_longer_than_its_own() -> None:
-    async def main() -> None:
-        texts = Held()
-        async with fronted(texts) as (client, _):
-            long = asyncio.create_task(completed(client, "long" + "a" * 1_000_000))
-            await asyncio.to_thread(texts.begun.wait, PATIENCE_S)
-            for prompt in ("short", " kaka" * 1000, "a" * 100_000):
-                status = (await completed(client, prompt)).status_code
-                assert status == (200 if len(prompt) < 100_000 else 400)
-            assert not long.done()
-            texts.allowed.set()
-            assert (await long).status_code == 200
-
-    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+@in_loop
+async def test_no_client_waits_for_a_text_much_longer_than_its_own() -> None:
+    texts = Held()
+    async with client_of_front(texts) as (client, _):
+        long = asyncio.create_task(completed(client, "long" + "a" * 1_000_000))
+        await asyncio.to_thread(texts.begun.wait, PATIENCE_S)
+        for prompt in ("short", " kaka" * 1000, "a" * 100_000):
+            status = (await completed(client, prompt)).status_code
+            assert status == (200 if len(prompt) < 100_000 else 400)
+        assert not long.done()
+        texts.allowed.set()
+        assert (await long).status_code == 200
 
 
-def test_the_work_on_a_text_ends_with_its_client() -> None:
-    async def main() -> None:
-        texts = Held()
-        async with fronted(texts) as (client, asked):
-            task = asyncio.create_task(completed(client, "long" + "a" * 1_000_000))
-            await asyncio.to_thread(texts.begun.wait, PATIENCE_S)
-            task.cancel()
-            assert await asyncio.to_thread(texts.ended.wait, PATIENCE_S)
-            assert not asked
-            # The place is free again.
-            texts.allowed.set()
-            assert (await completed(client, "long" + "a" * 1_000_000)).status_code == 200
-
-    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+@in_loop
+async def test_the_work_on_a_text_ends_with_its_client() -> None:
+    texts = Held()
+    async with client_of_front(texts) as (client, asked):
+        task = asyncio.create_task(completed(client, "long" + "a" * 1_000_000))
+        await asyncio.to_thread(texts.begun.wait, PATIENCE_S)
+        task.cancel()
+        assert await asyncio.to_thread(texts.ended.wait, PATIENCE_S)
+        assert not asked
+        # The place is free again.
+        texts.allowed.set()
+        assert (await completed(client, "long" + "a" * 1_000_000)).status_code == 200
 
 
-def test_how_a_model_would_have_tokens_drawn_counts_where_a_client_says_nothing() -> None:
-    async def main() -> None:
-        defaults = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.9)
-        async with fronted(Held(), defaults=defaults) as (client, asked):
-            for more in ({}, {"top_k": 0, "temperature": None}, {"temperature": 0, "top_p": 1}):
-                assert (await completed(client, "a", **more)).status_code == 200
-            body = {"model": "small", "messages": message("hi")}
-            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-            drawn = [
-                [
-                    one["sampling"].get(name, of)
-                    for name, of in (("temperature", 0), ("top_k", 0), ("top_p", 1))
-                ]
-                for one in asked
+@in_loop
+async def test_how_a_model_would_have_tokens_drawn_counts_where_a_client_says_nothing() -> None:
+    defaults = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.9)
+    async with client_of_front(Held(), defaults=defaults) as (client, asked):
+        for more in ({}, {"top_k": 0, "temperature": None}, {"temperature": 0, "top_p": 1}):
+            assert (await completed(client, "a", **more)).status_code == 200
+        body = {"model": "small", "messages": message("hi")}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        drawn = [
+            [
+                one["sampling"].get(name, of)
+                for name, of in (("temperature", 0), ("top_k", 0), ("top_p", 1))
             ]
-            assert drawn == [[0.6, 20, 0.9], [0.6, 0, 0.9], [0, 20, 1], [0.6, 20, 0.9]]
-            shown = (await client.get("/v1/models")).json()["data"][0]
-            assert shown["default_temperature"] == 0.6
+            for one in asked
+        ]
+        assert drawn == [[0.6, 20, 0.9], [0.6, 0, 0.9], [0, 20, 1], [0.6, 20, 0.9]]
+        shown = (await client.get("/v1/models")).json()["data"][0]
+        assert shown["default_temperature"] == 0.6
 
-    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
-
-def test_tokens_that_the_model_has_not_are_refused_of_a_text_too() -> None:
-    async def main() -> None:
-        tokenizer = small_tokenizer()
-        tokenizer.add_special_tokens(["<new>"])
-        async with fronted(Texts(tokenizer, CHAT_TEMPLATE)) as (client, asked):
-            body = {"model": "small", "messages": message("<new>")}
-            for answer in (
-                await client.post("/v1/chat/completions", json=body),
-                await completed(client, "a<new>"),
-                await completed(client, [516]),
-            ):
-                assert answer.status_code == 400
-                assert "has tokens that are not in [0, 516)" in answer.json()["error"]["message"]
-            assert not asked
-
-    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+@in_loop
+async def test_tokens_that_the_model_has_not_are_refused_of_a_text_too() -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.add_special_tokens(["<new>"])
+    async with client_of_front(Texts(tokenizer, CHAT_TEMPLATE)) as (client, asked):
+        body = {"model": "small", "messages": message("<new>")}
+        for answer in (
+            await client.post("/v1/chat/completions", json=body),
+            await completed(client, "a<new>"),
+            await completed(client, [516]),
+        ):
+            assert answer.status_code == 400
+            assert "has tokens that are not in [0, 516)" in answer.json()["error"]["message"]
+        assert not asked

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from prefixkv.engines.hf.requests import Sampling
 from prefixkv.serving.http import ApiError
 from prefixkv.serving.openai import (
     _NEUTRAL,
@@ -18,7 +19,6 @@ from prefixkv.serving.openai import (
     Usage,
     parse,
 )
-from prefixkv.serving.wire import SamplingParams
 
 WORDS_OF_A_PARSER = re.compile(r"`|\b(int|str|bool|dict|null|array|Expected|got|malformed)\b")
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -45,7 +45,7 @@ def refused(**more: Any) -> tuple[str, str]:
 
 def test_what_is_left_out_is_as_with_openai() -> None:
     asked = chat()
-    assert asked.sampling() == SamplingParams(temperature=1.0)
+    assert asked.sampling() == Sampling(temperature=1.0)
     assert (asked.num_samples, asked.streams, asked.most_tokens) == (1, False, None)
     plain = parse(b'{"model": "m", "prompt": [1, 2]}', CompletionRequest)
     assert (plain.prompt, plain.most_tokens) == ([[1, 2]], 16)
@@ -56,7 +56,7 @@ def test_what_is_said_becomes_how_tokens_are_chosen() -> None:
         temperature=0.5, top_k=7, top_p=0.9, seed=-1, stop="end", ignore_eos=True, n=3,
         max_tokens=5, max_completion_tokens=6, stream=True, stream_options={"include_usage": True},
     )  # fmt: skip
-    assert asked.sampling() == SamplingParams(0.5, 7, 0.9, 2**64 - 1, (), True, ("end",))
+    assert asked.sampling() == Sampling(0.5, 7, 0.9, 2**64 - 1, (), True, ("end",))
     assert (asked.num_samples, asked.most_tokens, asked.streams_usage) == (3, 6, True)
     assert chat(top_k=-1, stop=["a", "b"]).sampling().stop == ("a", "b")
     assert chat(top_k=-1).sampling().top_k == 0
@@ -125,6 +125,7 @@ def test_no_type_is_looked_at_for_a_request(monkeypatch: pytest.MonkeyPatch) -> 
         ("seed", 2**64), ("min_tokens", -1), ("stop_token_ids", [-1]),
         ("stop_token_ids", [2**31]), ("stop_token_ids", [1] * 129), ("messages", []),
         ("chat_template_kwargs", {"messages": []}), ("user", "u" * 300_000),
+        ("top_logprobs", 2), ("top_logprobs", 21),
     ],
 )  # fmt: skip
 def test_what_is_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
@@ -145,7 +146,8 @@ def test_what_is_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
         ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls"),
         ({"stop": [1]}, "stop[0]"), ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
         ({"stream_options": {"odd": 1}}, "stream_options"), ({"tools": {}}, "tools"),
-        ({"tools": [1]}, "tools[0]"), ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"tools": [1]}, "tools[0]"), ({"logprobs": 3}, "logprobs"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ],
 )  # fmt: skip
 def test_what_has_the_wrong_type_is_refused_where_it_stands(more: Any, param: str) -> None:
@@ -251,7 +253,7 @@ def test_options_of_a_stream_are_taken_without_one() -> None:
 
 
 def test_least_tokens_are_at_most_the_most() -> None:
-    assert chat(min_tokens=5, stop_token_ids=[7]).sampling() == SamplingParams(
+    assert chat(min_tokens=5, stop_token_ids=[7]).sampling() == Sampling(
         1.0, stop_tokens=(7,), min_tokens=5
     )
     assert refused(min_tokens=5, max_tokens=4) == ("min_tokens", "invalid_value")

@@ -112,46 +112,6 @@ def run(folder: Path, scene: Callable[[Site], Awaitable[None]], **options: Any) 
     return asyncio.run(main())
 
 
-def test_refusals_are_counted_by_status_and_reason(tmp_path: Path) -> None:
-    async def scene(site: Site) -> None:
-        client = site.client
-        assert (await client.post("/echo", headers={"authorization": "no"})).status_code == 401
-        assert (await client.get("/nowhere")).status_code == 404
-        assert (await client.get("/echo")).status_code == 405
-        assert (await client.post("/echo", content=b"x" * 500)).status_code == 413
-        assert (await client.post("/refuse/invalid_value")).status_code == 400
-        assert (await client.post("/refuse/invalid_value")).status_code == 400
-        assert (await client.post("/echo")).status_code == 200
-        holders = [await _hold(client) for _ in range(2)]
-        assert (await client.post("/echo")).status_code == 429
-        for holder in holders:
-            await holder.aclose()
-
-    site = run(tmp_path, scene)
-    assert site.refused() == {
-        ("401", "invalid_api_key"): 1, ("404", "not_found"): 1, ("405", "method_not_allowed"): 1,
-        ("413", "request_too_large"): 1, ("400", "invalid_value"): 2,
-        ("429", "rate_limit_exceeded"): 1,
-    }  # fmt: skip
-    lines = site.lines()
-    refused = [line for line in lines if line["outcome"] == "refused"]
-    assert [(line["status"], line["reason"], line["path"]) for line in refused] == [
-        (401, "invalid_api_key", "POST /echo"), (404, "not_found", "GET /nowhere"),
-        (405, "method_not_allowed", "GET /echo"), (413, "request_too_large", "POST /echo"),
-        (400, "invalid_value", "POST /refuse/invalid_value"),
-        (400, "invalid_value", "POST /refuse/invalid_value"),
-        (429, "rate_limit_exceeded", "POST /echo"),
-    ]  # fmt: skip
-
-
-async def _hold(client: httpx.AsyncClient) -> httpx.Response:
-    """A request whose answer has begun and does not end."""
-    asked = client.build_request("POST", "/stream")
-    answer = await client.send(asked, stream=True)
-    assert answer.status_code == 200
-    return answer
-
-
 @pytest.mark.slow
 def test_reasons_are_bounded_in_form_and_number(tmp_path: Path) -> None:
     async def scene(site: Site) -> None:

@@ -40,11 +40,6 @@ def test_it_loads_its_script_and_its_style_from_its_own_server_alone() -> None:
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_it_says_what_a_grey_bar_is() -> None:
-    text = " ".join(re.sub(r"<[^>]+>", "", page().text.partition("<body>")[2]).split())
-    assert "Grey is what decode did not have: prefill sent it." in text
-
-
 def test_it_is_shown_without_a_key() -> None:
     for path in PAGE_PATHS:
         assert page(path, "secret").status_code == 200

@@ -23,6 +23,7 @@ from prefixkv.serving.config import Limits, ListenSettings, ProxyConfig, ServerA
 from prefixkv.serving.http import ApiError, HttpServer, Stream, json_response, make_app
 from prefixkv.serving.proxy import Proxy
 from tests.support.patience import NEVER_S, PATIENCE_S
+from tests.support.scenes import played_by
 
 LIMITS = Limits(1 << 20, NEVER_S, NEVER_S, NEVER_S, NEVER_S)
 Say = Callable[["Engine", dict[str, Any]], Awaitable[Response]]
@@ -145,6 +146,9 @@ def run(
     asyncio.run(main())
 
 
+played = played_by(run)
+
+
 def places_taken(proxy: Proxy) -> dict[str, float]:
     """The work of requests in progress, by role: that of those that have ended fades."""
     return {
@@ -158,93 +162,62 @@ async def until(true: Callable[[], object]) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_a_client_with_as_many_requests_as_it_may_have_is_refused() -> None:
-    async def scene(stage: Stage) -> None:
-        asking = asyncio.create_task(stage.complete())
-        await until(lambda: stage.decode[0].under_way)
-        refused = await stage.complete()
-        assert refused.status_code == 429
-        assert "rate_limit" in refused.text
-        asking.cancel()
-
-    run(scene, decode=[never], limits=replace(LIMITS, max_requests_per_client=1))
+@played(decode=[never], limits=replace(LIMITS, max_requests_per_client=1))
+async def test_a_client_with_as_many_requests_as_it_may_have_is_refused(stage: Stage) -> None:
+    asking = asyncio.create_task(stage.complete())
+    await until(lambda: stage.decode[0].under_way)
+    refused = await stage.complete()
+    assert refused.status_code == 429
+    assert "rate_limit" in refused.text
+    asking.cancel()
 
 
-def test_a_request_has_a_place_on_both_sides_until_it_ends() -> None:
+@played([never], [never])
+async def test_a_request_has_a_place_on_both_sides_until_it_ends(stage: Stage) -> None:
     """That each gives its place back, however it ends, is looked at after every scene."""
-
-    async def scene(stage: Stage) -> None:
-        asking = asyncio.create_task(stage.complete())
-        await until(lambda: stage.prefill[0].under_way and stage.decode[0].under_way)
-        assert places_taken(stage.proxy) == {"prefill": 1.0, "decode": 1.0}
-        asking.cancel()
-
-    run(scene, [never], [never])
+    asking = asyncio.create_task(stage.complete())
+    await until(lambda: stage.prefill[0].under_way and stage.decode[0].under_way)
+    assert places_taken(stage.proxy) == {"prefill": 1.0, "decode": 1.0}
+    asking.cancel()
+    await until(lambda: not stage.prefill[0].under_way and not stage.decode[0].under_way)
 
 
-def test_an_attempt_without_prefill_has_one_place() -> None:
-    async def scene(stage: Stage) -> None:
-        asking = asyncio.create_task(stage.complete())
-        (decode,) = stage.decode
-        await until(lambda: decode.asked and "kv_transfer_params" not in decode.asked[-1])
-        assert places_taken(stage.proxy) == {"prefill": 0.0, "decode": 1.0}
-        asking.cancel()
-
-    run(scene, [refusing(500)], [never])
+@played([refusing(500)], [never])
+async def test_an_attempt_without_prefill_has_one_place(stage: Stage) -> None:
+    asking = asyncio.create_task(stage.complete())
+    (decode,) = stage.decode
+    await until(lambda: decode.asked and "kv_transfer_params" not in decode.asked[-1])
+    assert places_taken(stage.proxy) == {"prefill": 0.0, "decode": 1.0}
+    asking.cancel()
 
 
-def test_both_servers_are_asked_with_one_room() -> None:
-    async def scene(stage: Stage) -> None:
-        (prefill,), (decode,) = stage.prefill, stage.decode
-        asked = asyncio.create_task(
-            stage.complete(
-                max_tokens=9,
-                temperature=0.5,
-                min_tokens=5,
-                logprobs=1,
-                logprob_token_ids=[7],
-                seed=3,
-                stop=["a"],
-                structured_outputs={"regex": "a"},
-                cache_salt="salt",
-                user="me",
-            )
+@played([never], [never])
+async def test_both_servers_are_asked_with_one_room(stage: Stage) -> None:
+    (prefill,), (decode,) = stage.prefill, stage.decode
+    asked = asyncio.create_task(
+        stage.complete(
+            max_tokens=9, temperature=0.5, min_tokens=5, logprobs=1, logprob_token_ids=[7],
+            seed=3, stop=["a"], structured_outputs={"regex": "a"}, cache_salt="salt", user="me",
         )
-        await until(lambda: prefill.asked and decode.asked)  # neither has answered
-        send, load = prefill.asked[0], decode.asked[0]
-        room = load["kv_transfer_params"]["room"]
-        assert load["kv_transfer_params"] == {
-            "do_remote_prefill": True, "room": room, "prefill": "prefill-0",
-        }  # fmt: skip
-        assert send["kv_transfer_params"] == {
-            "do_remote_decode": True, "room": room, "decode": "decode-0",
-        }  # fmt: skip
-        assert (load["max_tokens"], send["max_tokens"], send["stream"]) == (9, 1, False)
-        assert load["min_tokens"] == 5
-        # What only says how tokens are drawn and shown is none of prefill's business.
-        assert send.keys() == {
-            "prompt", "max_tokens", "n", "stream", "temperature", "cache_salt", "user",
-            "kv_transfer_params",
-        }  # fmt: skip
-        assert (send["temperature"], load["temperature"]) == (0, 0.5)
-        asked.cancel()
-
-    run(scene, [never], [never])
-
-
-def test_an_id_of_a_request_reaches_both_servers_and_is_used_once() -> None:
-    async def scene(stage: Stage) -> None:
-        for path in ("/v1/completions", "/v1/completions", "/v1/nowhere"):
-            answer = await stage.client.post(
-                path, json={"prompt": "hello"}, headers={"x-request-id": "mine"}
-            )
-            assert answer.headers["x-request-id"] == "mine"
-        for server in (stage.prefill[0], stage.decode[0]):
-            assert len(set(server.ids)) == len(server.ids)
-            assert all(one.startswith("mine-") for one in server.ids)
-        assert len(stage.decode[0].ids) == 2
-
-    run(scene)
+    )  # fmt: skip
+    await until(lambda: prefill.asked and decode.asked)  # neither has answered
+    send, load = prefill.asked[0], decode.asked[0]
+    room = load["kv_transfer_params"]["room"]
+    assert load["kv_transfer_params"] == {
+        "do_remote_prefill": True, "room": room, "prefill": "prefill-0",
+    }  # fmt: skip
+    assert send["kv_transfer_params"] == {
+        "do_remote_decode": True, "room": room, "decode": "decode-0",
+    }  # fmt: skip
+    assert (load["max_tokens"], send["max_tokens"], send["stream"]) == (9, 1, False)
+    assert load["min_tokens"] == 5
+    # What only says how tokens are drawn and shown is none of prefill's business.
+    assert send.keys() == {
+        "prompt", "max_tokens", "n", "stream", "temperature", "cache_salt", "user",
+        "kv_transfer_params",
+    }  # fmt: skip
+    assert (send["temperature"], load["temperature"]) == (0, 0.5)
+    asked.cancel()
 
 
 def test_parameters_of_the_prompt_reach_both_servers_and_the_others_decode_alone() -> None:
@@ -278,19 +251,17 @@ def test_parameters_of_the_prompt_reach_both_servers_and_the_others_decode_alone
     run(scene, [never], [never])
 
 
-def test_what_decode_answers_is_passed_on_as_it_is() -> None:
-    async def scene(stage: Stage) -> None:
-        answer = await stage.complete(user="me")
-        assert answer.status_code == 200
-        told = answer.json()
-        assert (told["from"], told["asked"]["user"]) == ("decode-0", "me")
-        rooms = {engine.asked[0]["kv_transfer_params"]["room"] for engine in stage.decode}
-        await stage.complete()
-        rooms.add(stage.decode[0].asked[1]["kv_transfer_params"]["room"])
-        assert len(rooms) == 2  # each request has a room of its own
-        assert (await stage.client.get("/v1/models")).json() == {"data": ["decode-0"]}
-
-    run(scene)
+@played()
+async def test_what_decode_answers_is_passed_on_as_it_is(stage: Stage) -> None:
+    answer = await stage.complete(user="me")
+    assert answer.status_code == 200
+    told = answer.json()
+    assert (told["from"], told["asked"]["user"]) == ("decode-0", "me")
+    rooms = {engine.asked[0]["kv_transfer_params"]["room"] for engine in stage.decode}
+    await stage.complete()
+    rooms.add(stage.decode[0].asked[1]["kv_transfer_params"]["room"])
+    assert len(rooms) == 2  # each request has a room of its own
+    assert (await stage.client.get("/v1/models")).json() == {"data": ["decode-0"]}
 
 
 def test_a_stream_is_passed_on_piece_by_piece() -> None:
@@ -317,17 +288,6 @@ def test_a_stream_is_passed_on_piece_by_piece() -> None:
         assert (send["max_tokens"], send["max_completion_tokens"]) == (1, 1)
 
     run(scene, None, [stream])
-
-
-def test_a_client_that_leaves_ends_its_request_on_both() -> None:
-    async def scene(stage: Stage) -> None:
-        asked = asyncio.create_task(stage.complete())
-        engines = [*stage.prefill, *stage.decode]
-        await until(lambda: all(engine.under_way for engine in engines))
-        asked.cancel()
-        await until(lambda: not any(engine.under_way for engine in engines))
-
-    run(scene, [never], [never])
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_it_on_both() -> None:
@@ -390,17 +350,15 @@ def _waits_for_prefill(order: list[Say]) -> Say:
     return say
 
 
-def test_without_a_prefill_server_decode_computes_the_prompt() -> None:
-    async def scene(stage: Stage) -> None:
-        await stage.prefill[0].server.stop()
-        answer = await stage.complete()
-        assert answer.status_code == 200
-        assert "kv_transfer_params" not in answer.json()["asked"]
-        assert await stage.counter("prefixkv_proxy_recomputed_total") == 1
-        health = (await stage.client.get(f"{stage.proxy.status.url}/health")).json()
-        assert list(health["prefill"].values()) == ["avoided"]
-
-    run(scene, [well], [_waits_for_prefill([never])])
+@played([well], [_waits_for_prefill([never])])
+async def test_without_a_prefill_server_decode_computes_the_prompt(stage: Stage) -> None:
+    await stage.prefill[0].server.stop()
+    answer = await stage.complete()
+    assert answer.status_code == 200
+    assert "kv_transfer_params" not in answer.json()["asked"]
+    assert await stage.counter("prefixkv_proxy_recomputed_total") == 1
+    health = (await stage.client.get(f"{stage.proxy.status.url}/health")).json()
+    assert list(health["prefill"].values()) == ["avoided"]
 
 
 def test_what_prefill_refuses_decode_is_asked_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,29 +380,18 @@ def test_what_prefill_refuses_decode_is_asked_without_it(monkeypatch: pytest.Mon
     run(scene, [refusing(400, "too long")], [say])
 
 
-def test_what_decode_says_of_a_clients_error_is_passed_on() -> None:
-    async def scene(stage: Stage) -> None:
+@played(None, [well, well])
+async def test_a_decode_server_that_is_gone_is_replaced(stage: Stage) -> None:
+    await stage.decode[0].server.stop()
+    for _ in range(3):
         answer = await stage.complete()
-        assert (answer.status_code, answer.json()["error"]["message"]) == (422, "odd")
-        await until(lambda: stage.prefill[0].under_way == 0)
-
-    run(scene, [never], [refusing(422, "odd")])
-
-
-def test_a_decode_server_that_is_gone_is_replaced() -> None:
-    async def scene(stage: Stage) -> None:
-        await stage.decode[0].server.stop()
-        for _ in range(3):
-            answer = await stage.complete()
-            assert (answer.status_code, answer.json()["from"]) == (200, "decode-1")
-        await stage.decode[1].server.stop()
-        answer = await stage.complete()
-        for told in (answer, await stage.client.get("/v1/models")):
-            assert (told.status_code, told.json()["error"]["code"]) == (503, "not_ready")
-        health = await stage.client.get(f"{stage.proxy.status.url}/health")
-        assert health.status_code == 503
-
-    run(scene, None, [well, well])
+        assert (answer.status_code, answer.json()["from"]) == (200, "decode-1")
+    await stage.decode[1].server.stop()
+    answer = await stage.complete()
+    for told in (answer, await stage.client.get("/v1/models")):
+        assert (told.status_code, told.json()["error"]["code"]) == (503, "not_ready")
+    health = await stage.client.get(f"{stage.proxy.status.url}/health")
+    assert health.status_code == 503
 
 
 def test_a_connection_that_breaks_before_an_answer_is_reopened_once() -> None:
@@ -476,24 +423,21 @@ def test_a_connection_that_breaks_before_an_answer_is_reopened_once() -> None:
     run(scene, [never], [broken])
 
 
-def test_while_decode_is_not_reached_nothing_is_asked_of_prefill(
-    caplog: pytest.LogCaptureFixture,
+@played()
+async def test_while_decode_is_not_reached_nothing_is_asked_of_prefill(
+    stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And its loss is not logged with each request of a client that asks again at once."""
-
-    async def scene(stage: Stage) -> None:
-        (gone,), (prefill,) = stage.decode, stage.prefill
-        await gone.server.stop()
-        for _ in range(20):
-            assert (await stage.complete()).status_code == 503
-        assert prefill.asked == []
-        assert len([one for one in caplog.records if "was lost" in one.message]) == 1
-        back = Engine("decode-0", well, int(gone.at.url.rpartition(":")[2]))
-        await back.server.start()
-        assert (await stage.complete()).status_code == 200
-        await back.server.stop()
-
-    run(scene)
+    (gone,), (prefill,) = stage.decode, stage.prefill
+    await gone.server.stop()
+    for _ in range(20):
+        assert (await stage.complete()).status_code == 503
+    assert prefill.asked == []
+    assert len([one for one in caplog.records if "was lost" in one.message]) == 1
+    back = Engine("decode-0", well, int(gone.at.url.rpartition(":")[2]))
+    await back.server.start()
+    assert (await stage.complete()).status_code == 200
+    await back.server.stop()
 
 
 @pytest.mark.slow
@@ -533,125 +477,99 @@ def test_the_first_piece_of_a_stream_ends_prefills_request(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more",
-    [
-        {"use_beam_search": True}, {"use_beam_search": True, "n": 3}, {"prompt_logprobs": 0},
-        {"echo": True, "logprobs": 0}, {"prompt_embeds": "AAAA"},
-    ],
-)  # fmt: skip
-def test_what_decode_computes_by_itself_has_no_room(more: dict[str, Any]) -> None:
-    async def scene(stage: Stage) -> None:
-        assert (await stage.complete(**more)).status_code == 200
-        assert stage.prefill[0].asked == []
-        (asked,) = stage.decode[0].asked
-        assert "kv_transfer_params" not in asked
-        assert more.items() <= asked.items()
-
-    run(scene)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
     ("more", "has_room"),
     [
-        ({"echo": True}, False), ({"echo": True, "top_logprobs": 2, "logprobs": True}, False),
-        ({"echo": True, "top_logprobs": None}, True), ({"top_logprobs": 2, "logprobs": True}, True),
+        ({"prompt": "a", "use_beam_search": True}, False),
+        ({"prompt": "a", "use_beam_search": True, "n": 3}, False),
+        ({"prompt": "a", "prompt_logprobs": 0}, False),
+        ({"prompt": "a", "prompt_embeds": "AAAA"}, False),
+        # vLLM computes log-probabilities of an echo: of a chat unless their number is null, of a
+        # completion where `logprobs` is given.
+        ({"prompt": "a", "echo": True, "logprobs": 0}, False),
+        ({"prompt": "a", "echo": True}, True),
+        ({"messages": [{"role": "user", "content": "hi"}], "echo": True}, False),
+        ({"messages": [{"role": "user", "content": "hi"}], "echo": True, "top_logprobs": 2,
+          "logprobs": True}, False),
+        ({"messages": [{"role": "user", "content": "hi"}], "echo": True, "top_logprobs": None},
+         True),
+        ({"messages": [{"role": "user", "content": "hi"}], "top_logprobs": 2, "logprobs": True},
+         True),
     ],
 )  # fmt: skip
-def test_an_echo_of_a_chat_has_log_probabilities(more: dict[str, Any], has_room: bool) -> None:
-    """vLLM computes those of the prompt, unless their number is null. An echo of a completion has
-    them where `logprobs` is given."""
-
-    async def scene(stage: Stage) -> None:
-        body = {"messages": [{"role": "user", "content": "hi"}], **more}
-        await stage.client.post("/v1/chat/completions", json=body)
-        assert has_room or stage.prefill[0].asked == []
-        assert ("kv_transfer_params" in stage.decode[0].asked[0]) == has_room
-        await stage.complete(echo=True)
-        assert "kv_transfer_params" in stage.decode[0].asked[1]
-
-    run(scene)
+@played()
+async def test_what_decode_computes_by_itself_has_no_room(
+    stage: Stage, more: dict[str, Any], has_room: bool
+) -> None:
+    path = "/v1/chat/completions" if "messages" in more else "/v1/completions"
+    assert (await stage.client.post(path, json=more)).status_code == 200
+    assert has_room or stage.prefill[0].asked == []
+    (asked,) = stage.decode[0].asked
+    assert ("kv_transfer_params" in asked) == has_room
+    assert more.items() <= asked.items()
 
 
-def test_what_it_does_not_pass_on_is_a_404_that_lists_what_it_does() -> None:
-    async def scene(stage: Stage) -> None:
-        for path in ("/v1/responses", "/v1/messages", "/nothing"):
-            answer = await stage.client.post(path, json={})
-            assert answer.status_code == 404
-            for known in ("/v1/completions", "/tokenize", path):
-                assert known in answer.json()["error"]["message"]
-
-    run(scene)
+@played()
+async def test_what_it_does_not_pass_on_is_a_404_that_lists_what_it_does(stage: Stage) -> None:
+    for path in ("/v1/responses", "/v1/messages", "/nothing"):
+        answer = await stage.client.post(path, json={})
+        assert answer.status_code == 404
+        for known in ("/v1/completions", "/tokenize", path):
+            assert known in answer.json()["error"]["message"]
 
 
-def test_load_balancers_ask_the_port_that_serves() -> None:
-    async def scene(stage: Stage) -> None:
-        bare = httpx.AsyncClient(base_url=stage.proxy.server.url, trust_env=False)
-        for path in ("/health", "/ping"):
-            assert (await bare.get(path)).status_code == 200
-        assert (await bare.get("/v1/models")).status_code == 401
-        await stage.decode[0].server.stop()
-        await bare.post(
-            "/v1/completions", json={"prompt": "a"}, headers={"authorization": "Bearer key"}
-        )
-        for path in ("/health", "/ping"):
-            assert (await bare.get(path)).status_code == 503
-        await bare.aclose()
-
-    run(scene, api_key="key")
+@played(api_key="key")
+async def test_load_balancers_ask_the_port_that_serves(stage: Stage) -> None:
+    bare = httpx.AsyncClient(base_url=stage.proxy.server.url, trust_env=False)
+    for path in ("/health", "/ping"):
+        assert (await bare.get(path)).status_code == 200
+    assert (await bare.get("/v1/models")).status_code == 401
+    await stage.decode[0].server.stop()
+    await bare.post(
+        "/v1/completions", json={"prompt": "a"}, headers={"authorization": "Bearer key"}
+    )
+    for path in ("/health", "/ping"):
+        assert (await bare.get(path)).status_code == 503
+    await bare.aclose()
 
 
-def test_decode_answers_for_tokens_and_version() -> None:
-    async def scene(stage: Stage) -> None:
-        for path in ("/tokenize", "/detokenize"):
-            answer = await stage.client.post(path, json={"prompt": "a"})
-            assert answer.json() == {"path": path, "body": {"prompt": "a"}}
-        assert (await stage.client.get("/version")).json()["path"] == "/version"
-        assert stage.prefill[0].asked == []
-
-    run(scene)
+@played()
+async def test_decode_answers_for_tokens_and_version(stage: Stage) -> None:
+    for path in ("/tokenize", "/detokenize"):
+        answer = await stage.client.post(path, json={"prompt": "a"})
+        assert answer.json() == {"path": path, "body": {"prompt": "a"}}
+    assert (await stage.client.get("/version")).json()["path"] == "/version"
+    assert stage.prefill[0].asked == []
 
 
-def test_rooms_that_wait_are_on_the_metrics() -> None:
-    async def scene(stage: Stage) -> None:
-        asked = asyncio.create_task(stage.complete())
-        await until(lambda: stage.decode[0].under_way and stage.prefill[0].under_way)
-        name = f'{{prefill="{stage.prefill[0].at.url}"}}'
-        assert await stage.counter("prefixkv_proxy_rooms_waiting" + name) == 1
-        assert await stage.counter("prefixkv_proxy_oldest_waiting_timestamp_seconds" + name) > 1e9
-        asked.cancel()
-        await until(lambda: not stage.decode[0].under_way)
-        assert await stage.counter("prefixkv_proxy_rooms_waiting" + name) == 0
-        assert await stage.counter("prefixkv_proxy_oldest_waiting_timestamp_seconds" + name) == 0
-
-    run(scene, [never], [never])
+@played([never], [never])
+async def test_rooms_that_wait_are_on_the_metrics(stage: Stage) -> None:
+    asked = asyncio.create_task(stage.complete())
+    await until(lambda: stage.decode[0].under_way and stage.prefill[0].under_way)
+    name = f'{{prefill="{stage.prefill[0].at.url}"}}'
+    assert await stage.counter("prefixkv_proxy_rooms_waiting" + name) == 1
+    assert await stage.counter("prefixkv_proxy_oldest_waiting_timestamp_seconds" + name) > 1e9
+    asked.cancel()
+    await until(lambda: not stage.decode[0].under_way)
+    assert await stage.counter("prefixkv_proxy_rooms_waiting" + name) == 0
+    assert await stage.counter("prefixkv_proxy_oldest_waiting_timestamp_seconds" + name) == 0
 
 
-def test_requests_that_are_refused_are_counted_by_status() -> None:
-    async def scene(stage: Stage) -> None:
-        await stage.complete()
-        labels = 'reason="server",status="422"'
+@played([well], [refusing(400, "odd")])
+async def test_a_stream_that_is_refused_and_one_that_fails_are_errors_and_counted(
+    stage: Stage,
+) -> None:
+    answer = await stage.complete(stream=True)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "odd")
+    await stage.decode[0].server.stop()
+    assert (await stage.complete(stream=True)).status_code == 503
+    for outcome in ("refused", "failed"):
+        assert await stage.counter(f'prefixkv_proxy_requests_total{{outcome="{outcome}"}}') == 1
+    for reason, status in (("server", 400), ("not_ready", 503)):
+        labels = f'reason="{reason}",status="{status}"'
         assert await stage.counter(f"prefixkv_proxy_refused_total{{{labels}}}") == 1
-
-    run(scene, None, [refusing(422)])
-
-
-def test_a_stream_that_is_refused_and_one_that_fails_are_errors_and_counted() -> None:
-    async def scene(stage: Stage) -> None:
-        answer = await stage.complete(stream=True)
-        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "odd")
-        await stage.decode[0].server.stop()
-        assert (await stage.complete(stream=True)).status_code == 503
-        for outcome in ("refused", "failed"):
-            assert await stage.counter(f'prefixkv_proxy_requests_total{{outcome="{outcome}"}}') == 1
-        for reason, status in (("server", 400), ("not_ready", 503)):
-            labels = f'reason="{reason}",status="{status}"'
-            assert await stage.counter(f"prefixkv_proxy_refused_total{{{labels}}}") == 1
-        stage.proxy.draining = True
-        told = (await stage.complete()).json()["error"]
-        assert (told["type"], told["code"]) == ("server_error", "not_ready")
-
-    run(scene, [well], [refusing(400, "odd")])
+    stage.proxy.draining = True
+    told = (await stage.complete()).json()["error"]
+    assert (told["type"], told["code"]) == ("server_error", "not_ready")
 
 
 def _usage(cached: int | None, said: int | None) -> Say:
@@ -711,25 +629,22 @@ def test_usage_of_several_samples_is_of_before_they_were_brought() -> None:
     run(scene, None, [streamed])
 
 
-def test_an_error_of_decode_is_logged_when_all_attempts_are_made(
-    caplog: pytest.LogCaptureFixture,
+@played(None, [refusing(500, "broken")])
+async def test_an_error_of_decode_is_logged_when_all_attempts_are_made(
+    stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its client hears under which number."""
-
-    async def scene(stage: Stage) -> None:
-        answer = await stage.complete()
-        assert answer.status_code == 502
-        told = answer.json()["error"]["message"]
-        assert "broken" not in told
-        number = told.partition("(request ")[2].rstrip(")")
-        assert [
-            one
-            for one in caplog.records
-            if f"request {number}: " in one.message and "broken" in one.message
-        ]
-        assert "kv_transfer_params" not in stage.decode[0].asked[-1]
-
-    run(scene, None, [refusing(500, "broken")])
+    answer = await stage.complete()
+    assert answer.status_code == 502
+    told = answer.json()["error"]["message"]
+    assert "broken" not in told
+    number = told.partition("(request ")[2].rstrip(")")
+    assert [
+        one
+        for one in caplog.records
+        if f"request {number}: " in one.message and "broken" in one.message
+    ]
+    assert "kv_transfer_params" not in stage.decode[0].asked[-1]
 
 
 def test_a_stream_whose_server_dies_ends_with_an_error() -> None:
@@ -810,20 +725,18 @@ def test_where_one_of_several_prompts_is_refused_the_others_end() -> None:
     run(scene, [never], [say])
 
 
-def test_the_next_turn_goes_where_the_first_went() -> None:
-    async def scene(stage: Stage) -> None:
-        chats = [[{"role": "user", "content": f"{i} {i}" * 1000}] for i in range(4)]
-        homes: dict[int, str] = {}
-        for turn in range(3):
-            for i, chat in enumerate(chats):
-                answer = await stage.client.post("/v1/chat/completions", json={"messages": chat})
-                assert homes.setdefault(i, answer.json()["from"]) == answer.json()["from"], turn
-                chat += [
-                    {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go on"}
-                ]  # fmt: skip
-        assert len(set(homes.values())) == 2
-
-    run(scene, None, [well, well])
+@played(None, [well, well])
+async def test_the_next_turn_goes_where_the_first_went(stage: Stage) -> None:
+    chats = [[{"role": "user", "content": f"{i} {i}" * 1000}] for i in range(4)]
+    homes: dict[int, str] = {}
+    for turn in range(3):
+        for i, chat in enumerate(chats):
+            answer = await stage.client.post("/v1/chat/completions", json={"messages": chat})
+            assert homes.setdefault(i, answer.json()["from"]) == answer.json()["from"], turn
+            chat += [
+                {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go on"}
+            ]  # fmt: skip
+    assert len(set(homes.values())) == 2
 
 
 @pytest.mark.slow
@@ -837,23 +750,14 @@ def test_the_next_turn_goes_where_the_first_went() -> None:
         ({"prompt": ["a"] * 129}, "prompt"),
     ],
 )
-def test_what_the_proxy_refuses_itself(body: dict[str, Any], param: str) -> None:
-    async def scene(stage: Stage) -> None:
-        answer = await stage.client.post("/v1/completions", json=body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-        assert not stage.prefill[0].asked
-        assert not stage.decode[0].asked
-
-    run(scene)
-
-
-def test_a_key_is_demanded() -> None:
-    async def scene(stage: Stage) -> None:
-        assert (await stage.complete()).status_code == 401
-        stage.client.headers["authorization"] = "Bearer k"
-        assert (await stage.complete()).status_code == 200
-
-    run(scene, api_key="k")
+@played()
+async def test_what_the_proxy_refuses_itself(
+    stage: Stage, body: dict[str, Any], param: str
+) -> None:
+    answer = await stage.client.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert not stage.prefill[0].asked
+    assert not stage.decode[0].asked
 
 
 def test_servers_as_they_are_named() -> None:

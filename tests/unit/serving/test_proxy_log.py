@@ -34,6 +34,7 @@ def test_both_servers_get_the_id_of_the_line(tmp_path: Path) -> None:
         answer = await stage.client.post(
             "/v1/completions", json={"prompt": "hello"}, headers={"x-request-id": "mine"}
         )
+        assert answer.headers["x-request-id"] == "mine"
         assert answer.json()["usage"]["completion_tokens"] == 3
         names.extend([stage.decode[0].at.name, stage.prefill[0].at.name])
         ids.extend([*stage.decode[0].ids, *stage.prefill[0].ids])

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
-from transformers.utils import chat_template_utils
 
 from prefixkv.engines.hf.small import small_tokenizer
 from prefixkv.errors import ConfigError
@@ -19,38 +17,6 @@ from prefixkv.serving.openai import ChatRequest, parse
 from prefixkv.serving.text import TextError, Texts, load_texts
 from tests.support.chat_templates import KINDS
 
-SMALL = [
-    "{{ messages | tojson }}",
-    "{{ messages | tojson(ensure_ascii=True) }}{{ messages | tojson(ensure_ascii=False) }}",
-    "{{ messages | tojson(indent=2, separators=(',', ':'), sort_keys=True) }}",
-    "{{ messages | tojson(skipkeys=True) }}",
-    "{{ messages[0] | tojson | upper }}{{ '<b>' | tojson }}{{ '<b>' }}",
-    "{{ strftime_now('%Y-%m-%d %H:%M') }}",
-    "{{ raise_exception('no') }}",
-    "{{ dict(a=1) }}{{ dict.fromkeys(['b'], 2) }}{{ dict([('c', 3)], d=4) }}",
-    "{{ dict.__class__ }}{{ dict.mro() }}",
-    "{% set n = namespace(self=1, b=2) %}{% set n.b = 3 %}{{ n.self }}{{ n.b }}",
-    "{% set n = namespace(_a=1) %}{{ n._a }}",
-    "{% set n = namespace() %}{% set n.__init__ = 1 %}",
-    "{{ messages.__class__.__mro__ }}",
-    "{{ messages.append(1) }}",
-    "{{ ''.join.__self__ }}{{ '{0.__class__}'.format(1) }}",
-    "{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}|{{ unk_token }}",
-    "{{ pad_token + 'x' }}",
-    "{{ messages[0].thinking }}|{{ messages[-1].thinking }}|{{ messages[-1].reasoning_content }}",
-    "{{ messages[0].content + messages[-1].content }}",
-    "{{ tools is none }}{{ documents is none }}{{ tools is defined }}{{ add_generation_prompt }}",
-    "{{ 1 / 0 }}",
-    "{{ {}['a'].b }}",
-    "{% for i in range(3) %}{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% endfor %}",
-    "{{ range(10**9) }}",
-    "{% macro f(x) %}{{ x }}{{ caller() }}{% endmacro %}{% call f(1) %}2{% endcall %}",
-    "{% generation %}{% set a = 1 %}{{ a }}{% endgeneration %}{{ a }}",
-    "{% include 'x' %}",
-    "{{ messages[5] }}{{ messages | map(attribute='role') | join(',') }}",
-    "{{ reasoning_effort }}{{ enable_thinking }}{{ nested.a[0].b }}",
-    "  {% if true %}  \n  a\n  {% endif %}\n\n",
-]
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Grüß Gott <b> & 'x', 世界 "}],
     [
@@ -87,14 +53,6 @@ VARIABLES: list[dict[str, Any]] = [
 ]
 
 
-class FixedDate(datetime):
-    """So that both renderers read the same clock."""
-
-    @classmethod
-    def now(cls, tz: Any = None) -> FixedDate:
-        return cls(2026, 11, 26, 21, 25)
-
-
 def folder_of(path: Path, template: Any, **config: Any) -> Path:
     small_tokenizer().save(str(path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", **config}
@@ -120,21 +78,14 @@ def compare(texts: Texts, theirs: Any, chat: Any, variables: dict[str, Any]) -> 
     return True
 
 
-@pytest.mark.parametrize(
-    "template", [*KINDS.values(), *SMALL],
-    ids=[*KINDS, *(template.split("\n")[0][:40] for template in SMALL)],
-)  # fmt: skip
-def test_both_render_the_same_or_refuse(
-    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chat_template_utils, "datetime", FixedDate)
-    texts = load_texts(str(folder_of(tmp_path, template)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_render_the_same_or_refuse(kind: str, tmp_path: Path) -> None:
+    texts = load_texts(str(folder_of(tmp_path, KINDS[kind])))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     rendered = [
         compare(texts, theirs, chat, variables) for chat in CHATS for variables in VARIABLES
     ]
-    # The long ones are to be rendered: equal refusals alone would prove little.
-    assert sum(rendered) >= (10 if template in KINDS.values() else 0)
+    assert sum(rendered) >= 10, "equal refusals alone would prove little"
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":  1}'}}
@@ -156,10 +107,8 @@ CALLED = '<call>f\n{"a":  1}'
         # Look whether there is a text.
         ("llama", '{"name": "f", "parameters": {"a": 1}}'),
         ("qwen", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'),
-        ("mistral", '{"name": "f", "arguments": {"a": 1}}'),
         ("glm", "<tool_call>f<k>a<v>1"),
-        ("command", '<actions>{"name": "f", "with": {"a": 1}}'),
-        ("training", None), ("rag", None), ("gemma", None),
+        ("gemma", None),
     ],
 )  # fmt: skip
 def test_a_call_of_a_tool_without_a_text_is_rendered(
@@ -206,43 +155,22 @@ def test_a_template_that_takes_objects_gets_what_else_a_client_says(tmp_path: Pa
 
 def test_templates_have_names_and_files(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "none"}]
-    for files in ({}, {"rag": "rag of a file"}, {"rag": "rag", "tool_use": "tools of a file"}):
+    for files in ({}, {"rag": "rag of a file", "tool_use": "tools of a file"}):
         folder_of(tmp_path, named)
-        if files:
-            (tmp_path / "chat_template.jinja").write_text("file")
         for name, text in files.items():
             (tmp_path / "additional_chat_templates").mkdir(exist_ok=True)
             (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(text)
+            (tmp_path / "chat_template.jinja").write_text("file")
         texts = load_texts(str(tmp_path))
         theirs = AutoTokenizer.from_pretrained(tmp_path)
         for variables in ({}, {"tools": [TOOL]}, {"tools": []}, {"chat_template": "tool_use"}):
-            if variables.get("chat_template") not in (None, *files) and files:
-                continue  # to transformers it is a template itself
             assert compare(texts, theirs, CHATS[0], variables)
     with pytest.raises(
         TextError, match=r"no chat template '\{\{ 1 \}\}', it has default, rag, tool_us"
     ):
         texts.chat(CHATS[0], variables={"chat_template": "{{ 1 }}"})
-    alone = Texts(small_tokenizer(), {"rag": "x"})
     with pytest.raises(TextError, match="no chat template 'default', it has rag"):
-        alone.chat(CHATS[0])
-    folder_of(tmp_path, [{"name": "default"}])
-    (tmp_path / "chat_template.jinja").unlink()
-    for file in (tmp_path / "additional_chat_templates").iterdir():
-        file.unlink()
-    with pytest.raises(ConfigError, match=r"the tokenizer of .* is not read: KeyError: 'templ"):
-        load_texts(str(tmp_path))
-
-
-def test_special_tokens_of_an_older_folder(tmp_path: Path) -> None:
-    folder_of(tmp_path, "{{ bos_token }}{{ sep_token }}{{ eos_token }}")
-    old = {"bos_token": "<|user|>", "sep_token": {"content": "<|end|>", "lstrip": False}}
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(old))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert compare(load_texts(str(tmp_path)), theirs, CHATS[0], {})
-    folder_of(tmp_path, "{{ bos_token }}{{ sep_token }}{{ eos_token }}", added_tokens_decoder={})
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert compare(load_texts(str(tmp_path)), theirs, CHATS[0], {})
+        Texts(small_tokenizer(), {"rag": "x"}).chat(CHATS[0])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from transformers import AutoTokenizer
 
 from prefixkv.engines.hf.small import save_tokenizer, small_tokenizer
 from prefixkv.errors import ConfigError
-from prefixkv.serving.text import TextError, Texts, load_texts
+from prefixkv.serving.text import Texts, load_texts
 
 CHAT = [
     {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüß Gott, 世界"},
@@ -41,34 +40,6 @@ def test_a_folder_without_a_template_has_a_plain_one(folder: Path) -> None:
     texts = load_texts(str(folder))
     said = "system: Be brief.\nuser: Grüß Gott, 世界\nassistant:"
     assert text_of(texts, texts.chat(CHAT)) == said
-
-
-def test_a_folders_own_template_is_used(folder: Path) -> None:
-    one = "{{ bos_token }}{{ messages[0].content }}{{ {'ü': 1} | tojson }}"
-    bos = {"content": "<s>", "__type": "AddedToken"}
-    config = {"bos_token": bos, "chat_template": one}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    texts = load_texts(str(folder))
-    assert text_of(texts, texts.chat(CHAT)) == '<s>Be brief.{"ü": 1}'
-    config["chat_template"] = [
-        {"name": "tools", "template": "x"},
-        {"name": "default", "template": one},
-    ]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    assert text_of(texts, load_texts(str(folder)).chat(CHAT)) == '<s>Be brief.{"ü": 1}'
-    (folder / "chat_template.jinja").write_text("from the file")
-    assert text_of(texts, load_texts(str(folder)).chat(CHAT)) == "from the file"
-
-
-def test_what_a_template_refuses_or_must_not_do_is_an_error() -> None:
-    refusing = Texts(small_tokenizer(), "{{ raise_exception('users first') }}")
-    with pytest.raises(TextError, match="users first"):
-        refusing.chat(CHAT)
-    for escaping in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"):
-        with pytest.raises(TextError):
-            Texts(small_tokenizer(), escaping).chat(CHAT)
-    with pytest.raises(ConfigError, match="template"):
-        Texts(small_tokenizer(), "{% if %}")
 
 
 def test_a_folder_that_is_not_read_is_named(folder: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from prefixkv.engines.hf.requests import Sampling
 from prefixkv.engines.hf.small import small_tokenizer
 from prefixkv.errors import ConfigError
 from prefixkv.serving import proxy as proxies
@@ -41,8 +42,8 @@ from prefixkv.serving.http import Stream
 from prefixkv.serving.openai import Usage
 from prefixkv.serving.proxy import Proxy
 from prefixkv.serving.text import Texts
-from prefixkv.serving.tracing import PHASES, Tracing, asked_by, make_tracing, phases_of
-from prefixkv.serving.wire import Ask, SamplingParams
+from prefixkv.serving.tracing import PHASES, NodeSpans, Tracing, asked_by, make_tracing, phases_of
+from prefixkv.serving.wire import Ask
 from prefixkv.serving.worker import PrefillWorker
 from tests.support.collector import Collector
 from tests.support.patience import NEVER_S, PATIENCE_S
@@ -53,6 +54,7 @@ from tests.unit.serving.test_proxy import (
     Say,
     Stage,
     never,
+    played,
     refusing,
     run,
     until,
@@ -193,23 +195,19 @@ def test_each_attempt_of_a_proxy_has_its_spans_and_those_that_failed_say_why(
     run(scene, [refusing(500)], [waits])
 
 
-def test_a_proxy_without_any_server_left_is_an_error_and_a_refused_request_is_none(
-    memory: Memory,
+@played()
+async def test_a_proxy_without_any_server_left_is_an_error_and_a_refused_request_is_none(
+    stage: Stage, memory: Memory
 ) -> None:
-    async def scene(stage: Stage) -> None:
-        for say, status in (500, 502), (400, 400):
-            stage.decode[0].say = refusing(say)
-            answer = await stage.client.post(
-                "/v1/completions", json={"prompt": "x"}, headers=CLIENT
-            )
-            assert answer.status_code == status
-        await until(lambda: len(memory.named("text_completion")) == 2)
-        broken, refused = memory.named("text_completion")
-        assert [failed(broken), failed(refused)] == [True, False]
-        assert broken.attributes["error.type"] == "502"
-        assert refused.attributes["error.type"] == "400"
-
-    run(scene)
+    for say, status in (500, 502), (400, 400):
+        stage.decode[0].say = refusing(say)
+        answer = await stage.client.post("/v1/completions", json={"prompt": "x"}, headers=CLIENT)
+        assert answer.status_code == status
+    await until(lambda: len(memory.named("text_completion")) == 2)
+    broken, refused = memory.named("text_completion")
+    assert [failed(broken), failed(refused)] == [True, False]
+    assert broken.attributes["error.type"] == "502"
+    assert refused.attributes["error.type"] == "400"
 
 
 @pytest.mark.slow
@@ -228,7 +226,7 @@ def test_a_proxy_that_writes_no_spans_passes_its_clients_context_on(
     sent: dict[str, str], seen: dict[str, str]
 ) -> None:
     async def scene(stage: Stage) -> None:
-        assert stage.proxy._tracing is None
+        assert not stage.proxy._tracing.writes
         await stage.client.post("/v1/completions", json={"prompt": "x"}, headers=sent)
         for engine in (*stage.prefill, *stage.decode):
             (head,) = engine.heads
@@ -284,11 +282,8 @@ class Node:
         self.listeners.append(listener)
 
 
-def test_spans_of_a_worker_end_with_its_requests_whatever_comes_in_between(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_spans_of_a_worker_end_with_its_requests_whatever_comes_in_between() -> None:
     memory, node = Memory(), Node()
-    monkeypatch.setattr(traces, "make_tracing", lambda role, name: memory.tracing)
     facts: dict[str, Any] = {
         name: None if name == "error" else 1 for name in traces._SHOWN
     } | {"side": "prefill", "error": None, "outcome": "sent", "room": 2**64 - 1, "promised_s": 0.1,
@@ -296,7 +291,7 @@ def test_spans_of_a_worker_end_with_its_requests_whatever_comes_in_between(
 
     async def scene() -> None:
         loop = asyncio.get_running_loop()
-        spans = traces.make_node_spans("prefill", "p")
+        spans = NodeSpans(memory.tracing, "prefill")
         spans.follow(node, loop)
         (ended,) = node.listeners
         with spans.begin(Headers(CLIENT), "here") as first:
@@ -340,16 +335,14 @@ def test_spans_of_a_worker_end_with_its_requests_whatever_comes_in_between(
 def test_attributes_have_the_names_of_the_conventions() -> None:
     memory = Memory()
     known = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
-    span = memory.tracing.start("x", memory.tracing.extract(Headers(CLIENT)))
-    trace = traces._SpanTrace(memory.tracing, span)
+    trace = memory.tracing.start("x", memory.tracing.extract(Headers(CLIENT)))
     # A seed of 64 bits is OpenAI's right, and more than a span may carry.
-    ask = Ask("r", [1], "", "", 5, 2, SamplingParams(0.5, 3, 0.9, seed=2**63))
+    ask = Ask("r", [1], "", Sampling(0.5, 3, 0.9, seed=2**63), 5, 2)
     trace.describe_ask(ask, "m", chat=True, streamed=True)
-    trace.describe_answer(Usage(3, 2, 1), ["stop"], 0.25)
-    trace.describe_answer(Usage(4, 2, 1), ["length"], None)
+    trace.describe_answer(Usage(7, 4, 2), ["stop", "length"], 0.25)
     trace.describe_body("/v1/completions", {"model": "m", "max_tokens": True, "n": 3})
     trace.fail("http://me:secret@host/v1 said \udcff")
-    span.end()
+    trace.end()
     (written,) = memory.spans
     names = {name for name in written.attributes if name.startswith("gen_ai.")}
     assert len(names) > 10
@@ -415,8 +408,8 @@ def test_the_resource_is_what_the_environment_says_and_else_ours(
 
     def about() -> dict[str, Any]:
         tracing = make_tracing("decode", "decode-0")
-        assert tracing is not None
         asyncio.run(tracing.close())
+        assert tracing._provider is not None
         return dict(tracing._provider.resource.attributes)
 
     ours = about()
@@ -439,7 +432,6 @@ def test_the_last_spans_are_sent_at_the_end_which_does_not_wait_for_a_collector_
             if not is_open:
                 collector.open.clear()
             tracing = make_tracing("front")
-            assert tracing is not None
             tracing.start(f"open {is_open}", tracing.extract(Headers({}))).end()
             monkeypatch.setattr(traces, "_CLOSE_S", PATIENCE_S if is_open else 0.2)
             asyncio.run(asyncio.wait_for(tracing.close(), PATIENCE_S))
@@ -489,22 +481,24 @@ def python(program: str, **environ: str) -> subprocess.CompletedProcess[str]:
 SERVERS = "['proxy', '--prefill', 'http://127.0.0.1:1=a', '--decode', 'http://127.0.0.1:2=b']"
 
 
-def test_nothing_of_opentelemetry_is_imported_unless_it_is_asked_for() -> None:
+def test_opentelemetry_sdk_is_not_imported_unless_it_is_asked_for() -> None:
     program = (
         "import sys; from prefixkv.serving import front, proxy, worker; "
-        "from prefixkv.serving.tracing import make_tracing, make_node_spans; "
-        "print(make_tracing('front'), type(make_node_spans('decode', 'd')).__name__); "
-        "print([name for name in sys.modules if name.startswith('opentelemetry')])"
+        "from prefixkv.serving.tracing import make_tracing; "
+        "print(make_tracing('front').writes); "
+        "print([name for name in sys.modules if name.startswith('opentelemetry.') "
+        "and name.split('.')[1] in ('sdk', 'exporter', 'propagate')])"
     )
-    ran = python(program)
-    assert ran.stdout == "None NodeSpans\n[]\n", ran.stderr
+    # A variable of the SDK that no list of propagators knows is not read either.
+    ran = python(program, OTEL_PROPAGATORS="b4")
+    assert ran.stdout == "False\n[]\n", ran.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("missing", "propagators", "why"),
     [
-        ("opentelemetry", "", "pip install 'prefixkv[otel]'"),
+        ("opentelemetry.sdk", "", "pip install 'prefixkv[otel]'"),
         ("opentelemetry.exporter.otlp.proto.http", "", "pip install 'prefixkv[otel]'"),
         ("none", "b4", "Propagator b4 not found"),
     ],

@@ -15,13 +15,14 @@ from prefixkv.serving.http import Stream
 from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import Ask, TokenEvent
 from prefixkv.serving.worker import DecodeWorker, _OpenRequest
+from tests.support.scenes import in_loop
 
 Source = tuple[AsyncGenerator[bytes, None], Callable[[], None]]
 """What is streamed, and what has more of it come."""
 
 
 def answer() -> Source:
-    one = _OpenRequest(Ask("r", [1], "", "", 2000))
+    one = _OpenRequest(Ask("r", [1], "", max_new_tokens=2000))
     return DecodeWorker._lines(None, one), lambda: one.queue_output(TokenEvent(token=1))  # type: ignore[arg-type]
 
 
@@ -75,12 +76,10 @@ def test_a_client_that_leaves_as_something_comes_is_noticed(make: Callable[[], S
     assert all(found.values()), found
 
 
-def test_a_wait_ends_in_time_and_when_it_is_set() -> None:
-    async def both() -> None:
-        event = asyncio.Event()
-        await wait_set(event, 0.01)
-        assert not event.is_set()
-        event.set()
-        await asyncio.wait_for(wait_set(event, 1e6), 60)
-
-    asyncio.run(both())
+@in_loop
+async def test_a_wait_ends_in_time_and_when_it_is_set() -> None:
+    event = asyncio.Event()
+    await wait_set(event, 0.01)
+    assert not event.is_set()
+    event.set()
+    await asyncio.wait_for(wait_set(event, 1e6), 60)

@@ -76,7 +76,7 @@ class Thread(ControlThread[Any, Any]):
     def __init__(
         self,
         name: str,
-        transport: Any,
+        transports: Any,
         control: Any,
         channel: Any,
         copies: Any,
@@ -86,8 +86,8 @@ class Thread(ControlThread[Any, Any]):
         self.inbox, self.events = Inbox(), Inbox()
         self.num_errors = self.num_log_errors = 0
         self._closed, self._copies, self._prover = False, None, None
-        self.transport = transport(self.inbox.put)
-        self.control = control(self.transport.metadata)
+        self.transports = transports(self.inbox.put)
+        self.control = control(self.transports.offers)
         self.channel = channel(self.inbox.fd)
         self.world.threads.append(self)
 

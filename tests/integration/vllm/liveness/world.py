@@ -24,7 +24,6 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.testing.fabric import FakeFabric
 from tests.integration.vllm.liveness.case import Case
 from tests.integration.vllm.liveness.process import (
     Bell,
@@ -36,6 +35,7 @@ from tests.integration.vllm.liveness.process import (
 )
 from tests.integration.vllm.liveness.server import OFFER_GRACE_S, OFFER_TIMEOUT_S, Server
 from tests.laws.liveness.arrivals import BLOCK, LivenessError
+from tests.support.fabric import FakeFabric
 
 QUIET_ROUNDS = 12  # an engine that works ahead hears of an order some steps later
 RETRANSMIT_S = 2.0  # what a repeated frame may take; less than any other timer here
@@ -97,10 +97,8 @@ class World:
     def wire(self, source: Any, to: Any) -> deque[bytes]:
         return self._wires.setdefault((source, to), deque())
 
-    def transport(
-        self, me: PeerId, layout: Any, sink: Any, config: Any, staging: Any, state: Any
-    ) -> Any:
-        return self.fabric.transport(me, layout, sink, config, staging, state)
+    def transport(self, me: PeerId, memory: Any, sink: Any, config: Any) -> Any:
+        return self.fabric.transport(me, memory, sink, config)
 
     def draw(self) -> int:
         self._tickets += 1

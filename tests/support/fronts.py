@@ -1,0 +1,61 @@
+"""A front, over real sockets, before a worker that says yes to all it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from prefixkv.serving.config import Limits, ListenSettings
+from prefixkv.serving.fleet import Fleet
+from prefixkv.serving.front import Front
+from prefixkv.serving.http import HttpServer, make_app
+from prefixkv.serving.text import Texts
+from prefixkv.serving.wire import WorkerInfo
+
+
+@asynccontextmanager
+async def fronted(
+    texts: Texts, *, context: int = 4096, **more: Any
+) -> AsyncGenerator[tuple[Front, list[Any]]]:
+    """The front of a model of 516 tokens, and what its worker is asked."""
+    asked: list[Any] = []
+
+    async def generate(request: Request) -> Response:
+        asked.append(json.loads(await request.body()))
+        return Response(b'{"finish":"stop","text":"yes","token":1}\n')
+
+    async def events(request: Request) -> Response:
+        async def signs() -> AsyncGenerator[bytes, None]:
+            while True:
+                yield bytes(4)
+                await asyncio.sleep(0.5)
+
+        return StreamingResponse(signs())
+
+    routes = [Route("/generate", generate, methods=["POST"]), Route("/events", events)]
+    worker = HttpServer(make_app(routes), "127.0.0.1", 0, Limits())
+    await worker.start()
+    fleet = Fleet()
+    for role in ("prefill", "decode"):
+        fleet.add(
+            WorkerInfo(
+                role=role, name=role, url=worker.url, status_url="", endpoint="tcp://127.0.0.1:1",
+                model="small", identity="small", page_size=16, num_pages=1024, context=context,
+                vocab_size=516, life=role, pid=1,
+            )
+        )  # fmt: skip
+    front = Front(fleet, texts, "small", ListenSettings(port=0, status_port=0), **more)
+    await front.server.start()
+    await front.status.start()
+    try:
+        yield front, asked
+    finally:
+        await front.stop(0)
+        await worker.stop(0)
