@@ -124,7 +124,10 @@ MUTANTS = (
     Mutant(
         "6", "prefill begins before what decode has", ("SendPlan.__init__",),
         "whole_pages(decode_prefix_len, page_size)", "0",
-        ("prefill/test_send_plan.py::",),
+        (
+            "prefill/test_prefill_scheduler.py::"
+            "test_decode_gets_each_page_it_lacks_once_from_the_pages_the_engine_computed",
+        ),
     ),
     Mutant(
         "6", "a flight of another prompt is joined", ("InFlight._common_pages",),

@@ -182,7 +182,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         ever hold; DrainingError after `drain`; and what a user's admission policy raises. Prefill
         does not hear of it: see `refuse`.
         """
-        self._check_request(request)
+        check_request(request)
         now_s = self._pump()
         # All checks come before the first change: a request that is refused leaves no trace.
         most_tokens = len(request.key) + request.max_new_tokens - 1  # the last one has no KV
