@@ -79,11 +79,6 @@ class Attempts:
         asked for from now on. Of a request that runs, or ran, that is what it has so far."""
         self.check_holds(req.rid, req.kv_len if req.resumed else req.most_kv_len, address)
 
-    def _may_have(self, req: DecodeRequest) -> bool:
-        """Return True if a worker may have this attempt at a request that was not admitted yet."""
-        is_first = req.generation == req.request.generation
-        return is_first and bool(req.prefill) and not self._sources.asks_late
-
     # --- moves ------------------------------------------------------------------------------------
 
     def retarget(self, req: DecodeRequest, prefill: str) -> None:
@@ -101,13 +96,19 @@ class Attempts:
 
     def go_alone(self, req: DecodeRequest) -> None:
         """Let a request, whose worker does not answer, wait to be computed here, if it may."""
-        if not req.is_alone and self._choice.may_take_alone(req):
-            self._move(req, is_alone=True)
-            self._counters["failovers"] += 1
+        if req.is_alone or not self._choice.may_take_alone(req):
+            return
+        # The worker may have it, and may be back before this request is done.
+        if req.state is DecodeState.QUEUED:
+            self._withdraw(req, AbortedError(f"request {req.rid!r} is computed by decode"))
+        req.is_alone = True
+        self._waiting.move(req, ALONE)
+        self._counters["failovers"] += 1
 
     def come_back(self, req: DecodeRequest) -> None:
         """Let a request that went alone wait for its worker again."""
-        self._move(req, is_alone=False)
+        req.is_alone = False
+        self._waiting.move(req, req.prefill)
 
     def _go_to(self, req: DecodeRequest, prefill: str) -> None:
         req.prefill, req.is_alone = prefill, False
@@ -116,13 +117,6 @@ class Attempts:
         if req in self._waiting:
             self._waiting.move(req, prefill)
             self.meet(prefill)
-
-    def _move(self, req: DecodeRequest, is_alone: bool) -> None:
-        # The worker may have it, and may be back before this request is done.
-        if is_alone and req.state is DecodeState.QUEUED:
-            self._withdraw(req, AbortedError(f"request {req.rid!r} is computed by decode"))
-        req.is_alone = is_alone
-        self._waiting.move(req, ALONE if is_alone else req.prefill)
 
     def _withdraw(self, req: DecodeRequest, error: Exception) -> None:
         """Refuse a waiting request where it may be. Its next attempt is another generation in any
@@ -188,7 +182,9 @@ class Attempts:
             # Before the refusal: it has to find a flight without a room.
             self._arriving.add_local(flight)
             self._workers.release(flight.room_key)
-            if not was_alone and self._may_have(req):
+            # A worker may have the first attempt, where that is not asked late.
+            is_first = req.generation == req.request.generation
+            if not was_alone and is_first and req.prefill and not self._sources.asks_late:
                 mine = AbortedError(f"request {req.rid!r} is computed by decode")
                 self._rooms.refuse(req.room_key, req.prefill, mine, req.request.digest)
             return True
