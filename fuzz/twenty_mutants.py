@@ -262,9 +262,9 @@ MUTANTS = (
         ("decode/test_host_tier.py::test_what_two_need_is_loaded_once",),
     ),
     Mutant(
-        "T5", "a request is committed before its load", ("DecodeScheduler.pop_preallocated",),
-        "self.arriving.add_load(load)",
-        "self.arriving.add_load(load), self.arriving.loaded(load.room_key)",
+        "T5", "a request is committed before its load", ("DecodePreallocQueue._load",),
+        "self._ledger.arriving.add_load(load)",
+        "self._ledger.arriving.add_load(load), self._ledger.arriving.loaded(load.room_key)",
         ("decode/test_host_tier.py::test_what_the_pool_forgets_is_loaded_again",),
     ),
     Mutant(

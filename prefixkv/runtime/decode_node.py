@@ -10,7 +10,7 @@ import time
 from contextlib import ExitStack
 
 from prefixkv.config import DecodeConfig
-from prefixkv.control.death_watch import LostPeers
+from prefixkv.control.lives import LostPeers
 from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler, HostPages
@@ -31,7 +31,7 @@ from prefixkv.ranks.leader import RankLeader
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent, check_event
 from prefixkv.runtime.decode_transfers import DecodeTransfers
-from prefixkv.runtime.host_memory import HostMemory
+from prefixkv.runtime.host_copies import HostMemory
 from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.rank_spec import (
     RankSpec,

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.control.death_watch import LostPeers, merged_lost_peers
 from prefixkv.control.effects import To
+from prefixkv.control.lives import LostPeers, merged_lost_peers
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import CallerError, ConfigError, check_laws, shown
 from prefixkv.memory.kv_pool import KVPool

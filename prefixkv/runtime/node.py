@@ -26,9 +26,9 @@ from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
+from prefixkv.runtime.logs import RequestLog
 from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.rank_spec import RankSpec, check_own_memory, rank_sizes, window_specs
-from prefixkv.runtime.request_log import RequestLog
 from prefixkv.runtime.transfers import Transfers, peer_id
 from prefixkv.settings import at_least, check_flag, check_kind, check_timeout
 from prefixkv.stats import Histogram

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from prefixkv.config import PageSettings, PrefillConfig, check_reserved
-from prefixkv.control.death_watch import LostPeers
+from prefixkv.control.lives import LostPeers
 from prefixkv.errors import CallerError, ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
