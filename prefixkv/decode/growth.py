@@ -14,7 +14,7 @@ from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CAN_RUN, CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError, RequestError, shown
 from prefixkv.pages.manager import RequestPages
-from prefixkv.pages.requests import check_page_manager
+from prefixkv.pages.requests import check_own
 from prefixkv.paging import pages_for
 
 
@@ -187,7 +187,7 @@ class BatchGrowth:
         return OutOfPagesError(needed, free, evictable, tuple(retract))
 
     def _check_in_batch(self, req: DecodeRequest) -> None:
-        check_page_manager(req, self._pages)
+        check_own(req, DecodeRequest, self._pages)
         # One that was cut short is no error of the engine's: it may have sampled before it could
         # hear of that. Any other that is gone from here is.
         if self._requests.get(req.rid) is not req and req.state not in CUT_SHORT:

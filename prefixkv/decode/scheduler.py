@@ -62,7 +62,7 @@ from prefixkv.pages.requests import (
     BrokenEvent,
     PagedScheduler,
     check_failure,
-    check_page_manager,
+    check_own,
     check_reason,
     not_done,
     still_pending,
@@ -980,9 +980,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def check_own(self, req: DecodeRequest) -> None:
         """Raise RequestError for what is no request of this scheduler, whatever its state."""
-        if not isinstance(req, DecodeRequest):
-            raise RequestError(f"req is a {type(req).__name__}, a DecodeRequest is needed")
-        check_page_manager(req, self.pages)
+        check_own(req, DecodeRequest, self.pages)
 
     def _check_runs(self, req: DecodeRequest) -> None:
         self.check_own(req)

@@ -198,8 +198,11 @@ class PagedRequest(Generic[State]):
         }
 
 
-def check_page_manager(req: PagedRequest[Any], pages: PageManager) -> None:
-    """Raise RequestError for a request of another node, which its id may not show."""
+def check_own(req: object, kind: type[PagedRequest[Any]], pages: PageManager) -> None:
+    """Raise RequestError for what is no request of this kind, or another node's, which its id may
+    not show."""
+    if not isinstance(req, kind):
+        raise RequestError(f"req is a {type(req).__name__}, a {kind.__name__} is needed")
     if req.page_manager is not pages:
         raise RequestError(f"request {req.rid!r} is another node's")
 

@@ -29,7 +29,7 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import (
     PagedScheduler,
     check_failure,
-    check_page_manager,
+    check_own,
     check_reason,
     not_done,
     reason_of,
@@ -225,7 +225,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         now_s = self._pump()
         # 1. Check everything before anything moves: an error that is found later would leave the
         # room stuck.
-        self._check_own(req)
+        check_own(req, PrefillRequest, self.pages)
         end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready)
         # 2. Failed while the engine computed: no error of the engine's. What it computed is good
         # prefix, unless it has said otherwise; but not once it has popped the failure, since its
@@ -306,7 +306,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         RequestError, with nothing changed, if `end` is none of its stops, or it is not computed.
         """
         self._pump()
-        self._check_own(req)
+        check_own(req, PrefillRequest, self.pages)
         end = whole_count("end", end)
         if req.state is PrefillState.FAILED:
             return -1
@@ -530,11 +530,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 req.popped = True
                 self._maybe_release(req, now_s)
         return reqs
-
-    def _check_own(self, req: PrefillRequest) -> None:
-        if not isinstance(req, PrefillRequest):
-            raise RequestError(f"req is a {type(req).__name__}, a PrefillRequest is needed")
-        check_page_manager(req, self.pages)
 
     def _computes_no_more(self, req: PrefillRequest) -> None:
         """Those that followed it look again."""
