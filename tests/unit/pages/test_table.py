@@ -102,25 +102,6 @@ def test_append_each_all_or_nothing(
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([0, 1, -1], "row -1 of the page table is not in use"),  # which numpy takes for the last
-        ([3, 0, 1], "row 3 of the page table is not in use"),
-        ([0, 1, 0], "a row is named twice"),  # and not side by side
-        ([2, 1, 2], "a row is named twice"),
-    ],
-)
-def test_append_each_where_all_rows_are_in_use(rows: list[int], message: str) -> None:
-    table = PageTable(3, 2)
-    for _ in range(3):
-        table.alloc_row()
-    before = snapshot(table)
-    with pytest.raises(CallerError, match=message):
-        table.append_each(rows, [3, 4, 5])
-    assert snapshot(table) == before
-
-
-@pytest.mark.parametrize(
     ("row", "start_page", "pages", "error", "message"),
     [
         (1, 0, [3], CallerError, "row 1 of the page table is not in use"),
