@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
+from prefixkv import connections
 from prefixkv.connections import Bounds, Newcomers, is_empty, set_bounds
 from tests.support.patience import PATIENCE_S, until
 
@@ -142,3 +143,14 @@ def test_connections_that_are_not_tcp_are_not_ended(stack: ExitStack, tmp_path: 
         peer.send(b"hello")
     until(lambda: len(router.heard) == len(peers), step=router.turn)
     assert not router.counters
+
+
+def test_a_quarter_of_the_descriptors_is_the_most(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (100, 100))
+    context: Any = stack.enter_context(zmq.Context())
+    with closing(context.socket(zmq.ROUTER)) as sock:
+        newcomers = Newcomers(sock, 1000, Counter())
+        assert newcomers._most == 25
+        newcomers.close()

@@ -13,11 +13,8 @@ import pytest
 from benchmarks import against
 from benchmarks.__main__ import run
 from benchmarks.against import (
-    FROZEN,
     ROOT,
-    Plan,
     Side,
-    driver_of,
     row_of,
     tree_of,
 )
@@ -73,12 +70,6 @@ def test_the_bound_is_broken_beyond_what_equal_sides_differ_by(
     row = row_of("add, P50", ours, [1.0] * 8, [ratio * one for one in again * 4])
     assert row.verdict == verdict
     assert row.as_json()["verdict"] == verdict
-
-
-def test_rounds_are_shared_by_the_starts_and_pairs_get_fewer() -> None:
-    plan = Plan(["match", "goodput"], rounds=10, starts=3)
-    assert [plan.rounds_of("match", start) for start in range(3)] == [4, 3, 3]
-    assert [plan.rounds_of("goodput", start) for start in range(3)] == [1, 1, 0]
 
 
 # --- both trees -----------------------------------------------------------------------------------
@@ -137,11 +128,6 @@ def test_every_call_is_measured_on_either_clock() -> None:
                 assert all(min(seconds) > 0 for seconds in took.values())
     finally:
         side.close()
-
-
-def test_a_commit_without_a_driver_is_run_by_the_frozen_one(tmp_path: Path) -> None:
-    assert driver_of(tmp_path) == FROZEN
-    assert driver_of(ROOT) == ROOT / "benchmarks" / "against" / "today.py"
 
 
 @pytest.mark.slow

@@ -8,37 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
 
 import psutil
 import pytest
 
-from benchmarks.pair import WorkerError
-from benchmarks.turns import passes
 from benchmarks.turns.options import StandInOptions
-from benchmarks.turns.report import Measured
 from prefixkv.errors import ConfigError
 from tests.support.patience import PATIENCE_S
-
-
-def test_both_sides_share_one_load_and_no_salt() -> None:
-    plans = []
-
-    def run_pass(plan: Any, _heard: Any) -> Measured:
-        plans.append(plan)
-        found = Measured(requests=40, duration_s=2.0 if plan.cache else 4.0)
-        found.admitted(2, 100, 40)
-        return found
-
-    rows = list(passes(run_pass))
-    assert [(p.cache, p.verify, p.rate) for p in plans] == [
-        (True, True, None), (False, True, None), (False, False, None), (True, False, None),
-        (True, False, 7.0), (False, False, 7.0),
-    ]  # fmt: skip
-    assert len({plan.salt for plan in plans}) == 6
-    assert rows[0]["hit_rate_by_turn"] == {3: 0.4}
-    with pytest.raises(WorkerError, match="no request was answered"):
-        list(passes(lambda plan, heard: Measured(requests=40, failed=40, duration_s=1.0)))
 
 
 def test_pools_too_small_and_too_large_are_refused() -> None:

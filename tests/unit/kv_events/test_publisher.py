@@ -270,6 +270,26 @@ def test_a_port_in_use_is_named_and_nothing_is_left_open(make: Make, name: str) 
     again.insert(1)
 
 
+def test_a_thread_that_cannot_be_started_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    context = zmq.Context
+
+    def note() -> Any:
+        made.append(context())
+        return made[-1]
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(zmq, "Context", note)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError, match="new thread"):
+        KVEventPublisher(KVEventsConfig(), PeerId("d", 1), "m", 4)
+    assert [one.closed for one in made] == [True]
+
+
 def test_a_name_that_makes_no_topic_is_refused() -> None:
     config = KVEventsConfig(FREE, FREE, FREE)
     for worker, model in (("a@b", "m"), ("a", "m@1")):
@@ -289,6 +309,13 @@ def test_an_address_that_others_may_reach_needs_an_isolated_network(name: str) -
 
 
 # --- those who do not read, come back, or have gone -----------------------------------------------
+
+
+def test_without_the_other_two_sockets_events_are_published_all_the_same(make: Make) -> None:
+    worker = make(Worker, replay_endpoint="", snapshot_endpoint="")
+    assert worker.publisher.replay_endpoint == worker.publisher.snapshot_endpoint == ""
+    worker.insert(1)
+    assert worker.published()
 
 
 @pytest.mark.slow

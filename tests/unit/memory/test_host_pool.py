@@ -301,6 +301,50 @@ def test_a_fork_that_outlives_its_parent_keeps_no_share(folder: Path) -> None:
         assert not [*folder.glob("share-*")]
 
 
+def test_a_fork_changes_nothing_of_its_parents_shares(folder: Path) -> None:
+    share, others = entered(77), folder / "theirs"
+
+    def in_child() -> None:
+        # It may get the number of what it has inherited.
+        files = [others.open("w+b") for _ in range(8)]
+        share.keep(5)
+        share.close()
+        share.close()
+        assert all(not os.fstat(one.fileno()).st_size for one in files)
+        mine = entered(3)
+        mine.close()
+
+    with forked(in_child), host_shares.locked() as shares:
+        assert shares.num_bytes == 77
+    share.close()
+    assert not [*folder.glob("share-*")]
+
+
+def test_a_share_that_is_closed_as_its_pages_are_touched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread closes the pool: what it says meanwhile goes to no other file."""
+    share = entered(77)
+    closing = threading.Thread(target=share.close)
+    pwrite = os.pwrite
+
+    def slow(fd: int, data: bytes, offset: int) -> int:
+        closing.start()
+        closing.join(0.2)
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    share.keep(5)
+    closing.join(WAIT_S)
+    assert not [*folder.glob("share-*")]
+    share.keep(6)
+
+
+def entered(num_bytes: int) -> host_shares.HostShare:
+    with host_shares.locked() as shares:
+        return shares.enter(num_bytes)
+
+
 def test_a_folder_of_another_user_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,6 +213,16 @@ def test_the_name_of_a_format_fits_into_a_handshake() -> None:
         changed(opaque="\u00e9" * 129).validate()
 
 
+def test_k_and_v_in_one_slab_are_opaque() -> None:
+    with pytest.raises(ConfigError, match='attention is "fused", which only opaque pages are'):
+        changed(attention="fused", num_layers=4).validate()
+
+
+def test_a_slab_across_two_adjacent_regions() -> None:
+    with pytest.raises(ConfigError, match=r"slab 0 is .* not inside one region"):
+        changed(regions=((0x10000, 0x100), (0x10100, 0x900), (0x20000, 0xA00))).validate()
+
+
 @given(data=st.data())
 def test_every_nesting_of_the_dimensions_is_accepted(data: st.DataObject) -> None:
     """One dense tensor whose dimensions page, token, head, layer, kv come in any order, with

@@ -136,6 +136,49 @@ def test_the_tree_is_given_no_page_that_is_not_the_request_s_own(
     assert pages.num_locked == 0
 
 
+@pytest.mark.parametrize("being_read", [False, True])
+def test_duplicates_are_repointed_and_freed_when_nothing_reads_them(being_read: bool) -> None:
+    manager = PageManager(12, PAGE_SIZE, 4)
+    (first, first_key), (second, second_key) = (
+        opened(manager, [1, 2, 3, 4]),
+        opened(manager, [1, 2, 3, 4, 5, 6]),
+    )
+    own = manager.pages(second).tolist()
+    manager.cache_unfinished(first, first_key, 0.0)
+    manager.cache_unfinished(second, second_key, 0.0, being_read=being_read)
+    assert manager.pages(second).tolist() == manager.pages(first).tolist() + own[2:]
+    assert (second.num_locked, second.num_own) == (3, 0)
+    kept = [manager.allocator.state(page) for page in own]
+    assert kept == [PageState.OWNED if being_read else PageState.FREE] * 2 + [PageState.CACHED]
+    manager.drop(second)
+    assert [manager.allocator.state(page) for page in own] == [PageState.FREE] * 2 + [
+        PageState.CACHED
+    ]
+
+
+def test_a_lock_of_its_own_deeper_prefix_replaces_the_one_before() -> None:
+    manager = PageManager(8, PAGE_SIZE, 4)
+    pages, key = opened(manager, [1, 2, 3, 4], num_pages=4)
+    manager.cache_unfinished(pages, key, 0.0)
+    key.extend([5, 6, 7])
+    manager.cache_unfinished(pages, key, 0.0)
+    assert (manager.cache.stats().num_locks, manager.cache.protected_pages, pages.num_own) == (
+        1,
+        3,
+        1,
+    )
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2, 3]])
+def test_nothing_new_to_cache_changes_nothing(tokens: list[int]) -> None:
+    manager = PageManager(8, PAGE_SIZE, 4)
+    opened_pages, key = opened(manager, tokens)
+    manager.cache_unfinished(opened_pages, key, 0.0)
+    lock, version, before = opened_pages.lock, manager.version, states(manager)
+    manager.cache_unfinished(opened_pages, key, 0.0)
+    assert (opened_pages.lock, manager.version, states(manager)) == (lock, version, before)
+
+
 def test_a_request_that_joins_is_one_visitor_of_all_that_it_found() -> None:
     """Policies count who used a page: the pages cached before, those that were on their way, and
     its own."""

@@ -101,6 +101,15 @@ def test_append_each_all_or_nothing(
     assert snapshot(table) == before
 
 
+@pytest.mark.parametrize("rows", [[0, 1, 0], [2, 1, 2]])
+def test_a_row_is_named_twice_though_not_side_by_side(rows: list[int]) -> None:
+    table = PageTable(3, 2)
+    for _ in range(3):
+        table.alloc_row()
+    with pytest.raises(CallerError, match="a row is named twice"):
+        table.check_growth(rows)
+
+
 @pytest.mark.parametrize(
     ("row", "start_page", "pages", "error", "message"),
     [

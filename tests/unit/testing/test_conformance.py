@@ -337,6 +337,11 @@ class HasAConfigOfItsOwn(ToyPrefill):
         super().__init__(replace(settings, prefill=own))
 
 
+class HasAnotherPool(ToyPrefill):
+    def __init__(self, settings: Any) -> None:
+        super().__init__(replace(settings, prefill_pages=settings.prefill_pages + 1))
+
+
 class TakesAuxOfAResumedOne(ToyDecode):
     def step(self) -> bool:
         self.known = set(self.batch)
@@ -416,6 +421,11 @@ class StopsInTheMiddle(ToyPrefill):
             super().compute(req)
 
 
+class NeverComputes(ToyDecode):
+    def compute(self, req: Any) -> None:
+        pass
+
+
 class NeverTakesPrompts(ToyDecode):
     def step(self) -> bool:
         pop, self.node.pop_local = self.node.pop_local, list  # type: ignore[method-assign]
@@ -492,6 +502,7 @@ MUTANTS = [
     Mutant(SetsNoDeadline, TINY, "order", "prefill was given no deadline_s"),
     Mutant(NeverEndsAnAnswer, "one prompt", "law 7", "engine never ended its answer", True),
     Mutant(HasAConfigOfItsOwn, "one prompt", "calls", "prefill's node has follow_s=0.5, the"),
+    Mutant(HasAnotherPool, "one prompt", "calls", "prefill's pool has 65 pages besides"),
     Mutant(TakesAuxOfAResumedOne, TINY, "law 8", "the model says"),
     Mutant(ForgetsTheNamespace, "namespaces", "order", "decode was given another namespace"),
     Mutant(ForgetsTheNamespace, "namespaces", "cache", "first request of a namespace"),
@@ -504,6 +515,7 @@ MUTANTS = [
     Mutant(WritesAgainWhatItHasSent, "one prompt", "law 5", "after it was handed over"),
     Mutant(NeverPopsFailures, "aborts on prefill", "calls", "never calls pop_failed", True),
     Mutant(StopsInTheMiddle, "one prompt", "law 7", "was handed out to be computed", True),
+    Mutant(NeverComputes, ALONE, "law 7", "came out of pop_local, 0 of its", True),
     Mutant(NeverTakesPrompts, ALONE, "calls", "decode's engine never calls pop_local", True),
     Mutant(GivesUpWithPrefill, ALONE, "law 7", "it failed: AbortedError"),
     Mutant(SaysThatNoChatGoesOn, "host memory", "cache", "nothing of what was finished was copied"),
@@ -563,6 +575,16 @@ def test_an_engine_need_not_do_everything() -> None:
     assert report.passed == ["one prompt, seed 0"]
     assert report.skipped == {"several tokens per step, seed 0": "one token per step"}
     assert "not run: several tokens per step, seed 0: one token per step" in str(report)
+
+
+def test_an_engine_that_raises_at_its_end_is_found() -> None:
+    class Sides(ToySides):
+        def close(self) -> None:
+            super().close()
+            raise OSError("a socket")
+
+    report = conformance.run(Sides, only=["one prompt"], **LOCAL)
+    assert [found.what for found in report.findings] == ["close raised OSError: a socket"]
 
 
 def test_the_command_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:

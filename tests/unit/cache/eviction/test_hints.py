@@ -57,6 +57,16 @@ def test_a_promise_that_was_broken_is_the_end_of_a_session(policy):
 
 
 @each_policy
+def test_the_next_use_makes_a_hint_void(policy):
+    cache, results = make(policy, 2)
+    cache.hint(results[0], continues=False)
+    with cache.lock(cache.match_prefix([0] * 4), now_s=2.0):
+        pass
+    cache.hint(results[1], continues=False)
+    assert cache.evict(1, 3.0).tolist() == [13]
+
+
+@each_policy
 def test_a_hint_reaches_a_leaf_that_is_held_or_in_a_large_batch(policy):
     cache, results = make(policy, 200)
     with cache.lock(results[7], now_s=200.0) as lock:
@@ -121,6 +131,16 @@ def test_a_return_from_what_was_evicted_is_counted():
         cache.hint(cache.insert(tokens, range(turn), now_s=10.0 * turn), False)
         cache.evict(turn, 10.0 * turn + 1.0)
     assert not cache._hints.believed
+
+
+def test_a_reset_forgets_what_was_said():
+    cache, results = make("lru", 2)
+    cache.hint(results[1], continues=False)
+    cache.reset()
+    cache.tick = 0  # uses are counted anew, so that ticks are the same
+    for at in range(2):
+        cache.insert([at] * 4, range(10 * at, 10 * at + 4), now_s=5.0)
+    assert cache.evict(1, 6.0).tolist() == [3]
 
 
 def test_the_oldest_hints_are_forgotten(monkeypatch):

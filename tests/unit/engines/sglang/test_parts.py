@@ -266,6 +266,22 @@ def test_when_what_was_to_bring_it_fails_the_next_one_does() -> None:
     assert queue.held("third") == []  # nobody brings it
 
 
+def test_a_small_part_is_not_waited_for() -> None:
+    """Of pages that are not in the tree; half of them is enough."""
+    queue = Queue()
+    queue.add("known", "st")
+    queue.coming.append(queue.requests["known"])
+    queue.come("known")
+    queue.add("first", "stabcd")
+    queue.add("less", "stabcdwxyz12345")
+    queue.add("half", "stabcdwxyz")
+    queue.add("one page", "stauvw")
+    queue.add("shorter", "stab")
+    queue.add("cached", "st")
+    queue.admit("first")
+    assert queue.held("less", "half", "one page", "shorter", "cached") == ["half", "shorter"]
+
+
 def test_prompts_that_begin_alike_are_told_apart() -> None:
     """Two that go on differently behind the same page lead, each those that go on as it does."""
     queue = Queue()

@@ -452,3 +452,20 @@ def test_what_decode_says_of_a_second_takes_nothing_from_the_first(
     if prompt == "second":
         assert servers.begin(1, 3, "second").error == "decode: twice"
     assert not servers.sends._withdrawn
+
+
+def test_a_room_that_the_first_has_done_with_is_the_seconds(servers: Servers) -> None:
+    """Decode has not: it refused the second, and says that the first was announced long ago."""
+    send = servers.begin(1, 3)
+    servers.sends.withdraw(1, "decode-0", digest("prompt"), "twice", sends_module.ANNOUNCED)
+    assert send.error == "decode: twice"
+    assert len(servers.sends) == 0
+
+
+def test_a_use_that_decode_ended_while_prefill_was_at_the_one_before(servers: Servers) -> None:
+    send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
+    servers.announce(1)
+    finish(servers, send, receive, [1, 2, 3])
+    servers.sends.withdraw(1, "decode-0", digest("second"), "no room")
+    servers.until(lambda: send.poll is KVPoll.SUCCESS)
+    assert servers.begin(1, 3, "second").error == "decode: no room"

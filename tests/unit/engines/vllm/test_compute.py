@@ -108,6 +108,17 @@ def test_what_is_due_counts_from_the_admission_until_it_is_computed() -> None:
     steps.compute.check_invariants()
 
 
+def test_a_preempted_prompt_is_due_again() -> None:
+    steps = Steps()
+    steps.compute.admitted("a", 900, 900)
+    steps.begin(a=(0, 900))
+    assert steps.is_here(1000)
+    steps.compute.admitted("a", 900, 0)  # as it comes back
+    steps.begin(a=(0, 200))
+    assert steps.is_here(300)
+    assert not steps.is_here(301)
+
+
 @pytest.mark.parametrize(("seconds", "is_here"), [(0.2, False), (8.0, True)])
 def test_the_way_that_is_sooner_is_taken(seconds: float, is_here: bool) -> None:
     """500 tokens of decode take a second."""

@@ -254,6 +254,33 @@ def test_nan_in_the_first_step_ends_what_the_second_completes(
     assert ("1" in run.side.sends.sends) == (params is PROMISED)  # until the workers say "freed"
 
 
+@pytest.mark.parametrize("params", [PROMISED, DRAWN])
+def test_weights_that_move_meanwhile_leave_nothing_to_send(
+    engine: Engine, params: dict[str, Any]
+) -> None:
+    run = Overlapping(engine, params)
+    first, second = run.both()
+    run.side.move_weights("2")
+    run.next()
+    run.side.take_logits(first, {"1": 0})
+    run.side.take_logits(second, {"1": 0})
+    assert run.next().before is None
+    assert ("1" in run.side.sends.sends) == (params is PROMISED)
+
+
+def test_an_offer_whose_blocks_are_needed_meanwhile_is_dropped(engine: Engine) -> None:
+    run = Overlapping(engine, DRAWN)
+    _, second = run.both()
+    orders = StepOrders()
+    run.side.sends.make_room(1, 0.0, orders)
+    run.side.take_logits(second, {"1": 0})
+    assert run.next().before is None
+    assert not run.side.sends.sends
+    counts = run.side.take_counts()
+    assert (counts["offers_withdrawn"], counts["sends_over"]) == (1, 1)
+    assert "offers_failed" not in counts
+
+
 @pytest.mark.parametrize("nans", [(0, 0), (0, 3), (3, 0)])
 def test_a_request_that_has_ended_is_found_by_its_hashes_when_its_steps_have_come(
     engine: Engine, nans: tuple[int, int]

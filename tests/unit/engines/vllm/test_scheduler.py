@@ -28,6 +28,20 @@ def load(rid: str, room: int, tokens: list[int] = PROMPT) -> Request:
     return Request(rid, tokens, params)
 
 
+def test_hashes_may_be_of_parts_of_blocks() -> None:
+    """vLLM may hash finer than its blocks: a block is known by the hash at its end."""
+    made = side(hash_size=BLOCK // 2)
+    first, second = load("1", 1), load("2", 2)
+    for request in (first, second):
+        request.block_hashes = [hash(tuple(PROMPT[:end])) for end in range(2, 31, 2)]
+        made.on_new_request(request)
+    made.allocated(first, range(8), 30)
+    assert len(made.flights) == 7
+    assert made.count_loadable(second, 0) == (None, False)
+    second.block_hashes[3] = 0  # the second block differs
+    assert made.count_loadable(second, BLOCK) == (26, True)
+
+
 @pytest.mark.parametrize("missing", [1, 2, 6])
 @pytest.mark.parametrize("hash_size", [BLOCK, BLOCK // 2])
 def test_the_last_blocks_may_have_no_hash(missing: int, hash_size: int) -> None:
