@@ -144,8 +144,9 @@ class World:
         return self.decode.stats(), self.prefill.stats()
 
     def run(self) -> None:
-        """Until all answers have ended."""
-        self.until(lambda: all(answer.done for answer in self.answers))
+        """Until all answers have ended: the patience is for each of them."""
+        for answer in self.answers:
+            self.until(lambda answer=answer: answer.done)
 
     def run_without_prefill(self) -> None:
         """Until all answers have ended; each job is given up."""

@@ -4,7 +4,6 @@ retracted meanwhile."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection
 from typing import Any
 
@@ -47,45 +46,6 @@ def _written(world: World) -> None:
     host = world.decode.node.host
     assert host is not None
     world.until(lambda: not host.has_due and not len(host))
-
-
-@pytest.mark.parametrize("below", [_slow(None), 64, _slow(10_000)])
-def test_conversations_come_back_from_host_memory(
-    model: PagedModel, reference: Reference, below: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Never what a load takes: prefill, whose model is tiny, may be quicker than threads that wait
-    # for a processor.
-    monkeypatch.setattr(HostTier, "load_s", lambda *_: 0.0)
-    draw, chance = np.random.default_rng(1), random.Random(below)
-    with _world(model, below, pages=24) as world:
-        talks = [draw.integers(0, 256, 90 + i).tolist() for i in range(CHATS)]
-        found = {0: 0, 1: 0, 2: 0}
-        for turn in found:
-            # A few at once, in another order each time.
-            order = chance.sample(range(CHATS), CHATS)
-            for some in (order[at : at + 2] for at in range(0, CHATS, 2)):
-                answers = {}
-                for i in some:
-                    answers[i] = world.ask(
-                        f"{i}.{turn}", talks[i], max_new_tokens=6,
-                        sampling=Sampling(ignore_end=True),
-                    )  # fmt: skip
-                world.run()
-                for i, answer in answers.items():
-                    found[turn] += answer.ends[0].host_tokens
-                    talks[i] = [*talks[i], *answer.tokens[0], *draw.integers(0, 256, 30).tolist()]
-                _written(world)
-            world.decode.audit()
-        stats = world.decode.stats()
-        # Of each later turn the whole pages of the one before are there, most in host memory.
-        _right(world, reference)
-        assert found[0] == 0
-        assert found[1] > 0.8 * 80 * CHATS
-        assert found[2] > 0.8 * 112 * CHATS
-        assert stats["evicted_pages"] > 100
-        assert stats["host_hit_tokens"] == sum(found.values())
-        assert (stats["computed_requests"] > 0) == (below is not None)
-        world.at_rest()
 
 
 @pytest.mark.parametrize("below", [_slow(None), 96])

@@ -13,7 +13,7 @@ import pytest
 
 from prefixkv.cache.eviction.policy import policy_names
 from prefixkv.cli.main import run_command
-from prefixkv.cli.replay import Trace, make_trace, replay_curves, replay_policy
+from prefixkv.cli.replay import Trace, make_trace, replay_curves
 from prefixkv.cli.replay.hosts import host_sizes
 from prefixkv.errors import ConfigError
 
@@ -48,26 +48,6 @@ def bare(result: Any) -> Any:
 
 
 # --- what is found and copied ---------------------------------------------------------------------
-
-
-def test_what_still_runs_at_the_end_of_the_trace_is_written_once() -> None:
-    """Two requests with one prompt run at a time: the second to end finds it in the host."""
-    trace = trace_of([1, 2], [1, 2], [7], [8, 9])
-    for running in (1, 2, 9):
-        found = replay_policy(trace, "lru", 9, hosts=[9], running=running)
-        assert found.hit_tokens == 2 * 512
-        assert (found.host[0].loads, found.host[0].written_blocks) == (0, 5), running
-
-
-def test_what_runs_cannot_be_evicted_and_ends_early_where_the_next_would_not_fit() -> None:
-    """Three blocks. With two at a time 1 and 2 stay while 7 runs; for 8 and 9 the first has to
-    end, and for 1 and 2 again both. The last prompt fits only where nothing counts."""
-    trace = trace_of([1, 2], [7], [8, 9], [1, 2], [1], [1, 2, 3, 4])
-    for running, hits, held in ((0, 3, 0), (1, 1, 8 / 5), (2, 1, 12 / 5)):
-        found = replay_policy(trace, "lru", 3, running=running)
-        assert found.hit_tokens == hits * 512, running
-        assert found.running_blocks == held
-        assert found.too_long == (running > 0)
 
 
 def plain(trace: Trace, capacity: int, host: int) -> list[tuple[int, int, int]]:

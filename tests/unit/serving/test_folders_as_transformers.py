@@ -147,9 +147,16 @@ histories = st.tuples(
 ).map(lambda parts: [*parts[0], *parts[1], *parts[2]])
 
 
-@given(files=folders(), text=texts, history=histories, tools=st.booleans())
+variables = st.sampled_from([
+    {}, {"tools": [TOOL]}, {"tools": [], "documents": [{"title": "T", "text": "ü"}]},
+    {"chat_template_kwargs": {"add_generation_prompt": False, "bos_token": "<mine>"}},
+    {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "high"},
+])  # fmt: skip
+
+
+@given(files=folders(), text=texts, history=histories, more=variables)
 def test_a_text_and_a_chat_have_the_tokens_of_transformers(
-    files: dict[str, str], text: str, history: list[dict[str, Any]], tools: bool
+    files: dict[str, str], text: str, history: list[dict[str, Any]], more: dict[str, Any]
 ) -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = str(written(files, made))
@@ -158,12 +165,12 @@ def test_a_text_and_a_chat_have_the_tokens_of_transformers(
     assert ours.plain(text) == theirs(text)["input_ids"]
     tokens = ours.plain(text, most=10**6)
     assert answers.decode(tokens) == theirs.decode(tokens, skip_special_tokens=True)
-    more = {"tools": [TOOL]} if tools else {}
     body = {"model": "m", "messages": history, **more}
     asked = parse(json.dumps(body).encode(), ChatRequest)
     try:
+        options = {"add_generation_prompt": True, **asked.variables}
         chat = theirs.apply_chat_template(
-            asked.messages, add_generation_prompt=True, tokenize=True, return_dict=False, **more
+            asked.messages, tokenize=True, return_dict=False, **options
         )
     except Exception:
         # Where arguments are wanted as a text, and else refused.

@@ -17,26 +17,7 @@ from prefixkv.serving.openai import ChatRequest, parse
 from prefixkv.serving.text import TextError, Texts, load_texts
 from tests.support.chat_templates import KINDS
 
-CHATS: list[list[dict[str, Any]]] = [
-    [{"role": "user", "content": "Grüß Gott <b> & 'x', 世界 "}],
-    [
-        {"role": "system", "content": " Be brief.\n"},
-        {"role": "user", "content": "Weather?"},
-        {
-            "role": "assistant", "content": "", "reasoning": "I ask.\n",
-            "tool_calls": [
-                {
-                    "id": "c1", "type": "function",
-                    "function": {"name": "weather", "arguments": {"at": "Köln", "n": [1, None]}},
-                }
-            ],
-        },
-        {"role": "tool", "tool_call_id": "c1", "content": '{"t": 20}', "name": None},
-    ],
-    [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
-    [{"role": "user", "content": [{"type": "text", "text": "in parts"}]}],
-    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": "hm"}],
-]  # fmt: skip
+CHAT = [{"role": "user", "content": "Grüß Gott <b> & 'x', 世界 "}]
 TOOL = {
     "type": "function",
     "function": {
@@ -44,13 +25,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
     },
 }  # fmt: skip
-VARIABLES: list[dict[str, Any]] = [
-    {},
-    {"tools": [TOOL], "documents": [{"title": "T", "text": "ü"}, {"title": "U"}]},
-    {"tools": [], "add_generation_prompt": False, "bos_token": "<mine>"},
-    {"enable_thinking": False, "reasoning_effort": "high", "nested": {"a": [{"b": None}]}},
-    {"args": 2, "context": 3, "date_string": "today", "raise_exception": 4},
-]
 
 
 def folder_of(path: Path, template: Any, **config: Any) -> Path:
@@ -76,16 +50,6 @@ def compare(texts: Texts, theirs: Any, chat: Any, variables: dict[str, Any]) -> 
         return False
     assert texts.chat(chat, variables=variables) == theirs.encode(text, add_special_tokens=False)
     return True
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_both_render_the_same_or_refuse(kind: str, tmp_path: Path) -> None:
-    texts = load_texts(str(folder_of(tmp_path, KINDS[kind])))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    rendered = [
-        compare(texts, theirs, chat, variables) for chat in CHATS for variables in VARIABLES
-    ]
-    assert sum(rendered) >= 10, "equal refusals alone would prove little"
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":  1}'}}
@@ -164,13 +128,13 @@ def test_templates_have_names_and_files(tmp_path: Path) -> None:
         texts = load_texts(str(tmp_path))
         theirs = AutoTokenizer.from_pretrained(tmp_path)
         for variables in ({}, {"tools": [TOOL]}, {"tools": []}, {"chat_template": "tool_use"}):
-            assert compare(texts, theirs, CHATS[0], variables)
+            assert compare(texts, theirs, CHAT, variables)
     with pytest.raises(
         TextError, match=r"no chat template '\{\{ 1 \}\}', it has default, rag, tool_us"
     ):
-        texts.chat(CHATS[0], variables={"chat_template": "{{ 1 }}"})
+        texts.chat(CHAT, variables={"chat_template": "{{ 1 }}"})
     with pytest.raises(TextError, match="no chat template 'default', it has rag"):
-        Texts(small_tokenizer(), {"rag": "x"}).chat(CHATS[0])
+        Texts(small_tokenizer(), {"rag": "x"}).chat(CHAT)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +150,7 @@ def test_templates_have_names_and_files(tmp_path: Path) -> None:
 )
 def test_a_template_that_fails_says_which_line(template: str, what: str) -> None:
     with pytest.raises(TextError, match=what):
-        Texts(small_tokenizer(), template).chat(CHATS[0])
+        Texts(small_tokenizer(), template).chat(CHAT)
 
 
 def test_a_template_that_is_not_read_says_which_line() -> None:
@@ -201,10 +165,10 @@ def test_what_is_no_variable_is_refused() -> None:
     texts = Texts(small_tokenizer(), "{{ messages[0].content }}")
     for variables in ({"messages": []}, {"continue_final_message": True}, {"tokenize": False}):
         with pytest.raises(TextError, match=f"{next(iter(variables))} is no variable"):
-            texts.chat(CHATS[0], variables=variables)
+            texts.chat(CHAT, variables=variables)
     for variables in ({"tools": ["x"]}, {"tools": {}}, {"documents": "x"}, {"documents": [1]}):
         with pytest.raises(TextError, match=f"{next(iter(variables))} is no list of objects"):
-            texts.chat(CHATS[0], variables=variables)
+            texts.chat(CHAT, variables=variables)
 
 
 def test_rendering_changes_nothing_that_was_given() -> None:
