@@ -153,8 +153,8 @@ class OurSide(NamedTuple):
 
     digest: ModelDigest
     topology: Topology
-    rank: int
-    slot_bytes: int
+    rank: int = 0
+    slot_bytes: int = 0
     life: ProcessLife | None = None
     backend: Backend = "nixl"
     option_names: Mapping[str, str] = MappingProxyType({})

@@ -42,7 +42,7 @@ from prefixkv.control.effects import (
     To,
     Unreached,
 )
-from prefixkv.control.peer_changes import PeerChanges
+from prefixkv.control.lives import LostPeers, PeerChanges
 from prefixkv.errors import ClosedError, ConfigError, InternalError
 from prefixkv.protocol.events import (
     Bootstrapped,
@@ -58,10 +58,10 @@ from prefixkv.protocol.events import (
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.copies import CopySink, StagingCopies
-from prefixkv.runtime.peer_log import PeerLog
-from prefixkv.runtime.prover import Prover
-from prefixkv.staging.receiver import Scatter
-from prefixkv.staging.sender import Gather
+from prefixkv.runtime.death import Prover
+from prefixkv.runtime.logs import PeerLog
+from prefixkv.staging.receiver import Scatter, StagingReceiver
+from prefixkv.staging.sender import Gather, StagingSender
 from prefixkv.transport.base import Settled, Sink, TransportEvent, WriteJob
 from prefixkv.transport.transports import Transports
 from prefixkv.wakeups import Inbox
@@ -104,6 +104,9 @@ class Control(Protocol[Command_contra, To]):
     counters: Counter[str]
     news: PeerChanges
 
+    @property
+    def staging(self) -> StagingReceiver | StagingSender | None: ...
+
     def on(
         self, what: Command_contra | FrameReceived[To] | Common, now_s: float
     ) -> Sequence[Effect[To]]: ...
@@ -113,6 +116,8 @@ class Control(Protocol[Command_contra, To]):
 
     @property
     def num_rooms(self) -> int: ...
+
+    def lost_peers(self, now_s: float) -> LostPeers: ...
 
 
 class Channel(Protocol[To]):

@@ -15,6 +15,7 @@ import msgspec
 from prefixkv.config import Backend, ControlConfig, TransportConfig
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
+from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.kv_layout import PageGroup
 from prefixkv.memory.mesh import Mesh
@@ -304,10 +305,9 @@ class PrefillRank(SimRank):
             num_slots = config.staging_bytes // config.lease_bytes
             slots = StagingSlots(num_slots, config.lease_bytes, side.staging_window)
         endpoints = addresses if rank == 0 else ()
-        what = side.digest, side.topology, TIMING, endpoints, rank, slots
-        more: Any = {"backend": world.backend}
-        more["weights_version"] = world.prefill_version
-        self.control = PrefillControl(self.me, *what, **more)
+        ours = OurSide(side.digest, side.topology, rank, backend=world.backend)
+        what = endpoints, slots, world.prefill_version
+        self.control = PrefillControl(self.me, ours, TIMING, *what)
 
     def check(self) -> None:
         super().check()

@@ -16,7 +16,6 @@ import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
-from prefixkv.control.death_watch import FENCED, FENCED_DEAD, LostPeers
 from prefixkv.control.decode.links import Link, Links
 from prefixkv.control.decode.rooms import ReceiverRooms, Room, lost_peers
 from prefixkv.control.effects import (
@@ -40,9 +39,8 @@ from prefixkv.control.effects import (
 )
 from prefixkv.control.effects import DecodeEffect as DecodeEffect
 from prefixkv.control.effects import DecodeInput as DecodeInput
-from prefixkv.control.former_lives import LEFT, IncarnationHistory
 from prefixkv.control.inbox import ControlInbox, Takes
-from prefixkv.control.peer_changes import PeerChanges
+from prefixkv.control.lives import FENCED, FENCED_DEAD, LEFT, IncarnationHistory, LostPeers
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
@@ -91,7 +89,6 @@ from prefixkv.protocol.messages import (
 )
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.protocol.timers import Timers
 from prefixkv.staging.receiver import BreakRoom, Grant, Scatter, SectionArrived, StagingReceiver
 from prefixkv.transport.base import (
     Arrived,
@@ -103,7 +100,7 @@ from prefixkv.transport.base import (
 )
 
 
-class DecodeControl(ControlInbox):
+class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     """The control object of one decode rank. Owned by the control thread; other threads may call
     `peers`, `lost_peers` and `num_rooms` only.
 
@@ -119,34 +116,17 @@ class DecodeControl(ControlInbox):
         option_names: Mapping[str, str] | None = None,
         born_s: float | None = None,
     ) -> None:
-        super().__init__()
-        self.me = me
+        super().__init__(me, timing)
         self._option_names = option_names or {}
-        self.news = PeerChanges()
         self.staging = None if hello.staging is None else StagingReceiver(hello.staging)
         self._page_size = hello.topology.page_size
-        self._timing = timing
-        self._timers: Timers[str | RoomKey] = Timers()  # links by address, rooms by key
-        self._links = Links(
-            me, hello, timing, self._timers, self.news, self.lost_peers, self._say, born_s
-        )
-        self._rooms = ReceiverRooms(
-            timing,
-            self._timers,
-            self._links,
-            self.staging,
-            self.news,
-            self._say,
-        )
+        self._links = Links(hello, self, born_s)
+        self._rooms = ReceiverRooms(self, self._links, self.staging)
         self._lives = IncarnationHistory(self.news)
         # By address that the scheduler asked about: was PrefillReady the last answer?
         self._asked_workers: dict[str, bool] = {}
         # The number in the last Expect; -1 forces the next one.
         self._said_expected = 0
-
-    def on(self, what: DecodeInput, now_s: float) -> list[DecodeEffect]:
-        """Take one input and return what to do about it, in order."""
-        return super().on(what, now_s)
 
     def _next(self) -> Any:
         if self._todo:
@@ -164,7 +144,7 @@ class DecodeControl(ControlInbox):
     @property
     def wake_s(self) -> float:
         """Time at which the next Tick is wanted, infinity if never."""
-        return min(self._timers.next_s, self._links.deaths.due_s)
+        return min(self.timers.next_s, self._links.deaths.due_s)
 
     @property
     def num_expected(self) -> int:
@@ -207,8 +187,8 @@ class DecodeControl(ControlInbox):
         try:
             self._enter(promise, command.address, now_s)
         except RequestError as error:  # no peer has learned of the pages
-            self._say(RoomEnded(promise.key, KVPoll.FAILED, error))
-            self._say(RoomDrained(promise.key))
+            self.say(RoomEnded(promise.key, KVPoll.FAILED, error))
+            self.say(RoomDrained(promise.key))
 
     def _watch_worker(self, command: MeetPrefill, now_s: float) -> None:
         """Report once whether a worker that the scheduler asks about answers."""
@@ -240,7 +220,7 @@ class DecodeControl(ControlInbox):
         assert link is not None
         # The room must be at its link before the link is looked at, or it would wait for the next
         # frame.
-        self._rooms.add(Room(promise, link, self._timing, now_s, refused))
+        self._rooms.add(Room(promise, link, self.timing, now_s, refused))
         self._promote(link, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
@@ -306,11 +286,11 @@ class DecodeControl(ControlInbox):
             landed = receiver.ChunkLanded(*part, num_units=tag.num_pages)
             self._rooms.on(room, landed, now_s)
         elif self.staging is not None:
-            self._say_all(self.staging.on_arrival(tag))
+            self.say_all(self.staging.on_arrival(tag))
 
     def _scattered(self, done: CopyDone, now_s: float) -> None:
         if self.staging is not None:
-            self._say_all(self.staging.on_scattered(done.copy_id, done.error))
+            self.say_all(self.staging.on_scattered(done.copy_id, done.error))
 
     def _tick(self, tick: Tick, now_s: float) -> None:
         def look(key: str | RoomKey) -> None:
@@ -323,7 +303,7 @@ class DecodeControl(ControlInbox):
             elif (room := self._rooms.get(key)) is not None:
                 self._rooms.on(room, RoomTick(room.heard_s), now_s)
 
-        self._timers.visit(now_s, look)
+        self.timers.visit(now_s, look)
         self._links.deaths.tick(now_s)
 
     # --- frames -----------------------------------------------------------------------------------
@@ -425,7 +405,7 @@ class DecodeControl(ControlInbox):
         if self.staging is None:
             raise ProtocolError("a lease is asked for where there is no staging")
         try:
-            self._say_all(self.staging.on_ask(ask.rank, ask))
+            self.say_all(self.staging.on_ask(ask.rank, ask))
         except ProtocolError as error:  # and the frame is counted as dropped
             self._rooms.on(room, Fail(error), now_s)
             raise
@@ -560,11 +540,11 @@ class DecodeControl(ControlInbox):
             if self._asked_workers.get(address) is (not is_ready):
                 self._asked_workers[address] = is_ready
                 most = self._links.max_tokens(leader) if is_ready else 0
-                self._say(PrefillReady(address, most) if is_ready else PrefillAway(address))
+                self.say(PrefillReady(address, most) if is_ready else PrefillAway(address))
 
     def _lose_worker(self, address: str, error: Exception) -> None:
         if self._asked_workers.pop(address, None) is not None:
-            self._say(PrefillLost(address, error))
+            self.say(PrefillLost(address, error))
 
     def _promote_rooms(self, leader: Link, now_s: float) -> None:
         links = self._ranks_ready(leader, now_s)
@@ -584,7 +564,7 @@ class DecodeControl(ControlInbox):
             # Staging knows the room before the promise is out: a lease may be asked for right away.
             if leader.plan is not None and not room.poll.ended:
                 assert self.staging is not None
-                self._say_all(self.staging.open(room.promise, self._page_size, leader.plan))
+                self.say_all(self.staging.open(room.promise, self._page_size, leader.plan))
             self._rooms.on(room, receiver.PeerReady(tuple(links)), now_s)
 
     def _refuse_peer(

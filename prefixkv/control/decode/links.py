@@ -8,15 +8,13 @@ pages have been greeted and answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
-from prefixkv.control.death_watch import DeathWatch
 from prefixkv.control.effects import (
     Connect,
     Disconnect,
@@ -24,9 +22,8 @@ from prefixkv.control.effects import (
     SendFrame,
     Unreached,
 )
-from prefixkv.control.heartbeat import PeerClock, Stamper
-from prefixkv.control.inbox import Say
-from prefixkv.control.peer_changes import PeerChanges
+from prefixkv.control.inbox import ControlInbox
+from prefixkv.control.lives import DeathWatch, PeerClock, Stamper
 from prefixkv.errors import FormerLifeError, PeerLostError
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -39,7 +36,7 @@ from prefixkv.protocol.messages import (
     HelloReply,
     HelloWanted,
 )
-from prefixkv.protocol.timers import Backoff, Timers
+from prefixkv.protocol.timers import Backoff
 from prefixkv.staging.receiver import StagingPlan
 
 _MOST_ANSWERED: Final = 256
@@ -89,24 +86,18 @@ class Links:
 
     def __init__(
         self,
-        me: PeerId,
         hello: Hello,
-        timing: ControlConfig,
-        timers: Timers[str | RoomKey],
-        news: PeerChanges,
-        lost: Callable[[float], Iterable[PeerId]],
-        say: Say,
+        inbox: ControlInbox[Any, Any],
         born_s: float | None = None,
     ) -> None:
-        """`timers` wake links by address and are shared with rooms."""
         self._born_s = born_s
-        self.news = news
-        self._say = say
-        self.deaths = DeathWatch(timing, lost, self._current, say)
+        self.news = inbox.news
+        self._say = inbox.say
+        self.deaths = DeathWatch(inbox.timing, inbox.lost_peers, self._current, inbox.say)
         self._hello = hello
-        self._timing = timing
-        self._timers = timers
-        self._stamp = Stamper(me)
+        self._timing = inbox.timing
+        self._timers = inbox.timers
+        self._stamp = Stamper(inbox.me)
         self._links: dict[str, Link] = {}
         self._answered: dict[str, tuple[PeerId, float]] = {}  # by address, until when
         self._changed: set[str] = set()  # leaders that may be ready now, or may not be any more

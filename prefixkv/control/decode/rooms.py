@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
 
 import msgspec
 
 from prefixkv.config import ControlConfig
-from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.decode.links import Link, Links
 from prefixkv.control.effects import Left, RankDrained, Settle
-from prefixkv.control.inbox import Say
-from prefixkv.control.peer_changes import PeerChanges
+from prefixkv.control.inbox import ControlInbox
+from prefixkv.control.lives import LostPeers, PeerChanges
 from prefixkv.errors import TransferError
 from prefixkv.protocol import messages
 from prefixkv.protocol import receiver_machine as receiver
@@ -37,7 +37,6 @@ from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import Promise
 from prefixkv.protocol.receiver_machine import ReceiverMachine, SendToRank
-from prefixkv.protocol.timers import Timers
 from prefixkv.staging.receiver import StagingReceiver
 
 
@@ -114,22 +113,19 @@ class ReceiverRooms:
 
     def __init__(
         self,
-        timing: ControlConfig,
-        timers: Timers[str | RoomKey],
+        inbox: ControlInbox[Any, Any],
         links: Links,
         staging: StagingReceiver | None,
-        news: PeerChanges,
-        say: Say,
     ) -> None:
         self.num_expected = 0  # rooms with pages that a peer may be writing now
         self.settling: set[Hashable] = set()  # tokens of the `Settle`s that are not answered yet
         self._rooms: dict[RoomKey, Room] = {}
-        self._timing = timing
-        self._timers = timers
+        self._timing = inbox.timing
+        self._timers = inbox.timers
         self._links = links
         self._staging = staging
-        self._news = news
-        self._say = say
+        self._news = inbox.news
+        self._say = inbox.say
 
     def __len__(self) -> int:
         return len(self._rooms)

@@ -9,14 +9,13 @@ worker that proves the prompt gets it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import ClassVar, NamedTuple, assert_never
 
 import numpy as np
 
-from prefixkv.config import Backend, ControlConfig, short_key
+from prefixkv.config import ControlConfig, short_key
 from prefixkv.control import handshake
-from prefixkv.control.death_watch import FENCED, FENCED_DEAD, LostPeers
 from prefixkv.control.effects import (
     AgentDestroyed,
     Cancel,
@@ -36,9 +35,9 @@ from prefixkv.control.effects import (
 )
 from prefixkv.control.effects import PrefillEffect as PrefillEffect
 from prefixkv.control.effects import PrefillInput as PrefillInput
-from prefixkv.control.former_lives import LEFT
-from prefixkv.control.handshake import Accepted
+from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.inbox import ControlInbox, Takes
+from prefixkv.control.lives import FENCED, FENCED_DEAD, LEFT, LostPeers
 from prefixkv.control.prefill.peers import Peer, Peers
 from prefixkv.control.prefill.rooms import SenderRooms
 from prefixkv.control.prefill.tombs import Half, Tombs
@@ -80,13 +79,9 @@ from prefixkv.protocol.messages import (
     Hello,
     HelloRefused,
     LeaseGrant,
-    Libraries,
-    ModelDigest,
     Outcome,
     OutcomeAck,
-    ProcessLife,
     Promise,
-    Topology,
 )
 from prefixkv.protocol.sender_events import (
     CancelWrite,
@@ -98,7 +93,6 @@ from prefixkv.protocol.sender_events import (
 )
 from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.protocol.timers import Timers
 from prefixkv.staging.sender import (
     CancelStaged,
     Gather,
@@ -119,7 +113,6 @@ from prefixkv.transport.base import (
     window_route,
 )
 
-_NO_LIBRARIES = Libraries()
 Numbers = tuple[int, int]
 """Room and generation."""
 
@@ -137,68 +130,42 @@ class Offer(NamedTuple):
         return promise.fill_len == self.num_tokens and promise.digest == self.digest
 
 
-class PrefillControl(ControlInbox):
+class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     """The control object of one prefill rank. Owned by the control thread; other threads may call
     `peers`, `lost_peers` and `num_rooms` only.
 
     Args:
+        ours: the rank as a handshake needs it, but for the size of its slots.
         endpoints: the addresses of all ranks, by rank; "" for its own.
         staging: None where slices are written one by one.
-        life: which process this is; None: not to be said.
-        max_tokens: what its pool holds; 0: not to be said.
-        libraries: versions of what loads NIXL's metadata.
-        place: as in `Hello`.
     """
 
     def __init__(
         self,
         me: PeerId,
-        digest: ModelDigest,
-        topology: Topology,
+        ours: OurSide,
         timing: ControlConfig,
         endpoints: tuple[str, ...] = (),
-        rank: int = 0,
         staging: StagingSlots | None = None,
-        *,
-        life: ProcessLife | None = None,
-        backend: Backend = "nixl",
-        option_names: Mapping[str, str] | None = None,
-        max_tokens: int = 0,
         weights_version: str = "",
-        libraries: Libraries = _NO_LIBRARIES,
-        place: str = "",
     ) -> None:
-        super().__init__()
-        self.me = me
-        slot_bytes = 0 if staging is None else staging.slot_bytes
-        what = digest, topology, rank, slot_bytes, life, backend
-        self._ours = handshake.OurSide(*what, option_names or {}, max_tokens, libraries, place)
-        self._rank = rank
+        super().__init__(me, timing)
+        self._ours = ours._replace(slot_bytes=0 if staging is None else staging.slot_bytes)
+        self._rank = ours.rank
         self._weights_version = weights_version
-        self._timing = timing
-        self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key
-        self._peers = Peers(
-            me, self._ours, endpoints, timing, self._timers, self.lost_peers, self._say
-        )
-        self.news = self._peers.news
+        self._peers = Peers(self._ours, endpoints, self)
         self._tombs = Tombs(timing.max_parked_per_peer, timing.parked_timeout_s)
         self._offers: dict[Numbers, Offer] = {}  # open ones: their keys name no decode worker
-        self._rooms = SenderRooms(
-            rank, topology.page_size, timing, self._timers, self._peers, self._say, self._tombs
-        )
+        self._rooms = SenderRooms(ours, self, self._peers, self._tombs)
         self.staging = None
         if staging is not None:
             resend_s, next_id = timing.resend_s, self._rooms.next_job_id
-            self.staging = StagingSender(rank, *staging, resend_s, next_id)
-
-    def on(self, what: PrefillInput, now_s: float) -> list[PrefillEffect]:
-        """Take one input and return what to do about it, in order."""
-        return super().on(what, now_s)
+            self.staging = StagingSender(ours.rank, *staging, resend_s, next_id)
 
     @property
     def wake_s(self) -> float:
         """Time at which the next Tick is wanted, infinity if never."""
-        wake_s = min(self._timers.next_s, self._peers.deaths.due_s, self._tombs.due_s)
+        wake_s = min(self.timers.next_s, self._peers.deaths.due_s, self._tombs.due_s)
         return wake_s if self.staging is None else min(wake_s, self.staging.wake_s)
 
     @property
@@ -259,8 +226,8 @@ class PrefillControl(ControlInbox):
 
     def _end_half(self, key: RoomKey, error: Exception) -> None:
         """End a request that has no room."""
-        self._say(RoomEnded(key, KVPoll.FAILED, error))
-        self._say(SourceFree(key))
+        self.say(RoomEnded(key, KVPoll.FAILED, error))
+        self.say(SourceFree(key))
 
     def _offer(self, command: OfferRoom, now_s: float) -> None:
         """Promises for it may be here already: the first that proves the prompt opens it, rooms of
@@ -276,7 +243,7 @@ class PrefillControl(ControlInbox):
         self._tombs.meet_request(RoomKey(*numbers), b"")
         offer = Offer(command.num_tokens, command.digest, until_s)
         self._offers[numbers] = offer
-        self._timers.wake(command.key, until_s)
+        self.timers.wake(command.key, until_s)
         # 3. Promises that came first. Once one has opened the offer, it is gone for the others.
         for room in [one for one in same if one.is_parked]:
             if numbers in self._offers and all(map(offer.is_proved_by, room.promises())):
@@ -304,7 +271,7 @@ class PrefillControl(ControlInbox):
 
     def _forget_offer(self, numbers: Numbers, why: str, now_s: float) -> None:
         offered, offer = RoomKey(*numbers), self._offers.pop(numbers)
-        self._timers.forget(offered)
+        self.timers.forget(offered)
         # A late promise of the prompt is refused with the reason.
         end = ProtocolError(why)
         self._tombs.await_half(offered, Half.PROMISE, end, now_s, digest=offer.digest)
@@ -385,17 +352,17 @@ class PrefillControl(ControlInbox):
                     self.counters["never_promised"] += 1
             elif (offer := self._offers.get(key.numbers)) is not None and not key.decode:
                 if now_s < offer.until_s:
-                    self._timers.wake(key, offer.until_s)  # the timer may wake early
+                    self.timers.wake(key, offer.until_s)  # the timer may wake early
                     return
                 late = TransferTimeoutError(f"no decode worker has opened room {key.room} in time")
                 self.counters["never_promised"] += 1
                 self._close_offer(key, late, now_s)
 
-        self._timers.visit(now_s, look)
+        self.timers.visit(now_s, look)
         self._tombs.expire(now_s)
         self._peers.deaths.tick(now_s)
         # Behind what rooms cancel now, so that staging repeats no ask for that.
-        self._say(StagingTick())
+        self.say(StagingTick())
 
     # --- frames -----------------------------------------------------------------------------------
 
@@ -479,7 +446,7 @@ class PrefillControl(ControlInbox):
                     self._rooms.on(room, sender.OutcomeAcked(peer.hello.rank), now_s)
             case LeaseGrant():
                 if self.staging is not None:
-                    self._say_all(self.staging.on_grant(peer.id, peer.key(body), body))
+                    self.say_all(self.staging.on_grant(peer.id, peer.key(body), body))
             case messages.Fenced():
                 self._peers.lives.end(peer.id, LEFT)
                 self._lose_peer(peer, PeerLostError(f"{peer.id} {LEFT}", peer.id), now_s)
@@ -551,7 +518,7 @@ class PrefillControl(ControlInbox):
         # 2. The transport before the reply: decode promises pages as soon as it has the reply, and
         # a write must not be asked for before its target is known.
         if accepted.added is not None:
-            self._say(PeerAccepted(accepted.added, accepted.cut))
+            self.say(PeerAccepted(accepted.added, accepted.cut))
         self._peers.reply(route, hello, staged=accepted.cut is not None)
         # 3. Requests that are older than this life are most likely not its own.
         if hello.rank == 0 and hello.age_ms is not None:
@@ -561,7 +528,7 @@ class PrefillControl(ControlInbox):
         """Give this life a while to promise requests that came before it began: most likely a
         former life's, which knows them no more. Only most likely, since a router may name a worker
         that is about to start."""
-        until_s = now_s + self._timing.suspect_after_s
+        until_s = now_s + self.timing.suspect_after_s
         for room in list(self._rooms.all()):
             before = room.added_s is not None and room.added_s < born_s
             if before and room.key.decode == life.name and not room.poll.ended:
@@ -592,7 +559,7 @@ class PrefillControl(ControlInbox):
         self._peers.leave(peer)
         for room in self._rooms.of(peer.id):
             self._rooms.on(room, Fail(error, gone=peer.hello.rank), now_s)
-        self._say(RemovePeer(peer.id))
+        self.say(RemovePeer(peer.id))
 
     def _end_unpromised(self, worker: PeerId, how: str, now_s: float) -> None:
         """End the requests that wait for this life to promise pages. Where a later life is known,
@@ -641,7 +608,7 @@ class PrefillControl(ControlInbox):
             offer = None if room is not None else self._offer_of(key, event)
             is_new = room is None or not room.has_reader(peer.id)
             if is_new and offer is None and (room is None or not room.added):
-                peer.check_parked(self._timing.max_parked_per_peer)
+                peer.check_parked(self.timing.max_parked_per_peer)
         except ProtocolError as error:
             self._refuse_promise(peer, promise, error, now_s)
             raise
@@ -785,7 +752,7 @@ class PrefillControl(ControlInbox):
         is_of_first = not post.state and post.window < 0
         if staging is not None and post.peer in staging.peers and is_of_first:
             what = post.first_unit, post.src_pages, post.ready, now_s
-            self._say_all(staging.write(post.job_id, post.key, post.ticket, post.peer, *what))
+            self.say_all(staging.write(post.job_id, post.key, post.ticket, post.peer, *what))
             return
         tag = ChunkTag(
             self.me.incarnation,
@@ -819,7 +786,7 @@ class PrefillControl(ControlInbox):
     def _cancel(self, cancel: CancelWrite, now_s: float) -> None:
         # The job is either staging's or the transport's; the other one does not know it.
         if self.staging is not None:
-            self._say_all(self.staging.cancel(cancel.job_id))
+            self.say_all(self.staging.cancel(cancel.job_id))
         self._out.append(Cancel(cancel.job_id))
 
     def _cancel_staged(self, cancel: CancelStaged, now_s: float) -> None:
@@ -828,37 +795,34 @@ class PrefillControl(ControlInbox):
     def _write_done(self, done: WriteDone, now_s: float) -> None:
         self.counters["bytes_sent"] += done.num_bytes
         self.counters["writes_done"] += 1
-        self._write_ended(JobEnded(done.job_id), now_s)
+        self._job_ended(JobEnded(done.job_id), now_s)
 
     def _write_failed(self, failed: WriteFailed, now_s: float) -> None:
         self.counters["writes_failed"] += 1
-        self._write_ended(JobEnded(failed.job_id, failed.error, failed.drained), now_s)
+        self._job_ended(JobEnded(failed.job_id, failed.error, failed.drained), now_s)
         if not failed.drained:  # it holds decode's pages until its agent is destroyed
-            self._say(Renew())
+            self.say(Renew())
 
-    def _write_ended(self, end: JobEnded, now_s: float) -> None:
+    def _job_ended(self, end: JobEnded, now_s: float) -> None:
         """Of a staged piece, or of a job of a room."""
         if self.staging is not None and self.staging.owns(end.job_id):
-            self._say_all(self.staging.on_write_ended(end.job_id, end.error, end.drained, now_s))
+            self.say_all(self.staging.on_write_ended(end.job_id, end.error, end.drained, now_s))
         else:
             self._rooms.job_ended(end, now_s)
 
     def _write_drained(self, proof: WriteDrained, now_s: float) -> None:
         self.counters["writes_drained_by_renewal"] += 1
-        if self.staging is not None and self.staging.owns(proof.job_id):
-            self._say_all(self.staging.on_write_drained(proof.job_id))
-        else:
-            self._rooms.job_drained(JobDrained(proof.job_id), now_s)
-
-    def _job_ended(self, end: JobEnded, now_s: float) -> None:
-        self._rooms.job_ended(end, now_s)
+        self._job_drained(JobDrained(proof.job_id), now_s)
 
     def _job_drained(self, proof: JobDrained, now_s: float) -> None:
-        self._rooms.job_drained(proof, now_s)
+        if self.staging is not None and self.staging.owns(proof.job_id):
+            self.say_all(self.staging.on_write_drained(proof.job_id))
+        else:
+            self._rooms.job_drained(proof, now_s)
 
     def _gathered(self, done: CopyDone, now_s: float) -> None:
         if self.staging is not None:
-            self._say_all(self.staging.on_gathered(done.copy_id, done.error, now_s))
+            self.say_all(self.staging.on_gathered(done.copy_id, done.error, now_s))
 
     def _ask_for_lease(self, ask: SendLeaseAsk, now_s: float) -> None:
         if (peer := self._peers.find(ask.peer)) is not None:
@@ -866,7 +830,7 @@ class PrefillControl(ControlInbox):
 
     def _tick_staging(self, tick: StagingTick, now_s: float) -> None:
         if self.staging is not None:
-            self._say_all(self.staging.tick(now_s))
+            self.say_all(self.staging.tick(now_s))
 
     # --- the transport's peers --------------------------------------------------------------------
 
@@ -880,7 +844,7 @@ class PrefillControl(ControlInbox):
         self._out.append(removed)
         self._tombs.forget(removed.peer)
         if self.staging is not None:
-            self._say_all(self.staging.remove_peer(removed.peer))
+            self.say_all(self.staging.remove_peer(removed.peer))
 
     def _free(self, free: SourceFree, now_s: float) -> None:
         # None of the room's writes is under way, so staging has no job of it either.
@@ -896,7 +860,7 @@ class PrefillControl(ControlInbox):
         self._peers.deaths.doubt(what.peer, now_s)
         peer = self._peers.find(what.peer)
         if peer is not None and peer.instead is not None:
-            self._put_out(peer.instead, now_s)
+            self._out.append(peer.instead)
             peer.instead = None
 
     def _shut_out(self, what: ConnectFailed, now_s: float) -> None:

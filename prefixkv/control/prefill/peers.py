@@ -9,18 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.config import ControlConfig, short_key
-from prefixkv.control.death_watch import DeathWatch
+from prefixkv.config import short_key
 from prefixkv.control.effects import AddPeer, RemovePeer, SendFrame
-from prefixkv.control.former_lives import IncarnationHistory, nonce
 from prefixkv.control.handshake import Accepted, OurSide
-from prefixkv.control.heartbeat import PeerClock, Stamper
-from prefixkv.control.inbox import Say
-from prefixkv.control.peer_changes import PeerChanges
+from prefixkv.control.inbox import ControlInbox
+from prefixkv.control.lives import DeathWatch, IncarnationHistory, PeerClock, Stamper, nonce
 from prefixkv.errors import (
     FormerLifeError,
     HandshakeError,
@@ -42,7 +40,6 @@ from prefixkv.protocol.messages import (
     RoomBody,
 )
 from prefixkv.protocol.sender_events import Promised
-from prefixkv.protocol.timers import Timers
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -68,8 +65,8 @@ class Peer:
     takes_state: bool
     pool_pages: int
     met_s: float = 0.0
-    num_promised: int = 0
     instead: AddPeer | None = None
+    num_promised: int = 0
     num_parked: int = 0
     succeeded: int = 0
 
@@ -202,25 +199,20 @@ class Peers:
 
     def __init__(
         self,
-        me: PeerId,
         ours: OurSide,
         endpoints: tuple[str, ...],
-        timing: ControlConfig,
-        timers: Timers[str | RoomKey],
-        lost: Callable[[float], Iterable[PeerId]],
-        say: Say,
+        inbox: ControlInbox[Any, Any],
     ) -> None:
-        """`timers` wake peers by name and are shared with rooms; `lost` is as for `DeathWatch`."""
-        self._me = me
-        self.news = PeerChanges()
+        self._me = inbox.me
+        self.news = inbox.news
         self.lives = IncarnationHistory(self.news)
-        self._say = say
-        self.deaths = DeathWatch(timing, lost, self._current, say)
+        self._say = inbox.say
+        self.deaths = DeathWatch(inbox.timing, inbox.lost_peers, self._current, inbox.say)
         self._ours = ours
         self._endpoints = endpoints
-        self._timing = timing
-        self._timers = timers
-        self._stamp = Stamper(me)
+        self._timing = inbox.timing
+        self._timers = inbox.timers
+        self._stamp = Stamper(inbox.me)
         self._peers: dict[str, Peer] = {}
         self.num_met = 0  # peers ever added: orders them against rooms (`SenderMachine.met_before`)
 
@@ -411,7 +403,7 @@ class Peers:
         self._say(SendFrame(route, self._stamp.frame(wanted)))
 
     def nonce(self, sender: PeerId) -> int:
-        """Return the number that a Hello of `sender` has to repeat; see `former_lives.nonce`."""
+        """Return the number that a Hello of `sender` has to repeat; see `nonce`."""
         peer = self._peers.get(sender.name)
         known = self.lives.last_silent(sender.name) if peer is None else peer.id
         return nonce(self._me, sender, known)

@@ -20,10 +20,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 from itertools import count
+from typing import Any
 
-from prefixkv.config import ControlConfig
-from prefixkv.control.death_watch import LostPeers
-from prefixkv.control.inbox import Say
+from prefixkv.control.handshake import OurSide
+from prefixkv.control.inbox import ControlInbox
+from prefixkv.control.lives import LostPeers
 from prefixkv.control.prefill.peers import Peers
 from prefixkv.control.prefill.tombs import Half, Tombs
 from prefixkv.errors import AbortedError
@@ -33,7 +34,6 @@ from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import RoomTick
 from prefixkv.protocol.sender_events import PostWrite, SendToReader
 from prefixkv.protocol.sender_machine import SenderMachine
-from prefixkv.protocol.timers import Timers
 
 
 class SenderRooms:
@@ -45,12 +45,9 @@ class SenderRooms:
 
     def __init__(
         self,
-        rank: int,
-        page_size: int,
-        timing: ControlConfig,
-        timers: Timers[str | RoomKey],
+        ours: OurSide,
+        inbox: ControlInbox[Any, Any],
         peers: Peers,
-        say: Say,
         tombs: Tombs,
     ) -> None:
         self._rooms: dict[RoomKey, SenderMachine] = {}
@@ -61,12 +58,11 @@ class SenderRooms:
         self.jobs: dict[int, SenderMachine] = {}
         # An agent was replaced: a Drained that was lost may have asked decode to let it settle
         self.may_need_settle = False
-        self._rank = rank
-        self._page_size = page_size
-        self._timing = timing
-        self._timers = timers
+        self._ours = ours
+        self._timing = inbox.timing
+        self._timers = inbox.timers
         self._peers = peers
-        self._say = say
+        self._say = inbox.say
         self._tombs = tombs
         self._job_ids = count(1)
 
@@ -83,7 +79,7 @@ class SenderRooms:
     def new(self, key: RoomKey, now_s: float) -> SenderMachine:
         """Add a room that begins now, for a request, a promise or an offer. `on` follows, which
         counts it."""
-        of = self._rank, self._page_size, self.next_job_id, self._timing
+        of = self._ours.rank, self._ours.topology.page_size, self.next_job_id, self._timing
         room = SenderMachine(key, *of, now_s)
         # Peers met later may know nothing of the room: see `Peers.heard_s`.
         room.met_before = self._peers.num_met

@@ -25,7 +25,8 @@ import numpy as np
 from prefixkv.config import ControlConfig
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
-from prefixkv.control.heartbeat import PeerClock
+from prefixkv.control.handshake import OurSide
+from prefixkv.control.lives import PeerClock
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.mesh import Mesh, writers_to
 from prefixkv.protocol import commands, events, messages
@@ -138,8 +139,7 @@ def new_prefill(rank: int, life: int, num_ranks: int) -> PrefillControl:
     endpoints = ("", *map(address, range(1, num_ranks))) if rank == 0 else ()
     topology = Topology(PAGE_SIZE, num_ranks)
     me = prefill_id(rank, life)
-    what = me, _DIGEST, topology, TIMING, endpoints, rank
-    return PrefillControl(*what)
+    return PrefillControl(me, OurSide(_DIGEST, topology, rank, option_names={}), TIMING, endpoints)
 
 
 def new_decode(worker: int, rank: int, life: int, num_ranks: int) -> DecodeControl:
@@ -236,7 +236,10 @@ def leftovers(control: Any) -> dict[str, Any]:
 # --- digests --------------------------------------------------------------------------------------
 
 # `deaths`: no process is named here, so none is ever looked at.
-_SKIPPED = {"counters", "news", "_out", "_say", "_todo", "_stamp", "_job_ids", "_timing", "deaths"}
+_SKIPPED = {
+    "counters", "news", "_out", "_say", "_todo", "_stamp", "_job_ids", "_timing", "timing",
+    "deaths",
+}  # fmt: skip
 _ATOMS = (type(None), bool, int, str, bytes)
 
 
@@ -394,7 +397,7 @@ class Actors:
             number = self._ids[digest] = len(self._states)
             raw = io.BytesIO()
             _Pickler(raw, 5).dump(control)
-            wakes = [at_s - now_s for at_s in control._timers._wake_s.values()]
+            wakes = [at_s - now_s for at_s in control.timers._wake_s.values()]
             if isinstance(control, PrefillControl):
                 wakes.append(control._tombs.due_s - now_s)
             wake_s = min(wakes, default=FAR_S)

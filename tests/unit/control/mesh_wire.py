@@ -12,6 +12,7 @@ import msgspec
 from prefixkv.config import ControlConfig
 from prefixkv.control.decode.control import DecodeControl, DecodeInput
 from prefixkv.control.effects import FrameReceived, SendFrame, Tick
+from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl, PrefillInput
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
@@ -173,7 +174,8 @@ class Readers(_Opposite):
     ) -> None:  # fmt: skip
         super().__init__()
         me, topology, endpoints = PeerId(f"p/{rank}", 5), Topology(page_size, tp), ADDRESSES[1:tp]
-        self.control = PrefillControl(me, digest, topology, timing, ("", *endpoints), rank, staging)
+        ours = OurSide(digest, topology, rank)
+        self.control = PrefillControl(me, ours, timing, ("", *endpoints), staging)
 
     def on(self, what: PrefillInput) -> list[Any]:
         return super().on(what)

@@ -13,6 +13,7 @@ import numpy as np
 from prefixkv.config import ControlConfig
 from prefixkv.control.decode.control import DecodeControl, DecodeInput
 from prefixkv.control.effects import Expect, FrameReceived, SendFrame, Tick
+from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl, PrefillInput
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.protocol import messages
@@ -200,19 +201,14 @@ class DecodePeer(_Opposite):
         hello: Hello = HELLO,
         topology: Topology = TOPOLOGY,
         staging: StagingSlots | None = None,
+        weights_version: str = "",
         **more: Any,
     ) -> None:
         super().__init__(DECODE)
         self.hello = hello
-        self.control = PrefillControl(
-            PREFILL,
-            hello.digest,
-            topology,
-            timing,
-            (ADDRESS,),
-            staging=staging,
-            **more,
-        )
+        ours = OurSide(hello.digest, topology, **more)
+        what = (ADDRESS,), staging, weights_version
+        self.control = PrefillControl(PREFILL, ours, timing, *what)
 
     def raw(self, body: Any, by: PeerId | None = None, seq: int | None = None) -> bytes:
         """To this life of prefill."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from prefixkv.config import HostConfig
 from prefixkv.errors import ClosedError, ConfigError, PageStateError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
@@ -98,9 +99,8 @@ class World:
         self.results: Results = SimpleQueue()
         # Somewhat less than another page.
         piece_bytes = (piece_pages + 1) * self.page_bytes - 1
-        self.copies = HostCopies(
-            layout, self.host, threads, self.results.put, piece_bytes=piece_bytes, name="here"
-        )
+        config = HostConfig(copy_threads=threads, piece_bytes=piece_bytes)
+        self.copies = HostCopies(layout, self.host, config, self.results.put, name="here")
 
     def fill(self, page: int, tag: int) -> None:
         self.pool.write_pages([page], self.bytes_of(tag))
@@ -332,12 +332,10 @@ def test_other_settings_are_refused() -> None:
 
     def made(**changes: Any) -> HostCopies:
         return HostCopies(**{
-            "layout": pool.layout, "pool": host, "num_threads": 1, "sink": sink.put, **changes
+            "layout": pool.layout, "pool": host, "config": HostConfig(), "sink": sink.put, **changes
         })  # fmt: skip
 
     for changes, message in (
-        ({"num_threads": 0}, "num_threads is 0"),
-        ({"piece_bytes": -1}, "piece_bytes is -1"),
         ({"layout": KVPool.create(2, 4, 2, 1, 8).layout}, "host pages have 128 bytes"),
         ({"device": "meta"}, "device is 'meta'"),
     ):
@@ -356,7 +354,8 @@ def test_on_cuda_a_copy_is_over_when_it_is_reported() -> None:
     data = torch.randint(0, 256, (64, 16, 16, 4, 128), dtype=torch.uint8)
     pool.write_pages(range(64), data)
     results: Results = SimpleQueue()
-    copies = HostCopies(layout, host, 2, results.put, "cuda:0", piece_bytes=4 * layout.page_bytes)
+    config = HostConfig(piece_bytes=4 * layout.page_bytes)
+    copies = HostCopies(layout, host, config, results.put, "cuda:0")
     rows = np.random.default_rng(1).permutation(64).astype(np.int32)
     copies.submit(write(1, rows, np.arange(64, dtype=np.int32)))
     assert results.get(timeout=WAIT_S).error is None

@@ -32,7 +32,7 @@ from prefixkv.protocol import messages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.peer_log import REPEAT_S
+from prefixkv.runtime.logs import REPEAT_S
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.transport.base import Arrived
 from tests.support.node_pair import NodePair, left, make_pool, tokens_of
@@ -357,8 +357,15 @@ def test_a_request_whose_prefill_is_not_there_is_served_by_another_one(make_pair
         node.retarget("call", pair.prefill.endpoint)
         served: set[str] = set()
         while len(served) < 2:
-            until(lambda: (node.pop_preallocated(), node._asks)[1])
-            [ask] = node.pop_needs_prefill()
+            asks: list[Any] = []
+            until(
+                lambda asks=asks: (
+                    node.pop_preallocated(),
+                    asks.extend(node.pop_needs_prefill()),
+                    asks,
+                )[2]
+            )
+            [ask] = asks
             rid = ask.rid
             served.add(rid)
             assert (ask.prefill, ask.generation) == (pair.prefill.endpoint, 1)

@@ -17,7 +17,7 @@ import pytest
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import PeerLostError
 from prefixkv.protocol.messages import ProcessLife
-from prefixkv.runtime import prover
+from prefixkv.runtime import death
 from prefixkv.runtime.death import HeldLife
 from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support import node_process
@@ -47,11 +47,11 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What this process's nodes have found out of others, one look after the other."""
     found: list[bool] = []
 
-    def look(life: ProcessLife, is_dead: Callable[[ProcessLife], bool] = prover.is_dead) -> bool:
+    def look(life: ProcessLife, is_dead: Callable[[ProcessLife], bool] = death.is_dead) -> bool:
         found.append(is_dead(life))
         return found[-1]
 
-    monkeypatch.setattr(prover, "is_dead", look)
+    monkeypatch.setattr(death, "is_dead", look)
     return found
 
 
@@ -174,7 +174,7 @@ def _serve_liar(pipe: Any, life: ProcessLife, *args: Any) -> None:
             super().__init__()
             self.life = life
 
-    prover.HeldLife = Liar  # type: ignore[misc]
+    death.HeldLife = Liar  # type: ignore[misc]
     node_process.serve(pipe, *args)
 
 
