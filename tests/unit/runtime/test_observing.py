@@ -306,7 +306,7 @@ def test_a_collector_beside_ours_that_raises_fails_its_scrape_alone(pair: NodePa
     registry.register(NodeCollector(pair.decode, pair.prefill))
     registry.register(broken)  # type: ignore[arg-type]
     submit(pair, "r", tokens_of(1, 10))
-    pair.until(lambda: bool(pair.decode.scheduler.requests))
+    pair.until(lambda: bool(pair.decode.requests))
     with pytest.raises(ZeroDivisionError):
         generate_latest(registry)
     pair.run("r")
