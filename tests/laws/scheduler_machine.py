@@ -146,8 +146,6 @@ class SchedulerSim(PairSim):
     """See the module's text. `setup` spells pools, policies and the number of ranks; `has_host`:
     surely with host memory."""
 
-    has_ranks_elsewhere = False  # that this object does not make
-
     def __init__(self, setup: int, has_host: bool = False) -> None:
         chance = Spelled()
         chance.spell(setup)
@@ -172,8 +170,7 @@ class SchedulerSim(PairSim):
         below, ask = chance.choice([None, 4, 12, 0, 100]), chance.choice(["both", "late"])
         self.compute = None if below is None else ComputeConfig(below=below, ask=ask)
         self.fails_over = bool(chance.randrange(2))
-        # Other processes have as many rows as rank 0.
-        rows = ROWS if self.has_ranks_elsewhere else chance.choice([ROWS, 2, 3, 4])
+        rows = chance.choice([ROWS, 2, 3, 4])
         self.config = replace(self.config, max_running=rows)
         self.spared = {fault for fault in _FAULTS if chance.randrange(2)}
         self.is_quiet = is_quiet = bool(self.host_pages) and chance.randrange(4) > 0
@@ -184,8 +181,6 @@ class SchedulerSim(PairSim):
         self.stalls: list[Hold] = []
         num_slots = chance.choice([0, 8, 3])
         window = 0 if self.compute is None else chance.choice([0, 5, 9])
-        if self.has_ranks_elsewhere:
-            window = 0
         # Where decode computes, with extra state or a window, it needs checkpoints.
         is_computed = self.compute is not None and (num_slots or window)
         self.num_checkpoints = chance.choice([3, 1, 8, 0]) if is_computed else 0

@@ -215,30 +215,6 @@ def test_several_choices_are_refused_and_one_is_served(servers: Servers, path: s
                 assert answer.status == 200, answer
 
 
-@pytest.mark.parametrize(
-    ("ids", "room", "words"),
-    [
-        (PROBE, 0, "bootstrap_room is 0"),
-        (PROBE, -1, "bootstrap_room is -1"),
-        (PROBE, 2**63, "bootstrap_room is 9223372036854775808"),
-        (PROBE, 2**70, "bootstrap_room"),
-        (PROBE, "a room", "bootstrap_room"),
-        (PROBE, [2_100], "a number is needed"),
-        (PROBE, None, "bootstrap room"),
-        (BATCH, [2_101], "1 entries for 2 prompts"),
-        (BATCH, [2_102, 2_102], "a number twice"),
-        (BATCH, [2_103, None], "bootstrap_room is None"),
-        (BATCH, -1, "bootstrap_room is -1"),
-    ],
-)
-def test_numbers_that_are_none_are_refused(
-    servers: Servers, ids: Any, room: Any, words: str
-) -> None:
-    for answer in servers.generate(ids, room):
-        refused(answer, words)
-        assert 400 <= answer.status < 500
-
-
 def test_the_largest_number_is_a_room(servers: Servers, expected: list[int]) -> None:
     said = servers.generate(PROBE, 2**63 - 1)
     assert said.decode.ids == expected

@@ -260,15 +260,6 @@ def test_several_prompts_are_brought_each(
     check_body(rooms, "completions", body, Row("several", blocks=2 + 3 + 1))
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{"prompt_logprobs": 1}, {"use_beam_search": True, "n": 2}, {"echo": True, "logprobs": 1}],
-)
-def test_several_prompts_that_decode_computes(rooms: Rooms, more: Json) -> None:
-    body = body_of("completions", prompt=[new_prompt(40), new_prompt(70)], **more)
-    check_body(rooms, "completions", body, Row("several", blocks=0))
-
-
 def test_one_of_several_prompts_is_refused(rooms: Rooms) -> None:
     prompts = [new_prompt(40), new_prompt(DECODE_LEN + 88), new_prompt(70)]
     body = body_of("completions", prompt=prompts)
@@ -389,22 +380,6 @@ def test_a_connection_is_cut_before_the_first_answer(rooms: Rooms, side: str, mo
     for one in rooms.before.values():
         one.open()
     check_answer(rooms, "chat", client)
-
-
-def test_many_leave_at_once(rooms: Rooms) -> None:
-    """Of every kind: none of them is in another's way."""
-    before = rooms.decode.metrics()["vllm:generation_tokens_total"]
-    clients = [
-        rooms.ask(PATHS[api], body_of(api, 100, **more))
-        for api in PATHS
-        for more in (LONG, {"max_tokens": 200}, {"n": 3, **SAMPLES}, {"prompt_logprobs": 1})
-        for _ in range(2)
-    ]
-    # Some of them run, or have run: the look may come when all are over.
-    until(lambda: rooms.decode.metrics()["vllm:generation_tokens_total"] > before, pause_s=0.02)
-    for client in clients:
-        client.leave()
-    check_after(rooms)
 
 
 # --- routers that place what the proxy would not --------------------------------------------------

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.node_pair import NodePair, make_pool
+from tests.support.node_process import NodeProcess, node_processes
 from tests.support.patience import NEVER_S, SkippableClock
 from tests.support.wires import WIRES, choose, wired
 
@@ -103,3 +105,17 @@ def make_pair() -> Iterator[MakePair]:
 @pytest.fixture
 def pair(make_pair: MakePair) -> NodePair:
     return make_pair()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., NodeProcess]]:
+    with node_processes() as starter:
+        yield starter
+
+
+@pytest.fixture
+def stack(clock: SkippableClock) -> Iterator[ExitStack]:
+    """What the test's own process opens."""
+    with ExitStack() as opened:
+        yield opened
+    assert not node_threads()

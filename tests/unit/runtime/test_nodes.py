@@ -14,7 +14,6 @@ import pytest
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import (
     AbortedError,
-    AuxTooLargeError,
     ConfigError,
     PromptMismatchError,
 )
@@ -194,22 +193,6 @@ def test_aux_arrives_as_it_was_sent(pair: NodePair, size: int) -> None:
     pair.d.wrong_aux = 0  # it is not what the stand-in sends
     pair.d.hold_running = False
     pair.run("r")
-
-
-def test_aux_beyond_the_limit_is_refused_and_may_be_sent_smaller(pair: NodePair) -> None:
-    pair.p.hold = True
-    pair.submit("r", tokens_of(1, 9))
-    pair.until(lambda: "r" in pair.p.computing)
-    req = pair.p.computing["r"]
-    pair.p.chunk = 9
-    small = pair.p.aux
-    pair.p.aux = lambda req: bytes(QUICK.max_aux_bytes + 1)
-    with pytest.raises(AuxTooLargeError, match="65537"):
-        pair.p.compute(req)
-    pair.p.aux = small
-    pair.p.hold = False
-    pair.run("r")
-    assert pair.d.ended == {"r": None}
 
 
 # --- device events --------------------------------------------------------------------------------

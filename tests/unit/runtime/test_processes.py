@@ -3,7 +3,7 @@ other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -24,31 +24,17 @@ from tests.support.node_pair import (
     node_at_rest,
     tokens_of,
 )
-from tests.support.node_process import Never, NodeProcess, node_processes
+from tests.support.node_process import Never, NodeProcess
 from tests.support.node_stages import Gate
 from tests.support.patience import NEVER_S, SkippableClock, lasting_address, until
 from tests.support.transport_child import cut_connections
 from tests.support.wires import is_shm, wired
-from tests.unit.runtime.conftest import QUICK, node_threads
+from tests.unit.runtime.conftest import QUICK
 
 POOL = {"num_pages": 160, "num_layers": 4, "head_dim": 64}  # 4 KiB a page: 128 KiB a chunk
 NUM_TOKENS = 126  # of each request here: 32 pages, four chunks
 
 pytestmark = pytest.mark.usefixtures("_any_wire")
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., NodeProcess]]:
-    with node_processes() as starter:
-        yield starter
-
-
-@pytest.fixture
-def stack(clock: SkippableClock) -> Iterator[ExitStack]:
-    """What the test's own process opens."""
-    with ExitStack() as opened:
-        yield opened
-    assert not node_threads()
 
 
 class WithPrefillChild:

@@ -30,29 +30,16 @@ from tests.support.node_pair import (
     node_at_rest,
     tokens_of,
 )
-from tests.support.node_process import NodeProcess, node_processes
+from tests.support.node_process import NodeProcess
 from tests.support.node_stages import Gate
 from tests.support.patience import NEVER_S, SkippableClock, lasting_address, until
 from tests.support.processes import children
 from tests.support.wires import wired
-from tests.unit.runtime.conftest import QUICK, node_threads
+from tests.unit.runtime.conftest import QUICK
 from tests.unit.runtime.test_processes import NUM_TOKENS, POOL, WithPrefillChild
 
 pytestmark = pytest.mark.usefixtures("_any_wire")
 Start = Callable[..., NodeProcess]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    with node_processes() as starter:
-        yield starter
-
-
-@pytest.fixture
-def stack(clock: SkippableClock) -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
-    assert not node_threads()
 
 
 @pytest.fixture

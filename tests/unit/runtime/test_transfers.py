@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.control import heartbeat as liveness
+from prefixkv.control import lives
 from prefixkv.errors import (
     AbortedError,
     AuxTooLargeError,
     PageStateError,
+    PeerLostError,
     RequestError,
 )
 from prefixkv.paging import PageIds
@@ -315,6 +316,22 @@ def test_a_chunk_may_name_its_generation(pair: Pair) -> None:
     pair.check_arrived()
 
 
+@pytest.mark.parametrize("dead", ["prefill", "decode"])
+def test_a_fence_ends_what_a_dead_process_had(pair: Pair, dead: str) -> None:
+    pair.open()
+    pair.add()
+    pair.send(12)
+    pair.until(lambda: bool(pair.heard(Bootstrapped)))
+    if dead == "prefill":
+        pair.decode.fence(*pair.prefill.peer_id)
+        pair.until(lambda: bool(pair.heard(RoomDrained)))
+    else:
+        pair.prefill.fence(*pair.decode.peer_id)
+        pair.until(lambda: bool(pair.heard(SourceFree)))
+        assert pair.decode.peer_id not in pair.prefill.peers()
+    assert isinstance(pair.ends()[0].error, PeerLostError)
+
+
 def test_what_is_refused_changes_nothing(pair: Pair) -> None:
     where = pair.prefill.endpoint
     for prefix_len, pages in ((3, DST), (0, DST[1:]), (0, [*DST, 1]), (32, []), (-4, DST)):
@@ -386,7 +403,7 @@ def test_a_prefill_worker_of_another_wire_version_fails_the_room_by_number(
             return messages._encoder.encode([9, *sender, seq, {"a": "message of version 9"}])
         return encode(sender, seq, body)
 
-    monkeypatch.setattr(liveness, "encode", later)
+    monkeypatch.setattr(lives, "encode", later)
     pair.open()
     pair.until(lambda: bool(pair.heard(RoomDrained)))
     (end,) = pair.ends()
