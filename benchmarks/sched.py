@@ -14,6 +14,7 @@ a step of the model does it: that is how an engine calls.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -75,6 +76,14 @@ Tokens = npt.NDArray[np.int32]
 Times = dict[str, Samples]
 
 
+class Endless(DecodeConfig):
+    """No request waits too long: no call has a timer to set."""
+
+    @property
+    def admission_wait_s(self) -> float:
+        return math.inf
+
+
 class Size(NamedTuple):
     """How much is measured of each part."""
 
@@ -85,7 +94,7 @@ class Size(NamedTuple):
 
     @property
     def config(self) -> DecodeConfig:
-        return DecodeConfig(policy=self.policy, evict_reserve=0.0)
+        return Endless(policy=self.policy, evict_reserve=0.0)
 
 
 class Worker:

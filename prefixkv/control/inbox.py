@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from prefixkv.config import ControlConfig
-from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.effects import FrameFailed, FrameReceived, Raised
-from prefixkv.control.peer_changes import PeerChanges
+from prefixkv.control.lives import LostPeers, PeerChanges
 from prefixkv.errors import InternalError
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.timers import Timers

@@ -111,7 +111,7 @@ class Attempts:
 
     def _go_to(self, req: DecodeRequest, prefill: str) -> None:
         req.prefill, req.is_alone = prefill, False
-        # A request that runs, or still has to queue again, is in no lane: when it queues it enters
+        # A request that runs, or still has to queue again, is in no line: when it queues it enters
         # under the new address, and the worker is met then.
         if req in self._waiting:
             self._waiting.move(req, prefill)
@@ -218,9 +218,7 @@ class Attempts:
         # 3. Registered before the command leaves, so that an answer always finds its flight.
         self._arriving.add(flight)
         num_sent = req.sent_len - req.prefix_len
-        again = (
-            self._choice.again_tokens(flight, req.prefix_len) if self._choice.unsent.has_any else 0
-        )
+        again = self._choice.again_tokens(flight, req.prefix_len)
         self._sources.promised(
             req.prefill, flight.room_key, now_s, num_sent, num_loaded * page_size, again
         )
@@ -267,6 +265,5 @@ class Attempts:
                 num_tokens = flight.owner.sent_len - flight.owner.prefix_len
                 self._points.go_on_from_sent(flight.owner)
             self._sources.arrived(flight.prefill, key, num_tokens, now_s)
-            if self._choice.unsent.has_any:
-                self._choice.sent(flight)
+            self._choice.sent(flight)
         return flight

@@ -167,24 +167,22 @@ class Deferred:
     def coming_pages(self, releases: Releases) -> int:
         """Count the pages that are available once the device, or a host copy, is done. O(of these).
         `releases` collects the locks that end with them."""
-        held = [
-            ended.req.pages_held
-            for event, ended in self._waiting
-            if not isinstance(event, BrokenEvent)
-        ]
         coming = 0
         if self._host is not None:
             coming = self._host.held_pages + sum(map(releases.end, self._host.pins))
-        return coming + sum(
-            pages.num_own + releases.end(pages.lock) for pages in held if pages is not None
-        )
+        return coming + self._num_pages(releases, is_broken=False)
 
     def stuck_pages(self, releases: Releases) -> int:
         """Count the pages that a broken device event keeps: nothing proves that they come back."""
-        stuck = [
-            ended.req.pages_held for event, ended in self._waiting if isinstance(event, BrokenEvent)
+        return self._num_pages(releases, is_broken=True)
+
+    def _num_pages(self, releases: Releases, is_broken: bool) -> int:
+        held = [
+            ended.req.pages_held
+            for event, ended in self._waiting
+            if isinstance(event, BrokenEvent) is is_broken
         ]
-        return sum(pages.num_own + releases.end(pages.lock) for pages in stuck if pages is not None)
+        return sum(pages.num_own + releases.end(pages.lock) for pages in held if pages is not None)
 
     def release_after(
         self,

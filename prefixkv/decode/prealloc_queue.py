@@ -5,17 +5,16 @@ Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from prefixkv.admission import DEFAULT_ADMISSION, Admission, make_admission
+from prefixkv.admission import make_admission
 from prefixkv.cache.checkpoints import Checkpoint
 from prefixkv.cache.releases import Releases
 from prefixkv.cache.results import MatchResult
+from prefixkv.config import DecodeConfig
 from prefixkv.decode.ending import Deferred
 from prefixkv.decode.inflight import Flight
 from prefixkv.decode.ledger import Ledger
@@ -35,23 +34,6 @@ MAX_WANTS = 128
 ChoosesHere = Callable[[DecodeRequest, MatchResult | None, int, int, float], bool]
 """Tells whether decode's engine computes a request: by its match, the tokens that it lacks from its
 checkpoint on, those that prefill would send behind the match, and the time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionOptions:
-    """How requests are admitted.
-
-    `reserve_tokens`: space kept for a request's output. `patience_s`: a request that has waited
-    this long is overtaken by nothing. `waiting_timeout_s`: for requests without a `deadline_s`, and
-    for all that come back. `protect`: whether the cached prefixes of waiting requests are evicted
-    last (`RadixCache.want`).
-    """
-
-    reserve_tokens: int = 0
-    policy: str | Admission = DEFAULT_ADMISSION
-    patience_s: float = math.inf
-    waiting_timeout_s: float = math.inf
-    protect: bool = True
 
 
 class Unproved(NamedTuple):
@@ -84,6 +66,8 @@ class DecodePreallocQueue(Waiting):
     prefill workers that requests wait for.
 
     Args:
+        config: of it what is about admission. A request that has waited `admission_patience_s` is
+            overtaken by nothing, `reserve_tokens` is space kept for its output.
         deferred: requests that wait for the device.
         chooses_here: with checkpoints of extra state, whether a request is computed here.
     """
@@ -91,15 +75,15 @@ class DecodePreallocQueue(Waiting):
     def __init__(
         self,
         ledger: Ledger,
-        options: AdmissionOptions,
+        config: DecodeConfig,
         deferred: Deferred,
         chooses_here: ChoosesHere,
     ) -> None:
         self._ledger = ledger
         pages = self._pages = ledger.pages
         super().__init__(
-            ledger.workers, make_admission(options.policy), options.patience_s,
-            options.waiting_timeout_s, pages.errors,
+            ledger.workers, make_admission(config.admission), config.admission_patience_s,
+            config.admission_wait_s, pages.errors,
         )  # fmt: skip
         self._budget, self._flights = ledger.budget, ledger.flights
         self._points, self._host, self._sources = ledger.points, ledger.host, ledger.sources
@@ -108,8 +92,7 @@ class DecodePreallocQueue(Waiting):
         # A request that lacks nothing leaves its last page, since its first token needs a computed
         # one.
         self._computes = self._sources.config is not None and self._points is None
-        self._reserve_tokens = options.reserve_tokens
-        self._protects = options.protect and pages.caching
+        self._reserve_tokens = config.reserve_tokens
         self._unwanted: list[Waiter] = []  # not entered in the tree yet; some may have left
         self._admitted: list[DecodeRequest] = []  # to be returned by `take_admitted`
         self._num_started = 0
@@ -135,7 +118,7 @@ class DecodePreallocQueue(Waiting):
         self._num_arrivals += 1
         self._spent_at = -1
         self._enter(waiter, self.most_pages)
-        if self._protects and req.request.cacheable:
+        if self._pages.caching and req.request.cacheable:
             self._unwanted.append(waiter)
         # `add` is not given the time where a request comes back, so the next pass stamps it.
         if first:
@@ -160,6 +143,8 @@ class DecodePreallocQueue(Waiting):
             self._pages.unwant(waiter.want)
         # It may still be in `_unwanted`, where this mark makes `_enter_wants` pass over it.
         waiter.want = LEFT
+        if self._unwanted and self._unwanted[-1] is waiter:
+            self._unwanted.pop()
 
     def move(self, req: DecodeRequest, prefill: str) -> None:
         """Let a request wait for another worker. It keeps its place in time."""
@@ -272,7 +257,7 @@ class DecodePreallocQueue(Waiting):
         super().check_invariants()
         waiters = [one for one in self._waiters.values() if one.req.request.cacheable]
         laws = {
-            "what waits is wanted, or not entered yet": not self._protects
+            "what waits is wanted, or not entered yet": not self._pages.caching
             or {one for one in waiters if one.want == NOT_ENTERED}
             == {one for one in self._unwanted if one.want != LEFT},
             "only what waits here is wanted": self._pages.cache.num_wants
@@ -441,8 +426,9 @@ class DecodePreallocQueue(Waiting):
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
         # The token sampled last is written by the first step after the return, so it counts; unless
         # it is the last of all. Of what may still be generated, that one needs no space either.
-        first_len = min(req.fill_len + req.resumed, req.most_kv_len)
-        kept = pages_for(max(first_len, min(req.fill_len + reserve, req.most_kv_len)), page_size)
+        fill_len, most_len = req.fill_len, req.most_kv_len
+        first_len = min(fill_len + req.resumed, most_len)
+        kept = pages_for(max(first_len, min(fill_len + reserve, most_len)), page_size)
         less = shared_pages - unprotected
         return pages_for(first_len, page_size) - shared_pages, kept - less, req.max_pages - less
 
@@ -465,10 +451,11 @@ class DecodePreallocQueue(Waiting):
         return _Cut(found, cut, depth, 0 if match is None else match.depth, *counted)
 
     def _sent_len(self, req: DecodeRequest, shared_pages: int) -> int:
-        """Return up to which token prefill would send a request: all where prefill has the whole
-        prompt already, or no checkpoint is kept here."""
+        """Return up to which token prefill would send a request, where decode keeps checkpoints:
+        all where prefill has the whole prompt already."""
         is_asked = self._sources.asks_late or req.generation > req.request.generation
-        if self._points is None or req.is_alone or not is_asked:
+        assert self._points is not None
+        if req.is_alone or not is_asked:
             return req.fill_len
         return self._points.sent_len(req, shared_pages, self._sources.least_tokens)
 
@@ -499,7 +486,9 @@ class DecodePreallocQueue(Waiting):
         # In a window group what it needs is bounded, and taken now: it never grows there. What host
         # memory has prefill does not send.
         here_pages = max(shared_pages, waiter.load_end)
-        windows, start, sent_len = pages.windows, None, self._sent_len(req, here_pages)
+        windows, start, sent_len = pages.windows, None, req.fill_len
+        if self._points is not None:
+            sent_len = self._sent_len(req, here_pages)
         if windows:
             start = WindowStart(sent_len, req.max_pages)
         if (

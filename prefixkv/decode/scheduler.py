@@ -32,7 +32,7 @@ from prefixkv.decode.host_tier import HostTier
 from prefixkv.decode.inflight import DecodeTransferQueue, InFlight
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.ledger import Ledger
-from prefixkv.decode.prealloc_queue import AdmissionOptions, DecodePreallocQueue
+from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.request import (
     CAN_RUN,
     CUT_SHORT,
@@ -157,12 +157,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # The queues, in the order in which a request passes through them: waiting, arriving.
         # `requests` (of the base class) has every live request, in whichever of the two it is, or
         # running.
-        options = AdmissionOptions(
-            reserve_tokens=config.reserve_tokens, policy=config.admission,
-            patience_s=config.admission_patience_s, waiting_timeout_s=config.admission_wait_s,
-        )  # fmt: skip
         self.waiting = DecodePreallocQueue(
-            self.ledger, options, self._deferred, self.choice.takes_from_checkpoint
+            self.ledger, config, self._deferred, self.choice.takes_from_checkpoint
         )
         # What tells prefill, and decides what it is told. Rooms outlive requests: a number stays in
         # use until the control plane has proved that its room is drained, so that two requests
@@ -186,7 +182,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         ever hold; DrainingError after `drain`; and what a user's admission policy raises. Prefill
         does not hear of it: see `refuse`.
         """
-        self._check_request(request)
+        check_request(request)
         now_s = self._pump()
         # All checks come before the first change: a request that is refused leaves no trace.
         most_tokens = len(request.key) + request.max_new_tokens - 1  # the last one has no KV

@@ -111,7 +111,8 @@ class Waiting:
         self._num_arrivals = 0
         self._unstamped: list[Waiter] = []  # waiters that came back since the last pass
         self._late: Timers[DecodeRequest] = Timers()
-        self._unanswered: Timers[Waiter] = Timers()  # in line at a worker that does not answer
+        # Of workers that do not answer: a whole line, since then; and who came to it later.
+        self._unanswered: Timers[Waiter | Worker] = Timers()
         self._now_s = -math.inf  # of the last pass
 
     def __len__(self) -> int:
@@ -178,6 +179,7 @@ class Waiting:
         if not worker.line:
             del self._lines[worker]
             worker.has_share = False
+            self._unanswered.forget(worker)
 
     def _block(self, waiter: Waiter, reason: str) -> None:
         """Set a request that stands nowhere aside."""
@@ -194,24 +196,28 @@ class Waiting:
         """A worker answers, and its pool holds `max_tokens`: its line has its turn."""
         worker.is_open, worker.max_tokens = True, max_tokens
         self._workers.version += 1
+        self._unanswered.forget(worker)
         for waiter in self._line(worker):
             self._unanswered.forget(waiter)
 
     def closes(self, worker: Worker, now_s: float) -> None:
-        """A worker has stopped answering: those in its line wait for it from now on."""
+        """A worker has stopped answering: those in its line wait for it from now on. O(1)."""
         worker.is_open, worker.away_s = False, now_s
         self._workers.version += 1
-        for waiter in self._line(worker):
-            self._unanswered.forget(waiter)
-            self._time_answer(waiter)
+        if worker.line:
+            self._unanswered.wake(worker, now_s + self._workers.patience_s)
 
     def _line(self, worker: Worker) -> list[Waiter]:
         return [*worker.new, *(place[-1] for place in worker.order)]
 
+    def _answer_due_s(self, waiter: Waiter) -> float:
+        if waiter.since_s is None:  # the next pass stamps it first
+            return math.inf
+        return max(waiter.since_s, waiter.worker.away_s) + self._workers.patience_s
+
     def _time_answer(self, waiter: Waiter) -> None:
-        if waiter.since_s is not None:  # else the next pass stamps it first
-            since_s = max(waiter.since_s, waiter.worker.away_s)
-            self._unanswered.wake(waiter, since_s + self._workers.patience_s)
+        if (due_s := self._answer_due_s(waiter)) < math.inf:
+            self._unanswered.wake(waiter, due_s)
 
     # --- whose turn it is -------------------------------------------------------------------------
 
@@ -386,7 +392,15 @@ class Waiting:
         removed. O(1) if there are none."""
         if self._unanswered.next_s > now_s:
             return []
-        return [waiter.req for waiter in self._unanswered.due(now_s)]
+        late: dict[DecodeRequest, None] = {}
+        for key in self._unanswered.due(now_s):
+            for waiter in [key] if isinstance(key, Waiter) else self._line(key):
+                # It has stopped again, or the wait of one in the line has begun later.
+                if self._answer_due_s(waiter) > now_s:
+                    self._time_answer(waiter)
+                else:
+                    late[waiter.req] = None
+        return list(late)
 
     # --- laws -------------------------------------------------------------------------------------
 
@@ -422,6 +436,6 @@ class Waiting:
             == {worker for worker in workers if worker.line},
             "deadlines are of waiting requests": len(self._late) <= len(waiters),
             "a wait for an answer is timed in line, at a worker that is away": len(self._unanswered)
-            <= sum(not worker.is_open for worker, _ in lines),
+            <= sum(1 + len(self._line(one)) for one in self._lines if not one.is_open),
         }  # fmt: skip
         check_laws(laws, list(self._waiters), [waiter.req for waiter in aside])

@@ -30,7 +30,7 @@ from prefixkv.pages.windows import WindowPages
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.timers import Timers
-from prefixkv.request import DeviceEvent, Request, check_request
+from prefixkv.request import DeviceEvent, Request
 from prefixkv.stats import Journal, namespace_label
 
 State = TypeVar("State", bound=Enum)
@@ -310,9 +310,6 @@ class PagedScheduler(ABC, Generic[Req, Command]):
     @abstractmethod
     def check_invariants(self) -> None:
         """Check every part, and the parts against each other. Raises InternalError."""
-
-    def _check_request(self, request: Request) -> None:
-        check_request(request)
 
     def _note_deadline(self, req: Req) -> None:
         if req.request.deadline_s is not None:

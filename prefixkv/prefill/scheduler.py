@@ -127,7 +127,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def _add(self, request: Request, now_s: float) -> PrefillRequest:
         needed = pages_for(len(request.key), self.pages.page_size)
         try:
-            self._check_request(request)
             self._check_new(request, needed, "needs {} pages")
             self._check_room(request)
         except RequestError as error:

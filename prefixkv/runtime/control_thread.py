@@ -21,7 +21,6 @@ from contextlib import ExitStack
 from typing import Final, Generic, Protocol, TypeVar, assert_never, get_args
 
 from prefixkv.config import Way
-from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.effects import (
     AddPeer,
     AgentDestroyed,
@@ -43,7 +42,7 @@ from prefixkv.control.effects import (
     To,
     Unreached,
 )
-from prefixkv.control.peer_changes import PeerChanges
+from prefixkv.control.lives import LostPeers, PeerChanges
 from prefixkv.errors import ClosedError, ConfigError, InternalError
 from prefixkv.protocol.events import (
     Bootstrapped,

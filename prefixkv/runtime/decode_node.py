@@ -10,13 +10,13 @@ import time
 from contextlib import ExitStack
 
 from prefixkv.config import DecodeConfig
-from prefixkv.control.death_watch import LostPeers
+from prefixkv.control.lives import LostPeers
 from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler, HostPages
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.workers import Workers
-from prefixkv.errors import CallerError, ConfigError
+from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -251,9 +251,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
     def take_log(self) -> bytes:
         """Return what the other tensor-parallel ranks have to apply of this pass, to be broadcast
         once per pass. Raises CallerError without `ranks`."""
-        if self._ranks is None:
-            raise CallerError("this node was built without ranks=RankLog()")
-        return self._ranks.take(self.pages)
+        return self._log.take(self.pages)
 
     def fence_rank(self, rank: int, after: DeviceEvent | None = None) -> None:
         """Take the caller's word that the process of another rank of this worker is dead.

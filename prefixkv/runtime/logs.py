@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final
 
-from prefixkv.control.peer_changes import PeerChange
+from prefixkv.control.lives import PeerChange
 from prefixkv.protocol.ids import PeerId
 
 LOGGER = logging.getLogger("prefixkv.requests")

@@ -137,10 +137,10 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         for feed in self._feeds:
             feed.pass_on()
 
-    def _check_request(self, request: Request) -> None:
-        super()._check_request(request)
+    def _check_new(self, request: Request, num_pages: int, needs: str) -> None:
         if self.kv_events is not None and request.cacheable:
             self.kv_events.blocks.check(request.key.namespace)
+        super()._check_new(request, num_pages, needs)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a `pop_*` may have something, at most `timeout_s`. Returns whether."""
@@ -148,14 +148,16 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         self._check_open()
         if self.kv_events is not None:
             self._pass_on_events()
-        return self.has_results or self._wait(self.transfers.wait, timeout_s)
-
-    def _wait(self, wait: Callable[[float | None], bool], timeout_s: float | None) -> bool:
+        if self.has_results:
+            return True
         left_s = self.wake_s - time.monotonic()
         # No event comes for a deadline of the scheduler's, so the wait has to end at it.
         if left_s < (math.inf if timeout_s is None else timeout_s):
-            return wait(left_s) or self.wake_s <= time.monotonic()
-        return wait(timeout_s)
+            return self._sleep(left_s) or self.wake_s <= time.monotonic()
+        return self._sleep(timeout_s)
+
+    def _sleep(self, timeout_s: float | None) -> bool:
+        return self.transfers.wait(timeout_s)
 
     def drain(self, timeout_s: float = 0.0) -> bool:
         """Take no new requests (`add` raises DrainingError); return True once all have ended.
@@ -350,6 +352,12 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         what they hold comes back."""
         self._check_open()
         self._command(Fence(peer_id(peer, incarnation)))
+
+    @property
+    def _log(self) -> RankLog:
+        if self._ranks is None:
+            raise CallerError("this node was built without ranks=RankLog()")
+        return self._ranks
 
     @abstractmethod
     def _command(self, command: Command | Fence) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from prefixkv.config import PageSettings, PrefillConfig, check_reserved
-from prefixkv.control.death_watch import LostPeers
+from prefixkv.control.lives import LostPeers
 from prefixkv.errors import CallerError, ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
@@ -140,12 +140,6 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
         there is dead (`fence_rank`), or a peer that it writes to (its `lost_peers`)."""
         return {} if self._rank_rooms is None else self._rank_rooms.awaited()
 
-    @property
-    def _led_rooms(self) -> PrefillRankRooms:
-        if self._rank_rooms is None:
-            raise CallerError("this node was built without ranks=RankLog()")
-        return self._rank_rooms
-
     def peers(self) -> dict[PeerId, str]:
         """Return "ready" or "suspect" for each decode rank. Any thread may ask."""
         return self.transfers.peers()
@@ -196,9 +190,7 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
     def take_log(self) -> bytes:
         """Return what the ranks that follow have to apply, to be broadcast once a pass, before they
         compute, and once its chunks were handed over. Raises CallerError without `ranks`."""
-        if self._ranks is None:
-            raise CallerError("this node was built without ranks=RankLog()")
-        return self._ranks.take(self.pages, self.requests.values())
+        return self._log.take(self.pages, self.requests.values())
 
     def apply_rank_events(self, raw: bytes) -> None:
         """Take the events of a `PrefillRank` (its `take_rank_events`); b"" is nothing. Raises
@@ -208,6 +200,12 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
             for rank, event in rooms.unpack(raw):
                 self._join(rank, event, now_s)
         self._tell()
+
+    @property
+    def _led_rooms(self) -> PrefillRankRooms:
+        if self._rank_rooms is None:
+            raise CallerError("this node was built without ranks=RankLog()")
+        return self._rank_rooms
 
     def _take(self, event: PrefillEvent, now_s: float) -> None:
         if self._rank_rooms is not None:

@@ -20,8 +20,8 @@ from typing import Generic, TypeVar, cast
 
 from prefixkv.addresses import is_loopback
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig, Way, check_version
-from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.effects import To
+from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ClosedError, InternalError, RequestError, shown, travels
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.staging_area import StagingArea

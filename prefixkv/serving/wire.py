@@ -22,7 +22,7 @@ from typing import Final, Literal
 import msgspec
 
 from prefixkv import Namespace
-from prefixkv.engines.hf.requests import Generate, Name, TokenLogprob
+from prefixkv.engines.hf.requests import AnswerToken, Generate, Name
 
 LIFE_SIGN_S: Final = 2.0
 """Longest pause of a stream: it then sends an empty line or frame."""
@@ -68,21 +68,10 @@ class Ask(Generate, frozen=True):
     salt: Name = ""
 
 
-class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An `Output` of the engine."""
+class TokenEvent(AnswerToken, frozen=True, omit_defaults=True):
+    """An `Output` of the engine; `error` begins with its class."""
 
-    sample: int = 0
-    position: int = 0
-    token: int | None = None
-    text: str = ""
-    finish: Literal["stop", "length", "abort", "error"] | None = None
     error: str = ""
-    hit_tokens: int = 0
-    prefill_hit_tokens: int = 0
-    shared_tokens: int = 0
-    logprob: TokenLogprob | None = None
-    host_tokens: int = 0
-    decode_computed_tokens: int = 0
 
 
 class AbortJobs(msgspec.Struct, frozen=True):

@@ -245,31 +245,23 @@ def _run_case(
         report.passed.append(str(case))
 
 
-class _MistakeError(Exception):
-    """The conformance command was given something that there is not."""
-
-
 def _imported(text: str) -> MakeSides:
-    """Return what MODULE:NAME stands for. Raises _MistakeError."""
+    """Return what MODULE:NAME stands for. Raises ValueError."""
     module, _, name = text.partition(":")
     name = name or "make"
     try:
         found = import_module(module)
     except (ModuleNotFoundError, TypeError, ValueError) as error:
         # Another module that this one imports and misses is the engine's fault, not a wrong name.
-        if isinstance(error, ModuleNotFoundError) and error.name not in _parents(module):
+        missing = getattr(error, "name", None) or module
+        if not f"{module}.".startswith(f"{missing}."):
             raise
-        raise _MistakeError(f"there is no module {module!r} here (MODULE:NAME is needed)") from None
+        raise ValueError(f"there is no module {module!r} here (MODULE:NAME is needed)") from None
     make: MakeSides | None = getattr(found, name, None)
     if not callable(make):
         has = "is not callable" if hasattr(found, name) else "does not exist"
-        raise _MistakeError(f"{name!r} of module {module!r} {has} (MODULE:NAME is needed)")
+        raise ValueError(f"{name!r} of module {module!r} {has} (MODULE:NAME is needed)")
     return make
-
-
-def _parents(module: str) -> set[str]:
-    parts = module.split(".")
-    return {".".join(parts[: i + 1]) for i in range(len(parts))}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -303,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _check_run(given.only, given.page_size)
         make = _imported(given.make)
-    except (_MistakeError, ValueError) as error:
+    except ValueError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     try:

@@ -29,7 +29,7 @@ SHORT = {
     "windows.py": ["--seconds", "2"],
 }
 LIMIT_S = 900.0  # of one that takes half a minute, on a machine with much other work
-_OTHERS = {"mutants.py", "runner.py", "seeds.py", "spelled.py"}  # a tool's; what the others share
+_OTHERS = {"mutants.py", "runner.py", "seeds.py"}  # a tool's; what the others share
 
 
 def test_each_is_run() -> None:

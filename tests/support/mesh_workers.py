@@ -19,10 +19,10 @@ from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 from prefixkv.testing.hashing import PrefixHasher
-from prefixkv.testing.pattern import make_patterns, make_pools
 from tests.support.devices import DEVICE
 from tests.support.node_pair import Tokens
 from tests.support.patience import until
+from tests.support.patterns import make_patterns, make_pools
 
 SALT = 7
 _hasher = PrefixHasher()

@@ -27,10 +27,10 @@ from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.testing.hashing import PrefixHasher, sample
-from prefixkv.testing.pattern import pattern_in
 from tests.laws.auditor import assert_at_rest
 from tests.support.devices import DEVICE
 from tests.support.patience import PATIENCE_S
+from tests.support.patterns import pattern_in
 from tests.support.timed import DecodeScheduler, PrefillScheduler
 from tests.support.wires import is_shm
 

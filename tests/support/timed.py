@@ -61,7 +61,7 @@ class DecodeScheduler(decode.DecodeScheduler):
     def __init__(
         self, pages: PageManager, *, name: str = "", weights_version: str = "",
         patience_s: float = math.inf, waiting_timeout_s: float = math.inf,
-        max_waiting: int = 1_000_000, protect_waiting: bool = True,
+        max_waiting: int = 1_000_000,
         host: tuple[int, str | Policy, bool] | None = None, **given: Any,
     ) -> None:  # fmt: skip
         parts = {each: given.pop(each) for each in _PARTS & given.keys()}
@@ -73,8 +73,6 @@ class DecodeScheduler(decode.DecodeScheduler):
         config = Patient(name, patience_s, waiting_timeout_s, model=model, **given)
         super().__init__(pages, config, decode.DecodeParts(**parts))
         self.max_waiting = max_waiting
-        if not protect_waiting:
-            self.waiting._protects = False
 
     add = _at(1, decode.DecodeScheduler, "add")
     pop_preallocated = _at(0, decode.DecodeScheduler, "pop_preallocated")

@@ -16,7 +16,6 @@ import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
-from prefixkv.control.death_watch import FENCED, FENCED_DEAD, LostPeers
 from prefixkv.control.decode.links import Link, Links
 from prefixkv.control.decode.rooms import ReceiverRooms, Room, lost_peers
 from prefixkv.control.effects import (
@@ -40,8 +39,8 @@ from prefixkv.control.effects import (
 )
 from prefixkv.control.effects import DecodeEffect as DecodeEffect
 from prefixkv.control.effects import DecodeInput as DecodeInput
-from prefixkv.control.former_lives import LEFT, IncarnationHistory
 from prefixkv.control.inbox import ControlInbox, Takes
+from prefixkv.control.lives import FENCED, FENCED_DEAD, LEFT, IncarnationHistory, LostPeers
 from prefixkv.errors import (
     AbortedError,
     ConfigError,

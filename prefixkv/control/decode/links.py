@@ -15,7 +15,6 @@ from typing import Any, Final
 import msgspec
 
 from prefixkv.control import handshake
-from prefixkv.control.death_watch import DeathWatch
 from prefixkv.control.effects import (
     Connect,
     Disconnect,
@@ -23,8 +22,8 @@ from prefixkv.control.effects import (
     SendFrame,
     Unreached,
 )
-from prefixkv.control.heartbeat import PeerClock, Stamper
 from prefixkv.control.inbox import ControlInbox
+from prefixkv.control.lives import DeathWatch, PeerClock, Stamper
 from prefixkv.errors import FormerLifeError, PeerLostError
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (

@@ -25,11 +25,10 @@ from typing import Any
 import msgspec
 
 from prefixkv.config import ControlConfig
-from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.decode.links import Link, Links
 from prefixkv.control.effects import Left, RankDrained, Settle
 from prefixkv.control.inbox import ControlInbox
-from prefixkv.control.peer_changes import PeerChanges
+from prefixkv.control.lives import LostPeers, PeerChanges
 from prefixkv.errors import TransferError
 from prefixkv.protocol import messages
 from prefixkv.protocol import receiver_machine as receiver

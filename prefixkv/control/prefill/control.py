@@ -16,7 +16,6 @@ import numpy as np
 
 from prefixkv.config import ControlConfig, short_key
 from prefixkv.control import handshake
-from prefixkv.control.death_watch import FENCED, FENCED_DEAD, LostPeers
 from prefixkv.control.effects import (
     AgentDestroyed,
     Cancel,
@@ -36,9 +35,9 @@ from prefixkv.control.effects import (
 )
 from prefixkv.control.effects import PrefillEffect as PrefillEffect
 from prefixkv.control.effects import PrefillInput as PrefillInput
-from prefixkv.control.former_lives import LEFT
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.inbox import ControlInbox, Takes
+from prefixkv.control.lives import FENCED, FENCED_DEAD, LEFT, LostPeers
 from prefixkv.control.prefill.peers import Peer, Peers
 from prefixkv.control.prefill.rooms import SenderRooms
 from prefixkv.control.prefill.tombs import Half, Tombs

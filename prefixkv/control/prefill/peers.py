@@ -15,12 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.config import short_key
-from prefixkv.control.death_watch import DeathWatch
 from prefixkv.control.effects import AddPeer, RemovePeer, SendFrame
-from prefixkv.control.former_lives import IncarnationHistory, nonce
 from prefixkv.control.handshake import Accepted, OurSide
-from prefixkv.control.heartbeat import PeerClock, Stamper
 from prefixkv.control.inbox import ControlInbox
+from prefixkv.control.lives import DeathWatch, IncarnationHistory, PeerClock, Stamper, nonce
 from prefixkv.errors import (
     FormerLifeError,
     HandshakeError,
@@ -405,7 +403,7 @@ class Peers:
         self._say(SendFrame(route, self._stamp.frame(wanted)))
 
     def nonce(self, sender: PeerId) -> int:
-        """Return the number that a Hello of `sender` has to repeat; see `former_lives.nonce`."""
+        """Return the number that a Hello of `sender` has to repeat; see `nonce`."""
         peer = self._peers.get(sender.name)
         known = self.lives.last_silent(sender.name) if peer is None else peer.id
         return nonce(self._me, sender, known)

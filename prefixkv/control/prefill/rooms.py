@@ -22,9 +22,9 @@ from collections.abc import Callable, Collection
 from itertools import count
 from typing import Any
 
-from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.inbox import ControlInbox
+from prefixkv.control.lives import LostPeers
 from prefixkv.control.prefill.peers import Peers
 from prefixkv.control.prefill.tombs import Half, Tombs
 from prefixkv.errors import AbortedError

@@ -6,7 +6,6 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -143,8 +142,7 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class AnswerToken(msgspec.Struct, frozen=True):
     """One token of an answer, or its end without a token.
 
     `position` counts the answer's tokens from 0. `token` is None at an end by "abort" (of the
@@ -156,19 +154,24 @@ class Output:
     `Sampling.logprobs` is set.
     """
 
-    rid: str
-    sample: int
-    position: int
-    token: int | None
-    finish: Finish | None = None
-    error: Exception | None = None
-    hit_tokens: int = 0
+    sample: int = 0
+    position: int = 0
+    token: int | None = None
     text: str = ""
+    finish: Finish | None = None
+    hit_tokens: int = 0
     prefill_hit_tokens: int = 0
     shared_tokens: int = 0
     logprob: TokenLogprob | None = None
     host_tokens: int = 0
     decode_computed_tokens: int = 0
+
+
+class Output(AnswerToken, frozen=True, kw_only=True):
+    """Of the request `rid`; `error` is why it has ended by "error"."""
+
+    rid: str
+    error: Exception | None = None
 
 
 class PrefillJob(msgspec.Struct, frozen=True):

@@ -4,8 +4,6 @@ in one call, histories with tools, ids of requests."""
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +11,6 @@ import httpx
 import openai
 import pytest
 
-from tests.integration.serving.conftest import KEY
 from tests.support.patience import PATIENCE_S, until
 from tests.support.served import Expected, Serve, ask_and_leave, at_rest, under_way
 
@@ -67,14 +64,6 @@ def test_several_prompts_are_answered_in_their_order(
         for choice in event["choices"]:
             texts[choice["index"]] += choice["text"]
     assert texts == wanted
-    at_rest(serve)
-
-
-def test_one_prompt_that_is_refused_refuses_all(serve: Serve, http: httpx.Client) -> None:
-    tokens = [[1] * 20, [1] * 4096, [2] * 20]
-    answer = http.post("/v1/completions", json={**GOOD, "prompt": tokens})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
     at_rest(serve)
 
 
@@ -143,28 +132,6 @@ def test_a_history_with_tools_is_rendered(http: httpx.Client, expected: Expected
 # --- ids ------------------------------------------------------------------------------------------
 
 
-def test_a_request_keeps_the_id_that_its_client_gave(http: httpx.Client) -> None:
-    def given(text: str | bytes, path: str = CHAT, **more: Any) -> httpx.Response:
-        body = {**GOOD, "messages": HELLO, **more}
-        return http.post(path, json=body, headers={"x-request-id": text})
-
-    for text in ("a", "my-id/7:{}", "x" * 128):
-        answer = given(text)
-        assert answer.headers["x-request-id"] == text
-        assert answer.json()["id"].startswith(f"chatcmpl-{text.replace('/', '%2F')}-")
-    assert given("s", stream=True).headers["x-request-id"] == "s"
-    for wrong in ({"temperature": 9}, {"path": "/nowhere"}, {"model": "other"}):
-        answer = given("e", **wrong)
-        assert answer.status_code in (400, 404)
-        assert answer.headers["x-request-id"] == "e"
-    made = {given(text).headers["x-request-id"] for text in ("", "a b", "x" * 129, b"\xe9")}
-    assert len(made) == 4
-    assert all(len(one) == 32 for one in made)
-    assert http.get("/v1/models").headers["x-request-id"]
-    answer = http.post(CHAT, json={**GOOD, "messages": HELLO, "request_id": "of-body"})
-    assert answer.headers["x-request-id"] == "of-body"
-
-
 def test_requests_of_one_id_do_not_meet(http: httpx.Client, client: openai.OpenAI) -> None:
     """Two at once: each is answered, by an id of its own on the workers."""
     headers = {"x-request-id": "same"}
@@ -177,22 +144,6 @@ def test_requests_of_one_id_do_not_meet(http: httpx.Client, client: openai.OpenA
         )
         assert other.id != one["id"]
         assert other.id.startswith("chatcmpl-same-")
-
-
-def test_the_logs_of_front_and_workers_have_the_id(guarded: Serve) -> None:
-    """Of a request that fails on all sides: its decode worker is killed."""
-    base = guarded.url.removesuffix("/v1")
-    body = {**GOOD, "messages": HELLO, "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    headers = {"x-request-id": "find-me", "authorization": f"Bearer {KEY}"}
-    with httpx.stream(
-        "POST", f"{base}{CHAT}", json=body, headers=headers, timeout=PATIENCE_S
-    ) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        os.kill(guarded.workers()["decode-0"]["pid"], signal.SIGKILL)
-        rest = list(lines)
-    assert any("(request find-me)" in line for line in rest)
-    until(lambda: any("request find-me" in line for line in guarded.err))
 
 
 def test_what_no_client_should_send_is_refused_and_others_are_served(

@@ -49,29 +49,3 @@ def test_completions_have_them(client: Any, expected: Expected) -> None:
                 if name in ("tokens", "text_offset"):
                     assert joined == getattr(choice.logprobs, name)
                 assert len(joined) == len(choice.logprobs.tokens)
-
-
-def test_chats_have_them(client: Any, expected: Expected) -> None:
-    messages = [{"role": "user", "content": TEXT}]
-    prompt = expected.texts.chat(messages)
-    said = expected.tokens(prompt, 6)
-    rows = expected.logprobs([*prompt, *said])[len(prompt) - 1 :]
-    asked = {"messages": messages, "max_tokens": 6, "logprobs": True, **GREEDY}
-    for more in ({}, {"top_logprobs": 4}):
-        num_top = more.get("top_logprobs", 0)
-        answer = client.chat.completions.create(n=2, **asked, **more)
-        stream = client.chat.completions.create(stream=True, **asked, **more)
-        parts = [one.choices[0].logprobs for one in stream if one.choices]
-        streamed = [entry for part in parts if part for entry in part.content]
-        for content in (*(choice.logprobs.content for choice in answer.choices), streamed):
-            assert len(content) == 6
-            for entry, token, row in zip(content, said, rows, strict=False):
-                assert (
-                    bytes(entry.bytes).decode()
-                    == entry.token
-                    == expected.texts.tokenizer.decode([token], skip_special_tokens=False)
-                )
-                assert abs(entry.logprob - row[token]) < NEAR
-                assert len(entry.top_logprobs) == num_top
-    plain = client.chat.completions.create(messages=messages, max_tokens=2, **GREEDY)
-    assert plain.choices[0].logprobs is None

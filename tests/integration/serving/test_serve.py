@@ -142,28 +142,6 @@ def test_models_and_health(serve: Serve, client: openai.OpenAI, guarded: Serve) 
     assert httpx.head(f"{base}/health").status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("what", "error", "param", "code"),
-    [
-        ({"model": "large"}, openai.NotFoundError, "model", "model_not_found"),
-        ({"max_tokens": -1}, openai.BadRequestError, "max_tokens", "invalid_value"),
-        ({"extra_body": {"beams": 3}}, openai.BadRequestError, "beams", "unknown_parameter"),
-        ({"presence_penalty": 1}, openai.BadRequestError, "presence_penalty",
-         "unsupported_parameter"),
-        ({"messages": [{"role": "user", "content": "x " * 5000}]}, openai.BadRequestError,
-         "messages", "context_length_exceeded"),
-        ({"max_tokens": 4096}, openai.BadRequestError, "messages", "context_length_exceeded"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_done_is_refused_by_name(
-    client: openai.OpenAI, what: dict, error: type[openai.APIStatusError], param: str, code: str
-) -> None:
-    asked = {"model": "small", "messages": HELLO, "max_tokens": 3, **what}
-    with pytest.raises(error) as raised:
-        client.chat.completions.create(**asked)
-    assert (raised.value.param, raised.value.code) == (param, code)
-
-
 def test_a_client_that_leaves_ends_its_request_on_both_sides(
     serve: Serve, client: openai.OpenAI
 ) -> None:

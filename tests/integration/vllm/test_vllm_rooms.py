@@ -2,13 +2,11 @@
 for each event, through `prefixkv proxy` and two real vLLM servers.
 
 In each row the answer is one vLLM's, nothing is held afterwards on the servers or the proxy,
-and the next request is answered as ever. `rooms` has what is compared with what. The last test
-kills prefill.
+and the next request is answered as ever. `rooms` has what is compared with what.
 """
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -262,12 +260,6 @@ def test_several_prompts_are_brought_each(
     check_body(rooms, "completions", body, Row("several", blocks=2 + 3 + 1))
 
 
-def test_a_list_of_one_prompt_is_one(rooms: Rooms) -> None:
-    check_body(
-        rooms, "completions", body_of("completions", prompt=[new_prompt(TOKENS)]), Row("one")
-    )
-
-
 @pytest.mark.parametrize(
     "more",
     [{"prompt_logprobs": 1}, {"use_beam_search": True, "n": 2}, {"echo": True, "logprobs": 1}],
@@ -350,16 +342,6 @@ def test_the_client_leaves_between_the_two_answers(rooms: Rooms, api: str, more:
     rooms.settled()
     gate.open()
     check_after(rooms)
-
-
-@APIS
-def test_prefills_answer_comes_late(rooms: Rooms, api: str) -> None:
-    """Decode's is the client's; prefill's request is ended."""
-    for more in ({}, {"stream": True}):
-        rooms.before["prefill"].answers.clear()
-        client = rooms.ask(PATHS[api], body_of(api, **more))
-        check_answer(rooms, api, client)
-        rooms.before["prefill"].open()
 
 
 @APIS
@@ -498,28 +480,3 @@ def test_a_conversation_whose_turns_lack_little_is_decodes_alone(rooms: Rooms) -
     talk.turn(BELOW)  # a token more
     rooms.has_sent(sent + 7 + 1)
     assert of_decode(rooms) == (requests + 4, tokens + 4 * BELOW)
-
-
-def test_a_conversation_goes_on_when_prefill_is_killed(rooms: Rooms) -> None:
-    """In the middle of a request that it has got, and afterwards."""
-    talk = Conversation(rooms)
-    talk.turn(100)
-    alone = rooms.proxy_metrics()["prefixkv_proxy_recomputed_total"]
-    rooms.prefill.signal(signal.SIGSTOP)
-    body = talk.say(BELOW - 1)  # decode needs no word of prefill
-    talk.hear(body, rooms.ask(PATHS["completions"], body))
-    assert rooms.proxy_metrics()["prefixkv_proxy_recomputed_total"] == alone
-    body = talk.say(50)
-    client = rooms.ask(PATHS["completions"], body)
-    rooms.until_gauge("decode", "loads_waiting")
-    rooms.prefill.signal(signal.SIGKILL)
-    rooms.before["prefill"].close()
-    talk.hear(body, client)
-    for num_tokens in (BELOW - 1, 50):
-        for stream in (False, True):
-            body = talk.say(num_tokens, stream=stream)
-            talk.hear(body, rooms.ask(PATHS["completions"], body))
-    # Of these that of the killed server at least; a little is computed before the proxy knows.
-    assert rooms.proxy_metrics()["prefixkv_proxy_recomputed_total"] > alone
-    until(lambda: rooms.decode.metrics()["vllm:kv_cache_usage_perc"] == 0)
-    until(lambda: rooms.gauge("decode", "held_blocks") == 0)

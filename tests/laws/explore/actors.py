@@ -26,7 +26,7 @@ from prefixkv.config import ControlConfig
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.handshake import OurSide
-from prefixkv.control.heartbeat import PeerClock
+from prefixkv.control.lives import PeerClock
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.mesh import Mesh, writers_to
 from prefixkv.protocol import commands, events, messages

@@ -15,7 +15,7 @@ from typing import Any
 
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.decode.rooms import ReceiverRooms
-from prefixkv.control.heartbeat import PeerClock
+from prefixkv.control.lives import PeerClock
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.control.prefill.rooms import SenderRooms
 from prefixkv.protocol.receiver_machine import ReceiverMachine

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from prefixkv.config import ControlConfig
-from prefixkv.control.death_watch import EXAMINE_S
 from prefixkv.control.effects import Examine, FrameReceived, Reached, RemovePeer, Tick, Unreached
 from prefixkv.control.handshake import OurSide
+from prefixkv.control.lives import EXAMINE_S
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.errors import PeerLostError
 from prefixkv.protocol.commands import Fence

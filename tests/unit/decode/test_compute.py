@@ -125,7 +125,7 @@ def test_what_decode_has_computed_prefill_has_to_compute_too_until_it_has(
         desk.transferred()
         desk.token(req)
         desk.finish(req)
-    assert not desk.scheduler.choice.unsent.has_any
+    assert not desk.scheduler.choice.has_unsent
     desk.at_rest()
 
 

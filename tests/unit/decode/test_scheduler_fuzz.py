@@ -35,7 +35,7 @@ def test_nothing_is_left_after_a_storm() -> None:
         assert totals[what], (what, totals)
 
 
-@pytest.mark.parametrize("runs", [4, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [4, pytest.param(24, marks=pytest.mark.slow)])
 def test_what_comes_from_host_memory_is_what_was_written(runs: int) -> None:
     """With windows and states too, which no copy has."""
     totals: Counter[str] = Counter()
@@ -44,7 +44,7 @@ def test_what_comes_from_host_memory_is_what_was_written(runs: int) -> None:
         totals.update(sim.copies.counts)
         totals["with more"] += bool(sim.num_slots or sim.window)
     assert min(totals[what] for what in ("loads", "writes", "with more")) > 2, totals
-    assert runs < 40 or totals["failed"] > 5, totals
+    assert runs < 24 or totals["failed"], totals
 
 
 @pytest.mark.slow

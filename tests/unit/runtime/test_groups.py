@@ -21,10 +21,10 @@ from prefixkv.protocol.receiver_machine import RoomDrained
 from prefixkv.request import Request
 from prefixkv.runtime.control_thread import ControlFailed
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
-from prefixkv.testing.pattern import make_pools
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import tokens_of
 from tests.support.patience import lasting_address, returned, until
+from tests.support.patterns import make_pools
 from tests.unit.runtime.conftest import QUICK
 
 MESH = Mesh(2, 2, 2)

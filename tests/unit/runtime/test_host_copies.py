@@ -246,19 +246,6 @@ def test_a_write_has_its_turns_beside_loads_that_follow_each_other(
     world.close()
 
 
-def test_a_write_that_waits_for_the_device_delays_no_load() -> None:
-    world, event = World(), Event()
-    gate = Gate(world.copies)
-    world.copies.submit(write(99, pages(20), pages(20)), event)
-    for number in range(30):
-        world.copies.submit(load(number, pages(0), pages(0)))
-        assert world.take(1)[0].number == number
-    event.is_over = True
-    assert world.take(1)[0].number == 99
-    assert gate.calls == [*(30 * [("load", [0])]), ("write", [20])]
-    world.close()
-
-
 def test_an_order_that_fails_ends_after_its_pieces_that_run() -> None:
     world = World(threads=2)
     for page in range(4):
@@ -283,15 +270,6 @@ def test_an_order_that_fails_ends_after_its_pieces_that_run() -> None:
     assert world.holds(12, 3)
     world.close()
     assert world.results.empty()
-
-
-def test_a_failed_order_with_no_other_piece_ends_at_once() -> None:
-    world = World(piece_pages=8)
-    world.copies.submit(write(1, pages(0, 40), pages(0, 1)))
-    (done,) = world.take(1)
-    assert (done.number, done.num_bytes) == (1, 0)
-    assert "host page 40" in str(done.error)
-    world.close()
 
 
 def test_close_waits_for_what_runs_and_ends_the_rest() -> None:
@@ -323,24 +301,6 @@ def test_close_waits_for_what_runs_and_ends_the_rest() -> None:
     world.copies.close()
     with pytest.raises(ClosedError):
         world.copies.submit(load(6, pages(0), pages(0)))
-    world.close()
-    assert world.results.empty()
-
-
-def test_an_order_that_is_cut_off_ends_after_its_piece_that_runs() -> None:
-    world = World()
-    gate = Gate(world.copies, 20)
-    world.copies.submit(write(1, pages(20, 21), pages(0, 1)))
-    until(lambda: len(gate.calls) == 1)
-    closer = threading.Thread(target=world.copies.close)
-    closer.start()
-    until(lambda: world.copies._closed)
-    gate.let_go()
-    closer.join(WAIT_S)
-    (done,) = world.take(1)
-    assert isinstance(done.error, ClosedError)
-    assert done.num_bytes == world.page_bytes
-    assert gate.ended == [[20]]
     world.close()
     assert world.results.empty()
 

@@ -139,7 +139,7 @@ def test_a_namespace_that_has_no_words_is_refused_on_both_sides(make_pair: MakeP
         pair.prefill.add(Request("a", prompt, room=1, decode="decode-0", namespace="l"))
     # One that is not cached is not told of.
     where = {"prefill": "tcp://127.0.0.1:1", "namespace": "l"}
-    pair.decode._check_request(Request("b", prompt, room=2, cacheable=False, **where))
+    pair.decode._check_new(Request("b", prompt, room=2, cacheable=False, **where), 1, "")
 
 
 def test_a_namespace_with_words_travels_to_both(make_pair: MakePair) -> None:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from prefixkv.control.peer_changes import PeerChange
+from prefixkv.control.lives import PeerChange
 from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime import logs as peer_log
 from prefixkv.runtime.logs import LINES, REPEAT_S, WINDOW_S, PeerLog

@@ -21,9 +21,9 @@ from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.runtime.prefill_rank import PrefillRank
 from prefixkv.testing.hashing import PrefixHasher
-from prefixkv.testing.pattern import make_pools, pattern_in
 from tests.support.node_pair import tokens_of
 from tests.support.patience import until
+from tests.support.patterns import make_pools, pattern_in
 from tests.support.processes import Child, children, obey
 from tests.unit.runtime.conftest import QUICK
 

@@ -27,9 +27,9 @@ from prefixkv.runtime.groups import PrefillGroup
 from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.serving.router import WorkerIndex
-from prefixkv.testing.pattern import make_pools
 from tests.support.node_pair import left, make_pool
 from tests.support.patience import until
+from tests.support.patterns import make_pools
 from tests.unit.kv_events.follower import Subscriber
 
 TENSORS = (StateTensor("sum", 0, 1, (1,), "float32"),)

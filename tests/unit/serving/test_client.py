@@ -96,15 +96,6 @@ async def all_at_once(client: httpx.AsyncClient, site: Site, url: str, num: int)
 
 
 @in_loop
-async def test_one_connection_serves_requests_in_turn() -> None:
-    async with sites(2) as ((here, at), (there, other)), make_client({"x": "y"}, 9) as client:
-        for _ in range(3):
-            for url in (at, other):
-                assert (await client.get(url)).content == b"ok"
-        assert (here.num_made, there.num_made) == (1, 1)
-
-
-@in_loop
 async def test_a_request_never_waits_for_another() -> None:
     async with sites() as ((site, url),), make_client({}, NEVER_S) as client:
         await all_at_once(client, site, url, 150)

@@ -138,6 +138,23 @@ async def test_every_error_has_openais_form(site: Site, client: httpx.AsyncClien
 
 
 @served()
+async def test_a_request_keeps_the_id_that_its_client_gave(
+    site: Site, client: httpx.AsyncClient
+) -> None:
+    for path in ("/echo", "/nowhere", "/refuse", "/fail", "/stream"):
+        site.go_on.set()
+        for text in ("a", "my-id/7:{}", "x" * 128):
+            answer = await client.get(path, headers={"x-request-id": text})
+            assert answer.headers["x-request-id"] == text
+    made = [
+        (await client.get("/echo", headers={"x-request-id": text})).headers["x-request-id"]
+        for text in ("", "a b", "x" * 129, b"\xe9")
+    ]
+    assert len({*made}) == 4
+    assert {len(one) for one in made} == {32}
+
+
+@served()
 async def test_no_piece_waits_for_the_receipt_of_the_one_before(
     site: Site, client: httpx.AsyncClient
 ) -> None:

@@ -23,45 +23,59 @@ LOCAL = {"backend": "shm", "patience_s": PATIENCE_S}
 STALLS = {"backend": "shm", "patience_s": 5.0}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", conformance.scenarios(seeds=range(1)), ids=str)
-def test_the_toy_keeps_every_law(case: conformance.Case) -> None:
-    case.check(ToySides, patience_s=PATIENCE_S)
-
-
-@pytest.mark.parametrize(
-    "name", ["turns of a chat", "full hit", "tiny decode pool", "several tokens per step"]
-)
-def test_the_toy_keeps_the_laws_of_these(name: str) -> None:
-    conformance.Case(name, 0).check(ToySides, **LOCAL)
-
-
 class ComputingSides(ToySides):
     """A toy whose decode worker computes what lacks at most 9 tokens."""
 
     ask: Any = "late"
+    more: dict[str, Any] = {}
 
     def __init__(self, settings: Any) -> None:
         compute = ComputeConfig(below=9, chunk_tokens=5, ask=self.ask)
-        super().__init__(replace(settings, decode=replace(settings.decode, compute=compute)))
+        decode = replace(settings.decode, compute=compute, **self.more)
+        super().__init__(replace(settings, decode=decode))
 
 
 class ComputingSidesThatTellBoth(ComputingSides):
     ask = "both"
 
 
+class SidesWithBoth(ComputingSides):
+    """With host memory, and it carries on alone, of its own accord in every scenario."""
+
+    more = {"failure_policy": "local", "host_memory": HostConfig()}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [ComputingSides, ComputingSidesThatTellBoth])
 @pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
-def test_a_toy_that_computes_on_decode_keeps_every_law(
-    case: conformance.Case, make: type[ToySides]
+@pytest.mark.parametrize(
+    ("make", "page_size"),
+    [
+        (ToySides, 4), (ComputingSides, 4), (ComputingSidesThatTellBoth, 4), (SidesWithBoth, 4),
+        (ToySides, 16),  # for engines that have kernels for large pages only
+    ],
+)  # fmt: skip
+def test_the_toy_keeps_every_law(
+    make: type[ToySides], page_size: int, case: conformance.Case
 ) -> None:
-    case.check(make, patience_s=PATIENCE_S)
+    case.check(make, patience_s=PATIENCE_S, page_size=page_size)
 
 
-@pytest.mark.parametrize("make", [ComputingSides, ComputingSidesThatTellBoth])
-@pytest.mark.parametrize("name", ["turns of a chat", "full hit", "tiny decode pool"])
-def test_it_keeps_the_laws_of_these(name: str, make: type[ToySides]) -> None:
+TINY = "tiny decode pool"
+HOST, ALONE = "host memory", "decode carries on alone"
+SHOWN = [
+    (ToySides, "turns of a chat", "skipped_tokens"), (ToySides, "full hit", "skipped_tokens"),
+    (ToySides, TINY, "retracted"), (ToySides, "several tokens per step", "retracted"),
+    (ToySides, HOST, "host_hit_tokens"), (ToySides, ALONE, "failovers"),
+    (SidesWithBoth, HOST, "host_hit_tokens"), (SidesWithBoth, ALONE, "failovers"),
+    *((make, name, "computed_requests") for make in (ComputingSides, ComputingSidesThatTellBoth)
+      for name in ("turns of a chat", "full hit", TINY)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "name", "counter"), SHOWN)
+def test_it_keeps_the_laws_of_these_and_they_show_what_they_are_for(
+    make: type[ToySides], name: str, counter: str
+) -> None:
     made: list[ToySides] = []
 
     def make_one(settings: Any) -> ToySides:
@@ -69,7 +83,7 @@ def test_it_keeps_the_laws_of_these(name: str, make: type[ToySides]) -> None:
         return made[-1]
 
     conformance.Case(name, 0).check(make_one, **LOCAL)
-    assert made[0].decode.counters["computed_requests"] > 0
+    assert made[0].decode.counters[counter] > 0
 
 
 class ForgetsTheFirstOfAChunk(ToyDecode):
@@ -85,42 +99,6 @@ def test_a_wrong_chunk_is_found() -> None:
 
     report = conformance.run(Sides, only=["turns of a chat"], **LOCAL)
     assert report.laws == {"law 8"}
-
-
-class SidesWithBoth(ToySides):
-    """A toy with host memory that carries on alone, of its own accord in every scenario."""
-
-    def __init__(self, settings: Any) -> None:
-        compute = ComputeConfig(below=9, chunk_tokens=5, ask="late")
-        decode = replace(
-            settings.decode, compute=compute, failure_policy="local", host_memory=HostConfig()
-        )
-        super().__init__(replace(settings, decode=decode))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
-def test_a_toy_with_host_memory_that_carries_on_alone_keeps_every_law(
-    case: conformance.Case,
-) -> None:
-    case.check(SidesWithBoth, patience_s=PATIENCE_S)
-
-
-@pytest.mark.parametrize("make", [ToySides, SidesWithBoth])
-@pytest.mark.parametrize("name", ["host memory", "decode carries on alone"])
-def test_the_toy_shows_host_memory_and_failover(name: str, make: type[ToySides]) -> None:
-    made: list[ToySides] = []
-
-    def make_one(settings: Any) -> ToySides:
-        made.append(make(settings))
-        return made[-1]
-
-    conformance.Case(name, 0).check(make_one, **LOCAL)
-    counters = made[0].decode.counters
-    if name == "host memory":
-        assert counters["host_hit_tokens"] > 0
-    else:
-        assert counters["failovers"] > 0
 
 
 class LateDevice(ToyDecode):
@@ -193,18 +171,6 @@ def test_a_device_that_is_still_busy_is_told_of_by_after(name: str) -> None:
     report = conformance.run(make(LateDeviceThatSaysNothing), only=[name], **LOCAL)
     assert "law 8" in report.laws
     assert "was not computed (computing begins at prefix_len" in str(report)
-
-
-def test_the_toy_runs_out_of_pages_where_pools_are_tiny() -> None:
-    """Else those scenarios would show nothing."""
-    made: list[ToySides] = []
-
-    def make(settings: Any) -> ToySides:
-        made.append(ToySides(settings))
-        return made[-1]
-
-    assert conformance.run(make, only=["tiny decode pool", "several tokens per step"], **LOCAL).ok
-    assert [one.decode.counters["retracted"] > 0 for one in made] == [True, True]
 
 
 # --- engines with a fault -------------------------------------------------------------------------
@@ -507,8 +473,6 @@ class Mutant:
         return sides_of(self.engine)
 
 
-TINY = "tiny decode pool"
-ALONE = "decode carries on alone"
 FINISHES_TWICE = Mutant(FinishesTwice, "one prompt", "calls", "decode's finish raised RequestError")
 MUTANTS = [
     Mutant(ForgetsFinish, "one prompt", "law 2", "was never finished", True),
@@ -599,20 +563,6 @@ def test_an_engine_need_not_do_everything() -> None:
     assert report.passed == ["one prompt, seed 0"]
     assert report.skipped == {"several tokens per step, seed 0": "one token per step"}
     assert "not run: several tokens per step, seed 0: one token per step" in str(report)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
-def test_pages_may_be_larger(case: conformance.Case) -> None:
-    """For engines that have kernels for large pages only."""
-    seen: list[Any] = []
-
-    def make(settings: Any) -> ToySides:
-        seen.append(settings)
-        return ToySides(settings)
-
-    case.check(make, page_size=16, **LOCAL)
-    assert seen[0].page_size in (4, 8, 16, 32)
 
 
 def test_the_command_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,22 +117,6 @@ def test_a_failed_write_may_still_land_with_the_bytes_of_that_moment() -> None:
     assert not target.of(Arrived)
 
 
-def test_a_held_completion_keeps_the_job_open() -> None:
-    fabric = FakeFabric(1)
-    writer, target = make_pair(fabric)
-    hold = fabric.hold(lambda a: a.kind == "complete" and a.tag is not None and a.tag.part == 1)
-    writer.transport.write(writer.job(1, target, [3, 5, 7], [4, 6, 8]))
-    fabric.run()
-    assert target.pool.page(6) == writer.pool.page(5)
-    assert not writer.ends()
-    assert fabric.in_flight(writer.me) == 1
-    assert sorted(t.part for t in target.tags()) == [0, 2]
-    hold.release()
-    hold.release()
-    fabric.run()
-    assert writer.ends() == [WriteDone(1, 3 * 256)]
-
-
 def test_closing_the_writer_is_a_fence_and_closing_the_target_is_none() -> None:
     fabric = FakeFabric(1)
     writer, target = make_pair(fabric)
@@ -177,23 +161,6 @@ def test_a_killed_process_says_and_does_nothing_more() -> None:
     writer.transport.write(writer.job(3, again, [3], [4]))
     fabric.run()
     assert again.pool.page(4) == writer.pool.page(3)
-
-
-def test_a_lost_peer_fails_what_waits_and_comes_back_with_a_later_write() -> None:
-    fabric = FakeFabric(1)
-    writer, target = make_pair(fabric)
-    fabric.lose(target.me)
-    for n in range(3):
-        writer.transport.write(writer.job(n, target, [n], [n]))
-    fabric.run()
-    assert [(e.job_id, e.drained) for e in writer.ends() if isinstance(e, WriteFailed)] == [
-        (0, True), (1, True), (2, True),
-    ]  # fmt: skip
-    assert len(writer.of(PeerUnreachable)) == 1
-    fabric.restore(target.me)
-    writer.transport.write(writer.job(3, target, [3], [3]))
-    fabric.run()
-    assert writer.ends(3) == [WriteDone(3, 256)]
 
 
 # --- staged writes --------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.testing.hashing import PrefixHasher, splitmix64
-from prefixkv.testing.pattern import KVPattern, MirroredPattern
+from prefixkv.testing.pattern import KVPattern
+from tests.support.patterns import MirroredPattern
 
 SHAPES = [  # dtype, attention, order, heads, head_dim
     ("bfloat16", "mha", "layer_major", 3, 16),

@@ -63,33 +63,6 @@ def test_extra_keys_and_salts_keep_equal_tokens_apart(kind: str) -> None:
         assert desk.match(req) == 16
 
 
-@pytest.mark.parametrize("kind", [OURS, RUST])
-def test_a_lock_holds_through_eviction_of_everything_else(kind: str) -> None:
-    desk = Desk(kind, 4, 256)
-    served(desk, "a", range(40))
-    served(desk, "b", range(500, 540))
-    held = request("c", range(41))
-    assert desk.match(held) == 40
-    held.lock = desk.cache.lock(held.last_node)
-    assert (desk.cache.protected_size(), desk.cache.evictable_size()) == (40, 40)
-    assert desk.evict(1000) == 40
-    assert desk.match(held) == 40
-    desk.cache.unlock(held.lock)
-    assert desk.evict(1000) == 40
-    assert desk.match(held) == 0
-    desk.check()
-
-
-def test_eviction_frees_exactly_the_pages_that_are_asked_for() -> None:
-    desk = Desk(OURS, 4, 256)
-    served(desk, "a", range(40))
-    free = desk.allocator.available_size()
-    assert desk.evict(5) == 8
-    assert desk.allocator.available_size() == free + 8
-    assert desk.evict(0) == 0
-    desk.check()
-
-
 def test_a_blocked_head_is_one_visit_however_often_it_is_looked_at() -> None:
     """`lfu` counts visits: a prefix that one request asked for 50 times goes before one that two
     asked for."""
@@ -106,16 +79,6 @@ def test_a_blocked_head_is_one_visit_however_often_it_is_looked_at() -> None:
     assert desk.evict(16) == 16
     assert desk.match(request("f", range(17))) == 0
     assert desk.match(request("g", range(100, 117))) == 16
-
-
-def test_touching_a_prefix_keeps_it_and_is_no_visit() -> None:
-    desk = Desk(OURS, 4, 256)
-    served(desk, "a", range(16))
-    served(desk, "b", range(100, 116))
-    desk.cache.touch_prefix(RadixKey(array("q", range(16))))
-    desk.evict(16)
-    assert desk.match(request("c", range(17))) == 16
-    assert desk.match(request("d", range(100, 117))) == 0
 
 
 @pytest.mark.parametrize("kind", [OURS, RUST])

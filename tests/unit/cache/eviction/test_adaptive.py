@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable
 
 import numpy as np
@@ -11,9 +12,17 @@ import pytest
 
 from prefixkv.cache.eviction import hazards as hazards_module
 from prefixkv.cache.eviction.adaptive import (
+    NO_TRUNK,
+    NUM_OWN,
+    TRAITS,
     Adaptive,
+    class_of,
+    kind_of,
+    trunk_of,
 )
 from prefixkv.cache.eviction.hazards import (
+    BEGINS_S,
+    EDGES_S,
     LENGTHS_S,
     NUM_BINS,
     Hazards,
@@ -30,6 +39,38 @@ SMALL = {"short_tokens": 1, "long_tokens": 3, "block_tokens": 1, "stride_blocks"
 def adaptive(**settings):
     chosen = Adaptive(**SMALL | {"trust": 1.0, "period": 1} | settings)
     return RadixCache(page_size=1, policy=chosen, pool_pages=10_000)
+
+
+def test_of_shared_pages_it_is_counted_how_soon_paths_part_from_them_again():
+    """A document of five pages, asked about every 40 s. No path ends with it, so no end tells of
+    it; and a question that goes on is no parting."""
+    cache = adaptive()
+    document = [7, 8, 9, 7, 8]
+    for at in range(1, 8):
+        cache.insert([*document, 100 + at], [*range(5), 100 + at], now_s=40.0 * at)
+    cache.insert([*document, 107, 1], [*range(5), 107, 108], now_s=285.0)
+    _, returns, _ = cache.policy.hazards.counts()
+    longest = NUM_OWN + 2 * 3  # more than three pages
+    counted = {kind: sum(row) for kind, row in enumerate(returns) if sum(row)}
+    # Of six partings each but the last was followed by one.
+    assert counted == {longest: 2, longest + 1: 3, kind_of(1, 0): 1}
+    assert sum(row[bisect_right(EDGES_S, 40.0)] for row in returns) == 5
+    cache.evict(8, 290.0)  # the questions
+    (node,) = cache.nodes()
+    assert (node.end, class_of(node)) == (5, longest + 2)
+    cache.evict(5, 291.0)
+    cache.insert([*document, 200], [*range(5), 200], now_s=300.0)  # from its ghosts
+    assert sum(cache.policy.hazards.counts()[1][longest + 2]) == 1
+
+
+def test_what_stays_inherits_the_uses_of_pages_that_went_together():
+    cache = adaptive()
+    for num_pages in (4, 5, *[6] * 7):
+        cache.insert([1] * num_pages, range(num_pages))
+    with cache.lock(cache.match_prefix([1] * 3), visit=False):
+        assert sorted(cache.evict(3).tolist()) == [3, 4, 5]
+        (held,) = cache.nodes()
+        assert held.mark[1] == 9
 
 
 def test_a_line_knows_its_oldest_and_its_newest_in_whatever_order_leaves_come():
@@ -138,6 +179,31 @@ def test_worths_are_worked_out_in_parts(
     assert hazards.broken_laws() == []
 
 
+@pytest.mark.parametrize("how", ["returned", "lost"])
+@pytest.mark.parametrize("counted_at_once", [False, True])
+@pytest.mark.parametrize("next_s", [950.0, 1900.0])
+def test_an_end_of_what_was_used_after_every_start_takes_off_the_last_of_them(
+    how: str, counted_at_once: bool, next_s: float
+) -> None:
+    """Whenever it is counted, and though counts are halved in between."""
+    hazards = Hazards([[0]], trust=1.0, period=10_000, half_life_s=1000.0)
+    hazards.start(0, 0.0)
+    if how == "returned":
+        hazards.returned(0, next_s, next_s)
+    else:
+        hazards.lost(0, next_s)
+    if counted_at_once:
+        hazards.counts()
+    hazards.start(0, next_s)
+    hazards.start(0, next_s + 40.0)
+    entered, *_ = hazards.counts()
+    halved = 0.5 ** (next_s // 1000.0)
+    at = bisect_right(BEGINS_S, 40.0) - 1
+    assert entered[0, 0] == halved + 2.0  # the first as what it ended in
+    assert entered[0, 1 : at + 1] == pytest.approx(1.0)
+    assert not entered[0, at + 1 :].any()
+
+
 def test_what_is_remembered_is_bounded():
     hazards = Hazards([[0]], trust=1.0, period=50, half_life_s=900.0)
     for at in range(100_000):
@@ -192,6 +258,35 @@ def test_the_books_of_a_long_run_stay_bounded():
     # A ghost stands for a page at least, one at a stride for four.
     assert 100 < most["ghosts"] <= 2 * 600
     assert len(policy.hazards._out) < 400
+
+
+def test_pages_that_are_evicted_together_end_where_the_trunk_does():
+    """What lies before is of another class, though the same use was the last there."""
+    policy = adaptive().policy
+
+    def seen(trunk):
+        return 5, 1, 0.0, TRAITS[1][0], 8, trunk
+
+    def above(trunk):
+        return 5, 0, 0.0, TRAITS[1][0], 8, trunk
+
+    for trunk, ends in ((NO_TRUNK, None), (trunk_of(4, 0, 1), 4), (trunk_of(5, 0, 1), 4)):
+        steps = [(depth, above(trunk)) for depth in (2, 4, 6)]
+        assert policy.floor(steps, seen(trunk), 0) == ends
+
+
+def test_a_trunk_that_comes_back_ends_in_a_step_again():
+    cache = adaptive()
+    cache.insert([1, 1, 2, 2, 2], range(5))
+    cache.insert([1, 1, 3, 3, 3], range(10, 15))
+    cache.evict(8)
+    assert not cache.num_pages
+    cache.insert([1, 1, 3, 3, 3, 4], range(20, 26))  # known from its ghosts, trunk and all
+    (leaf,) = cache.nodes()
+    assert leaf.mark[5][0] == 2
+    assert 2 in [depth for depth, _ in leaf.steps]
+    # While pages of other classes are to go first, it is cut there at most.
+    assert cache.policy.floor(leaf.steps, leaf.mark, 0) >= 2
 
 
 def test_a_shorter_insertion_has_no_step_beyond_it():
