@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.control import heartbeat as liveness
+from prefixkv.control import lives as liveness
 from prefixkv.errors import (
     AbortedError,
     AuxTooLargeError,
