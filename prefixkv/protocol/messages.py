@@ -29,7 +29,13 @@ import numpy.typing as npt
 
 from prefixkv.config import MAX_VERSION_CHARS
 from prefixkv.digest import MAX_DIGEST_BYTES
-from prefixkv.errors import HandshakeError, ProtocolError, VersionError
+from prefixkv.errors import (
+    HandshakeError,
+    PromptMismatchError,
+    ProtocolError,
+    VersionError,
+    WeightsVersionError,
+)
 from prefixkv.memory.kv_layout import MAX_GROUPS, GroupName, KVLayout, PageGroup
 from prefixkv.memory.mesh import MAX_RANKS, Mesh
 from prefixkv.memory.staging_area import StagingArea
@@ -409,6 +415,14 @@ class FailureCode(enum.IntEnum):
     def _missing_(cls, value: object) -> FailureCode:
         # A peer of a later release may send codes that are unknown here: its frame still counts.
         return cls.OTHER
+
+
+def failure(error: Exception) -> tuple[str, FailureCode, tuple[str, str] | None]:
+    """Return `error`, `code` and `versions` of an outcome that reports this error."""
+    is_mismatch = isinstance(error, PromptMismatchError)
+    code = FailureCode.PROMPT_MISMATCH if is_mismatch else FailureCode.OTHER
+    versions = error.versions if isinstance(error, WeightsVersionError) else None
+    return str(error)[:1000], code, versions
 
 
 class Outcome(RoomBody, frozen=True, tag="outcome"):

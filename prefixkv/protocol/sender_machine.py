@@ -31,7 +31,7 @@ from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import IGNORED, Fail, RoomTick, Step, Table, fault, run
-from prefixkv.protocol.messages import Drained, FailureCode, Outcome, PromiseAck
+from prefixkv.protocol.messages import Drained, FailureCode, Outcome, PromiseAck, failure
 from prefixkv.protocol.sender_events import (
     AbortSaid,
     Added,
@@ -498,26 +498,19 @@ class SenderMachine:
         ]
 
     def _outcome_for(self, reader: _RoomReader) -> SendToReader:
-        ok = self.poll is KVPoll.SUCCESS
-        error = "" if ok else str(self.error)[:1000]
-        aux = self._aux if ok else b""
-        # Only where nothing needs to settle; else a Drained follows, which can ask for that.
-        drained = self.drained and not self.settle
+        ok = self.error is None
+        error, code, versions = failure(self.error) if self.error else ("", FailureCode.OTHER, None)
         fold = self._promise.fold if self._promise is not None else 1
-        is_mismatch = isinstance(self.error, PromptMismatchError)
-        code = FailureCode.PROMPT_MISMATCH if is_mismatch else FailureCode.OTHER
-        versions = None
-        if isinstance(self.error, WeightsVersionError):
-            versions = self.error.versions
         body = Outcome(
             *self.key.numbers,
             rank=self._rank,
             ok=ok,
             num_chunks=reader.num_chunks,
             num_pages=pages_for(self._units_written, fold) + sum(self._windows_written),
-            aux=aux,
+            aux=self._aux if ok else b"",
             error=error,
-            drained=drained,
+            # Only where nothing needs to settle; else a Drained follows, which can ask for that.
+            drained=self.drained and not self.settle,
             ticket=self.ticket,
             code=code,
             num_units=reader.num_units,

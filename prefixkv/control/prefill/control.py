@@ -73,7 +73,6 @@ from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
-    FailureCode,
     Frame,
     Heartbeat,
     Hello,
@@ -673,27 +672,13 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             return
         end = refused.__cause__ if isinstance(refused.__cause__, Exception) else refused
         self._tombs.bury((key, peer.id, ticket), end)
-        differ = promise.weights_version != self._weights_version
-        versions = promise.weights_version, self._weights_version
-        is_mismatch = isinstance(end, PromptMismatchError)
-        refusal = Outcome(
-            *key.numbers,
-            rank=self._rank,
-            ok=False,
-            num_chunks=0,
-            num_pages=0,
-            aux=b"",
-            error=str(end)[:1000],
-            # Otherwise decode is to ask with an Abort, and to let settle.
-            drained=not self._rooms.may_need_settle,
-            ticket=ticket,
-            code=FailureCode.PROMPT_MISMATCH if is_mismatch else FailureCode.OTHER,
-            versions=end.versions
-            if isinstance(end, WeightsVersionError)
-            else versions
-            if differ
-            else None,  # then decode hears that first of all
-        )
+        if promise.weights_version != self._weights_version:  # decode hears that first of all
+            end = WeightsVersionError(promise.weights_version, self._weights_version)
+        # If not drained, decode is to ask with an Abort, and to let settle.
+        drained = not self._rooms.may_need_settle
+        text, code, versions = messages.failure(end)
+        what = *key.numbers, self._rank, False, 0, 0, b"", text, drained, ticket, code
+        refusal = Outcome(*what, versions=versions)
         self._peers.send(peer, refusal, now_s)
 
     def _take_abort(self, peer: Peer, abort: Abort, now_s: float) -> None:

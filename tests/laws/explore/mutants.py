@@ -138,7 +138,7 @@ MUTANTS = (
     ),
     _M(
         "what kernels hold of a room that is over is not waited for", _P._refuse_promise,
-        "drained=not self._rooms.may_need_settle", "drained=True", "heard: lose 4, fail",
+        "drained = not self._rooms.may_need_settle", "drained = True", "heard: lose 4, fail",
     ),
     _M(
         "prefill waits for a decode worker that is silent", _S._tick_open,

@@ -102,7 +102,7 @@ from tests.unit.control.wire import (
 from tests.unit.protocol.rooms import PROMPT
 
 VERSIONS = st.sampled_from(["", "v2"])
-ROOMS = st.builds(RoomKey, st.integers(0, 1), st.integers(0, 1))
+ROOMS = st.builds(RoomKey, st.integers(0, 1), st.integers(0, 1), st.just(""))
 PAUSES = st.sampled_from([0.0, 0.1, 0.6, 3.0, 11.0])
 DAMAGE = st.one_of(
     st.none(), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=3)
