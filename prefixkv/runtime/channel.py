@@ -106,14 +106,12 @@ class _Channel(Closing):
         ready: list[Any] = self._poller.poll(timeout_ms)
         return [sock for sock, _ in ready if sock != self._wake_fd]
 
-    def _messages(
-        self,
-        sock: zmq.Socket[bytes],
-        num_parts: int,
-        heard: Callable[[zmq.Frame], None] = lambda _: None,
-    ) -> Iterator[list[zmq.Frame]]:
+    def _hear(self, frame: zmq.Frame) -> None:
+        """Take note of the last part of a message, whatever it is."""
+
+    def _messages(self, sock: zmq.Socket[bytes], num_parts: int) -> Iterator[list[zmq.Frame]]:
         """Yield up to `_FRAMES_A_POLL` messages that have come, so that no socket delays the
-        others. `heard` gets the last part of each. Other parts come from no socket of ours."""
+        others. Other numbers of parts come from no socket of ours."""
         for number in range(_FRAMES_A_POLL):
             # After the first message it is asked, since an exception costs three times as much.
             if number and is_empty(sock):
@@ -122,7 +120,7 @@ class _Channel(Closing):
                 parts = sock.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
-            heard(parts[-1])
+            self._hear(parts[-1])
             if len(parts) == num_parts:
                 yield parts
             else:
@@ -191,7 +189,7 @@ class RouterChannel(_Channel):
             return frames
         # `Peer-Address` decides whether the sender is on this machine where the bind is not
         # loopback.
-        for route, message in self._messages(self._sock, 2, self._newcomers.heard):
+        for route, message in self._messages(self._sock, 2):
             frame = FrameReceived(
                 route.bytes,
                 message.bytes,
@@ -200,6 +198,10 @@ class RouterChannel(_Channel):
             )
             frames.append(frame)
         return frames
+
+    def _hear(self, frame: zmq.Frame) -> None:
+        if self._newcomers is not None:
+            self._newcomers.heard(frame)
 
     def _let_in(self) -> Iterator[ConnectFailed]:
         """Answer libzmq, which asks for each CURVE client whether its key is allowed."""

@@ -167,7 +167,6 @@ class Transport(Protocol):
     @property
     def metadata(self) -> bytes:
         """Bytes that a peer needs in `add_peer` to reach this one; opaque, sent in Hello."""
-        ...
 
     def add_peer(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
         """Make the peer's memory a target: load its metadata, and prepare descriptor lists once.
@@ -175,31 +174,25 @@ class Transport(Protocol):
         For a peer that is known already, new metadata lets its jobs wait for the new connection;
         jobs for other memory than before fail.
         """
-        ...
 
     def remove_peer(self, peer: PeerId) -> None:
         """Forget a peer once its jobs have ended; jobs that are not posted end as cancelled.
         Unknown: no-op."""
-        ...
 
     def write(self, job: WriteJob) -> None:
         """Queue a job. One WriteDone or WriteFailed follows, unless the peer stalls for ever."""
-        ...
 
     def cancel(self, job_id: int) -> None:
         """Post no further part of a job; it ends when those posted have. Ended or unknown:
         no-op."""
-        ...
 
     def expect(self, num_rooms: int) -> None:
         """Say how many rooms peers may be writing now; above 0, notifications are polled."""
-        ...
 
     def settle(self, token: Hashable, for_s: float) -> None:
         """Poll for `for_s` seconds, then emit Settled: what kernels held of a writer that is gone
         has landed. Only time in which this transport really polled counts: a stopped process has
         read nothing."""
-        ...
 
     def renew(self) -> None:
         """Replace the agent if any job ended undrained; WriteDrained follows for each such job.
@@ -209,7 +202,6 @@ class Transport(Protocol):
         one renewal lead to one more. Only for a transport that peers do not write to: they know the
         former agent. Closed: no-op.
         """
-        ...
 
     def close(self) -> None:
         """Destroy the agent and join the thread; jobs that are left end with ClosedError. May be
@@ -220,4 +212,3 @@ class Transport(Protocol):
         fence polls for a moment (`settle`) before it frees pages. Raises InternalError if the agent
         could not be destroyed; then it is no fence.
         """
-        ...

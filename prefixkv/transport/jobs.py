@@ -83,10 +83,6 @@ class ActiveJob:
             self.is_ready = self.job.ready is None or bool(self.job.ready.query())
         return self.is_ready
 
-    def tag(self, part: int) -> bytes:
-        """Return the packed tag of a part."""
-        return self.part_tag(part).pack()
-
     def part_tag(self, part: int) -> ChunkTag:
         """Return the tag that notifies of a part. The pages are counted from what is posted."""
         return self.job.tag._replace(
@@ -101,9 +97,8 @@ class ActiveJob:
                 self.runs, self.parts, self.next_part, _PARTS_AHEAD, self.src_pages, self.dst_pages
             )
             numbers = range(self.next_part, self.next_part + len(pairs))
-            self._ahead = [
-                (*pair, self.tag(number)) for pair, number in zip(pairs, numbers, strict=True)
-            ]
+            tags = [self.part_tag(number).pack() for number in numbers]
+            self._ahead = [(*pair, tag) for pair, tag in zip(pairs, tags, strict=True)]
             self._ahead.reverse()
         return self._ahead.pop()
 

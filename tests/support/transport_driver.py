@@ -20,6 +20,7 @@ from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import (
     Arrived,
     PeerMemory,
+    PeerUnreachable,
     RankMemory,
     Sink,
     Transport,
@@ -82,6 +83,14 @@ class Node:
             e for e in self.events
             if isinstance(e, WriteDone | WriteFailed) and (not job_ids or e.job_id in job_ids)
         ]  # fmt: skip
+
+    def drained(self, *job_ids: int, error: type[Exception] = Exception) -> WriteFailed:
+        """The one end of these jobs: a failure by this error, after which nothing can land."""
+        [end] = self.ends(*job_ids)
+        assert isinstance(end, WriteFailed), end
+        assert end.drained
+        assert isinstance(end.error, error), end.error
+        return end
 
     def tags(self) -> list[ChunkTag]:
         return [ChunkTag.unpack(e.tag) for e in self.events if isinstance(e, Arrived)]
@@ -180,6 +189,22 @@ class Driver:
 
     def until(self, condition: Callable[[], object]) -> None:
         raise NotImplementedError
+
+    def end(self, writer: Node, job: WriteJob) -> WriteDone | WriteFailed:
+        """Write a job and wait for its end."""
+        writer.transport.write(job)
+        self.until(lambda: writer.ends(job.job_id))
+        return writer.ends(job.job_id)[0]
+
+    def done(self, writer: Node, job: WriteJob) -> None:
+        end = self.end(writer, job)
+        assert isinstance(end, WriteDone), end
+
+    def unreachable(self, writer: Node) -> PeerUnreachable:
+        """The one peer that the writer finds unreachable."""
+        self.until(lambda: writer.of(PeerUnreachable))
+        [event] = writer.of(PeerUnreachable)
+        return event  # type: ignore[no-any-return]
 
     def close(self) -> None:
         for node in self.nodes:

@@ -73,11 +73,6 @@ class ShmListener:
             self._listener.close()
             raise
 
-    @property
-    def num_writers(self) -> int:
-        """Number of connections that have said the token."""
-        return sum(until_s is None for _, until_s in self._links.values())
-
     def wake_s(self) -> float | None:
         """Return when a stranger's time is over or the listener is watched again; None: neither."""
         times = [self._unwatched_until_s, *(until_s for _, until_s in self._links.values())]

@@ -96,11 +96,14 @@ class ShmLoop(TransportLoop[ShmPeer]):
     def _ready(self, idle_since: float | None) -> list[tuple[int, int]]:
         now = time.monotonic()
         paced_until = self._paced_until(now)
-        # Five cases. 1. Something to do at once: only look.
-        if self._settling or (
-            idle_since is None
-            and paced_until is None
-            and any(peer.outbox for peer in self._peers.values())
+        # Four cases. 1. Something to do at once: only look. Pages of a peer that are brought in are
+        # work for this thread, too.
+        peers = self._peers.values()
+        links = [peer.link for peer in peers if peer.link is not None]
+        if (
+            self._settling
+            or any(peer.link and peer.link.answered and not peer.routes for peer in peers)
+            or (idle_since is None and paced_until is None and any(p.outbox for p in peers))
         ):
             return self._epoll.poll(0)
         # 2. No copy may be made before then; sockets are heeded meanwhile, and what has a deadline
@@ -117,17 +120,10 @@ class ShmLoop(TransportLoop[ShmPeer]):
                 time.sleep(self._config.sleep_s if patient else self._config.idle_sleep_s)
             return self._epoll.poll(0)
         # 4. Deadlines: greetings that are not answered, attempts to connect again, strangers.
-        links = [peer.link for peer in self._peers.values() if peer.link is not None]
         times = [link.until_s for link in links if not link.answered]
         times += [peer.retry_at for peer in self._peers.values() if peer.outbox and not peer.link]
         if self._door is not None and (turned_s := self._door.wake_s()) is not None:
             times.append(turned_s)
-        # 5. Pages of a peer are being brought in: that is work for this thread.
-        if any(
-            peer.link and not _is_greeting(peer) and not peer.routes
-            for peer in self._peers.values()
-        ):
-            return self._epoll.poll(0)
         return self._epoll.poll(None if not times else max(0.0, min(times) - now))
 
     def _on_ready(self, fd: int, events: int) -> None:
@@ -240,7 +236,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         try:
             peer.plans[job.job.route].copy(part, job.src_pages, job.dst_pages)
             assert peer.link is not None
-            peer.link.tell(job.tag(number))
+            peer.link.tell(job.part_tag(number).pack())
         except Exception as failure:
             error = failure.with_traceback(None)
         # Whatever went wrong, this thread copies no more of it, so nothing of it lands later.
@@ -270,10 +266,6 @@ class ShmLoop(TransportLoop[ShmPeer]):
         if self._door is not None:
             self._door.close()
         self._epoll.close()
-
-
-def _is_greeting(peer: ShmPeer) -> bool:
-    return peer.link is not None and not peer.link.answered
 
 
 class ShmTransport(ThreadedTransport[ShmLoop]):

@@ -15,8 +15,8 @@ import select
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
+from itertools import islice
 from typing import Final, NamedTuple
 
 from prefixkv.errors import HandshakeError, PeerLostError, TransferError
@@ -187,7 +187,7 @@ class ShmLink:
             while self._unsent:
                 # Removed only after the send, so that none is lost where the socket is full.
                 some = min(len(self._unsent), TAGS_A_PACKET)
-                self.socket.send(b"".join(self._first(some)))
+                self.socket.send(b"".join(islice(self._unsent, some)))
                 for _ in range(some):
                     self._unsent.popleft()
         except BlockingIOError:
@@ -196,9 +196,6 @@ class ShmLink:
         except OSError as error:
             raise PeerLostError(f"{self._peer.name} is gone: {error}") from None
         self._watch(0)
-
-    def _first(self, count: int) -> Iterable[bytes]:
-        return (self._unsent[at] for at in range(count))
 
     def _watch(self, more: int) -> None:
         # Not for input: the peer has nothing to say any more.

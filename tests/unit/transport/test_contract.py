@@ -137,8 +137,7 @@ def test_nothing_is_posted_before_ready_and_other_rooms_go_on(driver: Driver) ->
     driver.until(lambda: len(writer.ends()) == 3)
     assert target.pool.page(2) == target.pool.page(3) == writer.pool.page(1)
     asked = gate.queries
-    writer.transport.write(writer.job(4, target, [1], [2]))
-    driver.until(lambda: writer.ends(4))
+    driver.end(writer, writer.job(4, target, [1], [2]))
     assert gate.queries == asked  # once ready, never asked again
 
 
@@ -149,10 +148,7 @@ def test_an_error_in_ready_fails_its_job_only(driver: Driver) -> None:
     writer.transport.write(writer.job(1, target, [1], [2], ready=gate))
     writer.transport.write(writer.job(2, target, [3], [4]))
     driver.until(lambda: len(writer.ends()) == 2)
-    (failed,) = writer.ends(1)
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
-    assert isinstance(failed.error, ZeroDivisionError)
+    writer.drained(1, error=ZeroDivisionError)
     assert isinstance(writer.ends(2)[0], WriteDone)
     assert gate.queries == 1
 
@@ -176,10 +172,7 @@ def test_bad_page_ids_are_refused(driver: Driver, src: object, dst: object) -> N
     writer.transport.write(writer.job(1, target, src, dst))
     writer.transport.write(writer.job(2, target, [0], [0]))
     driver.until(lambda: len(writer.ends()) == 2)
-    (failed,) = writer.ends(1)
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
-    assert isinstance(failed.error, PageStateError)
+    writer.drained(1, error=PageStateError)
     assert target.pool.pages()[1:] == before[1:]
     assert isinstance(writer.ends(2)[0], WriteDone)
 
@@ -187,12 +180,8 @@ def test_bad_page_ids_are_refused(driver: Driver, src: object, dst: object) -> N
 def test_a_write_to_an_unknown_peer_fails_drained(driver: Driver) -> None:
     writer, target = driver.pair()
     stranger = Node(PeerId("nobody", 1), target.pool, None)
-    writer.transport.write(writer.job(1, stranger, [0], [0]))
-    driver.until(writer.ends)
-    (failed,) = writer.ends()
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
-    assert isinstance(failed.error, PeerLostError)
+    driver.end(writer, writer.job(1, stranger, [0], [0]))
+    writer.drained(error=PeerLostError)
 
 
 def test_cancelled_before_its_post_a_job_ends_drained(driver: Driver) -> None:
@@ -205,15 +194,10 @@ def test_cancelled_before_its_post_a_job_ends_drained(driver: Driver) -> None:
     writer.transport.cancel(99)
     driver.until(writer.ends)
     gate.answer = True
-    writer.transport.write(writer.job(2, target, [1], [1]))
-    driver.until(lambda: writer.ends(2))
+    driver.end(writer, writer.job(2, target, [1], [1]))
     writer.transport.cancel(2)  # ended: nothing happens
-    writer.transport.write(writer.job(3, target, [2], [2]))
-    driver.until(lambda: writer.ends(3))
-    (failed,) = writer.ends(1)
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
-    assert isinstance(failed.error, AbortedError)
+    driver.end(writer, writer.job(3, target, [2], [2]))
+    writer.drained(1, error=AbortedError)
     assert len(writer.ends()) == 3
     assert target.pool.page(0) == before[0]
 
@@ -237,8 +221,7 @@ def test_a_removed_peer_gets_nothing_more_until_it_is_added_again(driver: Driver
     assert isinstance(errors[2], PeerLostError)
     writer.add(target)
     after = expected(writer, target, [2], [3])
-    writer.transport.write(writer.job(3, target, [2], [3]))
-    driver.until(lambda: writer.ends(3))
+    driver.end(writer, writer.job(3, target, [2], [3]))
     assert target.pool.pages() == after
     assert not writer.of(PeerUnreachable)
 
@@ -247,26 +230,21 @@ def test_a_peer_of_another_model_is_unreachable(driver: Driver) -> None:
     writer, target = driver.pair()
     other = driver.node("other", shape=Shape(head_dim=16))
     writer.add(other)
-    driver.until(lambda: writer.of(PeerUnreachable))
-    (event,) = writer.of(PeerUnreachable)
+    event = driver.unreachable(writer)
     assert event.peer == other.me
     assert isinstance(event.error, HandshakeError)
     assert event.error.field == "head_dim"
     writer.transport.write(writer.job(1, other, [0], [0]))
     writer.transport.write(writer.job(2, target, [0], [0]))
     driver.until(lambda: len(writer.ends()) == 2)
-    (failed,) = writer.ends(1)
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
-    assert isinstance(failed.error, HandshakeError)
+    writer.drained(1, error=HandshakeError)
     assert isinstance(writer.ends(2)[0], WriteDone)
 
 
 def test_metadata_of_another_peer_does_no_harm(driver: Driver) -> None:
     writer, target = driver.pair()
     liar = driver.node("liar")
-    writer.transport.write(writer.job(1, target, [0], [0]))
-    driver.until(lambda: writer.ends(1))
+    driver.end(writer, writer.job(1, target, [0], [0]))
     writer.transport.add_peer(liar.me, target.transport.metadata, PeerMemory(liar.pool.layout))
     writer.transport.add_peer(PeerId("garbage", 1), b"\x00garbage", PeerMemory(liar.pool.layout))
     # NIXL would forget the peer whose name such metadata carries
@@ -276,15 +254,12 @@ def test_metadata_of_another_peer_does_no_harm(driver: Driver) -> None:
     driver.until(lambda: len(writer.of(PeerUnreachable)) == 3)
     assert {e.peer.name for e in writer.of(PeerUnreachable)} == {"liar", "garbage", "cut"}
     after = expected(writer, target, [4], [5])
-    writer.transport.write(writer.job(2, target, [4], [5]))
-    driver.until(lambda: writer.ends(2))
-    assert isinstance(writer.ends(2)[0], WriteDone)
+    driver.done(writer, writer.job(2, target, [4], [5]))
     assert target.pool.pages() == after
     assert len(writer.of(PeerUnreachable)) == 3
     writer.add(liar)  # with its own metadata it is welcome
     liar.transport.expect(1)
-    writer.transport.write(writer.job(3, liar, [4], [5]))
-    driver.until(lambda: writer.ends(3))
+    driver.end(writer, writer.job(3, liar, [4], [5]))
     assert liar.pool.page(5) == writer.pool.page(4)
 
 
@@ -314,10 +289,7 @@ def test_close_ends_what_is_left_and_may_be_called_again(driver: Driver) -> None
     gate = Gate(driver)
     writer.transport.write(writer.job(1, target, [0], [0], ready=gate))
     writer.transport.close()
-    (failed,) = writer.ends()
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
-    assert isinstance(failed.error, ClosedError)
+    writer.drained(error=ClosedError)
     writer.transport.close()
     with pytest.raises(ClosedError):
         writer.transport.write(writer.job(2, target, [0], [0]))

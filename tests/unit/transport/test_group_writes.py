@@ -11,7 +11,7 @@ import torch
 from prefixkv.config import TransportConfig
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Shard
-from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed, window_route
+from prefixkv.transport.base import PeerUnreachable, WriteDone, window_route
 from tests.support.transport_driver import Driver, Node, ShmDriver
 
 CONFIG = TransportConfig(post_bytes=200)
@@ -106,20 +106,14 @@ def test_a_page_outside_the_group_is_refused(
 ) -> None:
     writer, target = pair
     # Both are pages of the first group, which is larger.
-    writer.transport.write(writer.job(1, target, src, dst, route=window_route(0)))
-    driver.until(writer.ends)
-    (failed,) = writer.ends()
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
+    driver.end(writer, writer.job(1, target, src, dst, route=window_route(0)))
+    writer.drained()
 
 
 def test_a_group_that_is_not_there_is_refused(driver: Driver, pair: tuple[Node, Node]) -> None:
     writer, target = pair
-    writer.transport.write(writer.job(1, target, [0], [0], route=window_route(2)))
-    driver.until(writer.ends)
-    (failed,) = writer.ends()
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
+    driver.end(writer, writer.job(1, target, [0], [0], route=window_route(2)))
+    failed = writer.drained()
     assert "by way of window 2" in str(failed.error)
 
 
@@ -128,9 +122,6 @@ def test_peers_of_other_groups_are_no_peers(driver: Driver) -> None:
     target = driver.node_of("d", grouped(driver, 2, window=13), CONFIG)
     target.transport.expect(1)
     writer.add(target)
-    writer.transport.write(writer.job(1, target, [0], [0]))
-    driver.until(writer.ends)
-    (failed,) = writer.ends()
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
+    driver.end(writer, writer.job(1, target, [0], [0]))
+    writer.drained()
     assert any("groups" in str(event.error) for event in writer.of(PeerUnreachable))

@@ -146,7 +146,7 @@ def test_parts_never_outnumber_what_a_tag_can_count() -> None:
     active = ActiveJob(job, Outbox(), runs, max_bytes=8, max_descriptors=1)
     assert len(active.parts) <= 65535
     assert sum(part.num_bytes for part in active.parts) == 3000 * layout.page_bytes
-    assert ChunkTag.unpack(active.tag(len(active.parts) - 1)).num_parts == len(active.parts)
+    assert active.part_tag(len(active.parts) - 1).num_parts == len(active.parts)
     # Each part is to be posted once, with its own blocks and tag, however many are worked out at
     # once.
     for number, part in enumerate(active.parts[:100]):
@@ -154,5 +154,5 @@ def test_parts_never_outnumber_what_a_tag_can_count() -> None:
         assert [src.tolist(), dst.tolist()] == [
             side.tolist() for side in part_indices(runs, part, pages, pages)
         ]
-        assert tag == active.tag(number)
+        assert tag == active.part_tag(number).pack()
         active.posted()

@@ -111,10 +111,7 @@ def test_bad_blocks_are_refused(driver: Driver, src: Any, dst: Any) -> None:
     writer.transport.write(staged_job(writer, 1, target, src, dst))
     writer.transport.write(staged_job(writer, 2, target, [2], [3]))
     driver.until(lambda: len(writer.ends()) == 2)
-    (failed,) = writer.ends(1)
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
-    assert isinstance(failed.error, PageStateError)
+    failed = writer.drained(1, error=PageStateError)
     assert "block" in str(failed.error)
     assert isinstance(writer.ends(2)[0], WriteDone)
     assert np.array_equal(memory_of(target), after)
@@ -131,10 +128,7 @@ def test_without_staging_on_both_sides_a_staged_write_fails_drained(
     writer.transport.write(staged_job(writer, 1, target, [0], [0]))
     writer.transport.write(writer.job(2, target, [0], [0]))
     driver.until(lambda: len(writer.ends()) == 2)
-    (failed,) = writer.ends(1)
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
-    assert isinstance(failed.error, ConfigError)
+    writer.drained(1, error=ConfigError)
     assert isinstance(writer.ends(2)[0], WriteDone)
 
 
@@ -151,10 +145,7 @@ def test_a_peer_may_come_to_have_staging(driver: Driver) -> None:
     after = expected_memory(writer, other, [0, 1], [6, 7])
     writer.transport.write(staged_job(writer, 2, other, [0, 1], [6, 7]))
     driver.until(lambda: len(writer.ends()) == 2)
-    (failed,) = writer.ends(1)
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
-    assert isinstance(failed.error, PeerLostError)
+    writer.drained(1, error=PeerLostError)
     assert writer.ends(2) == [WriteDone(2, 2 * BLOCK_BYTES)]
     assert np.array_equal(memory_of(other), after)
 

@@ -18,7 +18,7 @@ from prefixkv.memory.state_layout import (
     StateLink,
     state_blocks,
 )
-from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed
+from prefixkv.transport.base import PeerUnreachable, WriteDone
 from tests.support.state_memory import TENSORS, StateMemory
 from tests.support.transport_driver import Driver, Node
 
@@ -95,12 +95,8 @@ def test_bad_slots_are_refused(
 ) -> None:
     writer, target = pair
     before = memory_of(target)
-    writer.transport.write(writer.job(1, target, src, dst, route="state"))
-    driver.until(writer.ends)
-    (failed,) = writer.ends()
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
-    assert isinstance(failed.error, PageStateError)
+    driver.end(writer, writer.job(1, target, src, dst, route="state"))
+    failed = writer.drained(error=PageStateError)
     assert "slot" in str(failed.error)
     assert all(
         np.array_equal(now, then) for now, then in zip(memory_of(target), before, strict=True)
@@ -113,12 +109,8 @@ def test_without_state_on_both_sides_the_write_fails_drained(
     writer, _ = pair
     without = driver.node("without")
     writer.add(without)
-    writer.transport.write(writer.job(1, without, [0], [0], route="state"))
-    driver.until(writer.ends)
-    (failed,) = writer.ends()
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
-    assert isinstance(failed.error, ConfigError)
+    driver.end(writer, writer.job(1, without, [0], [0], route="state"))
+    writer.drained(error=ConfigError)
 
 
 def test_what_a_peer_says_of_its_state_is_not_taken_for_granted(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import CallerError, ClosedError, InternalError, TransferTimeoutError
+from prefixkv.errors import ClosedError, InternalError, TransferTimeoutError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import (
@@ -143,46 +143,6 @@ def test_the_versions_of_the_libraries_are_known_once_an_agent_is_there(
     assert versions.ucx.startswith("1.")
 
 
-def test_a_sink_that_raises_does_not_end_the_thread(nixl_driver: NixlDriver) -> None:
-    ended = threading.Event()
-    calls: list[object] = []
-
-    def sink(event: object) -> None:
-        calls.append(event)
-        if len(calls) > 1:
-            ended.set()
-        raise SystemExit("a broken sink")
-
-    _, target = nixl_driver.pair()
-    pool = make_pool("layer_major", 4)
-    transport = NixlTransport(PeerId("careless", 1), RankMemory(pool.layout), sink)
-    nixl_driver.nodes.append(Node(PeerId("careless", 1), pool, transport))
-    transport.add_peer(target.me, target.transport.metadata, PeerMemory(target.pool.layout))
-    careless = nixl_driver.nodes[-1]
-    transport.write(careless.job(1, target, [0], [0]))
-    transport.write(careless.job(2, target, [0], [0]))
-    assert ended.wait(PATIENCE_S)
-
-
-def test_close_from_the_sink_is_refused(nixl_driver: NixlDriver) -> None:
-    caught: list[BaseException] = []
-    done = threading.Event()
-
-    def sink(event: object) -> None:
-        try:
-            transport.close()
-        except CallerError as error:
-            caught.append(error)
-        done.set()
-
-    pool = make_pool("layer_major", 4)
-    transport = NixlTransport(PeerId("careless", 2), RankMemory(pool.layout), sink)
-    nixl_driver.nodes.append(Node(PeerId("careless", 2), pool, transport))
-    transport.write(nixl_driver.nodes[-1].job(1, nixl_driver.nodes[-1], [0], [0]))
-    assert done.wait(PATIENCE_S)
-    assert caught
-
-
 def test_memory_that_is_not_there_is_an_error_at_start() -> None:
     """The transport that does not start leaves no thread behind, and the error keeps its type."""
     pool = make_pool("layer_major", 4)
@@ -204,9 +164,7 @@ def test_a_killed_peer_fails_its_own_jobs_only_and_may_come_back(nixl_driver: Ni
     first, second = PeerId("decode", 1), PeerId("decode", 2)
     with children(first, second) as (victim, successor):
         to = add_child(writer, victim)
-        writer.transport.write(writer.job(1, to, [0], [0]))
-        nixl_driver.until(lambda: writer.ends(1))
-        assert isinstance(writer.ends(1)[0], WriteDone)
+        nixl_driver.done(writer, writer.job(1, to, [0], [0]))
 
         victim.stop()  # so that something is surely under way or to be posted when it dies
         for job_id in range(100, 110):
@@ -226,9 +184,7 @@ def test_a_killed_peer_fails_its_own_jobs_only_and_may_come_back(nixl_driver: Ni
 
         to = add_child(writer, successor)  # the name again, another incarnation
         writer.transport.remove_peer(first)
-        writer.transport.write(writer.job(2, to, [1, 2], [2, 3]))
-        nixl_driver.until(lambda: writer.ends(2))
-        assert isinstance(writer.ends(2)[0], WriteDone)
+        nixl_driver.done(writer, writer.job(2, to, [1, 2], [2, 3]))
         assert successor.pages()[2:] == [writer.pool.page(1), writer.pool.page(2)]
 
         with children(first) as (reborn,):  # the very identity that was lost, without remove_peer
@@ -240,9 +196,7 @@ def test_a_killed_peer_fails_its_own_jobs_only_and_may_come_back(nixl_driver: Ni
             )
             assert failed == 3000
             to = add_child(writer, reborn)
-            writer.transport.write(writer.job(4, to, [3], [0]))
-            nixl_driver.until(lambda: writer.ends(4))
-            assert isinstance(writer.ends(4)[0], WriteDone)
+            nixl_driver.done(writer, writer.job(4, to, [3], [0]))
             assert reborn.pages()[0] == writer.pool.page(3)
 
 
@@ -264,13 +218,11 @@ def test_a_cut_connection_is_reopened_at_the_next_write(tcp_driver: NixlDriver) 
     writer = tcp_driver.node("prefill", "page_major", TransportConfig(), num_pages=4, shape=BIG)
     with children(PeerId("decode", 5)) as (child,):
         to = add_child(writer, child)
-        writer.transport.write(writer.job(1, to, [0], [0]))
-        tcp_driver.until(lambda: writer.ends(1))
+        tcp_driver.end(writer, writer.job(1, to, [0], [0]))
         assert child.cut_connections() > 0
         failed = write_until_failed(tcp_driver, writer, to, 10, [1])
         tcp_driver.until(lambda: writer.of(PeerUnreachable))
-        writer.transport.write(writer.job(1000, to, [2, 3], [3, 2]))
-        tcp_driver.until(lambda: writer.ends(1000))
+        tcp_driver.end(writer, writer.job(1000, to, [2, 3], [3, 2]))
         assert writer.ends(1000) == [WriteDone(1000, 2 * writer.pool.layout.page_bytes)]
         assert child.pages()[2:] == [writer.pool.page(3), writer.pool.page(2)]
         assert len(writer.ends(failed)) == 1
@@ -288,8 +240,7 @@ def test_a_peer_that_stands_still_holds_up_its_own_window_alone(
     friend.transport.expect(1)
     with children(PeerId("decode", 6), num_pages=16) as (child,):
         to = add_child(writer, child)
-        writer.transport.write(writer.job(1, to, [0], [0]))
-        tcp_driver.until(lambda: writer.ends(1))
+        tcp_driver.end(writer, writer.job(1, to, [0], [0]))
 
         posts: list[bytes] = []
         post = nixl_agent.nixl_api.nixl_agent.transfer
@@ -322,8 +273,7 @@ def test_close_is_a_fence_for_what_a_stopped_peer_has_not_got(nixl_driver: NixlD
     writer = nixl_driver.node("prefill", "page_major", TransportConfig(), num_pages=16, shape=BIG)
     with children(PeerId("decode", 3), num_pages=16) as (child,):
         to = add_child(writer, child)
-        writer.transport.write(writer.job(1, to, [0], [0]))
-        nixl_driver.until(lambda: writer.ends(1))
+        nixl_driver.end(writer, writer.job(1, to, [0], [0]))
         child.stop()
         pages = np.arange(16, dtype=np.int32)
         begun = Begun()
@@ -473,13 +423,11 @@ def test_an_agent_that_cannot_be_destroyed_proves_nothing(
     monkeypatch.setattr(nixl_agent.NixlAgent, "destroy", holding)
     with children(PeerId("decode", 8)) as (child,):
         to = add_child(writer, child)
-        writer.transport.write(writer.job(1, to, [0], [0]))
-        tcp_driver.until(lambda: writer.ends(1))
+        tcp_driver.end(writer, writer.job(1, to, [0], [0]))
         assert child.cut_connections() > 0
         write_until_failed(tcp_driver, writer, to, 10, [1])
         writer.transport.renew()
-        writer.transport.write(writer.job(1000, to, [2], [2]))
-        tcp_driver.until(lambda: writer.ends(1000))
+        tcp_driver.end(writer, writer.job(1000, to, [2], [2]))
         until(lambda: agents)
         assert isinstance(writer.ends(1000)[0], WriteDone)
         assert not writer.of(WriteDrained)

@@ -9,7 +9,6 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from prefixkv.memory.kv_layout import ADDRESS_END
 from prefixkv.memory.shared import SharedBlock, block_of
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import TAG_BYTES, ChunkTag
-from prefixkv.transport.base import PeerUnreachable, RankMemory, WriteDone
+from prefixkv.transport.base import RankMemory, WriteDone
 from prefixkv.transport.shm import door as shm_door
 from prefixkv.transport.shm import wire as shm_wire
 from prefixkv.transport.shm.door import ShmListener
@@ -44,15 +43,6 @@ from tests.support.transport_driver import Node, ShmDriver
 from tests.support.transport_pools import make_pool, shared_zeros
 
 TAG = ChunkTag(incarnation=1, room=7, generation=0, rank=0, chunk=2).pack()
-
-
-@pytest.fixture
-def driver() -> Iterator[ShmDriver]:
-    made = ShmDriver()
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def offer_of(target: Node) -> ShmOffer:
@@ -94,8 +84,7 @@ def test_another_user_gets_nothing_and_is_given_nothing(
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + more)
     writer.add(target)
-    driver.until(lambda: writer.of(PeerUnreachable))
-    (event,) = writer.of(PeerUnreachable)
+    event = driver.unreachable(writer)
     assert event.error.field == "user"
     with stranger_at(target) as stranger:  # also one that has the token
         assert answer_to(stranger, MAGIC + offer_of(target).token) == b""

@@ -41,26 +41,11 @@ from prefixkv.transport.shm.loop import ShmLoop, ShmTransport
 from prefixkv.transport.shm.peer import ShmLink
 from prefixkv.transport.shm.wire import listen, pack_offer, tags_of
 from tests.support.patience import until
-from tests.support.shm_liar import Liar, a_liar, num_descriptors
+from tests.support.shm_liar import Liar, num_descriptors
 from tests.support.transport_driver import Gate, Node, ShmDriver
 from tests.support.transport_pools import Shape, make_pool
 
 SMALL = TransportConfig(post_bytes=128)  # two blocks of 64 bytes a part
-
-
-@pytest.fixture
-def driver() -> Iterator[ShmDriver]:
-    made = ShmDriver()
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-@pytest.fixture
-def liar() -> Iterator[Liar]:
-    with a_liar() as made:
-        yield made
 
 
 def loop_of(node: Node) -> Any:
@@ -111,8 +96,7 @@ def test_a_part_is_copied_then_told_and_the_job_ends_after_its_last_tag(
 
     monkeypatch.setattr(CopyPlan, "copy", copied)
     monkeypatch.setattr(ShmLink, "tell", told)
-    writer.transport.write(writer.job(1, target, [0, 2], [1, 5]))
-    driver.until(lambda: writer.ends(1))
+    driver.end(writer, writer.job(1, target, [0, 2], [1, 5]))
     assert steps == ["copied", "told, 0 ended"] * 4
 
 
@@ -203,8 +187,7 @@ def test_a_copy_that_fails_fails_its_job_drained_and_nothing_else(
     driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, target = driver.pair()
-    writer.transport.write(writer.job(1, target, [0], [0]))
-    driver.until(lambda: writer.ends(1))
+    driver.end(writer, writer.job(1, target, [0], [0]))
     link = link_to(writer, target)
 
     def broken(*args: Any) -> None:
@@ -212,15 +195,9 @@ def test_a_copy_that_fails_fails_its_job_drained_and_nothing_else(
 
     with monkeypatch.context() as patched:
         patched.setattr(CopyPlan, "copy", broken)
-        writer.transport.write(writer.job(2, target, [1], [1]))
-        driver.until(lambda: writer.ends(2))
-    (failed,) = writer.ends(2)
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
-    assert isinstance(failed.error, ZeroDivisionError)
-    writer.transport.write(writer.job(3, target, [1], [1]))
-    driver.until(lambda: writer.ends(3))
-    assert isinstance(writer.ends(3)[0], WriteDone)
+        driver.end(writer, writer.job(2, target, [1], [1]))
+    writer.drained(2, error=ZeroDivisionError)
+    driver.done(writer, writer.job(3, target, [1], [1]))
     assert link_to(writer, target) is link
     assert not writer.of(PeerUnreachable)
 
@@ -236,29 +213,10 @@ def test_a_peer_found_lost_by_a_tag_is_connected_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(ShmLink, "tell", gone)
-        writer.transport.write(writer.job(1, target, [0], [0]))
-        driver.until(lambda: writer.ends(1))
+        driver.end(writer, writer.job(1, target, [0], [0]))
         until(lambda: link_to(writer, target) is None)
     assert [(type(end.error), end.drained) for end in writer.ends(1)] == [(PeerLostError, True)]
-    writer.transport.write(writer.job(2, target, [1], [1]))
-    driver.until(lambda: writer.ends(2))
-    assert isinstance(writer.ends(2)[0], WriteDone)
-
-
-def test_a_sink_that_raises_hears_what_comes_later(driver: ShmDriver) -> None:
-    target = driver.node("decode")
-    sink = loop_of(target)._sink
-
-    def careless(event: Any) -> None:
-        if event == Settled("a"):
-            raise ZeroDivisionError("the caller's")
-        sink(event)
-
-    loop_of(target)._sink = careless
-    for token in "ab":
-        target.transport.settle(token, 0.0)
-    driver.until(lambda: target.of(Settled))
-    assert target.of(Settled) == [Settled("b")]
+    driver.done(writer, writer.job(2, target, [1], [1]))
 
 
 # --- a peer that is added again -------------------------------------------------------------------
@@ -269,8 +227,7 @@ def test_a_peer_that_is_added_again_as_it_is_keeps_its_connection(driver: ShmDri
     until(lambda: is_connected(writer, target))
     link = link_to(writer, target)
     writer.add(target)
-    writer.transport.write(writer.job(1, target, [0], [0]))
-    driver.until(lambda: writer.ends(1))
+    driver.end(writer, writer.job(1, target, [0], [0]))
     assert link_to(writer, target) is link
 
 
@@ -284,12 +241,8 @@ def test_jobs_for_another_memory_than_the_peer_has_now_fail(driver: ShmDriver) -
     writer.add(target, parts=(half, half))
     driver.until(lambda: writer.ends(1))
     gate.answer = True
-    (failed,) = writer.ends(1)
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
-    assert isinstance(failed.error, PeerLostError)
-    writer.transport.write(writer.job(2, target, [1], [1]))
-    driver.until(lambda: writer.ends(2))
+    writer.drained(1, error=PeerLostError)
+    driver.end(writer, writer.job(2, target, [1], [1]))
     assert writer.ends(2) == [WriteDone(2, writer.pool.layout.page_bytes // 2)]
     assert target.pool.page(0) == before[0]
 
@@ -333,8 +286,7 @@ def test_a_door_that_does_not_answer_is_given_up(
     writer = driver.node("prefill")
     writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
     with liar.accept():
-        driver.until(lambda: writer.of(PeerUnreachable))
-    (event,) = writer.of(PeerUnreachable)
+        event = driver.unreachable(writer)
     assert isinstance(event.error, TransferTimeoutError)
 
 
@@ -376,9 +328,7 @@ def test_writes_to_a_peer_that_does_not_read_its_tags_fail_beyond_a_bound(
     link = liar.answer_truly()
     to = Node(liar.me, writer.pool, None)
     pages = list(range(5))
-    writer.transport.write(writer.job(0, to, pages, pages))
-    driver.until(lambda: writer.ends(0))
-    assert isinstance(writer.ends(0)[0], WriteDone)
+    driver.done(writer, writer.job(0, to, pages, pages))
     for number in range(1, 200):
         writer.transport.write(writer.job(number, to, pages, pages))
     driver.until(lambda: len(writer.ends()) == 200)
@@ -416,8 +366,7 @@ def test_a_file_with_a_hole_is_refused_before_a_page_is_touched(
     with sparse(liar.block.num_bytes) as fd:
         writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
         with liar.answer([liar.block[:2]], [*liar.layout.regions], [fd]):
-            driver.until(lambda: writer.of(PeerUnreachable))
-        (event,) = writer.of(PeerUnreachable)
+            event = driver.unreachable(writer)
         assert (event.error.field, event.error.reason) == ("shm pages", "are there, then a hole")
         assert os.fstat(fd).st_blocks == 0
 
@@ -463,8 +412,7 @@ def test_all_of_the_peers_pages_are_here_before_the_first_copy(
         CopyPlan, "copy", lambda plan, *args: (steps.append("copy"), copy(plan, *args))[1]
     )
     writer, target = driver.pair()
-    writer.transport.write(writer.job(1, target, [0], [0]))
-    driver.until(lambda: writer.ends(1))
+    driver.end(writer, writer.job(1, target, [0], [0]))
     num_bytes = sum(size for _, size in target.pool.layout.regions)
     assert steps[: -(-num_bytes // 4096)] == ["page"] * -(-num_bytes // 4096)
     assert "copy" in steps
@@ -481,8 +429,7 @@ def test_memory_that_the_kernel_does_not_give_is_a_refusal(
 
     monkeypatch.setattr(shm_peer, "_libc", Kernel)
     writer, target = driver.pair()
-    driver.until(lambda: writer.of(PeerUnreachable))
-    (event,) = writer.of(PeerUnreachable)
+    event = driver.unreachable(writer)
     assert isinstance(event.error, HandshakeError)
     assert event.error.field == "shm pages"
     assert not writer.of(WriteDone)
@@ -551,8 +498,7 @@ def test_only_pools_on_the_cpu_are_offered_and_written(driver: ShmDriver) -> Non
     assert transport.metadata == b""
     transport.close()
     writer.transport.add_peer(target.me, target.transport.metadata, PeerMemory(on_gpu))
-    driver.until(lambda: writer.of(PeerUnreachable))
-    (event,) = writer.of(PeerUnreachable)
+    event = driver.unreachable(writer)
     assert "CPU" in str(event.error)
     events: list[Any] = []
     transport = ShmTransport(writer.me, RankMemory(on_gpu), events.append)
@@ -570,8 +516,7 @@ def test_a_peer_of_another_model_is_told_so_also_where_its_door_is_shut(
     liar.listener.close()
     other = make_pool("page_major", 6, Shape(head_dim=16)).layout
     writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(other))
-    driver.until(lambda: writer.of(PeerUnreachable))
-    (event,) = writer.of(PeerUnreachable)
+    event = driver.unreachable(writer)
     assert isinstance(event.error, HandshakeError)
     assert event.error.field == "head_dim"
 

@@ -7,7 +7,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,37 +16,22 @@ import pytest
 from prefixkv.config import TransportConfig
 from prefixkv.errors import (
     AbortedError,
-    CallerError,
-    ConfigError,
     HandshakeError,
-    InternalError,
     PeerLostError,
 )
 from prefixkv.memory.shared import SharedBlock
-from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.transport import loop as transport_loop
 from prefixkv.transport.base import PeerMemory, PeerUnreachable, RankMemory, WriteDone, WriteFailed
 from prefixkv.transport.shm import wire as shm_wire
 from prefixkv.transport.shm.copy import CopyPlan
 from prefixkv.transport.shm.loop import ShmTransport
 from prefixkv.transport.shm.wire import MAX_OTHER_RANGES, pack_offer
-from tests.support.patience import PATIENCE_S, until
-from tests.support.shm_liar import Liar, a_liar, num_descriptors, num_mapped
+from tests.support.patience import until
+from tests.support.shm_liar import Liar, num_descriptors, num_mapped
 from tests.support.transport_child import BIG, Child, children
 from tests.support.transport_driver import Node, ShmDriver
 from tests.support.transport_pools import make_pool, shared_zeros
-
-
-@pytest.fixture
-def driver() -> Iterator[ShmDriver]:
-    made = ShmDriver()
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def add_child(writer: Node, child: Child) -> Node:
@@ -90,15 +75,10 @@ def test_a_killed_peer_fails_its_own_jobs_only_and_its_memory_goes(driver: ShmDr
         child.kill()
         until(lambda: num_mapped() - before == ours + 1)
         assert not writer.of(PeerUnreachable)
-        writer.transport.write(writer.job(3, to, [1], [1]))
-        driver.until(lambda: writer.ends(3))
-        (failed,) = writer.ends(3)
-        assert isinstance(failed, WriteFailed)
-        assert failed.drained
+        driver.end(writer, writer.job(3, to, [1], [1]))
+        writer.drained(3)
         assert [event.peer for event in writer.of(PeerUnreachable)] == [child.me]
-        writer.transport.write(writer.job(4, friend, [1], [1]))
-        driver.until(lambda: writer.ends(4))
-        assert isinstance(writer.ends(4)[0], WriteDone)
+        driver.done(writer, writer.job(4, friend, [1], [1]))
         writer.transport.remove_peer(other.me)
         until(lambda: num_mapped() - before == ours)
 
@@ -111,8 +91,7 @@ def test_a_peer_that_stands_still_is_written_all_the_same_and_hears_of_it_later(
     writer = driver.node("prefill", "page_major", config, num_pages=4, shape=BIG)
     with children(PeerId("decode", 5), shm=True) as (child,):
         to = add_child(writer, child)
-        writer.transport.write(writer.job(1000, to, [0], [0]))
-        driver.until(lambda: writer.ends(1000))
+        driver.end(writer, writer.job(1000, to, [0], [0]))
         child.stop()
         for number in range(100):
             writer.transport.write(writer.job(number, to, [0, 1, 2, 3], [3, 2, 1, 0]))
@@ -143,18 +122,13 @@ def test_a_job_is_cancelled_between_two_parts_and_nothing_lands_afterwards(
     monkeypatch.setattr(CopyPlan, "copy", counted)
     page_bytes, before = writer.pool.layout.page_bytes, target.pool.pages()
     assert page_bytes % 512 == 0 or 512 % page_bytes == 0
-    writer.transport.write(writer.job(1, target, list(range(20)), list(range(20))))
-    driver.until(lambda: writer.ends(1))
-    (failed,) = writer.ends(1)
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
-    assert isinstance(failed.error, AbortedError)
+    driver.end(writer, writer.job(1, target, list(range(20)), list(range(20))))
+    writer.drained(1, error=AbortedError)
     whole = sum(copied) // page_bytes
     assert len(copied) == 3
     assert target.pool.pages() == writer.pool.pages()[:whole] + before[whole:]
     assert len(target.tags()) <= 3
-    writer.transport.write(writer.job(2, target, [23], [23]))
-    driver.until(lambda: writer.ends(2))
+    driver.end(writer, writer.job(2, target, [23], [23]))
     assert target.pool.pages()[whole:23] == before[whole:23]
 
 
@@ -176,57 +150,6 @@ def test_close_leaves_nothing_behind(driver: ShmDriver) -> None:
     assert (num_descriptors(), num_mapped()) == before
 
 
-def test_close_from_the_sink_is_refused(driver: ShmDriver) -> None:
-    pool, errors = make_pool("layer_major", 4, zeros=shared_zeros), []
-
-    def sink(event: Any) -> None:
-        try:
-            transport.close()
-        except CallerError as error:
-            errors.append(error)
-
-    transport = ShmTransport(PeerId("careless", 1), RankMemory(pool.layout), sink)
-    transport.settle("a", 0.0)
-    until(lambda: bool(errors))
-    transport.close()
-
-
-def test_a_thread_that_does_not_end_is_said_and_closed_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(transport_loop, "CLOSE_TIMEOUT_S", 0.05)
-    inside, go_on = threading.Event(), threading.Event()
-
-    def sink(event: Any) -> None:
-        inside.set()
-        go_on.wait(PATIENCE_S)
-
-    pool = make_pool("layer_major", 4, zeros=shared_zeros)
-    transport = ShmTransport(PeerId("slow", 1), RankMemory(pool.layout), sink)
-    transport.settle("a", 0.0)
-    assert inside.wait(PATIENCE_S)
-    with pytest.raises(InternalError, match="has not ended"):
-        transport.close()
-    go_on.set()
-    monkeypatch.setattr(transport_loop, "CLOSE_TIMEOUT_S", PATIENCE_S)
-    transport.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["layout", "staging", "state"])
-def test_memory_that_breaks_its_laws_is_refused(what: str) -> None:
-    layout = make_pool("layer_major", 4).layout
-    before = num_descriptors()
-    more: dict[str, Any] = {
-        "layout": {"layout": msgspec.structs.replace(layout, num_pages=5)},
-        "staging": {"staging": StagingArea(4096, 4096, 4097)},
-        "state": {"state": StateLayout(0, (), ())},
-    }[what]
-    with pytest.raises(ConfigError):
-        ShmTransport(PeerId("d", 1), RankMemory(**{"layout": layout} | more), lambda event: None)
-    assert num_descriptors() == before
-
-
 def test_memory_that_is_not_shared_is_not_offered() -> None:
     pool = make_pool("layer_major", 4)
     transport = ShmTransport(PeerId("d", 1), RankMemory(pool.layout), lambda event: None)
@@ -235,12 +158,6 @@ def test_memory_that_is_not_shared_is_not_offered() -> None:
 
 
 # --- a peer that lies about its memory ------------------------------------------------------------
-
-
-@pytest.fixture
-def liar() -> Iterator[Liar]:
-    with a_liar() as made:
-        yield made
 
 
 def memfd(num_bytes: int, seals: int = 0, flags: int = 0) -> int:
@@ -316,8 +233,7 @@ def test_a_peer_that_lies_is_unreachable_and_harms_nothing(
     driver: ShmDriver, liar: Liar, lie: str
 ) -> None:
     writer, target = driver.pair()
-    writer.transport.write(writer.job(1, target, [0], [0]))
-    driver.until(lambda: writer.ends(1))
+    driver.end(writer, writer.job(1, target, [0], [0]))
     before = num_descriptors(), num_mapped()
     blocks, ranges, make_fds, field = LIES[lie]
     blocks = [liar.block[:2]] if blocks is None else blocks
@@ -327,15 +243,12 @@ def test_a_peer_that_lies_is_unreachable_and_harms_nothing(
     fds = make_fds(liar.block)
     link = liar.answer(blocks, ranges, fds)
     shm_wire.close_all(set(fds))
-    driver.until(lambda: writer.of(PeerUnreachable))
-    (event,) = writer.of(PeerUnreachable)
+    event = driver.unreachable(writer)
     assert isinstance(event.error, HandshakeError)
     assert event.error.field == field
     link.close()
     assert (num_descriptors(), num_mapped()) == before
-    writer.transport.write(writer.job(2, target, [1], [1]))
-    driver.until(lambda: writer.ends(2))
-    assert isinstance(writer.ends(2)[0], WriteDone)
+    driver.done(writer, writer.job(2, target, [1], [1]))
 
 
 def test_the_truth_from_the_same_door_is_taken(driver: ShmDriver, liar: Liar) -> None:
@@ -344,9 +257,7 @@ def test_the_truth_from_the_same_door_is_taken(driver: ShmDriver, liar: Liar) ->
     writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
     link = liar.answer_truly()
     to = Node(liar.me, writer.pool, None)
-    writer.transport.write(writer.job(1, to, [3], [2]))
-    driver.until(lambda: writer.ends(1))
-    assert isinstance(writer.ends(1)[0], WriteDone)
+    driver.done(writer, writer.job(1, to, [3], [2]))
     assert link.recv(1000) == writer.job(1, to, [3], [2]).tag._replace(num_pages=1).pack()
     link.close()
 
@@ -358,16 +269,13 @@ def test_what_the_owner_punches_out_or_cuts_off_ends_no_process(
     writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
     link = liar.answer_truly()
     to = Node(liar.me, writer.pool, None)
-    writer.transport.write(writer.job(1, to, [3], [2]))
-    driver.until(lambda: writer.ends(1))
+    driver.end(writer, writer.job(1, to, [3], [2]))
     with pytest.raises(PermissionError):
         os.ftruncate(liar.block.fd, 0)
     with mmap.mmap(liar.block.fd, liar.block.num_bytes) as theirs:
         theirs.madvise(mmap.MADV_REMOVE)
         assert not any(theirs[:])
-        writer.transport.write(writer.job(2, to, [1], [0]))
-        driver.until(lambda: writer.ends(2))
-        assert isinstance(writer.ends(2)[0], WriteDone)
+        driver.done(writer, writer.job(2, to, [1], [0]))
         assert theirs[: writer.pool.layout.page_bytes] == writer.pool.page(1)
     link.close()
 
@@ -389,8 +297,7 @@ def test_an_offer_of_another_is_refused(
     before = num_descriptors()
     offer = msgspec.structs.replace(liar.offer, **change)
     writer.transport.add_peer(liar.me, pack_offer(offer), PeerMemory(liar.layout))
-    driver.until(lambda: writer.of(PeerUnreachable))
-    (event,) = writer.of(PeerUnreachable)
+    event = driver.unreachable(writer)
     assert getattr(event.error, "field", "") == field
     assert num_descriptors() == before
 
@@ -401,23 +308,19 @@ def test_a_door_that_closes_instead_of_answering_is_a_refusal(
     writer = driver.node("prefill")
     writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
     liar.accept().close()
-    driver.until(lambda: writer.of(PeerUnreachable))
-    (event,) = writer.of(PeerUnreachable)
+    event = driver.unreachable(writer)
     assert (event.error.field, event.error.theirs) == ("shm", "the end")
 
 
 def test_a_closed_target_fails_what_comes_then(driver: ShmDriver) -> None:
     writer, target = driver.pair()
-    writer.transport.write(writer.job(1, target, [0], [0]))
-    driver.until(lambda: writer.ends(1))
+    driver.end(writer, writer.job(1, target, [0], [0]))
     target.transport.close()
     for number in range(2, 1000):
         writer.transport.write(writer.job(number, target, [0], [0]))
         driver.until(lambda n=number: writer.ends(n))
         if isinstance(writer.ends(number)[0], WriteFailed):
             break
-    (failed,) = writer.ends(number)
-    assert isinstance(failed, WriteFailed)
-    assert failed.drained
+    failed = writer.drained(number)
     assert isinstance(failed.error, PeerLostError | OSError)
     driver.until(lambda: writer.of(PeerUnreachable))

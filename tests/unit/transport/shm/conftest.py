@@ -1,0 +1,25 @@
+"""Transports over shared memory, and a peer that says of its memory what the test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.shm_liar import Liar, a_liar
+from tests.support.transport_driver import ShmDriver
+
+
+@pytest.fixture
+def driver() -> Iterator[ShmDriver]:
+    made = ShmDriver()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def liar() -> Iterator[Liar]:
+    with a_liar() as made:
+        yield made
