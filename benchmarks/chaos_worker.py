@@ -110,7 +110,7 @@ class _Engine:
         self.pipe = pipe
         self.chance = random.Random(spec.seed)
         self.allocator = WatchedAllocator(node.pool, self.canary)
-        node.scheduler.pages.allocator = self.allocator
+        node.pages.allocator = self.allocator
         self.pattern = KVPattern(node.pool.layout, SALT, node.pool)
         self.hasher = PrefixHasher()
         self.plans: dict[str, str] = {}
@@ -262,7 +262,7 @@ class _Engine:
 
     def verify_tree(self) -> None:
         """Every page in the tree, found again by what was ever put there."""
-        page_manager = self.node.scheduler.pages
+        page_manager = self.node.pages
         size = page_manager.page_size
         seen: set[int] = set()
         for tokens in self.history:

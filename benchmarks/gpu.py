@@ -41,6 +41,7 @@ import typer
 
 from benchmarks import own_compute
 from benchmarks.report import JsonFile, Row, check_json, tell, write
+from prefixkv.config import HostConfig
 from prefixkv.engines.hf.attention import FlatPool, Plan
 from prefixkv.errors import ConfigError
 from prefixkv.memory.host_pool import HostPool
@@ -114,7 +115,11 @@ class Tier:
 
     def copies(self, threads: int, piece_mib: int) -> HostCopies:
         return HostCopies(
-            self.pool.layout, self.host, threads, self.done.put, self.pool.device, piece_mib << 20
+            self.pool.layout,
+            self.host,
+            HostConfig(copy_threads=threads, piece_bytes=piece_mib << 20),
+            self.done.put,
+            self.pool.device,
         )
 
     def pages(self) -> Any:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Row
+from prefixkv.config import HostConfig
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.page_copy import CpuPageCopy, page_runs
@@ -66,7 +67,12 @@ class _Case:
         self.copy = CpuPageCopy(layout, self.host)
         self.done: SimpleQueue[HostCopyDone] = SimpleQueue()
         self.copies = {
-            threads: HostCopies(layout, self.host, threads, self.done.put, piece_bytes=PIECE_BYTES)
+            threads: HostCopies(
+                layout,
+                self.host,
+                HostConfig(copy_threads=threads, piece_bytes=PIECE_BYTES),
+                self.done.put,
+            )
             for threads in (1, 2)
         }
 

@@ -11,8 +11,7 @@ from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import Pages
 from prefixkv.transport.nixl import agent as nixl_agent
 from prefixkv.transport.nixl.agent import memory_type_of
-from prefixkv.transport.parts import cut_parts, part_indices
-from prefixkv.transport.runs import paired_runs
+from prefixkv.transport.runs import cut_parts, paired_runs, part_indices
 
 WINDOW: Final = 8  # posts under way, as in the transport
 _ROW: Final = 4096

@@ -14,9 +14,11 @@ a step of the model does it: that is how an engine calls.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -33,9 +35,9 @@ from prefixkv.cache.events import EventFeed
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cli.replay import replay_policy
-from prefixkv.config import DecodeConfig, KVEventsConfig
+from prefixkv.config import DecodeConfig, KVEventsConfig, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler, HostPages
 from prefixkv.errors import ConfigError
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.pages.manager import PageManager
@@ -74,6 +76,14 @@ Tokens = npt.NDArray[np.int32]
 Times = dict[str, Samples]
 
 
+class Endless(DecodeConfig):
+    """No request waits too long: no call has a timer to set."""
+
+    @property
+    def admission_wait_s(self) -> float:
+        return math.inf
+
+
 class Size(NamedTuple):
     """How much is measured of each part."""
 
@@ -84,7 +94,7 @@ class Size(NamedTuple):
 
     @property
     def config(self) -> DecodeConfig:
-        return DecodeConfig(policy=self.policy, evict_reserve=0.0)
+        return Endless(policy=self.policy, evict_reserve=0.0)
 
 
 class Worker:
@@ -95,14 +105,8 @@ class Worker:
         self.pages = PageManager(
             NUM_PAGES, PAGE_SIZE, MOST_RUNNING, MOST_PAGES, **config.for_page_manager(NUM_PAGES)
         )
-        self.scheduler = DecodeScheduler(
-            self.pages,
-            reserve_tokens=PAGE_SIZE,
-            admission=config.admission,
-            patience_s=config.patience_s,
-        )
+        self.scheduler = DecodeScheduler(self.pages, replace(config, reserve_tokens=PAGE_SIZE))
         self._num_requests = 0
-        self._now_s = 0.0
         self.system = self.tokens(SYSTEM_TOKENS)
 
     def tokens(self, num_tokens: int) -> Tokens:
@@ -114,35 +118,35 @@ class Worker:
         where = "tcp://127.0.0.1:1"
         return Request(str(number), tokens, max_new_tokens, room=number, prefill=where)
 
-    def add(self, tokens: Any, now_s: float) -> DecodeRequest:
-        return self.scheduler.add(self.request(tokens), now_s)
+    def add(self, tokens: Any) -> DecodeRequest:
+        return self.scheduler.add(self.request(tokens))
 
-    @property
-    def now_s(self) -> float:
-        self._now_s += 1e-3
-        return self._now_s
+    def tick(self) -> float:
+        """A millisecond passes; return the time."""
+        self.scheduler.now_s += 1e-3
+        return self.scheduler.now_s
 
-    def admit(self, now_s: float) -> tuple[list[DecodeRequest], list[Any]]:
-        return self.scheduler.pop_preallocated(now_s), self.scheduler.take_commands()
+    def admit(self) -> tuple[list[DecodeRequest], list[Any]]:
+        return self.scheduler.pop_preallocated(), self.scheduler.take_commands()
 
     def run(self, requests: list[Request]) -> list[DecodeRequest]:
         """Bring these requests up to where they run, with a first token."""
         for request in requests:
-            self.scheduler.add(request, self.now_s)
-        admitted, _ = self.admit(self.now_s)
+            self.scheduler.add(request)
+        admitted, _ = self.admit()
         assert len(admitted) == len(requests), "the pool is too small for this part"
         for req in admitted:
             self.succeed(req)
-        running = self.scheduler.pop_transferred(self.now_s)
-        self.scheduler.append_many(running, [1] * len(running), self.now_s)
+        running = self.scheduler.pop_transferred()
+        self.scheduler.append_many(running, [1] * len(running))
         return running
 
     def succeed(self, req: DecodeRequest) -> None:
-        self.scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"", self.now_s)
+        self.scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"", self.tick())
 
     def generate(self, reqs: list[DecodeRequest], num_tokens: int) -> None:
         for _ in range(num_tokens):
-            self.scheduler.append_many(reqs, [7] * len(reqs), self.now_s)
+            self.scheduler.append_many(reqs, [7] * len(reqs))
 
     def fill_cache(self) -> list[Tokens]:
         """Cache the pasts of some conversations, `CACHED_TOKENS` each, with one system prompt."""
@@ -150,7 +154,7 @@ class Worker:
         for _ in range(CONVERSATIONS):
             past = np.concatenate([self.system, self.tokens(CACHED_TOKENS - SYSTEM_TOKENS)])
             for req in self.run([self.request(past)]):
-                self.scheduler.finish(req, self.now_s)
+                self.scheduler.finish(req)
             pasts.append(past)
         return pasts
 
@@ -173,8 +177,8 @@ class HostWorker:
 
     def __init__(self, has_host: bool) -> None:
         self.pages = PageManager(HOST_POOL, PAGE_SIZE, 64, spare_rows=8 if has_host else 0)
-        host = (HOST_PAGES, "adaptive", True) if has_host else None
-        self.scheduler = DecodeScheduler(self.pages, reserve_tokens=0, host=host)
+        parts = DecodeParts(host=HostPages(HOST_PAGES, "adaptive") if has_host else None)
+        self.scheduler = DecodeScheduler(self.pages, DecodeConfig(reserve_tokens=0), parts)
         self.now_s, self._rooms = 0.0, 0
         self.others: list[Tokens] = []
 
@@ -184,16 +188,17 @@ class HostWorker:
         self._rooms += 1
         self.now_s += 1.0
         now_s, scheduler = self.now_s, self.scheduler
+        scheduler.now_s = now_s
         request = Request(str(self._rooms), tokens, 1, room=self._rooms, prefill="p")
-        req = scheduler.add(request, now_s)
+        req = scheduler.add(request)
         admit = scheduler.pop_preallocated
-        admitted = times.take(admit, now_s) if times is not None else admit(now_s)
+        admitted = times.take(admit) if times is not None else admit()
         assert admitted == [req]
         self._copy()
         scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, b"", now_s)
-        assert scheduler.pop_transferred(now_s) == [req]
-        scheduler.append_many([req], [0], now_s)
-        scheduler.finish(req, now_s)
+        assert scheduler.pop_transferred() == [req]
+        scheduler.append_many([req], [0])
+        scheduler.finish(req)
         self._copy()
         scheduler.take_commands()
         if num_lost:
@@ -247,22 +252,22 @@ def _lives(size: Size, is_full: bool) -> Times:
     def one_life(past: Tokens) -> int:
         """Returns how many pages it left in the tree."""
         tokens = np.concatenate([past, worker.tokens(PROMPT_TOKENS - CACHED_TOKENS)])
-        now_s = worker.now_s
-        req = add.take(worker.add, tokens, now_s)
-        admitted, _ = admit.take(worker.admit, now_s)
+        worker.tick()
+        req = add.take(worker.add, tokens)
+        admitted, _ = admit.take(worker.admit)
         assert admitted == [req]
         assert req.prefix_len == CACHED_TOKENS
         worker.succeed(req)
-        commit.take(scheduler.pop_transferred, now_s)
+        commit.take(scheduler.pop_transferred)
         worker.generate([req], OUTPUT_TOKENS)
         left = whole_pages(req.kv_len - CACHED_TOKENS, PAGE_SIZE)
-        finish.take(scheduler.finish, req, now_s)
+        finish.take(scheduler.finish, req)
         return left
 
     for past in pasts:
         one_life(past)
     worker.leave_free(0 if is_full else 2 * MOST_RUNNING)
-    assert not scheduler.pop_preallocated(worker.now_s)
+    assert not scheduler.pop_preallocated()
     for kind in times.values():
         kind.clear()
     with no_collector():
@@ -298,10 +303,11 @@ def _steps(size: Size, batch: int, is_full: bool, num_steps: int) -> tuple[Sampl
     reqs = worker.run([worker.request(prompt, 2 * num_steps) for prompt in prompts])
     with no_collector():
         for _ in range(num_steps):
-            free, now_s = worker.pages.allocator.free_pages, worker.now_s
+            worker.tick()
+            free = worker.pages.allocator.free_pages
             crosses = len(reqs[0].tokens) % PAGE_SIZE == 0
             kind = inside if not crosses else cross if free >= batch else evicting
-            kind.take(worker.scheduler.append_many, reqs, [7] * batch, now_s)
+            kind.take(worker.scheduler.append_many, reqs, [7] * batch)
     return inside, cross, evicting
 
 
@@ -356,29 +362,29 @@ def _sends(prompt: Tokens, requests: int, is_whole: bool) -> Times:
     """Chunks of some requests, decode played by hand. `is_whole`: a prompt is one chunk, and only
     its start is measured."""
     manager = PageManager(PREFILL_PAGES, PAGE_SIZE, PREFILL_ROWS)
-    scheduler = PrefillScheduler(manager, max_aux_bytes=64)
+    scheduler = PrefillScheduler(manager, PrefillConfig())
     pop, inner, last = Samples(), Samples(), Samples()
     for room in range(1, requests + 1):
         tokens = (prompt + room) % (1 << 30)
-        req = scheduler.add(Request(f"r{room}", tokens, room=room, decode="d"), 0.0)
+        req = scheduler.add(Request(f"r{room}", tokens, room=room, decode="d"))
         scheduler.room_bootstrapped(req.room_key, CACHED_TOKENS, "", 0.0)
-        assert pop.take(scheduler.pop_bootstrapped, 0.0) == [req]
+        assert pop.take(scheduler.pop_bootstrapped) == [req]
         if is_whole:
-            scheduler.send_chunk(req, len(tokens), 0.0, last=True, aux=b"token")
+            scheduler.send_chunk(req, len(tokens), last=True, aux=b"token")
             scheduler.take_commands()
         for end in range(CACHED_TOKENS + CHUNK_TOKENS, len(prompt) + 1, CHUNK_TOKENS):
             if is_whole:
                 break
-            send = partial(scheduler.send_chunk, req, end, 0.0)
+            send = partial(scheduler.send_chunk, req, end)
             if end < len(prompt):
                 inner.take(send)
             else:
                 last.take(partial(send, last=True, aux=b"token"))
             scheduler.take_commands()
-            scheduler.pop_bootstrapped(0.0)  # what was computed goes to the tree
+            scheduler.pop_bootstrapped()  # what was computed goes to the tree
         scheduler.room_ended(req.room_key, KVPoll.SUCCESS, None, 0.0)
         scheduler.source_free(req.room_key, 0.0)
-        assert scheduler.pop_sent(0.0) == [req]
+        assert scheduler.pop_sent() == [req]
     if is_whole:
         return {"pop_bootstrapped": pop}
     return {"send_chunk, inner": inner, "send_chunk, last": last}
@@ -447,15 +453,15 @@ def waiting(size: Size) -> Times:
     for number in range(10_000):
         key = RadixKey(pasts[number % len(pasts)])
         request = worker.request(key, MOST_PAGES * PAGE_SIZE - CACHED_TOKENS)
-        rids.append(scheduler.add(request, worker.now_s).rid)
-    assert not scheduler.pop_preallocated(worker.now_s)
+        rids.append(scheduler.add(request).rid)
+    assert not scheduler.pop_preallocated()
     with no_collector():
         for _ in range(size.calls):
-            pages, now_s = worker.pages, worker.now_s
-            pages.drop(pages.open(RadixKey(), None, 1, now_s))
-            assert not passes.take(scheduler.pop_preallocated, now_s)
+            pages = worker.pages
+            pages.drop(pages.open(RadixKey(), None, 1, worker.tick()))
+            assert not passes.take(scheduler.pop_preallocated)
         for rid in np.random.default_rng(size.seed).permutation(rids)[: size.calls].tolist():
-            assert aborts.take(scheduler.abort, rid, worker.now_s)
+            assert aborts.take(scheduler.abort, rid)
     return {"pass in vain, 10,000 wait": passes, "abort, 10,000 wait": aborts}
 
 
@@ -497,15 +503,15 @@ def publishing(size: Size) -> Times:
                 for number in range(size.calls // 2):
                     at = (number + number // 2) % 2  # 0 1 1 0: neither always follows the other
                     worker, past = workers[at], pasts[at][number // 2 % CONVERSATIONS]
-                    now_s = worker.now_s
+                    worker.tick()
                     tail = worker.tokens(PROMPT_TOKENS - CACHED_TOKENS)
-                    req = worker.add(np.concatenate([past, tail]), now_s)
-                    call(at, "admission", partial(worker.admit, now_s), which, feed)
+                    req = worker.add(np.concatenate([past, tail]))
+                    call(at, "admission", worker.admit, which, feed)
                     worker.succeed(req)
-                    worker.scheduler.pop_transferred(now_s)
+                    worker.scheduler.pop_transferred()
                     worker.generate([req], OUTPUT_TOKENS)
                     left = whole_pages(req.kv_len - CACHED_TOKENS, PAGE_SIZE)
-                    end = partial(worker.scheduler.finish, req, now_s)
+                    end = partial(worker.scheduler.finish, req)
                     call(at, "finish", end, which, feed)
                     worker.evict(left)
                     if at == which:

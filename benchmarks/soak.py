@@ -34,7 +34,7 @@ from benchmarks.soak_engine import Engine, Second, instances, lengths_below
 MOST_BYTES_A_ROOM = 20.0  # 2 MB in 100,000 rooms
 SLACK = 24  # of a count: what is at rest is still a peer more or less, or a few entries
 # by peer, of which a Tally keeps 64 by name: here one more a restart
-BOUNDED = "decode.scheduler.journal.transfers"
+BOUNDED = "decode.journal.transfers"
 WARM_UP = 0.3  # of the samples
 OPEN = 48  # rooms at a time
 PATIENCE_S = 120.0

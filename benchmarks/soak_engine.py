@@ -68,7 +68,7 @@ class Engine:
 
     @property
     def num_open(self) -> int:
-        return max(len(node.scheduler.requests) for node in (self.decode, self.prefill))
+        return max(len(node.requests) for node in (self.decode, self.prefill))
 
     def add_decode(self, room: int, tokens: Tokens, prefill: str, plan: str) -> None:
         what: dict[str, Any] = {"room": room, "prefill": prefill, "deadline_s": DEADLINE_S}

@@ -106,7 +106,7 @@ class Transfer:
 
     def prepare(self, node: DecodeNode | PrefillNode, seed: int) -> None:
         """Bring the pool's pages into the order that the case is about."""
-        pages = node.scheduler.pages
+        pages = node.pages
         if self.pages == "aged":
             _age(pages, self, seed)
         elif self.pages == "random":

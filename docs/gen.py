@@ -30,7 +30,7 @@ from prefixkv.engines.vllm import options
 from prefixkv.engines.vllm import stats as vllm
 from prefixkv.memory import kv_layout, staging_area, state_layout
 from prefixkv.pages.requests import PagedRequest
-from prefixkv.prefill import journal as prefill_journal
+from prefixkv.prefill import request as prefill_request
 from prefixkv.protocol import machine
 from prefixkv.protocol import messages as wire
 from prefixkv.runtime import metrics as m
@@ -166,7 +166,7 @@ def keys_table(**sides: Any) -> str:
 
 
 def stats() -> str:
-    logs = {"decode": decode_journal.timeline, "prefill": prefill_journal.timeline}
+    logs = {"decode": decode_journal.timeline, "prefill": prefill_request.timeline}
     return (
         "## Stats\n\n`node.stats()` returns a dict of ints, for the engine's own log. Keys of "
         "lost frames and of staging come when it first happens, the others from the start.\n\n"

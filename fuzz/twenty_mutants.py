@@ -124,7 +124,10 @@ MUTANTS = (
     Mutant(
         "6", "prefill begins before what decode has", ("SendPlan.__init__",),
         "whole_pages(decode_prefix_len, page_size)", "0",
-        ("prefill/test_send_plan.py::",),
+        (
+            "prefill/test_prefill_scheduler.py::"
+            "test_decode_gets_each_page_it_lacks_once_from_the_pages_the_engine_computed",
+        ),
     ),
     Mutant(
         "6", "a flight of another prompt is joined", ("InFlight._common_pages",),
@@ -228,7 +231,7 @@ MUTANTS = (
         """        self.cache.unlock(host_lock)
         host_lock = self.cache.pin(self.cache.match_prefix(key.prefix(0)), now_s)
         self._order(True, key, end - num_pages, src, device_pages, host_lock, None)""",
-        ("decode/test_host_storm.py::test_what_is_read_is_what_was_written_in_a_short_storm",),
+        ("decode/test_scheduler_fuzz.py::test_what_comes_from_host_memory_is_what_was_written",),
     ),
     Mutant(
         "T2", "pages of an aborted load are free before its copy ends",
@@ -259,9 +262,9 @@ MUTANTS = (
         ("decode/test_host_tier.py::test_what_two_need_is_loaded_once",),
     ),
     Mutant(
-        "T5", "a request is committed before its load", ("DecodeScheduler.pop_preallocated",),
-        "self.arriving.add_load(load)",
-        "self.arriving.add_load(load), self.arriving.loaded(load.room_key)",
+        "T5", "a request is committed before its load", ("DecodePreallocQueue._load",),
+        "self._ledger.arriving.add_load(load)",
+        "self._ledger.arriving.add_load(load), self._ledger.arriving.loaded(load.room_key)",
         ("decode/test_host_tier.py::test_what_the_pool_forgets_is_loaded_again",),
     ),
     Mutant(

@@ -27,7 +27,8 @@ def rank_as_tuple(rank: Any) -> tuple[float, ...]:
     """
     numbers = rank if type(rank) is tuple else (rank,)
     for number in numbers:
-        if not isinstance(number, Real) or number != number:
+        is_number = type(number) in (int, float) or isinstance(number, Real)
+        if not is_number or number != number:
             raise CallerError(f"the admission policy ranks a request {shown(rank)}")
     return numbers
 

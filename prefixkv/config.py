@@ -35,6 +35,7 @@ from prefixkv.settings import (
 )
 
 Backend = Literal["auto", "nixl", "shm"]
+Way = Literal["nixl", "shm"]  # by which a peer is written
 
 Z85Key = Annotated[str, Meta(min_length=40, max_length=40)]
 Name = Annotated[
@@ -238,7 +239,7 @@ class TransportConfig:
     `UCX_NET_DEVICES` overrides it."""
     backend: Annotated[Backend, doc("nixl, shm (memory of this host), or auto.")] = "nixl"
     """What KV travels by. "nixl"; "shm": prefill copies into decode's memory, which it maps, for
-    two workers of one user on one host; "auto": shm where both sides can, else NIXL."""
+    two workers of one user on one host; "auto": shm where both are in one place, else NIXL."""
     max_bytes_per_s: Annotated[
         BytesOrZero, doc("Most bytes of KV sent per second, to all peers together; 0: no limit.")
     ] = 0

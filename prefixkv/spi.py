@@ -101,14 +101,14 @@ if TYPE_CHECKING:
     from prefixkv.ranks.row_log import RankLog as RankLog
     from prefixkv.request import DeviceEvent as DeviceEvent
     from prefixkv.request import whole_number as whole_number
-    from prefixkv.runtime.closing import Closing as Closing
     from prefixkv.runtime.death import HeldLife as HeldLife
     from prefixkv.runtime.death import is_dead as is_dead
     from prefixkv.runtime.decode_rank import DecodeRank as DecodeRank
     from prefixkv.runtime.groups import DecodeGroup as DecodeGroup
     from prefixkv.runtime.groups import PrefillGroup as PrefillGroup
-    from prefixkv.runtime.host_memory import HostMemory as HostMemory
+    from prefixkv.runtime.host_copies import HostMemory as HostMemory
     from prefixkv.runtime.metrics import NodeCollector as NodeCollector
+    from prefixkv.runtime.one_thread import Closing as Closing
     from prefixkv.runtime.prefill_rank import PrefillRank as PrefillRank
     from prefixkv.runtime.transfers import MakeTransport as MakeTransport
     from prefixkv.runtime.transfers import secret_number as secret_number
@@ -195,7 +195,7 @@ _HOMES = {
     "Sources": "decode.sources",
     # Host memory behind a device's pages.
     "HostTier": "decode.host_tier",
-    "HostMemory": "runtime.host_memory",
+    "HostMemory": "runtime.host_copies",
     "HostCopy": "protocol.host_copy",
     "HostCopyDone": "protocol.host_copy",
     # Pages and tokens.
@@ -229,7 +229,7 @@ _HOMES = {
     "MakeTransport": "runtime.transfers",
     "secret_number": "runtime.transfers",
     "DeviceEvent": "request",
-    "Closing": "runtime.closing",
+    "Closing": "runtime.one_thread",
     "Inbox": "wakeups",
     # A transport of one's own.
     "Transport": "transport.base",

@@ -115,7 +115,7 @@ class StandIn:
 
     def arrivals(self) -> list[Request]:
         while (
-            self.node.scheduler.arriving.num_open
+            self.node.arriving.num_open
         ):  # all that were admitted run at once, however slow the machine
             time.sleep(0.001)
             self.node.stats()  # as any call does, it takes in what has arrived

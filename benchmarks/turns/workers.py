@@ -165,7 +165,7 @@ def _worker(
 def _make_pools(options: StandInOptions, mesh: Mesh, num_pages: int, order: str) -> list[KVPool]:
     import torch
 
-    from prefixkv.testing.pattern import make_pools
+    from tests.support.patterns import make_pools
 
     torch.set_num_threads(1)
     return make_pools(
@@ -180,7 +180,7 @@ def _prefill_worker(end: Connection, options: StandInOptions, asks: Connection) 
     from benchmarks.turns.engine import PrefillEngine
     from prefixkv.config import PrefillConfig
     from prefixkv.runtime.groups import PrefillGroup
-    from prefixkv.testing.pattern import make_patterns
+    from tests.support.patterns import make_patterns
 
     end.send(("ready", None))
     plan: PassPlan
@@ -214,7 +214,7 @@ def _decode_worker(
     from benchmarks.turns.engine import END_OF_PASS, DecodeEngine
     from prefixkv.config import DecodeConfig
     from prefixkv.runtime.groups import DecodeGroup
-    from prefixkv.testing.pattern import make_patterns
+    from tests.support.patterns import make_patterns
 
     told_s = 0.0
 

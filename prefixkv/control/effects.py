@@ -7,20 +7,17 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.mesh import Shard
-from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLink
+from prefixkv.config import Way
 from prefixkv.protocol.commands import DecodeCommand, PrefillCommand
 from prefixkv.protocol.events import DecodeEvent, PrefillEvent, WorkerEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.protocol.messages import LeaseGrant, ProcessLife
-from prefixkv.protocol.sender_events import CancelWrite, PostWrite
+from prefixkv.protocol.messages import ProcessLife
 from prefixkv.staging.cut import LeaseCut
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import (
     Arrived,
+    PeerMemory,
     PeerUnreachable,
     Settled,
     WriteDone,
@@ -95,22 +92,12 @@ class AgentDestroyed(msgspec.Struct, frozen=True):
 
 # --- effects --------------------------------------------------------------------------------------
 
-E = TypeVar("E")
 
+class Raised(msgspec.Struct, frozen=True):
+    """Taking the input has raised an exception. `source`: of the frame that it was, else None."""
 
-class EffectList(Generic[E]):
-    """The effects of one input. All parts of a control object add to the same list, so that they
-    are carried out in the order in which they happen."""
-
-    def __init__(self) -> None:
-        self.effects: list[E] = []
-
-    def begin(self) -> None:
-        """Start the next input's list. The last one is the caller's."""
-        self.effects = []
-
-    def add(self, effect: E) -> None:
-        self.effects.append(effect)
+    error: Exception
+    source: str | bytes | None
 
 
 # Generic in where it goes: decode knows prefill ranks by address, prefill answers routes.
@@ -171,20 +158,18 @@ class Examine(msgspec.Struct, frozen=True):
 
 
 class AddPeer(msgspec.Struct, frozen=True, kw_only=True):
-    """Make the peer's pool a target of our transport.
+    """Make the peer's pool a target of the transport `way`, and of no other one.
 
-    `parts` are the shards that match: what of ours is written, and where in the peer's pool. If
-    `staged`, slices are gathered in unit pages of `unit_tokens` tokens and written to `staging`.
+    If `staged`, slices are gathered in unit pages of `unit_tokens` tokens and written to its
+    staging area.
     """
 
     peer: PeerId
     metadata: bytes
-    layout: KVLayout
-    parts: tuple[Shard, Shard]
+    memory: PeerMemory
     unit_tokens: int
-    staging: StagingArea | None = None
+    way: Way = "nixl"
     staged: bool = False
-    state: StateLink | None = None
 
 
 class RemovePeer(msgspec.Struct, frozen=True):
@@ -233,6 +218,7 @@ DecodeEffect = (
     | Scatter  # for the copy threads
     | DecodeEvent  # RoomEnded, RoomDrained, RoomOverdue: for the scheduler
     | WorkerEvent  # PrefillReady, PrefillAway, PrefillLost: the same, if it asked
+    | Raised
 )
 
 PrefillInput = (
@@ -262,10 +248,17 @@ PrefillEffect = (
     | Renew
     | Gather  # for the copy threads
     | PrefillEvent  # Bootstrapped, RoomEnded, SourceFree: for the scheduler
+    | Raised
 )
 
 
-# --- prefill, before staging ----------------------------------------------------------------------
+# --- what is said inside a control object ---------------------------------------------------------
+
+
+class LeadersChanged(NamedTuple):
+    """Prefill workers at these addresses may be ready now, or may be ready no more."""
+
+    addresses: set[str]
 
 
 class PeerAccepted(NamedTuple):
@@ -275,23 +268,5 @@ class PeerAccepted(NamedTuple):
     cut: LeaseCut | None
 
 
-class LeaseGranted(NamedTuple):
-    """A lease in a peer's staging memory was granted to one of our rooms."""
-
-    peer: PeerId
-    key: RoomKey
-    grant: LeaseGrant
-
-
-RoomAction = (
-    SendFrame[bytes]
-    | Examine
-    | PeerAccepted
-    | LeaseGranted
-    | RemovePeer
-    | PostWrite
-    | CancelWrite
-    | PrefillEvent
-)
-"""What prefill's rooms and peers want done. `Writes` turns each into a PrefillEffect or hands it to
-staging."""
+class StagingTick(NamedTuple):
+    """Rooms and peers have seen that time has passed: staging is to look too."""

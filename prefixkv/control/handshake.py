@@ -6,12 +6,13 @@ Every function here only reads, and raises for a pair that cannot work together.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
 
-from prefixkv.config import Backend
+from prefixkv.config import Backend, Way
 from prefixkv.control.effects import AddPeer
 from prefixkv.errors import HandshakeError, RefusedError, WeightsVersionError
 from prefixkv.memory.mesh import (
@@ -43,7 +44,7 @@ from prefixkv.protocol.messages import (
 )
 from prefixkv.staging.cut import LeaseCut
 from prefixkv.staging.receiver import StagingPlan
-from prefixkv.transport.offers import MetadataOffers, usable
+from prefixkv.transport.base import PeerMemory
 
 
 def named(error: Exception, option_names: Mapping[str, str]) -> Exception:
@@ -131,12 +132,14 @@ class Accepted(NamedTuple):
     """The result for a decode rank that passed.
 
     `added` is for the transport, None if nothing of ours goes there; `cut` says how that is staged,
-    None if it is not. `readers` are the ranks of its worker that promise us pages.
+    None if it is not. `readers` are the ranks of its worker that promise us pages. `instead` takes
+    the place of `added` where the peer's memory cannot be mapped.
     """
 
     added: AddPeer | None
     cut: LeaseCut | None
     readers: tuple[int, ...]
+    instead: AddPeer | None = None
 
 
 class OurSide(NamedTuple):
@@ -145,18 +148,19 @@ class OurSide(NamedTuple):
     `slot_bytes` is the size of a local slot that slices of heads are gathered into where the reader
     has staging too; 0: none. `life` is this process, `backend` the transport it writes by,
     `option_names` as of `ModelConfig`. `max_tokens` is what its pool holds, 0 if that is not to be
-    said. `libraries` are those that load NIXL's metadata.
+    said. `libraries` are those that load NIXL's metadata. `place` is as in `Hello`.
     """
 
     digest: ModelDigest
     topology: Topology
-    rank: int
-    slot_bytes: int
+    rank: int = 0
+    slot_bytes: int = 0
     life: ProcessLife | None = None
     backend: Backend = "nixl"
     option_names: Mapping[str, str] = MappingProxyType({})
     max_tokens: int = 0
     libraries: Libraries = Libraries()
+    place: str = ""
 
     @property
     def mesh(self) -> Mesh:
@@ -169,7 +173,8 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
     digest, rank = ours.digest, ours.rank
     # 1. The two workers fit each other.
     check_pair(digest, ours.topology, hello.digest, hello.topology)
-    if ours.backend != "shm" and hello.agent_metadata:
+    way, metadata = _way(ours, hello)
+    if way == "nixl":
         ours.libraries.check(hello.libraries)
     # 2. The layout is consistent in itself, before sizes and addresses are taken from it.
     layout = hello.layout
@@ -203,23 +208,47 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
     check_unit_range(layout.num_pages, hello.topology.page_size // unit_tokens)
     added = AddPeer(
         peer=peer,
-        metadata=usable(ours.backend, MetadataOffers(hello.agent_metadata, hello.shm)),
-        layout=layout,
-        parts=(share.inside(mine), share.inside(its)),
+        way=way,
+        metadata=metadata,
+        memory=PeerMemory(layout, (share.inside(mine), share.inside(its)), None, state),
         unit_tokens=unit_tokens,
-        state=state,
     )
     # 6. Staging: only where one side holds fewer heads than what is sent, both sides have memory
-    # for it, and bytes go by NIXL. The shm transport copies slices straight into pages.
+    # for it, and bytes may go by NIXL. The shm transport copies slices straight into pages, but of
+    # a worker's ranks all stage or none.
+    cut = None
     is_slice = share.num_heads < max(mine.num_heads, its.num_heads)
     copied = ours.backend == "shm" or not hello.agent_metadata
-    if copied or not (is_slice and ours.slot_bytes and hello.staging is not None):
-        return Accepted(added, None, readers)
-    hello.staging.validate()
-    cut = LeaseCut.into(our_mesh, theirs, hello.rank, layout, unit_tokens, hello.staging)
-    cut.check_slots(rank, ours.slot_bytes)
-    staged = msgspec.structs.replace(added, staging=hello.staging, staged=True)
-    return Accepted(staged, cut, readers)
+    if not copied and is_slice and ours.slot_bytes and hello.staging is not None:
+        hello.staging.validate()
+        cut = LeaseCut.into(our_mesh, theirs, hello.rank, layout, unit_tokens, hello.staging)
+        cut.check_slots(rank, ours.slot_bytes)
+        memory = added.memory._replace(staging=hello.staging)
+        added = msgspec.structs.replace(added, memory=memory, staged=True)
+    # 7. If its memory cannot be mapped after all, NIXL takes the peer where it may.
+    instead = None
+    if way == "shm" and not copied:
+        with suppress(HandshakeError):
+            ours.libraries.check(hello.libraries)
+            instead = msgspec.structs.replace(added, way="nixl", metadata=hello.agent_metadata)
+    return Accepted(added, cut, readers, instead)
+
+
+def _way(ours: OurSide, hello: Hello) -> tuple[Way, bytes]:
+    """Choose by which transport the peer is written, among its offers. Raises HandshakeError."""
+    offers: dict[Way, bytes] = {"nixl": hello.agent_metadata, "shm": hello.shm}
+    is_near = hello.place == ours.place
+    if ours.backend == "auto":
+        way: Way = "shm" if hello.shm and (is_near or not hello.agent_metadata) else "nixl"
+    else:
+        way = ours.backend
+    if not offers[way]:
+        theirs = "shm" if hello.shm else "nixl" if hello.agent_metadata else "none"
+        raise HandshakeError("transport backend", ours.backend, theirs)
+    if way == "shm" and not is_near:
+        reason = "differs, and shm is within one machine, network namespace and user"
+        raise HandshakeError("place", ours.place, hello.place, reason)
+    return way, offers[way]
 
 
 def _state_link(ours: OurSide, hello: Hello, theirs: Mesh) -> StateLink | None:

@@ -1,45 +1,32 @@
-"""Laws between the parts of a scheduler and of its queue: pages, budget, lanes and requests
-agree."""
+"""Laws between the parts of a scheduler: pages, budget, flights, rooms and requests agree."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Iterable
 
-from prefixkv.cache.results import PrefixLock
-from prefixkv.decode.budget import PreallocBudget
-from prefixkv.decode.host_tier import HostTier
-from prefixkv.decode.inflight import InFlight
-from prefixkv.decode.lanes import LEFT, Lanes, Waiter
+from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import ACTIVE, CAN_RUN, DecodeRequest, DecodeState
-from prefixkv.decode.room_numbers import RoomNumbers
-from prefixkv.decode.shares import PrefillShares
-from prefixkv.decode.state_checkpoints import DecodeCheckpoints
-from prefixkv.decode.wants import Wants
+from prefixkv.decode.rooms import Rooms
 from prefixkv.errors import check_laws
 from prefixkv.pages.allocator import PageState
-from prefixkv.pages.manager import PageManager
 
 _WAITS = frozenset({DecodeState.QUEUED, DecodeState.RETRACTED})
 
 
 def check_decode(
-    page_manager: PageManager,
-    budget: PreallocBudget,
-    flights: InFlight,
-    rooms: RoomNumbers,
-    shares: PrefillShares,
+    ledger: Ledger,
+    rooms: Rooms,
     waiting: Iterable[DecodeRequest],
     requests: Collection[DecodeRequest],
     deferred: Collection[DecodeRequest],
-    host: HostTier[PrefixLock] | None = None,
-    points: DecodeCheckpoints | None = None,
 ) -> None:
     """Check pages, budget, flights, rooms, shares and requests against each other. Raises
     InternalError.
 
     `waiting` of the `requests` are queued; the pages of `deferred` are released later.
     """
+    page_manager, budget, flights = ledger.pages, ledger.budget, ledger.flights
+    host, points = ledger.host, ledger.points
     # A request that was retracted, and waits for the device, is in both `requests` and `deferred`:
     # it is counted once, by identity.
     live = [*requests, *deferred]
@@ -47,7 +34,7 @@ def check_decode(
     # Pages may be in a prefill worker's power only while a room is open, or failed and not drained.
     undrained = rooms.undrained()
     flying = {flight.room_key for flight in flights if flight.is_open and flight.has_room}
-    shares.check_invariants(flying | undrained)
+    ledger.workers.check_invariants(flying | undrained)
     if points is not None:
         points.check_invariants(list({id(req): req for req in live}.values()))
     # Pages have three kinds of owners: requests, flights that lost their request, and undrained
@@ -123,50 +110,3 @@ def check_decode(
         "a request's digest is its prompt's": all(req.is_named_right for req in requests),
     }
     check_laws(laws, f"{own} own", allocator, list(requests))
-
-
-def check_queue(
-    pages: PageManager,
-    lanes: Lanes,
-    waiters: Sequence[Waiter],
-    aside: Sequence[Waiter],
-    wants: Wants,
-) -> None:
-    """Check lanes, orders, wants and requests aside against each other. Raises InternalError.
-
-    `waiters` are all that wait, `aside` those of them that stand in no lane.
-    """
-    all_lanes = lanes.all()
-    in_line = [waiter for lane in all_lanes for waiter in lane.waiters()]
-    not_entered = {waiter for waiter in waiters if not waiter.want and waiter.req.request.cacheable}
-    # Each order is kept beside the others by hand; these compare every order with the waiters
-    # themselves.
-    laws = {
-        "every request waits once, in line or aside": sorted(map(id, [*in_line, *aside]))
-        == sorted(map(id, waiters)),
-        "those that are aside know it": set(aside)
-        == {waiter for waiter in waiters if waiter.is_aside},
-        "each stands in its own lane": all(
-            waiter.lane is lane for lane in all_lanes for waiter in lane.waiters()
-        ),
-        "every place is that of a waiting request": all(
-            list(lane.order) == sorted(waiter.place for waiter in lane.waiting.values())
-            for lane in all_lanes
-        ),
-        "there is an estimate of each": all(
-            set(lane.estimated) == set(lane.waiting.values()) for lane in all_lanes
-        ),
-        "they stand by arrival": all(
-            a.arrival < b.arrival for lane in all_lanes for a, b in pairwise(lane.waiting.values())
-        ),
-        "a lane counts its waiters": all(
-            lane.num_waiters == sum(waiter.lane is lane for waiter in waiters) for lane in all_lanes
-        ),
-        "busy lanes are open, and somebody stands there": set(lanes.busy)
-        == {lane for lane in all_lanes if lane.is_open and len(lane)},
-        "what waits is wanted, or not entered yet": not wants.protects
-        or not_entered == {waiter for waiter in wants.not_entered if waiter.want != LEFT},
-        "only what waits here is wanted": pages.cache.num_wants
-        == sum(waiter.want > 0 for waiter in waiters),
-    }
-    check_laws(laws, [waiter.req for waiter in in_line], [waiter.req for waiter in aside])

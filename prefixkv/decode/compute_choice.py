@@ -9,76 +9,73 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import numpy as np
 
-from prefixkv.cache.results import MatchResult, PrefixLock
-from prefixkv.decode.budget import PreallocBudget
-from prefixkv.decode.computing import Computing
-from prefixkv.decode.host_tier import HostTier
-from prefixkv.decode.inflight import Flight, InFlight
+from prefixkv.cache.results import MatchResult
+from prefixkv.decode.inflight import Flight
+from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.sources import Source, Sources
-from prefixkv.decode.state_checkpoints import DecodeCheckpoints
-from prefixkv.decode.transfer_queue import DecodeTransferQueue
-from prefixkv.decode.unsent import UnsentPages
+from prefixkv.decode.sources import Source
 from prefixkv.errors import PeerLostError, check_laws
-from prefixkv.pages.manager import PageManager
-from prefixkv.paging import pages_for
+from prefixkv.paging import Pages, pages_for
 
 
 class ComputeChoice:
     """What the engine computes. Changes no request. Owned by the scheduler's thread."""
 
-    def __init__(
-        self,
-        pages: PageManager,
-        sources: Sources,
-        computing: Computing,
-        flights: InFlight,
-        arriving: DecodeTransferQueue,
-        budget: PreallocBudget,
-        points: DecodeCheckpoints | None,
-        host: HostTier[PrefixLock] | None,
-        counters: Counter[str],
-    ) -> None:
-        self._pages = pages
-        self._sources = sources
-        self._computing = computing
-        self._flights, self._arriving, self._budget = flights, arriving, budget
-        self._points, self._host = points, host
-        self._counters = counters
+    def __init__(self, ledger: Ledger) -> None:
+        pages = self._pages = ledger.pages
+        self._sources, self._computing = ledger.sources, ledger.computing
+        self._flights, self._arriving, self._budget = ledger.flights, ledger.arriving, ledger.budget
+        points = self._points = ledger.points
+        self._host = ledger.host
+        self._counters = ledger.journal.counters
         has_more = pages.slots is not None or bool(pages.windows)
         self.can_compute = not has_more or points is not None
         """True unless the requests have extra state or windows, and no checkpoint of those is kept
         to compute from."""
-        self.unsent = UnsentPages(pages.allocator.num_pages)
+        # Pages with KV that decode has computed itself, and prefill has not.
+        self._unsent = np.zeros(pages.allocator.num_pages, np.bool_)
+        self.has_unsent = False
 
     @property
     def num_running(self) -> int:
         """Requests beside which chunks would be computed. O(1)."""
         return self._budget.active - self._flights.num_owned
 
-    # --- what has KV ------------------------------------------------------------------------------
+    # --- pages that prefill does not have ---------------------------------------------------------
+
+    # Where a later prompt goes on behind pages that decode has computed, and is asked of prefill,
+    # prefill computes both, and the pages are noted no more. It only tells how long a transfer is
+    # likely to take, so eviction leaves it alone: what is evicted and used again stays noted until
+    # prefill is next asked for it.
 
     def computed(self, flight: Flight, req: DecodeRequest) -> None:
-        """Note that the engine has computed a prompt to its end, from what was found on: prefill
-        does not have that."""
-        page_size = self._pages.page_size
-        path = self._pages.table.pages(flight.pages.row)[: pages_for(req.fill_len, page_size)]
-        self.unsent.computed(path[req.prefix_len // page_size :])
+        """Note that the engine has computed a prompt to its end, from what was found on."""
+        path = self._path(flight, req.fill_len)
+        self._unsent[path[req.prefix_len // self._pages.page_size :]] = True
+        self.has_unsent = True
 
     def sent(self, flight: Flight) -> None:
-        """Note that prefill has computed a flight's whole prompt. Only needed if
-        `unsent.has_any`."""
-        num_pages = pages_for(len(flight.key), self._pages.page_size)
-        self.unsent.sent(self._pages.table.pages(flight.pages.row)[:num_pages])
+        """Note that prefill has computed a flight's whole prompt. O(1) unless `has_unsent`."""
+        if self.has_unsent:
+            self._unsent[self._path(flight, len(flight.key))] = False
+            self.has_unsent = bool(self._unsent.any())
 
     def again_tokens(self, flight: Flight, prefix_len: int) -> int:
-        """Count the tokens of a prefix that prefill would have to compute as well. 0 unless
-        `unsent.has_any`."""
-        page_size = self._pages.page_size
-        path = self._pages.table.pages(flight.pages.row)[: pages_for(prefix_len, page_size)]
-        return self.unsent.count(path) * page_size
+        """Count the tokens of a prefix that prefill would have to compute as well: of the pages
+        from the first on that it has not. O(1) unless `has_unsent`."""
+        return self._again_tokens(self._path(flight, prefix_len)) if self.has_unsent else 0
+
+    def _path(self, flight: Flight, num_tokens: int) -> Pages:
+        row = self._pages.table.pages(flight.pages.row)
+        return row[: pages_for(num_tokens, self._pages.page_size)]
+
+    def _again_tokens(self, path: Pages) -> int:
+        unsent = self._unsent[path]
+        if not unsent.any():
+            return 0
+        return (len(path) - int(unsent.argmax())) * self._pages.page_size
 
     # --- the choice -------------------------------------------------------------------------------
 
@@ -96,7 +93,7 @@ class ComputeChoice:
         if is_alone:
             return missing <= self._sources.most_tokens(is_down=True)
         # 3. Both could.
-        again = self.again_tokens(flight, req.prefix_len) if self.unsent.has_any else 0
+        again = self.again_tokens(flight, req.prefix_len)
         return self._is_best_here(req, missing, missing, again, now_s)
 
     def takes_from_checkpoint(
@@ -117,9 +114,7 @@ class ComputeChoice:
             return True
         if req.is_alone:
             return missing <= self._sources.most_tokens(is_down=True)
-        again = 0
-        if match is not None and self.unsent.has_any:
-            again = self.unsent.count(match.pages) * self._pages.page_size
+        again = self._again_tokens(match.pages) if match is not None and self.has_unsent else 0
         return self._is_best_here(req, missing, num_sent, again, now_s)
 
     def _is_best_here(

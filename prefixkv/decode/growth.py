@@ -6,15 +6,14 @@ device may still touch them. Only what these do not cover is taken from running 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prefixkv.cache.releases import Releases
-from prefixkv.decode.budget import PreallocBudget
-from prefixkv.decode.deferred import Deferred
-from prefixkv.decode.journal import DecodeJournal
+from prefixkv.decode.ending import Deferred
+from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CAN_RUN, CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError, RequestError, shown
-from prefixkv.pages.manager import PageManager, RequestPages
+from prefixkv.pages.manager import RequestPages
 from prefixkv.pages.requests import check_page_manager
 from prefixkv.paging import pages_for
 
@@ -23,16 +22,9 @@ class BatchGrowth:
     """Pages for what running requests write next. Owned by the scheduler's thread."""
 
     def __init__(
-        self,
-        pages: PageManager,
-        budget: PreallocBudget,
-        journal: DecodeJournal,
-        deferred: Deferred,
-        requests: Mapping[str, DecodeRequest],
+        self, ledger: Ledger, deferred: Deferred, requests: Mapping[str, DecodeRequest]
     ) -> None:
-        self._pages = pages
-        self._budget = budget
-        self._journal = journal
+        self._pages, self._budget, self._journal = ledger.pages, ledger.budget, ledger.journal
         self._deferred = deferred
         self._requests = requests
         self._batch: list[DecodeRequest] = []  # of the last step: of this node, each once
@@ -105,13 +97,8 @@ class BatchGrowth:
                 lengths.append(req.prompt_len + num_tokens)
         # 2. All or none: if one page is missing, none is taken, so that the engine can retract and
         # repeat the call with the same tokens.
-        missing = len(grows) - page_manager.available_pages
-        if missing > 0:
-            free, evictable = page_manager.allocator.free_pages, page_manager.cache.evictable_pages
-            retract = _fewest_to_retract(
-                self.running(), dict.fromkeys(growing, 1), missing, self._deferred
-            )
-            raise OutOfPagesError(len(grows), free, evictable, retract)
+        if len(grows) > page_manager.available_pages:
+            raise self._out_of_pages(dict.fromkeys(growing, 1))
         # 3. Take. The budget follows at once: pages move from what remains to what is private.
         if grows:
             page_manager.grow_many(grows, now_s)
@@ -161,13 +148,8 @@ class BatchGrowth:
             if needed > 0:
                 missing[req] = needed
         # 2. All or none, as for the next token.
-        total = sum(missing.values())
-        if total > page_manager.available_pages:
-            free, evictable = page_manager.allocator.free_pages, page_manager.cache.evictable_pages
-            growing = {req.rid: pages for req, pages in missing.items()}
-            short = total - page_manager.available_pages
-            retract = _fewest_to_retract(self.running(), growing, short, self._deferred)
-            raise OutOfPagesError(total, free, evictable, retract)
+        if sum(missing.values()) > page_manager.available_pages:
+            raise self._out_of_pages({req.rid: pages for req, pages in missing.items()})
         # 3. Take a page for each in turn, since a row takes one at a time.
         while missing:
             page_manager.grow_many([req.pages_held for req in missing if req.pages_held], now_s)
@@ -181,6 +163,29 @@ class BatchGrowth:
             if req.state is DecodeState.RUNNING:
                 req.output_limit = req.most_output
 
+    def _out_of_pages(self, growing: Mapping[str, int]) -> OutOfPagesError:
+        """Return the error of requests that lack pages, by id. It names the fewest to retract for
+        that, the one with most first. Never the oldest, so that one always makes progress. None if
+        all that is missing comes back by itself."""
+        pages, needed = self._pages, sum(growing.values())
+        # A shared prefix comes back only when the last lock on it ends; `releases` remembers the
+        # locks that would have ended so far, so each call counts only what is added.
+        releases = Releases()
+        missing = needed - pages.available_pages - self._deferred.coming_pages(releases)
+        younger = list(self.running())[1:]
+        younger.sort(key=lambda req: req.pages_held.num_own if req.pages_held else 0, reverse=True)
+        retract: list[str] = []
+        for req in younger:
+            if missing <= 0:
+                break
+            retract.append(req.rid)
+            # A retracted request does not need its own next pages either.
+            missing -= growing.get(req.rid, 0)
+            if req.pages_held is not None:
+                missing -= req.pages_held.num_own + releases.end(req.pages_held.lock)
+        free, evictable = pages.allocator.free_pages, pages.cache.evictable_pages
+        return OutOfPagesError(needed, free, evictable, tuple(retract))
+
     def _check_in_batch(self, req: DecodeRequest) -> None:
         check_page_manager(req, self._pages)
         # One that was cut short is no error of the engine's: it may have sampled before it could
@@ -191,27 +196,3 @@ class BatchGrowth:
 
 def _no_requests(reqs: object) -> RequestError:
     return RequestError(f"reqs is {shown(reqs)}, a list of DecodeRequest is needed")
-
-
-def _fewest_to_retract(
-    running: Iterable[DecodeRequest], growing: Mapping[str, int], missing: int, deferred: Deferred
-) -> tuple[str, ...]:
-    """Return the fewest requests to retract for the missing pages, the one with most first. Never
-    the oldest, so that one always makes progress. Empty if all that is missing comes back by
-    itself."""
-    # A shared prefix comes back only when the last lock on it ends; `releases` remembers the locks
-    # that would have ended so far, so each call counts only what is added.
-    releases = Releases()
-    missing -= deferred.coming_pages(releases)
-    younger = list(running)[1:]
-    younger.sort(key=lambda req: req.pages_held.num_own if req.pages_held else 0, reverse=True)
-    found: list[str] = []
-    for req in younger:
-        if missing <= 0:
-            break
-        found.append(req.rid)
-        # A retracted request does not need its own next pages either.
-        missing -= growing.get(req.rid, 0)
-        if req.pages_held is not None:
-            missing -= req.pages_held.num_own + releases.end(req.pages_held.lock)
-    return tuple(found)

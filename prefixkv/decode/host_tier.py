@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import combinations, islice
-from typing import Final, Generic, NamedTuple
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,9 +26,8 @@ from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.results import MatchResult, PrefixLock
-from prefixkv.decode.device_pages import DeviceLock, DevicePages, DevicePath, LockT
 from prefixkv.decode.services import FRESH_S
-from prefixkv.errors import check_laws
+from prefixkv.errors import UserErrors, check_laws
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.requests import still_pending
 from prefixkv.paging import Pages
@@ -44,6 +43,62 @@ _MOST_DUE: Final = 1024  # paths that wait to be written
 _MOST_DUE_BYTES: Final = 64 << 20  # of their keys
 _KEPT: Final = 0.9  # the weight that the loads before keep when another has ended
 _LOOKS: Final = 8  # at paths that are due, in one pass
+
+
+class DevicePath(Protocol):
+    """The pages that the device has of a key, from the first on: `depth` of them."""
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def pages(self) -> Pages: ...
+
+    @property
+    def unprotected_pages(self) -> int:
+        """Pages of the path that count as available until it is pinned."""
+        ...
+
+
+class DeviceLock(Protocol):
+    """A pin of a path on the device: while it is `held`, nothing takes one of its `pages`."""
+
+    held: bool
+
+    @property
+    def pages(self) -> Pages: ...
+
+
+LockT = TypeVar("LockT", bound=DeviceLock)
+
+
+class DevicePages(Protocol[LockT]):
+    """The device's pages as the host tier sees them: a `PageManager`'s, or an engine's blocks.
+
+    `epoch` counts the flushes: what was copied before one is of no use behind it.
+    """
+
+    page_size: int
+    errors: UserErrors
+    epoch: int
+
+    @property
+    def available_pages(self) -> int: ...
+
+    @property
+    def may_load(self) -> bool: ...
+
+    def find(self, key: RadixKey) -> DevicePath: ...
+
+    def pin_key(self, key: RadixKey, now_s: float) -> LockT: ...
+
+    def unpin(self, lock: LockT) -> None: ...
+
+    def release(self, owner: Hashable) -> int:
+        """Release the pages that `owner`, a load that has ended, holds; return how many."""
+        ...
+
+    def holds_all(self, owner: Hashable, pages: Pages) -> bool: ...
 
 
 class _Due(NamedTuple):

@@ -1,46 +1,47 @@
-"""Requests that wait for pages, and the decision to admit one.
-
-Each waits in the lane of its prefill worker (`lanes.py`), or aside (`aside.py`). A pass tries them
-in an order of their own (`admission_order.py`).
+"""The decision to admit a waiting request, and the passes over all that wait (`waiting.py`).
 
 Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from prefixkv.admission import DEFAULT_ADMISSION, Admission, make_admission
+from prefixkv.admission import make_admission
 from prefixkv.cache.checkpoints import Checkpoint
-from prefixkv.cache.results import MatchResult, PrefixLock
-from prefixkv.decode.admission_order import AdmissionOrder, arrival_of
-from prefixkv.decode.aside import Aside
-from prefixkv.decode.audit import check_queue
-from prefixkv.decode.budget import PreallocBudget
-from prefixkv.decode.host_tier import HostTier
-from prefixkv.decode.inflight import Flight, InFlight
-from prefixkv.decode.lanes import ALONE, Lane, Lanes, Waiter
-from prefixkv.decode.prospects import Prospects
+from prefixkv.cache.releases import Releases
+from prefixkv.cache.results import MatchResult
+from prefixkv.config import DecodeConfig
+from prefixkv.decode.ending import Deferred
+from prefixkv.decode.inflight import Flight
+from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.shares import PrefillShares
-from prefixkv.decode.sources import Lack, Sources
-from prefixkv.decode.state_checkpoints import DecodeCheckpoints
-from prefixkv.decode.wants import Wants
-from prefixkv.errors import InternalError
-from prefixkv.pages.manager import PageManager
+from prefixkv.decode.sources import Lack
+from prefixkv.decode.waiting import LEFT, NOT_ENTERED, PAGES, Waiter, Waiting
+from prefixkv.decode.workers import ALONE, Worker
+from prefixkv.errors import check_laws
 from prefixkv.pages.windows import WindowStart
 from prefixkv.paging import pages_for
-from prefixkv.protocol.timers import Timers
 
 MAX_LOOKS = 16
+
+MAX_WANTS = 128
+"""Wanted prefixes that the tree learns of at once."""
 
 ChoosesHere = Callable[[DecodeRequest, MatchResult | None, int, int, float], bool]
 """Tells whether decode's engine computes a request: by its match, the tokens that it lacks from its
 checkpoint on, those that prefill would send behind the match, and the time."""
+
+
+class Unproved(NamedTuple):
+    """Pages that no request gives back, by reason."""
+
+    held: int  # by rooms that have failed, until they are drained
+    away: int  # promised to prefill workers that do not answer, and the prefixes locked for them
+    stuck: int  # by requests with a broken device event, and the prefixes that they lock
 
 
 class _Cut(NamedTuple):
@@ -55,76 +56,45 @@ class _Cut(NamedTuple):
     most_pages: int
 
 
-class DecodePreallocQueue:
+class DecodePreallocQueue(Waiting):
     """Waiting requests, and the passes that admit those that fit. Owned by the scheduler's thread.
 
     The order rests on estimates. A request is admitted only after another look, which repeats the
     match if the tree has changed. A pass makes at most `MAX_LOOKS` looks that admit nothing, and
     none where nothing has changed since the last (`PageManager.version`); spare looks go to the
-    oldest estimates. Requests that the running ones cannot make room for step aside (`aside.py`).
-    `add` and an admission cost O(log waiting), a pass without one that times the prefill workers
-    that requests wait for.
+    oldest estimates. `add` and an admission cost O(log waiting), a pass without one that times the
+    prefill workers that requests wait for.
 
     Args:
-        reserve_tokens: space kept for a request's output when it is admitted.
-        patience_s: a request that has waited this long is overtaken by nothing.
-        waiting_timeout_s: for requests without a `deadline_s`, and for all that come back.
-        protect: whether the cached prefixes of waiting requests are evicted last (`wants.py`).
-        computes: a request that lacks nothing leaves its last page, since its first token needs a
-            computed one.
-        sources: says whether a load from `host` is worth it.
-        points: checkpoints of extra state; `chooses_here` then says at admission whether a request
-            is computed here.
+        config: of it what is about admission. A request that has waited `admission_patience_s` is
+            overtaken by nothing, `reserve_tokens` is space kept for its output.
+        deferred: requests that wait for the device.
+        chooses_here: with checkpoints of extra state, whether a request is computed here.
     """
 
     def __init__(
         self,
-        pages: PageManager,
-        budget: PreallocBudget,
-        flights: InFlight,
-        reserve_tokens: int,
-        shares: PrefillShares,
-        lanes: Lanes,
-        prospects: Prospects,
-        *,
-        policy: str | Admission = DEFAULT_ADMISSION,
-        patience_s: float = math.inf,
-        waiting_timeout_s: float = math.inf,
-        protect: bool = True,
-        computes: bool = False,
-        host: HostTier[PrefixLock] | None = None,
-        sources: Sources | None = None,
-        points: DecodeCheckpoints | None = None,
-        chooses_here: ChoosesHere | None = None,
+        ledger: Ledger,
+        config: DecodeConfig,
+        deferred: Deferred,
+        chooses_here: ChoosesHere,
     ) -> None:
-        self._points = points
+        self._ledger = ledger
+        pages = self._pages = ledger.pages
+        super().__init__(
+            ledger.workers, make_admission(config.admission), config.admission_patience_s,
+            config.admission_wait_s, pages.errors,
+        )  # fmt: skip
+        self._budget, self._flights = ledger.budget, ledger.flights
+        self._points, self._host, self._sources = ledger.points, ledger.host, ledger.sources
+        self._deferred = deferred
         self._chooses_here = chooses_here
-        self._computes = computes and points is None
-        self._host = host
-        self._sources = sources or Sources()
-        self._now_s = -math.inf  # of the last pass
-        self._pages = pages
-        self._budget = budget
-        self._flights = flights
-        self._reserve_tokens = reserve_tokens
-        self._shares = shares
-        self._lanes = lanes
-        self._prospects = prospects
-        self._policy = make_admission(policy)
-        self._waiting_timeout_s = waiting_timeout_s
-        # Every waiting request is in `_waiters`, and in its lane or aside.
-        self._waiters: dict[DecodeRequest, Waiter] = {}
-        self._aside = Aside(pages.num_pages, lanes, shares, prospects)
-        self._order = AdmissionOrder(
-            self._policy, patience_s, lanes, self._aside.limited, shares, pages.errors
-        )
-        self.stepped_aside = self._aside.stepped  # counts, by reason
-        self._unstamped: list[Waiter] = []  # waiters that came back since the last pass
-        self.wants = Wants(pages, protect)
-        self._deadlines: Timers[DecodeRequest] = Timers()
+        # A request that lacks nothing leaves its last page, since its first token needs a computed
+        # one.
+        self._computes = self._sources.config is not None and self._points is None
+        self._reserve_tokens = config.reserve_tokens
+        self._unwanted: list[Waiter] = []  # not entered in the tree yet; some may have left
         self._admitted: list[DecodeRequest] = []  # to be returned by `take_admitted`
-        self._loads: list[Flight] = []  # to be returned by `take_loads`
-        self._num_arrivals = 0
         self._num_started = 0
         self._all_back = True  # False: another pass has more to bring back
         self._spent_at = -1  # version at which a pass left nothing to look at
@@ -136,32 +106,25 @@ class DecodePreallocQueue:
         Cost: O(log waiting), and a match where the policy lets requests overtake. Raises what the
         policy raises, with nothing changed.
         """
-        lane = self._lanes.of(ALONE if req.is_alone else req.prefill)
-        waiter = Waiter(req, self._num_arrivals + 1, lane, first)
-        # Ranks are the user's code. They come before the first count; only a lane that was made for
-        # this request has to be undone.
-        try:
-            # One that comes back has no rank: the order among those is by return, which no policy
-            # changes.
-            if not first:
-                waiter.since_s = req.arrived_s
-                if self._policy.overtakes:
-                    self._look(waiter)
-                waiter.rank = self._order.rank(req, waiter.new_pages)
-        except BaseException:
-            self._lanes.forget_if_new(lane)
-            raise
-        self._aside.enter(waiter)
+        worker = self._workers.of(ALONE if req.is_alone else req.prefill)
+        waiter = Waiter(req, self._num_arrivals + 1, worker, first)
+        # Ranks are the user's code: they come before the first change. One that comes back has no
+        # rank: the order among those is by return, which no policy changes.
+        if not first:
+            waiter.since_s = req.arrived_s
+            if self._policy.overtakes:
+                self._look(waiter)
+            waiter.rank = self._rank(waiter)
         self._num_arrivals += 1
         self._spent_at = -1
-        self._waiters[req] = waiter
-        lane.num_waiters += 1
-        self.wants.enter_soon(waiter)
+        self._enter(waiter, self.most_pages)
+        if self._pages.caching and req.request.cacheable:
+            self._unwanted.append(waiter)
         # `add` is not given the time where a request comes back, so the next pass stamps it.
         if first:
             self._unstamped.append(waiter)
         elif req.request.deadline_s is None:  # else the scheduler has its deadline
-            self._deadlines.wake(req, req.arrived_s + self._waiting_timeout_s)
+            self._late.wake(req, req.arrived_s + self._timeout_s)
 
     def match_of(self, req: DecodeRequest) -> MatchResult | None:
         """Return the last match of a request; matched now if there is none."""
@@ -173,128 +136,141 @@ class DecodePreallocQueue:
     def remove(self, req: DecodeRequest) -> None:
         # The next pass has to look again: this may be the request that held up the others.
         self._spent_at = -1
-        waiter = self._waiters.pop(req)
-        # Counted down first: `forget_if_idle` reads it, and keeps a lane with waiters aside.
-        waiter.lane.num_waiters -= 1
-        self._aside.leave(waiter)
-        self._lanes.forget_if_idle(waiter.lane)
-        self._deadlines.forget(req)
-        self.wants.forget(waiter)
+        waiter = self._waiters[req]
+        self._exit(waiter)
+        self._late.forget(req)
+        if waiter.want > 0:
+            self._pages.unwant(waiter.want)
+        # It may still be in `_unwanted`, where this mark makes `_enter_wants` pass over it.
+        waiter.want = LEFT
+        if self._unwanted and self._unwanted[-1] is waiter:
+            self._unwanted.pop()
 
     def move(self, req: DecodeRequest, prefill: str) -> None:
-        """Move a request to another lane. It keeps its place in time."""
+        """Let a request wait for another worker. It keeps its place in time."""
         waiter = self._waiters[req]
-        self._aside.leave(waiter)
-        # Left before the lane changes, since `leave` finds the place by `waiter.lane`; the former
-        # lane is forgotten only after its count.
-        former, waiter.lane = waiter.lane, self._lanes.of(prefill)
-        former.num_waiters -= 1
-        waiter.lane.num_waiters += 1
-        self._lanes.forget_if_idle(former)
-        self._aside.enter(waiter)
+        self._exit(waiter)
+        waiter.worker = self._workers.of(prefill)
+        self._enter(waiter, self.most_pages)
         self.look_again()
 
     def look_again(self) -> None:
         """Make the next pass look again: a request may fit now that did not before."""
         self._num_started += 1
 
-    def __len__(self) -> int:
-        return len(self._waiters)
-
-    def __contains__(self, req: object) -> bool:
-        return req in self._waiters
-
-    def __iter__(self) -> Iterator[DecodeRequest]:
-        """Iterate over the requests that came back, the last first, then the others by arrival."""
-        waiters = self._waiters.values()
-        returned = [waiter for waiter in waiters if waiter.is_returned]
-        rest = [waiter for waiter in waiters if not waiter.is_returned]
-        returned.sort(key=arrival_of, reverse=True)
-        rest.sort(key=arrival_of)
-        return iter([waiter.req for waiter in [*returned, *rest]])
-
-    def at(self, prefill: str) -> list[DecodeRequest]:
-        """Return the requests that wait for this worker, aside or not, by arrival. O(waiting)."""
-        waiters = [one for one in self._waiters.values() if one.lane.address == prefill]
-        return [waiter.req for waiter in sorted(waiters, key=arrival_of)]
-
-    def aside(self) -> dict[str, int]:
-        """Count the requests that hold up no others, by reason. Any thread may call it."""
-        return self._aside.counts()
-
     @property
     def may_admit(self) -> bool:
         """True if a pass may admit a request. O(1)."""
         return bool(self._waiters and self._spent_at != self._version and self._pages.can_open)
 
-    # --- deadlines --------------------------------------------------------------------------------
-
-    @property
-    def wake_s(self) -> float:
-        """Time, behind the last pass, at which the next request has waited too long, or is overdue,
-        or a little earlier; infinity if none waits. O(lanes)."""
-        overdue_s = self._order.overdue_s(self._now_s)
-        return min(self._deadlines.next_s, self._lanes.wake_s, overdue_s)
-
     def expired(self, now_s: float) -> list[tuple[DecodeRequest, str]]:
         """Return the requests that have waited too long, each with the reason in words. They still
         have to be removed. O(1) if there are none."""
-        # It may have been removed, and even added again as another waiter, since it came back.
-        for waiter in self._unstamped:
-            if self._waiters.get(waiter.req) is waiter:
-                self._lanes.stamp(waiter, now_s)
-                # Its own deadline_s was for its KV to come the first time.
-                if waiter.req.request.deadline_s is None or waiter.req.committed_s is not None:
-                    self._deadlines.wake(waiter.req, now_s + self._waiting_timeout_s)
-        self._unstamped.clear()
-        if self._deadlines.next_s > now_s:
+        if self._unstamped:
+            self._stamp(now_s)
+        if self._late.next_s > now_s:
             return []
         # The reasons are read before any is removed: they name what holds the pages now.
-        late = [self._waiters[req] for req in self._deadlines.due(now_s)]
-        return [(waiter.req, self.why(waiter.req, now_s)) for waiter in late]
-
-    def unanswered(self, now_s: float) -> list[DecodeRequest]:
-        """Return those that have waited too long for a worker that does not answer. They still have
-        to be removed. O(1) if there are none."""
-        return [waiter.req for waiter in self._lanes.unanswered(now_s)]
+        return [(req, self.why(req, now_s)) for req in self._late.due(now_s)]
 
     def why(self, req: DecodeRequest, now_s: float) -> str:
         """Describe in words for what a request has waited, and how long."""
         waiter = self._waiters[req]
+        worker, windows = waiter.worker, self._pages.windows
         since_s = now_s if waiter.since_s is None else waiter.since_s
-        waited = f"waited {now_s - since_s:.3f} s"
-        # From the most particular reason to the general one:
-        # 1. Aside: the pages cannot come back without a proof.
-        # 2. Its worker does not answer.
-        # 3. Its worker has its share of the pool.
-        # 4. Other requests run with the pages.
-        if self._aside.waits_for_pages(waiter):
+        waited = f"waited {now_s - since_s:.3f} s for"
+        # From the most particular reason to the general one.
+        if waiter.blocked_by == PAGES:
             pages = f"{req.max_pages} of the pool's {self._pages.num_pages} pages"
-            return f"{waited} for pages: it may need {pages}, and {self._prospects.why()}"
-        if waiter.lane.address == ALONE:
-            return f"{waited} for pages, to be computed here"
-        if not waiter.lane.is_open:
-            return f"{waited} for prefill worker {waiter.lane.address}, which does not answer"
-        if self._aside.waits_for_share(waiter):
-            has = f"{self._shares.pages(waiter.lane.address)} pages, its share of the pool"
-            return f"{waited} for pages: prefill worker {waiter.lane.address} has {has}"
-        windows = self._pages.windows
+            return f"{waited} pages: it may need {pages}, and {self._why_unproved()}"
+        if worker.address == ALONE:
+            return f"{waited} pages, to be computed here"
+        if not worker.is_open:
+            return f"{waited} prefill worker {worker.address}, which does not answer"
+        if waiter.blocked_by or worker.has_share:
+            has = f"{worker.num_pages} pages, its share of the pool"
+            return f"{waited} pages: prefill worker {worker.address} has {has}"
         if windows and (short := windows.short_of(WindowStart(req.fill_len, req.max_pages))):
-            return f"{waited} for pages of window group {short!r}"
-        return f"{waited} for pages"
+            return f"{waited} pages of window group {short!r}"
+        return f"{waited} pages"
+
+    # --- pages that can come back -----------------------------------------------------------------
+
+    def unproved(self) -> Unproved:
+        """Count the pages that no running request gives back. O(workers, and requests that the
+        device is busy with); where a worker does not answer, also O(flights)."""
+        pages, away, releases = self._pages.allocator, 0, Releases()
+        # A prefill worker that does not answer may keep its flights open, and their pages, without
+        # limit. Both counts share `releases`, since a prefix with two locks comes back only with
+        # both.
+        if closed := self._workers.closed:
+            for flight in self._flights:
+                if flight.is_open and flight.has_room and flight.prefill in closed:
+                    away += flight.pages.num_own + releases.end(flight.pages.lock)
+        stuck = self._deferred.stuck_pages(releases)
+        held = pages.held_pages + pages.quarantined_pages
+        if held and self._host is not None:
+            held -= self._host.held_pages  # for copies, which end by themselves
+        return Unproved(held, away, stuck)
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that a single waiting request can come to have at most."""
+        pages = self._pages.allocator
+        may_lack = pages.held_pages or pages.quarantined_pages or self._deferred
+        if not may_lack and not self._workers.closed:
+            return self._pages.num_pages
+        return self._pages.num_pages - sum(self.unproved())
+
+    def _why_unproved(self) -> str:
+        held, away, stuck = self.unproved()
+        of = ", ".join(self._workers.owners())
+        parts = [
+            (held, "are held for failed rooms until it is proved that nothing writes them"),
+            (away, "are promised to prefill workers that do not answer"),
+            (stuck, "wait for a device event that has raised"),
+        ]
+        missing = "; ".join(f"{num} {what}" for num, what in parts if num)
+        if of and (held or away):
+            missing += f"; prefill workers that have pages in their power: {of}"
+        return missing
+
+    # --- prefixes that the tree evicts last -------------------------------------------------------
+
+    # Entered before an admission evicts, and after a pass that leaves requests waiting. A request
+    # that is admitted from free pages in the first pass after it came is never entered.
+
+    def _enter_wants(self) -> None:
+        """Tell the tree which prefixes are wanted. O(1) or a match for each."""
+        pages = self._pages
+        # At most `MAX_WANTS` per call, which bounds the cost of a pass; the rest follow with later
+        # passes.
+        for waiter in self._unwanted[:MAX_WANTS]:
+            if waiter.want == NOT_ENTERED:
+                if waiter.match is None:
+                    waiter.match = pages.match(waiter.req.key)
+                    assert waiter.match is not None
+                waiter.want = pages.want(waiter.match)
+        del self._unwanted[:MAX_WANTS]
 
     def check_invariants(self) -> None:
-        waiters = list(self._waiters.values())
-        check_queue(self._pages, self._lanes, waiters, self._aside.waiters(), self.wants)
-        if len(self._deadlines) > len(self._waiters):
-            raise InternalError("deadlines are of waiting requests")
+        super().check_invariants()
+        waiters = [one for one in self._waiters.values() if one.req.request.cacheable]
+        laws = {
+            "what waits is wanted, or not entered yet": not self._pages.caching
+            or {one for one in waiters if one.want == NOT_ENTERED}
+            == {one for one in self._unwanted if one.want != LEFT},
+            "only what waits here is wanted": self._pages.cache.num_wants
+            == sum(one.want > 0 for one in waiters),
+        }
+        check_laws(laws, waiters)
 
     # --- a pass -----------------------------------------------------------------------------------
 
     def admit(self, now_s: float) -> None:
         """Make a pass: lock prefixes, take pages, write rows of what fits, for `take_admitted`.
         Where a user's policy fails, a request keeps its rank."""
-        # `new_pass` sets it to False where more requests are aside than one pass may bring back.
+        # `_bring_back` sets it to False where more requests are aside than one pass may bring back.
         self._all_back = True
         self._now_s = now_s
         self._admit_what_fits(now_s)
@@ -302,8 +278,8 @@ class DecodePreallocQueue:
             self._spent_at = -1  # the next pass brings more of them back
         # Only what still waits after the pass: telling the tree of one that was admitted would be
         # for nothing.
-        if self.wants.not_entered:
-            self.wants.enter()
+        if self._unwanted:
+            self._enter_wants()
 
     def _admit_what_fits(self, now_s: float) -> None:
         pages = self._pages
@@ -312,16 +288,16 @@ class DecodePreallocQueue:
         # 1. Something has changed since the last pass: forget what that one had found out, and let
         # those aside return that now have prospects, before anything is tried.
         if self._spent_at != self._version:
-            self._all_back = self._aside.new_pass()
+            self._all_back = self._bring_back(self.most_pages)
         # 2. The common case, without the orders.
         if len(self._waiters) == 1:
             self._admit_alone(now_s)
             return
         # 3. Requests that nothing may overtake, one after the other. The first that does not fit,
         # and does not step aside, ends the pass: all that comes behind it waits for it.
-        while (first := self._order.first_of_all(now_s)) is not None and pages.can_open:
+        while (first := self._first_of_all(now_s)) is not None and pages.can_open:
             if first.seen_at == self._version or not self._try(first, *self._look(first), now_s):
-                if self._aside.step_aside(first):
+                if self._step_aside(first):
                     continue  # the next one's turn
                 self._spent_at = self._version
                 return
@@ -339,13 +315,13 @@ class DecodePreallocQueue:
         version = self._version
         if self._spent_at == version or not self._pages.can_open:
             return
-        if waiter.lane.is_open and not waiter.is_aside and waiter.seen_at != version:
+        if waiter.worker.is_open and not waiter.blocked_by and waiter.seen_at != version:
             if self._try(waiter, *self._look(waiter), now_s):
                 return
             if self._policy.overtakes and not waiter.is_returned:
                 # Its new estimate has to be in the order for those that may come.
-                self._order.renew(waiter)
-            self._aside.step_aside(waiter)
+                self._renew(waiter)
+            self._step_aside(waiter)
         self._spent_at = version
 
     def take_admitted(self) -> list[DecodeRequest]:
@@ -353,50 +329,45 @@ class DecodePreallocQueue:
         admitted, self._admitted = self._admitted, []
         return admitted
 
-    def take_loads(self) -> list[Flight]:
-        """Return the flights of loads begun since the last call, in that order."""
-        loads, self._loads = self._loads, []
-        return loads
-
     def _admit_in_order(self, now_s: float) -> None:
         """Admit what fits by its estimates; if nothing does, renew the oldest estimates."""
         # Each round searches from the front again: `renew` may reorder, and an admission
         # leaves less space for all the others. Looks that admit nothing count down, so that a pass
         # is bounded.
         looks = MAX_LOOKS
-        while looks and self.may_admit and (waiter := self._first_that_may_fit()) is not None:
+        while looks and self.may_admit and (waiter := self._next_that_may_fit()) is not None:
             found = self._look(waiter)
-            if self._order.renew(waiter) and self._first_that_may_fit() is not waiter:
+            if self._renew(waiter) and self._next_that_may_fit() is not waiter:
                 looks -= 1  # its new estimate ranks it behind another
             elif not self._try(waiter, *found, now_s):
                 looks -= 1
         # An estimate that is too high gets no look above, however wrong it has become. So the looks
-        # that are left go to the oldest ones, one per lane and round.
+        # that are left go to the oldest ones, one per line and round.
         # An admission may take the last row, and changes what the others would get: so it ends the
         # pass, and the next one looks at all again.
-        lanes = self._order.lanes()
-        while looks > 0 and lanes and not self._admitted:
-            lanes = [lane for lane in lanes if not self._admitted and self._renew(lane, now_s)]
-            looks -= len(lanes)
+        workers = self._turns()
+        while looks > 0 and workers and not self._admitted:
+            workers = [one for one in workers if not self._admitted and self._relook(one, now_s)]
+            looks -= len(workers)
 
-    def _first_that_may_fit(self) -> Waiter | None:
-        return self._order.first_that_may_fit(self._version, self._limits(), len(self._waiters))
-
-    def _renew(self, lane: Lane, now_s: float) -> bool:
-        """Renew a lane's oldest estimate by another look. False if none is older."""
-        waiter = next(iter(lane.estimated), None)
+    def _relook(self, worker: Worker, now_s: float) -> bool:
+        """Renew the oldest estimate of a line by another look. False if none is older."""
+        waiter: Waiter | None = next(iter(worker.looks), None)
         if waiter is None or waiter.seen_at == self._version:
             return False
         found = self._look(waiter)
-        # The look moved it to the end of `estimated`, so the next round takes the next oldest.
-        self._order.renew(waiter)
+        # The look moved it to the end of `looks`, so the next round takes the next oldest.
+        self._renew(waiter)
         self._try(waiter, *found, now_s)
         return True
+
+    def _next_that_may_fit(self) -> Waiter | None:
+        return self._first_that_may_fit(self._version, self._limits())
 
     @property
     def _version(self) -> int:
         pages, budget = self._pages.version, self._budget.version
-        return pages + budget + self._num_started + self._shares.version + self._lanes.version
+        return pages + budget + self._num_started + self._workers.version
 
     def _limits(self) -> tuple[int, int]:
         available = self._pages.available_pages
@@ -455,8 +426,9 @@ class DecodePreallocQueue:
         reserve = min(self._reserve_tokens, req.max_new_tokens - len(req.output))
         # The token sampled last is written by the first step after the return, so it counts; unless
         # it is the last of all. Of what may still be generated, that one needs no space either.
-        first_len = min(req.fill_len + req.resumed, req.most_kv_len)
-        kept = pages_for(max(first_len, min(req.fill_len + reserve, req.most_kv_len)), page_size)
+        fill_len, most_len = req.fill_len, req.most_kv_len
+        first_len = min(fill_len + req.resumed, most_len)
+        kept = pages_for(max(first_len, min(fill_len + reserve, most_len)), page_size)
         less = shared_pages - unprotected
         return pages_for(first_len, page_size) - shared_pages, kept - less, req.max_pages - less
 
@@ -465,7 +437,6 @@ class DecodePreallocQueue:
         sends it. It joins and loads nothing: a flight brings pages, and no state behind them."""
         points, req, match = self._points, waiter.req, waiter.match
         assert points is not None
-        assert self._chooses_here is not None
         found = points.find(req, match)
         missing = points.tokens_behind(req, found)
         num_sent = req.fill_len - shared_pages * self._pages.page_size
@@ -480,16 +451,17 @@ class DecodePreallocQueue:
         return _Cut(found, cut, depth, 0 if match is None else match.depth, *counted)
 
     def _sent_len(self, req: DecodeRequest, shared_pages: int) -> int:
-        """Return up to which token prefill would send a request: all where prefill has the whole
-        prompt already, or no checkpoint is kept here."""
+        """Return up to which token prefill would send a request, where decode keeps checkpoints:
+        all where prefill has the whole prompt already."""
         is_asked = self._sources.asks_late or req.generation > req.request.generation
-        if self._points is None or req.is_alone or not is_asked:
+        assert self._points is not None
+        if req.is_alone or not is_asked:
             return req.fill_len
         return self._points.sent_len(req, shared_pages, self._sources.least_tokens)
 
     def _is_worth_loading(self, waiter: Waiter, num_missing: int, num_pages: int) -> bool:
         assert self._host is not None
-        address = waiter.lane.address
+        address = waiter.worker.address
         if address == ALONE or not self._sources.weighs_loads(self._now_s):
             return True
         load_s = self._host.load_s(num_pages, self._now_s)
@@ -510,17 +482,19 @@ class DecodePreallocQueue:
             # once, and be retracted again for the page that was missing. So it has to leave a page
             # for each of the others: then these go on by a step first.
             space = min(space, pages.available_pages - self._budget.active)
-        new, prefill = waiter.new_pages, waiter.lane.address
+        new, worker = waiter.new_pages, waiter.worker
         # In a window group what it needs is bounded, and taken now: it never grows there. What host
         # memory has prefill does not send.
         here_pages = max(shared_pages, waiter.load_end)
-        windows, start, sent_len = pages.windows, None, self._sent_len(req, here_pages)
+        windows, start, sent_len = pages.windows, None, req.fill_len
+        if self._points is not None:
+            sent_len = self._sent_len(req, here_pages)
         if windows:
             start = WindowStart(sent_len, req.max_pages)
         if (
             waiter.needed_pages > space
             or waiter.most_pages > most
-            or self._shares.refuses(prefill, new)
+            or self._workers.refuses(worker, new)
             or (start is not None and not windows.fit(start))
         ):
             waiter.seen_at = self._version
@@ -540,7 +514,7 @@ class DecodePreallocQueue:
                 or cut.most_pages > most
                 or (cut_start is not None and not windows.fit(cut_start))
             ):
-                if prefill == ALONE:
+                if worker.address == ALONE:
                     waiter.seen_at = self._version
                     return False
                 cut = None
@@ -562,8 +536,11 @@ class DecodePreallocQueue:
         # 2. Before an eviction the tree has to know what the others wait for, or it evicts just
         # that.
         num_loaded = max(0, waiter.load_end - shared_pages)
-        if new + num_loaded > pages.allocator.free_pages:  # an eviction is due
-            self.wants.admitting(waiter)
+        if self._unwanted and new + num_loaded > pages.allocator.free_pages:
+            # Its own match is about to be locked, so it needs no protection.
+            if waiter.want == NOT_ENTERED:
+                waiter.want = LEFT
+            self._enter_wants()
         # 3. Lock and take. The look has counted what locking costs, and nothing ran since, so this
         # cannot fail: there is nothing to undo below.
         if num_loaded:
@@ -595,8 +572,8 @@ class DecodePreallocQueue:
         # 4. Enter the flight, so that the next look of this pass can join it; then the sums that
         # the next `_limits` reads.
         flight = self._flights.start(req, joined, shareable)
-        if prefill != ALONE:
-            self._shares.promise(flight.room_key, prefill, new)
+        if worker.address != ALONE:
+            self._workers.promise(flight.room_key, worker, new)
         self._num_started += 1
         req.become(DecodeState.PREALLOCATED)
         self.remove(req)
@@ -619,5 +596,5 @@ class DecodePreallocQueue:
         new = np.frombuffer(packed, np.int32)
         room_key = self._host.load(waiter.found_in_host, key, new, now_s)
         load = self._flights.start_load(waiter.req, key, loaded, room_key, joined)
-        self._loads.append(load)
+        self._ledger.arriving.add_load(load)
         return load

@@ -2,39 +2,37 @@
 
 It asks the control plane for rooms (`take_commands`), and hears of them by `room_ended`,
 `room_drained` and `room_overdue`. States and ends of requests are here. The rest is of its parts:
-`prealloc_queue.py`, `targets.py`, `asking.py`, `compute_choice.py`, `transfer_queue.py`,
-`flight_ends.py`, `growth.py`.
+`prealloc_queue.py`, `attempts.py`, `compute_choice.py`, `inflight.py`, `ending.py`,
+`growth.py`.
 
 Source: SGLang's decode queues (`disaggregation/decode.py`), with the names of its pops.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
 
 from prefixkv.addresses import check_prefill
-from prefixkv.admission import DEFAULT_ADMISSION, Admission
+from prefixkv.cache.events import EventFeed
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_key import token_list
 from prefixkv.cache.results import PrefixLock
-from prefixkv.config import Retarget, check_version
-from prefixkv.decode.asking import Asking
+from prefixkv.config import DecodeConfig
+from prefixkv.decode.attempts import Attempts
 from prefixkv.decode.audit import check_decode
 from prefixkv.decode.budget import PreallocBudget
 from prefixkv.decode.compute_choice import ComputeChoice
 from prefixkv.decode.computing import Computing
-from prefixkv.decode.deferred import Deferred, not_done
-from prefixkv.decode.flight_ends import FlightEnds
+from prefixkv.decode.ending import Deferred, FlightEnds
 from prefixkv.decode.growth import BatchGrowth
 from prefixkv.decode.host_tier import HostTier
-from prefixkv.decode.inflight import InFlight
+from prefixkv.decode.inflight import DecodeTransferQueue, InFlight
 from prefixkv.decode.journal import DecodeJournal
-from prefixkv.decode.lanes import ALONE, Lanes
+from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
-from prefixkv.decode.prospects import Prospects
-from prefixkv.decode.refusals import Refusals
 from prefixkv.decode.request import (
     CAN_RUN,
     CUT_SHORT,
@@ -43,12 +41,10 @@ from prefixkv.decode.request import (
     PrefillAsk,
     Retries,
 )
-from prefixkv.decode.room_numbers import RoomNumbers
-from prefixkv.decode.shares import PrefillShares
+from prefixkv.decode.rooms import Rooms
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
-from prefixkv.decode.targets import PrefillTargets
-from prefixkv.decode.transfer_queue import DecodeTransferQueue
+from prefixkv.decode.workers import ALONE, Workers
 from prefixkv.errors import (
     AbortedError,
     AdmissionTimeoutError,
@@ -56,8 +52,8 @@ from prefixkv.errors import (
     InternalError,
     PeerLostError,
     RequestError,
+    TransferError,
     TransferTimeoutError,
-    WeightsVersionError,
     shown,
 )
 from prefixkv.pages.manager import PageManager, RequestPages
@@ -65,18 +61,48 @@ from prefixkv.pages.requests import (
     AllOf,
     BrokenEvent,
     PagedScheduler,
-    check_error,
     check_failure,
     check_page_manager,
+    check_reason,
+    not_done,
     still_pending,
 )
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import DecodeCommand, MoveWeights
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
-from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES
 from prefixkv.request import DeviceEvent, Request, check_event, check_request, check_rid
-from prefixkv.settings import check_flag, check_time, whole_count
+from prefixkv.settings import check_flag, whole_count
+
+
+class HostPages(NamedTuple):
+    """Pages of host memory behind the pool. `ready` says how many of them, from the first on, can
+    be used by now; None: all."""
+
+    num_pages: int
+    policy: str | Policy
+    ready: Callable[[], int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeParts:
+    """What stands around a scheduler.
+
+    Args:
+        sources: decides what the engine computes itself. With `ask` "late", `pop_needs_prefill`
+            returns first attempts too.
+        workers: the prefill workers; by default all answer, and there are no shares. Where they are
+            gated, `MeetPrefill` asks about each, and `prefill_ready`, `prefill_away` and
+            `prefill_lost` answer.
+        ticket: draws a number for each use of a room, never twice the same. In a service no other
+            process may guess it.
+    """
+
+    sources: Sources = field(default_factory=Sources)
+    workers: Workers = field(default_factory=Workers)
+    ticket: Callable[[], int] = field(default_factory=lambda: count(1).__next__)
+    host: HostPages | None = None
 
 
 class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
@@ -90,117 +116,75 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         abort, others wait       nothing          the flight keeps them, without an owner
         it was being computed    drop             own pages freed, once the device is done
 
-    Args:
-        lanes: which prefill workers answer; None: all. With gated lanes `MeetPrefill` asks about
-            each, and `prefill_ready`, `prefill_away` and `prefill_lost` answer.
-        ticket: draws a number for each use of a room, never twice the same. In a service no other
-            process may guess it. None: they are counted.
-        sources: decides what the engine computes itself; None: nothing. With `ask` "late",
-            `pop_needs_prefill` returns first attempts too.
-        checkpoint_tokens: each checkpoint's depth is a multiple of it. Without checkpoints nothing
-            is computed here of requests with extra state or windows.
+    Of `config` it takes what is about requests; without checkpoints in `pages` nothing is computed
+    here of requests with extra state or windows.
     """
 
+    journal: DecodeJournal
+    max_waiting = 1_000_000
+
     def __init__(
-        self,
-        pages: PageManager,
-        *,
-        reserve_tokens: int = 128,
-        max_retries: int = 0,
-        retarget: Retarget | None = None,
-        max_waiting: int = 1_000_000,
-        admission: str | Admission = DEFAULT_ADMISSION,
-        patience_s: float = math.inf,
-        waiting_timeout_s: float = math.inf,
-        shares: PrefillShares | None = None,
-        lanes: Lanes | None = None,
-        protect_waiting: bool = True,
-        name: str = "",
-        ticket: Callable[[], int] | None = None,
-        weights_version: str = "",
-        sources: Sources | None = None,
-        host: tuple[int, str | Policy, bool] | None = None,
-        checkpoint_tokens: int = 1,
+        self, pages: PageManager, config: DecodeConfig, parts: DecodeParts | None = None
     ) -> None:
-        self.name = name
-        self.sources = sources or Sources()
-        self.journal = DecodeJournal()
-        super().__init__(pages, self.journal, weights_version)
-        # Pages: what is promised away, what is on its way, what waits for the device. The prospects
-        # read all of these, so they are built last.
-        self.budget = PreallocBudget(pages_for(reserve_tokens, pages.page_size))
+        parts = parts or DecodeParts()
+        self.name = config.name
+        self.sources, self.workers = parts.sources, parts.workers
+        super().__init__(pages, DecodeJournal(), config.model.weights_version)
+        # Pages: what is promised away, what is on its way, what waits for the device.
+        self.budget = PreallocBudget(pages_for(config.reserve_tokens, pages.page_size))
         self.flights = InFlight(pages.page_size)
-        self.shares = shares or PrefillShares()
-        self.lanes = lanes or Lanes()
-        # A write leaves a page to each request that runs, for its next token.
         self.host: HostTier[PrefixLock] | None = None
-        if host is not None:
-            num_pages, policy, are_ready = host
+        self._host_pages = parts.host
+        if parts.host is not None:
+            # A write leaves a page to each request that runs, for its next token.
             self.host = HostTier(
-                pages, num_pages, policy, self.counters, lambda: self.budget.active, are_ready
-            )
+                pages, parts.host.num_pages, parts.host.policy, self.counters,
+                lambda: self.budget.active, parts.host.ready is None,
+            )  # fmt: skip
         self.points: DecodeCheckpoints | None = None
         if pages.checkpoints is not None and self.sources.config is not None:
-            self.points = DecodeCheckpoints(pages, checkpoint_tokens)
-        self._deferred = Deferred(pages, self._queue_again, self.host, self.points)
-        self._growth = BatchGrowth(pages, self.budget, self.journal, self._deferred, self.requests)
-        # Rooms outlive requests: a number stays in use until the control plane has proved that its
-        # room is drained, so that two requests never share one.
-        self.rooms = RoomNumbers()
+            self.points = DecodeCheckpoints(pages, config.checkpoint_tokens)
         self.arriving = DecodeTransferQueue(pages, self.flights)
         self.computing = Computing(self.sources, pages.windows)
-        self.choice = ComputeChoice(
-            pages, self.sources, self.computing, self.flights, self.arriving, self.budget,
-            self.points, self.host, self.counters,
+        self.ledger = Ledger(
+            pages=pages, budget=self.budget, flights=self.flights, arriving=self.arriving,
+            workers=self.workers, sources=self.sources, computing=self.computing, host=self.host,
+            points=self.points, journal=self.journal,
         )  # fmt: skip
-        self.prospects = Prospects(
-            pages, self.shares, self.lanes, self.flights, self._deferred.stuck_pages, self.host
-        )
+        self._deferred = Deferred(self.ledger, self._queue_again)
+        self._growth = BatchGrowth(self.ledger, self._deferred, self.requests)
+        self.choice = ComputeChoice(self.ledger)
         # The queues, in the order in which a request passes through them: waiting, arriving.
         # `requests` (of the base class) has every live request, in whichever of the two it is, or
         # running.
         self.waiting = DecodePreallocQueue(
-            pages, self.budget, self.flights, reserve_tokens, self.shares, self.lanes,
-            self.prospects, policy=admission, patience_s=patience_s,
-            waiting_timeout_s=waiting_timeout_s, protect=protect_waiting,
-            computes=self.sources.config is not None, host=self.host, sources=self.sources,
-            points=self.points, chooses_here=self.choice.takes_from_checkpoint,
+            self.ledger, config, self._deferred, self.choice.takes_from_checkpoint
+        )
+        # What tells prefill, and decides what it is told. Rooms outlive requests: a number stays in
+        # use until the control plane has proved that its room is drained, so that two requests
+        # never share one.
+        self.rooms = Rooms(self._commands, parts.ticket, self.counters)
+        self._attempts = Attempts(
+            self.ledger, self.rooms, self.waiting, self.choice,
+            Retries(config.num_retries, config.retarget, pages.errors), self.name,
         )  # fmt: skip
-        self._max_waiting = max_waiting
-        # What tells prefill, and decides what it is told. Commands and asks go to one list each.
-        self._asks: list[PrefillAsk] = []
-        draw = ticket or count(1).__next__
-        self._refusals = Refusals(self.rooms, self._commands, draw, self.counters)
-        self._targets = PrefillTargets(
-            self.lanes, self.shares, self.waiting, self.choice, self.sources, self._refusals,
-            Retries(max_retries, retarget, pages.errors), self._commands, self.counters,
-        )  # fmt: skip
-        self._asking = Asking(
-            pages, self.flights, self.arriving, self.shares, self.lanes, self.choice, self.sources,
-            self._targets, self._refusals, self.points, self.journal, name, self._commands,
-            self._asks, draw,
-        )  # fmt: skip
-        self._ends = FlightEnds(
-            pages, self.flights, self.arriving, self.shares, self.rooms, self.sources,
-            self.computing, self.points, self.host, self._commands, self.journal.transfer_ended,
-            self._ask_again, self.counters,
-        )  # fmt: skip
+        self._ends = FlightEnds(self.ledger, self.rooms, self._ask_again)
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
 
     # --- calls of the engine ----------------------------------------------------------------------
 
-    def add(self, request: Request, now_s: float) -> DecodeRequest:
+    def add(self, request: Request) -> DecodeRequest:
         """Queue a request, where it waits for pages. O(log waiting), and a match of the prompt
         where the admission policy lets requests overtake.
 
         Raises, with nothing changed, RequestError: a duplicate id, a room in use, no prefill
         address, the name of another decode worker, or more than the pool here or at prefill could
-        ever hold; DrainingError while `draining`; CallerError for a `now_s` that is no number; and
-        what a user's admission policy raises.
+        ever hold; DrainingError after `drain`; and what a user's admission policy raises. Prefill
+        does not hear of it: see `refuse`.
         """
-        # All checks come before the first change: a request that is refused leaves no trace.
-        check_time(now_s)
         check_request(request)
+        now_s = self._pump()
+        # All checks come before the first change: a request that is refused leaves no trace.
         most_tokens = len(request.key) + request.max_new_tokens - 1  # the last one has no KV
         most = pages_for(most_tokens, self.pages.page_size)
         # Judged by the most that it may become, not by its prompt: a request that can never finish
@@ -209,32 +193,34 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if most > MAX_PAGES:
             raise RequestError(f"may need {most} pages, a promise names at most {MAX_PAGES}")
         self._check_can_open(request)
-        self._targets.check_holds(request.rid, most_tokens, request.prefill)
-        if len(self.waiting) >= self._max_waiting:
+        self._attempts.check_holds(request.rid, most_tokens, request.prefill)
+        if len(self.waiting) >= self.max_waiting:
             raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")
         req = DecodeRequest(request, self.pages, now_s)
         # From here on something changes. The queue comes first since it calls a user's policy,
         # which may raise: nothing else is noted then, and nothing has to be undone.
         self.waiting.add(req)
         if request.prefill:
-            self.shares.name(request.prefill)
             req.name_prompt(self.waiting.match_of(req))
         self.requests[req.rid] = req
         self.rooms.add(req.room)
         self._note_deadline(req)
-        self._targets.meet(req.prefill)
-        if self.lanes.is_down(req.prefill):
-            self._targets.go_alone(req)
+        self._attempts.meet(req.prefill)
+        if self.workers.is_down(req.prefill):
+            self._attempts.go_alone(req)
+        self._tell()
         return req
 
-    def pop_preallocated(self, now_s: float) -> list[DecodeRequest]:
-        """Admit the requests that fit, and return them: prefix locked, pages taken, prefill asked
-        for the rest. Ends what is past its deadline first.
+    def pop_preallocated(self) -> list[DecodeRequest]:
+        """Admit the requests that fit, and return them: prefix locked, pages taken, the rest asked
+        of prefill. Ends what is past its deadline first.
 
-        Raises what a policy, a log handler or an event of the user's has raised since the last
-        call, once all state is consistent again; the next call returns what was admitted then.
+        Call it once per pass. The first request to a prefill worker is admitted when that has
+        answered, by a later call, and `wait` returns for it. Raises what a policy, a log handler or
+        an event of the user's has raised since the last call, once all state is consistent again;
+        the next call returns what was admitted then.
         """
-        check_time(now_s)
+        now_s = self._pump()
         # 1. Pages come back before any decision: what the device is done with, and what requests
         # hold that are past their deadlines.
         self.release_deferred(now_s)
@@ -244,8 +230,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         for req, error in self.arriving.stuck():
             self._end(req, DecodeState.FAILED, error, now_s)
             self.computing.leave(req)
-        if self.host is not None and self.host.has_due:
-            self.host.write_due()
+        if self.host is not None:
+            assert self._host_pages is not None
+            if self._host_pages.ready is not None:
+                self.host.ready(self._host_pages.ready())
+            if self.host.has_due:
+                self.host.write_due()
         # Left from a call that raised. One of them may have failed or completed since; it comes out
         # elsewhere.
         if self._admitted:
@@ -262,10 +252,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self._end(req, DecodeState.FAILED, error, now_s)
         # 3. Open the rooms. `ask` may find that nothing is to be sent; then the flight is complete
         # at once.
-        for load in self.waiting.take_loads():
-            self.arriving.add_load(load)
         asked = self.waiting.take_admitted()
-        hopeless = [req for req in asked if not self._asking.ask(req, self.weights_version, now_s)]
+        hopeless = [
+            req for req in asked if not self._attempts.ask(req, self.weights_version, now_s)
+        ]
         # Only now, when each flight is on its way: those that joined one of these end with it.
         for req in hopeless:
             if req.state is DecodeState.PREALLOCATED:
@@ -274,11 +264,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # 4. Raise last: by now every admitted request has its room, and the next call returns it.
         self.pages.errors.raise_due()
         admitted, self._admitted = self._admitted, []
+        self._tell()
         return admitted
 
-    def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
-        """Commit the requests with complete KV to the tree, and return them, ready to run."""
-        check_time(now_s)
+    def pop_transferred(self) -> list[DecodeRequest]:
+        """Commit the requests with complete KV to the tree, and return them. They run from now on,
+        with `req.pages` and `req.aux`."""
+        now_s = self._pump()
         committed = self.arriving.pop_transferred(now_s)
         if committed:
             self.computing.has_work(now_s)
@@ -302,39 +294,54 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._note_deadline(owner)
         return committed
 
-    def pop_local(self, now_s: float) -> list[DecodeRequest]:
-        """Return the requests that the engine has to compute from now on, each from its
-        `prefix_len` to its `fill_len`. The engine says what has KV by `computed`."""
-        check_time(now_s)
+    def pop_local(self) -> list[DecodeRequest]:
+        """Return the requests that the engine computes itself from now on, from `prefix_len` to
+        `fill_len` tokens (see `DecodeConfig.compute`).
+
+        Compute chunks of at most `chunk_tokens` beside the running batch, and call `computed` after
+        each. Call this once a pass: what is computed until the next call is measured as one. A
+        request that came out of `pop_failed` is to be left.
+        """
+        now_s = self._pump()
         return self.computing.begin(self.arriving.local, self.choice.num_running, now_s)
 
     def computed(
-        self,
-        req: DecodeRequest,
-        end: int,
-        now_s: float,
-        aux: bytes = b"",
-        after: DeviceEvent | None = None,
+        self, req: DecodeRequest, end: int, aux: bytes = b"", after: DeviceEvent | None = None
     ) -> None:
-        """Note that work that writes a request's KV up to token `end` is queued, or done.
+        """Note that a request of `pop_local` has KV in `req.pages` up to token `end`.
 
-        At its `fill_len` `pop_transferred` returns it, with `aux`. A request that has ended is left
-        out. `after` is an event behind that work, before which these pages are neither copied nor
-        freed; None: the device is done. Raises, with nothing changed, RequestError or CallerError
-        as `DecodeNode.computed`.
+        At `req.fill_len` it is whole, and comes out of `pop_transferred` with `aux`, as if prefill
+        had sent it. A request that lacks its extra state only has `end` at `prefix_len`. With
+        window groups a chunk has at most `step_tokens`, and a checkpoint is kept where it ends at
+        one of `req.stops`. A request that has ended meanwhile is left out.
+
+        Args:
+            after: an event behind the device's writes up to `end`; None: the device is done. Until
+                then the pages are not copied to host memory, and a request that would free some of
+                them stays out of `pop_transferred`. Later work on these pages has to come behind
+                it.
+
+        Raises, with nothing changed, RequestError: it is not computed here, or `end` is not behind
+        the last one, or beyond `fill_len`; CallerError: an `aux` or `after` of the wrong kind, or
+        an early `aux`.
         """
-        check_time(now_s)
+        now_s = self._pump()
         end = whole_count("end", end)
-        if not isinstance(req, DecodeRequest):
-            raise RequestError(f"req is a {type(req).__name__}, a DecodeRequest is needed")
+        self.check_own(req)
         if not isinstance(aux, bytes) or (aux and end != req.fill_len):
             raise CallerError(f"aux is {shown(aux)} at {shown(end)} of {req.fill_len} tokens")
         check_event("after", after)
         after = not_done(after)  # may raise: before anything changes
         running, start = self.choice.num_running, self.computing.done(req)
         self.counters["computed_tokens"] += self.computing.advance(req, end, running, now_s)
-        if req.state.ended:
-            return
+        if not req.state.ended:
+            self._has_kv(req, start, end, aux, after, now_s)
+        self._tell()
+
+    def _has_kv(
+        self, req: DecodeRequest, start: int | None, end: int, aux: bytes,
+        after: DeviceEvent | None, now_s: float,
+    ) -> None:  # fmt: skip
         flight = self.flights.of(req)
         assert flight is not None
         if after is not None and start is not None:
@@ -356,12 +363,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if req.sent_len == req.fill_len:  # else most of it was sent
             self.journal.computed(req, now_s)
 
-    def save_state(self, req: DecodeRequest, end: int, now_s: float) -> int:
-        """Return the slot into which the engine copies a request's extra state behind `end` tokens,
-        one of its `stops`, just computed; -1 if it need not. Before `computed`. Raises
+    def save_state(self, req: DecodeRequest, end: int) -> int:
+        """Return the slot into which the engine copies the extra state behind `end` tokens of a
+        request of `pop_local`, one of `req.stops`; -1 if it need not.
+
+        Before `computed(req, end)` or a later one: with that its stops up to there are over. Raises
         RequestError, with nothing changed, for another place, or a request that is not computed
-        here."""
-        check_time(now_s)
+        here.
+        """
+        self._pump()
         end = whole_count("end", end)
         self.check_own(req)
         if req.state.ended:
@@ -370,10 +380,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise RequestError(f"request {req.rid!r} is not computed here, it saves no state")
         return self.points.take(req, end)
 
-    def save_states(self, reqs: Sequence[DecodeRequest], now_s: float) -> list[tuple[int, int]]:
-        """Return the copies of extra state, from slot to slot, to be made before a step of these
-        requests: for each at a page boundary."""
-        check_time(now_s)
+    def save_states(self, reqs: Sequence[DecodeRequest]) -> list[tuple[int, int]]:
+        """Return the copies of extra state to make before a step of these running requests: (from,
+        to) slots of the StatePool, for those at a page boundary. O(requests).
+
+        A request keeps one state so: the next one takes its place, and `finish` and `retract` enter
+        the last in the cache. Call it where `req.state_slot` has the state behind `req.kv_len`
+        tokens. Without `DecodeConfig.checkpoints` there are none. Raises RequestError, with nothing
+        changed, for what is no request of this node.
+        """
+        self._pump()
         if self.points is None:
             return []
         if not isinstance(reqs, list | tuple):
@@ -384,21 +400,24 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     @property
     def chunk_tokens(self) -> int:
-        """Most tokens of prompts that the engine should compute in its next step. O(1)."""
+        """Most tokens of prompts to compute in the next step, so that running requests wait no
+        longer for it than `ComputeConfig.itl_share` says; 0 where that step has to go without, and
+        without a `DecodeConfig.compute`. O(1)."""
         return self.sources.chunk_tokens(self.choice.num_running)
 
     @property
     def further_prompt_tokens(self) -> int:
-        """Tokens of `chunk_tokens` that a prompt after the first counts for beside its own.
-        O(1)."""
+        """Tokens of `chunk_tokens` that each prompt after the first in a step counts for, besides
+        its own; 0 where nothing runs, or none was measured. O(1)."""
         return self.sources.further_prompt_tokens(self.choice.num_running)
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
-        """Return the requests that failed or were aborted since the last call; `error` says why.
+        """Return the requests that failed or were aborted; `req.error` says why. Leave their pages.
 
-        `after`: an event behind the engine's work on those that it computed itself; nothing of
-        theirs is released before it is done. None: the device is done.
+        `after`: an event behind the engine's work on requests of `pop_local`: nothing of those that
+        failed is released before it is done. None: the device is done with them.
         """
+        self._pump()
         check_event("after", after)
         if self.computing.left:
             after = not_done(after)  # may raise: before anything changes
@@ -407,12 +426,21 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         failed, self._failed = self._failed, []
         return failed
 
-    def give_up_prefill(self, rid: str, error: Exception, now_s: float) -> bool:
-        """Note that a request could not be brought to its prefill worker: it is tried again,
-        computed here, or fails. Returns False if nothing is asked of prefill for it, or no more."""
-        check_time(now_s)
+    def give_up_prefill(self, rid: str, reason: str = "prefill was not reached") -> bool:
+        """Note that a request could not be brought to its prefill worker, so it need not wait for a
+        deadline.
+
+        It is tried again, computed here, or fails, as `DecodeConfig.failure_policy` says. Returns
+        False if nothing is asked of prefill for it, or no more.
+        """
+        check_reason(reason)
+        now_s = self._pump()
         check_rid(rid)
-        check_error(error)
+        given_up = self._give_up_prefill(rid, TransferError(reason), now_s)
+        self._tell()
+        return given_up
+
+    def _give_up_prefill(self, rid: str, error: Exception, now_s: float) -> bool:
         req = self.requests.get(rid)
         if req is None or req.state.ended:
             return False
@@ -430,28 +458,25 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return True
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
-        """Return prompts that the engine should submit to a prefill worker again."""
-        asks = [*self._asks]
-        del self._asks[:]
+        """Return the requests for the engine to submit to a prefill worker again."""
+        self._pump()
+        asks, self._attempts.asks = self._attempts.asks, []
         return asks
 
-    def append_many(
-        self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int], now_s: float
-    ) -> None:
-        """Append each running request's newly sampled token; KV of the token before is written.
+    def append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]) -> None:
+        """Add the newly sampled token to each request; KV of the token before is written.
 
-        Afterwards every request has the page for the next step, except one with its
-        `max_new_tokens`, which is to be finished. An aborted or failed request is left out;
-        `pop_failed` says why. Cost: a comparison per request, and more only at the end of its
-        pages.
+        Afterwards the page for its KV is there, except for the token that completes
+        `max_new_tokens`: finish that request, no step writes its KV. An aborted or failed request
+        is left out. Cost: a comparison per request, and more only at the end of its pages.
 
         Raises, with nothing changed, RequestError for a request that does not run, has its tokens
-        or is named twice, or another number of tokens; TokenError; OutOfPagesError with the
-        requests to retract, best first, and no more than are needed. It names none if the missing
-        pages come back by themselves (a busy device, failed rooms): wait a step. Keep the sampled
-        tokens, and call again.
+        or is named twice, or another number of tokens; TokenError; OutOfPagesError: its `retract`
+        names the requests to retract, best first, and no more than are needed. It is empty if what
+        is missing comes back by itself (a busy device, failed rooms): wait a step. Keep the tokens,
+        and call again.
         """
-        check_time(now_s)
+        now_s = self._pump()
         # Tokens are checked before any is added: `DecodeRequest.key` later appends them without a
         # check.
         tokens = token_list(token_ids)
@@ -467,37 +492,37 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if self.sources.config is not None:
             self.computing.step(reqs, now_s)
 
-    def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int, now_s: float) -> None:
-        """Take pages for the KV of `num_tokens` tokens behind what each request has, up to its
-        `max_new_tokens`: for a step that writes more than one.
+    def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int) -> None:
+        """Take pages for the KV of `num_tokens` tokens from each request's `kv_len` on, as far as
+        its `max_new_tokens` goes. O(requests + pages).
 
-        The request grows into them, and keeps them until it ends or is retracted. One that was
-        aborted meanwhile is left out. O(requests + pages). Raises as `append_many`, with nothing
-        changed.
+        For a step that writes more than the newest token's KV, which counts: drafts, or a step
+        launched before the last one's tokens are known. Unused pages stay with the request. Aborted
+        requests are left out.
+
+        Raises, with nothing changed, OutOfPagesError as `append_many` (a step without drafts always
+        has pages enough), and RequestError for a request that does not run, or is named twice.
         """
-        check_time(now_s)
+        now_s = self._pump()
         num_tokens = whole_count("num_tokens", num_tokens)
         self._growth.ahead(reqs, num_tokens, now_s)
 
     def finish(
         self,
         req: DecodeRequest,
-        now_s: float,
         after: DeviceEvent | None = None,
         continues: bool | None = None,
         keep_tokens: int | None = None,
     ) -> None:
-        """End a request that has generated all it will: its KV becomes cached prefix.
+        """End a request that is done: what has KV becomes cached prefix.
 
-        Args:
-            after: nothing is released before its `query()` is True.
-            continues: whether the conversation will go on, if known.
-            keep_tokens: of prompt and output, how many are cached; None: all. The rest is freed, as
-                far as the tree does not have it already, which is so for the prompt.
-
-        Raises RequestError if the request does not run.
+        Nothing is released before `after.query()` is True. `continues` says whether the
+        conversation will go on, if known. With `keep_tokens` only the whole pages of the first that
+        many tokens of prompt and output are cached: for a model's thinking, which clients leave out
+        of the next turn. The prompt stays cached in any case, as it was since it arrived. Raises
+        RequestError if the request does not run.
         """
-        check_time(now_s)
+        now_s = self._pump()
         check_event("after", after)
         check_flag("continues", continues, or_none=True)
         if keep_tokens is not None:
@@ -510,17 +535,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._leave(req, now_s)
         self.counters["finished"] += 1
         self._deferred.release_after(after, req, continues, now_s, keep_tokens)
+        self._tell()
 
-    def retract(self, rid: str, now_s: float, after: DeviceEvent | None = None) -> None:
-        """Take a running request's pages back and queue it again, in front, to resume where it was.
+    def retract(self, rid: str, after: DeviceEvent | None = None) -> None:
+        """Take a running request's pages back; it queues again, in front, and resumes where it was.
         Raises RequestError if it does not run, or is the oldest that does: so one always makes
         progress."""
-        check_time(now_s)
-        check_rid(rid)
+        now_s = self._pump()
         check_event("after", after)
-        req = self.requests.get(rid)
-        if req is None:
-            raise RequestError(f"request {rid!r} is not here")
+        req = self._named(rid)
         self._check_runs(req)
         if req is next(self._growth.running()):
             raise RequestError(f"request {rid!r} is the oldest that runs; it is never retracted")
@@ -532,114 +555,109 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.counters["retracted"] += 1
         req.retractions += 1
         self._deferred.release_after(after, req, None, now_s)
+        self._tell()
 
-    def abort(
-        self,
-        rid: str,
-        now_s: float,
-        error: Exception | None = None,
-        after: DeviceEvent | None = None,
-    ) -> bool:
-        """Abort a request in any state. Unknown or ended: no-op, False. Nothing is cached that was
-        written since it was committed, or retracted."""
-        check_rid(rid)
-        check_error(error)
-        error = error or AbortedError(f"request {rid!r} was aborted")
-        return self._cut_short_named(rid, DecodeState.ABORTED, error, now_s, after)
+    def abort(self, rid: str, after: DeviceEvent | None = None) -> bool:
+        """End a request wherever it is; it comes out of `pop_failed`. Returns False if it is
+        unknown or has ended. Nothing of it is cached but its prompt, and what a retraction has
+        cached."""
+        return self._cut_short_named(rid, DecodeState.ABORTED, None, after)
 
-    def fail(
-        self, rid: str, error: Exception, now_s: float, after: DeviceEvent | None = None
-    ) -> bool:
-        """End a request as failed, as `abort` does: what was computed must not be used."""
-        check_rid(rid)
+    def fail(self, rid: str, error: Exception, after: DeviceEvent | None = None) -> bool:
+        """End a request of which the engine has computed what must not be used: NaN, say
+        (`NotFiniteError`). It comes out of `pop_failed` with `error`; prefill is told its name and
+        its text.
+
+        Nothing is cached that the engine has computed of it since it came out of `pop_transferred`
+        or was retracted; before, nothing of what `computed` was told. Otherwise as `abort`.
+        """
         check_failure(error)
-        return self._cut_short_named(rid, DecodeState.FAILED, error, now_s, after)
+        return self._cut_short_named(rid, DecodeState.FAILED, error, after)
 
     def _cut_short_named(
-        self, rid: str, state: DecodeState, error: Exception, now_s: float,
-        after: DeviceEvent | None,
-    ) -> bool:  # fmt: skip
-        check_time(now_s)
+        self, rid: str, state: DecodeState, error: Exception | None, after: DeviceEvent | None
+    ) -> bool:
+        now_s = self._pump()
+        check_rid(rid)
         check_event("after", after)
         req = self.requests.get(rid)
-        if req is None or req.state.ended:
+        lives = req is not None and not req.state.ended
+        if req is None or not lives:
             self.counters["aborts_of_unknown"] += 1
-            return False
-        # `not_done` is evaluated before the call, so an event that raises leaves the request as it
-        # was.
-        self._cut_short(req, state, error, now_s, not_done(after))
-        return True
+        else:
+            error = error or AbortedError(f"request {rid!r} was aborted")
+            # `not_done` is evaluated before the call, so an event that raises leaves the request as
+            # it was.
+            self._cut_short(req, state, error, now_s, not_done(after))
+        self._tell()
+        return lives
 
     def retarget(self, rid: str, prefill: str) -> None:
         """Send a request to another prefill worker from its next attempt on.
 
-        One that was never admitted is refused at the worker that it named; `pop_needs_prefill`
-        returns it when it is admitted. Raises RequestError, with nothing changed, if the request is
-        not here, its KV is on its way, `prefill` is no address, or the worker there is known to
+        One that was never admitted is refused where it was submitted, and comes out of
+        `pop_needs_prefill` once admitted. Raises RequestError, with nothing changed, if the request
+        is not here, its KV is on its way, `prefill` is no address, or the worker there is known to
         hold too little; and what comparing a user's ranks raises.
         """
-        check_rid(rid)
-        req = self.requests.get(rid)
-        if req is None:
-            raise RequestError(f"request {rid!r} is not here")
+        self._pump()
+        req = self._named(rid)
         check_prefill(rid, prefill)
         if req.state is DecodeState.PREALLOCATED:
             raise RequestError(f"request {rid!r} is on its way from {req.prefill!r}")
-        if prefill == req.prefill:
-            return
-        self._targets.retarget(req, prefill)
+        if prefill != req.prefill:
+            self._attempts.retarget(req, prefill)
+        self._tell()
 
-    def refuse(self, request: Request, error: Exception) -> None:
-        """Tell prefill at once that this request will not be taken, as after a refusal by `add`;
+    def refuse(self, request: Request, reason: str = "refused") -> None:
+        """Tell prefill at once that this request will not be taken, as when `add` has refused it;
         where a former request of its number has ended, once that room is drained.
 
-        Raises RequestError, with nothing changed: its room is a live request's here, the same
-        refusal is still unanswered, it names no prefill worker, or it is for another decode worker.
+        Its room's number is in use here until prefill has answered. Raises RequestError, with
+        nothing changed: its room is a live request's here, the same refusal is still unanswered, it
+        names no prefill worker, or it is for another decode worker.
         """
         check_request(request)
-        check_error(error)
+        check_reason(reason)
+        self._pump()
         key = RoomKey(request.room, request.generation)
-        is_new = key not in self._refusals.unanswered
-        is_free = self._check_can_open(request, to_refuse=is_new)
-        self._refusals.note(key, request.prefill, error, request.digest, is_free)
+        self._check_can_open(request, to_refuse=key not in self.rooms.unanswered)
+        self.rooms.note(key, request.prefill, AbortedError(reason), request.digest)
+        self._tell()
 
-    def flush(self) -> int:
-        """Empty the cache after a weight update. Return the number of pages freed at once. Requests
-        that wait for another's pages ask prefill again: those are of the old weights."""
+    def flush(self, weights_version: str | None = None, after: DeviceEvent | None = None) -> int:
+        """Empty the prefix cache, after a weight update. Returns the pages freed at once.
+
+        Without `weights_version`, or with the node's own, running requests finish but cache
+        nothing. With another version all that has KV or output of the former one (running, on its
+        way, retracted) ends, and comes out of `pop_failed` with a WeightsVersionError; what only
+        waits goes on. A prefill worker of another version refuses it by name, so both have to be
+        moved, in any order. No step of the model may come between the change of the weights and
+        this call. `after`: as of `abort`, for requests that end. Raises ConfigError, with nothing
+        changed: no string, or over 256 characters.
+        """
+        check_event("after", after)
+        return self._flush(weights_version, after)
+
+    def _empty(self) -> int:
         # Flights first: they release their locks, so that the flush frees those pages at once.
+        # Requests that wait for another's pages ask prefill again: those are of the old weights.
         self._ends.fall_back(self.flights.flush())
-        freed = self.pages.flush()
+        freed = super()._empty()
         # After the device's, whose epoch tells a copy of before.
         if self.host is not None:
             self.host.flush()
         return freed
 
-    def move_weights(
-        self, weights_version: str, now_s: float, after: DeviceEvent | None = None
-    ) -> None:
-        """Take over weights of another version; `flush` has to follow at once.
-
-        A request that has KV of the former version, or output, ends as aborted with a
-        WeightsVersionError: it runs, is on its way, or was retracted. One that only waits stays.
-        `after` is as for `abort`. Raises ConfigError, with nothing changed, for what is no version.
-        """
-        check_time(now_s)
-        check_version(weights_version)
-        check_event("after", after)
-        after = not_done(after)
-        error = WeightsVersionError(self.weights_version, weights_version)
-        self.weights_version = weights_version
+    def _move_weights(self, error: Exception, now_s: float, after: DeviceEvent | None) -> None:
         # Before the aborts below, so that prefill learns this reason, and not that its rooms were
         # aborted.
-        self._commands.append(MoveWeights(weights_version))
+        self._commands.append(MoveWeights(self.weights_version))
         self._cut_all_short(error, now_s, after, but_waiting=True)
 
     def end_all(self, error: Exception, now_s: float, after: DeviceEvent | None = None) -> None:
         """Take no new request, and abort all with `error`: its worker computes no more. `after` is
         as for `abort`."""
-        check_time(now_s)
-        check_error(error)
-        check_event("after", after)
         after = not_done(after)
         self.draining = True
         self._cut_all_short(error, now_s, after, but_waiting=False)
@@ -661,14 +679,20 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def has_results(self) -> bool:
         """True if a `pop_*` call returns something, or may admit. O(1)."""
         complete = self.arriving.num_complete
-        if self._failed or self._asks or complete or self.waiting.may_admit:
+        if self._failed or self._attempts.asks or complete or self.waiting.may_admit:
             return True
         return bool(self.computing.new(self.arriving.local))
 
     @property
     def idle(self) -> bool:
         """True if nothing is left: no request, nothing to pop, no undrained room. O(1)."""
-        left = self.requests, self._failed, self._asks, self._deferred, self.rooms.any_undrained
+        left = (
+            self.requests,
+            self._failed,
+            self._attempts.asks,
+            self._deferred,
+            self.rooms.any_undrained,
+        )
         return not any(left) and not len(self.flights) and not self.host
 
     @property
@@ -689,7 +713,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # 1. Success. If its flight is gone, or has lost its owner, the room number is what still
         # waits for the proof that every write has landed.
         if poll is KVPoll.SUCCESS:
-            flight = self._asking.answered(key, aux, now_s)
+            flight = self._attempts.answered(key, aux, now_s)
             if flight is None or flight.owner is None:
                 self.room_drained(key)
             return
@@ -710,58 +734,54 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._try_again(req, error, now_s)
 
     def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
-        """Open the lane of a prefill worker, and fail the requests that its pool of `max_tokens`
-        cannot hold, before any page is promised. 0 if the worker does not say."""
-        lane = self.lanes.get(address)
-        if lane is None:
+        """A prefill worker answers. Fail its requests that its pool of `max_tokens` cannot hold,
+        before any page is promised. 0 if the worker does not say."""
+        worker = self.workers.get(address)
+        if worker is None:
             return
-        self.lanes.ready(lane, max_tokens)
+        self.waiting.opens(worker, max_tokens)
         # Requests that went alone, and were not admitted since, need not be computed here.
         for req in self.waiting.at(ALONE):
             if req.prefill == address:
-                self._targets.come_back(req)
+                self._attempts.come_back(req)
         for req in self.waiting.at(address):
             try:
-                self._targets.check_still_holds(req, address)
+                self._attempts.check_still_holds(req, address)
             except RequestError as error:
                 self._end(req, DecodeState.FAILED, error, now_s)
 
     def prefill_away(self, address: str, now_s: float) -> None:
-        """Close the lane of a worker that does not answer: its requests hold up no others."""
-        lane = self.lanes.get(address)
-        if lane is None:
+        """A worker does not answer any more: its requests hold up no others."""
+        worker = self.workers.get(address)
+        if worker is None:
             return
-        self.lanes.away(lane, now_s)
+        self.waiting.closes(worker, now_s)
         if self.sources.config is None:
             return
         if self.sources.fails_over:
             self._recall(address, now_s)
         for req in self.waiting.at(address):
-            self._targets.go_alone(req)
+            self._attempts.go_alone(req)
 
     def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
         """Try again, or fail, requests for an address where no worker answers, or one is
         refused."""
-        lane = self.lanes.get(address)
-        if lane is None:
+        worker = self.workers.get(address)
+        if worker is None:
             return
-        self.lanes.away(lane, now_s)
+        self.waiting.closes(worker, now_s)
         # Before the requests try again: one that comes back to this address has to ask for it once
         # more.
-        lane.is_met = False
+        worker.is_met = False
         for req in self.waiting.at(address):
             self._retry_unanswered(req, error, now_s)
-        # Last, since each request that leaves may be the one that makes the lane idle.
-        self.lanes.forget_if_idle(lane)
+        # Last, since each request that leaves may be the one that makes the worker idle.
+        self.workers.forget_if_idle(worker)
 
     def take_copies(self) -> list[HostCopy]:
         """Return the copies to be made between pool and host memory, and forget them; `copy_ended`
         takes the end of each."""
         return [] if self.host is None else self.host.take_orders()
-
-    def host_ready(self, num_pages: int) -> None:
-        if self.host is not None:
-            self.host.ready(num_pages)
 
     def copy_ended(self, done: HostCopyDone, now_s: float) -> None:
         """A copy has ended: what it loaded may be committed, or its waiters try again."""
@@ -785,11 +805,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def room_drained(self, key: RoomKey) -> None:
         """Release a room's held pages and its number: no write can land there any more."""
-        self.shares.release(key)
+        self.workers.release(key)
         self.pages.release(key)
         self.rooms.drained(key)
-        if self._refusals.unanswered:
-            self._refusals.drained(key)
 
     def room_overdue(self, key: RoomKey) -> None:
         """Quarantine a room's pages: it is not drained by its deadline. They stay held."""
@@ -798,6 +816,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def release_deferred(self, now_s: float) -> None:
         """Release the pages of ended requests once the device is done with them."""
         self._deferred.release(now_s)
+
+    def feeds(self, worker: PeerId) -> list[EventFeed]:
+        # The pool's counts whatever checkpoints there are: prefill sends what belongs to the end.
+        host = [] if self.host is None else [EventFeed(self.host.cache, *worker, is_host=True)]
+        return [EventFeed(self.pages.cache, *worker), *host]
 
     @property
     def num_deferred(self) -> int:
@@ -819,21 +842,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.budget.check_invariants()
         self.waiting.check_invariants()
         self.arriving.check_invariants()
-        self._refusals.check_invariants()
+        self.rooms.check_invariants()
         self.choice.check_invariants()
         if self.host is not None:
             self.host.check_invariants()
         check_decode(
-            self.pages,
-            self.budget,
-            self.flights,
+            self.ledger,
             self.rooms,
-            self.shares,
             waiting=self.waiting,
             requests=self.requests.values(),
             deferred=[*self._deferred.requests(), *self.computing.left],
-            host=self.host,
-            points=self.points,
         )
 
     # --- admission --------------------------------------------------------------------------------
@@ -844,7 +862,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _try_again(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
         """Ask prefill again after a failed transfer; else fail the request."""
-        last = self._targets.next_attempt(req, error)
+        last = self._attempts.next_attempt(req, error)
         if last is None:
             self._ask_again(req)
         else:
@@ -885,7 +903,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
             self.waiting.remove(req)
             if before is DecodeState.QUEUED:  # else no prefill worker waits for it
-                self._targets.refuse_waiting(req, error)
+                self._attempts.refuse_waiting(req, error)
         self._leave(req, now_s)
 
     def _cut_short(
@@ -913,11 +931,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if req.pages_held is not None:
             self.computing.leave(req)
 
-    def _check_can_open(self, request: Request, to_refuse: bool = False) -> bool:
-        """Return True if the room of `request` is free. Raise RequestError if it cannot be taken.
-        With `to_refuse` a room that is not drained yet gives False."""
-        is_free = request.room not in self.rooms
-        if not is_free and not (to_refuse and not self.rooms.is_live(request.room)):
+    def _check_can_open(self, request: Request, to_refuse: bool = False) -> None:
+        """Raise RequestError if the room of `request` cannot be taken; or refused, which it can be
+        while it is not drained yet."""
+        if request.room in self.rooms and (not to_refuse or self.rooms.is_live(request.room)):
             raise RequestError(f"room {request.room} is in use")
         # Decode may carry on without any prefill worker, where it is told so.
         if request.prefill or to_refuse or not self.sources.fails_over or not request.may_compute:
@@ -925,7 +942,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if request.decode not in ("", self.name):
             named = f"{request.decode!r}, this one is {self.name!r}"
             raise RequestError(f"request {request.rid!r} is for decode worker {named}")
-        return is_free
 
     def _ask_again(self, req: DecodeRequest) -> None:
         if req.state is not DecodeState.RETRACTED:  # else it was not admitted since
@@ -943,17 +959,24 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.fill_len = req.kv_len
         req.prefix_len = 0
         self.waiting.add(req, first=True)
-        self._targets.meet(req.prefill)
-        if self.lanes.is_down(req.prefill):
-            self._targets.go_alone(req)
+        self._attempts.meet(req.prefill)
+        if self.workers.is_down(req.prefill):
+            self._attempts.go_alone(req)
 
     def _leave(self, req: DecodeRequest, now_s: float) -> None:
         self.budget.stop(req.rid)
         self._deadlines.forget(req)
-        # The number stays in use where a room of it is not drained; see `RoomNumbers`.
+        # The number stays in use where a room of it is not drained; see `Rooms`.
         self.rooms.remove(req.room)
         self.requests.pop(req.rid, None)
         self.journal.ended(req, now_s)
+
+    def _named(self, rid: str) -> DecodeRequest:
+        check_rid(rid)
+        req = self.requests.get(rid)
+        if req is None:
+            raise RequestError(f"request {rid!r} is not here")
+        return req
 
     def check_own(self, req: DecodeRequest) -> None:
         """Raise RequestError for what is no request of this scheduler, whatever its state."""

@@ -1,16 +1,30 @@
-"""Transfers of a server with a process per rank; the ranks gather addresses and ids at the
-start."""
+"""Transfers of a server with a process per rank; the ranks gather addresses and ids at the start.
+And their events."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from logging import Logger
+from typing import TypeVar
 
 from prefixkv import DecodeConfig, KVPool, Mesh, PrefillConfig, StatePool
-from prefixkv.spi import MakeTransport, PeerId
+from prefixkv.spi import InternalError, MakeTransport, PeerId
 from prefixkv.transfer import DecodeTransfers, PrefillTransfers
+
+T = TypeVar("T")
 
 Gather = Callable[[object], list[object]]
 """Collective function, called on all ranks at once: returns each rank's object, by rank."""
+
+
+def taken(take: Callable[[], list[T]], log: Logger) -> list[T]:
+    """Return the events of transfers; an internal error is only logged, since the control thread
+    survives it, and so do the other requests."""
+    try:
+        return take()
+    except InternalError as error:
+        log.error("prefixkv: %s", error)
+        return []
 
 
 def decode_transfers(

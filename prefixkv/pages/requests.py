@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Set
 from enum import Enum
 from typing import Any, ClassVar, Final, Generic, TypeVar
@@ -9,7 +10,9 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 import numpy as np
 
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
+from prefixkv.cache.events import EventFeed
 from prefixkv.cache.results import MatchResult
+from prefixkv.config import check_version
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import (
     CallerError,
@@ -19,12 +22,13 @@ from prefixkv.errors import (
     PrefixKVError,
     RequestError,
     UserErrors,
+    WeightsVersionError,
     travels,
 )
 from prefixkv.pages.manager import KeptHash, PageManager, RequestPages
 from prefixkv.pages.windows import WindowPages
 from prefixkv.paging import Pages
-from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.timers import Timers
 from prefixkv.request import DeviceEvent, Request
 from prefixkv.stats import Journal, namespace_label
@@ -54,12 +58,6 @@ def check_reason(reason: object) -> None:
         raise RequestError(f"reason is a {type(reason).__name__}, a string is needed")
     if not travels(reason):
         raise RequestError(f"reason cannot be encoded: {reason!r} has no bytes in UTF-8")
-
-
-def check_error(error: object) -> None:
-    """Raise CallerError for what is no exception."""
-    if error is not None:
-        check_failure(error)
 
 
 def check_failure(error: object) -> None:
@@ -238,6 +236,12 @@ class AllOf:
         return not self._events
 
 
+def not_done(after: DeviceEvent | None) -> DeviceEvent | None:
+    """Return the event to wait for; None if it is done. Called before changes: `query` may
+    raise."""
+    return None if after is None or after.query() else after
+
+
 def still_pending(event: DeviceEvent, errors: UserErrors) -> DeviceEvent | None:
     """Return None once the device is done, else the event to query next time. An event that raises
     has proved nothing, so its pages stay where they are."""
@@ -249,14 +253,25 @@ def still_pending(event: DeviceEvent, errors: UserErrors) -> DeviceEvent | None:
         return event if isinstance(event, BrokenEvent) else BrokenEvent(event, error)
 
 
-class PagedScheduler(Generic[Req, Command]):
-    """The live requests of one side, and the commands for its control plane."""
+class PagedScheduler(ABC, Generic[Req, Command]):
+    """The live requests of one side, as its engine calls them, and the commands for its control
+    plane.
+
+    Each call of the engine's begins with `_pump` and ends with `_tell`, which a node overrides: it
+    takes in events, and hands commands on. By itself a scheduler has neither clock nor control
+    plane: its owner sets `now_s` before a call, and takes the commands after it.
+    """
+
+    now_s = 0.0
 
     def __init__(self, pages: PageManager, journal: Journal, weights_version: str = "") -> None:
         self.pages = pages
-        self.weights_version = weights_version  # of the KV that is computed and cached now
+        # Of the KV that is computed and cached now: `ModelConfig.weights_version`, until `flush`
+        # moves it.
+        self.weights_version = weights_version
         self.requests: dict[str, Req] = {}  # all that live, by rid, oldest first
         self.draining = False  # takes no new requests
+        self.journal = journal
         self.counters = journal.counters
         # What `on_ended` raises is reported together with the errors of the policy.
         journal.errors = pages.errors
@@ -265,6 +280,36 @@ class PagedScheduler(Generic[Req, Command]):
         self._failed: list[Req] = []
         self._commands: list[Command] = []
         self._deadlines: Timers[Req] = Timers()  # the requests' own
+
+    def _pump(self) -> float:
+        """Take in what has happened; return the time."""
+        return self.now_s
+
+    def _tell(self) -> None:
+        """Hand on the commands."""
+
+    @property
+    @abstractmethod
+    def has_results(self) -> bool:
+        """True if a `pop_*` call returns something, or may. O(1)."""
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """True if no request lives, nothing is to be popped, and no page waits. O(1)."""
+
+    @property
+    @abstractmethod
+    def wake_s(self) -> float:
+        """Time at which a `pop_*` call may return something though nothing has happened."""
+
+    @abstractmethod
+    def feeds(self, worker: PeerId) -> list[EventFeed]:
+        """Return the feed of the cache, and behind it that of host memory, if there is one."""
+
+    @abstractmethod
+    def check_invariants(self) -> None:
+        """Check every part, and the parts against each other. Raises InternalError."""
 
     def _note_deadline(self, req: Req) -> None:
         if req.request.deadline_s is not None:
@@ -276,8 +321,26 @@ class PagedScheduler(Generic[Req, Command]):
         del self._commands[:]
         return commands
 
-    def flush(self) -> int:
-        """Empty the cache after a weight update. Returns the pages freed at once."""
+    def _flush(self, weights_version: str | None, after: DeviceEvent | None = None) -> int:
+        # The version is checked before anything changes; events that have come are taken in under
+        # the old one.
+        if weights_version is not None:
+            check_version(weights_version)
+        now_s = self._pump()
+        if weights_version is not None and weights_version != self.weights_version:
+            after = not_done(after)
+            error = WeightsVersionError(self.weights_version, weights_version)
+            self.weights_version = weights_version
+            self._move_weights(error, now_s, after)
+        freed = self._empty()
+        self._tell()
+        return freed
+
+    @abstractmethod
+    def _move_weights(self, error: Exception, now_s: float, after: DeviceEvent | None) -> None:
+        """End what has KV of the former weights."""
+
+    def _empty(self) -> int:
         return self.pages.flush()
 
     def holders(self) -> list[tuple[str, RequestPages]]:

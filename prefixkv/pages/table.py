@@ -181,16 +181,6 @@ class PageTable:
         if end > length:
             self._length[row] = end
 
-    def append_each(self, rows: npt.NDArray[np.integer] | Sequence[int], pages: PageIds) -> None:
-        """Append pages[i] to rows[i], all distinct. Raises as `write`, changing nothing."""
-        page_ids = as_pages(pages)
-        if len(rows) != len(page_ids):
-            raise CallerError(f"{len(rows)} rows and {len(page_ids)} pages")
-        growth = self.check_growth(rows)
-        if len(page_ids) and page_ids.min() < 0:
-            raise PageStateError(f"page {page_ids.min()} is negative")
-        self.append_checked(growth, page_ids)
-
     def check_growth(self, rows: npt.NDArray[np.integer] | Sequence[int]) -> Growth:
         """Check that each row is in use, named once, and has room for one page more, so that
         nothing can fail once pages are taken. Raises CallerError, RequestError."""

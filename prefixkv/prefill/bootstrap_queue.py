@@ -15,9 +15,8 @@ from typing import Final
 from prefixkv.cache.results import MatchResult
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowStart
-from prefixkv.paging import page_floor, pages_for, whole_pages
-from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.prefill.send_plan import SendPlan, WindowPlan
+from prefixkv.paging import MAX_INDEX, page_floor, pages_for, whole_pages
+from prefixkv.prefill.request import PrefillRequest, PrefillState, SendPlan, WindowPlan
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.prefill.state_checkpoints import StateCheckpoints
 
@@ -115,19 +114,21 @@ class PrefillBootstrapQueue:
         """
         popped: list[PrefillRequest] = []
         shared_prefixes = self._shared_prefixes
-        if shared_prefixes.wake_s <= now_s:
+        # A request in `_due` waits for another only if one did when the pass began.
+        may_wait = len(shared_prefixes) > 0
+        if may_wait and shared_prefixes.wake_s <= now_s:
             self._look_due = True
         if not self.may_open:
             return popped
         # 1. Those that follow another hold no pages, so nothing behind them waits for them. They
         # are passed over until there is a reason to look.
-        for req in shared_prefixes.to_look_at(now_s):
+        for req in shared_prefixes.to_look_at(now_s) if may_wait else ():
             self._enter(req)
         while self._due:
             if limit is not None and len(popped) >= limit:
                 return popped
             _, req = self._due[0]
-            if req not in self._ready or shared_prefixes.waits(req, now_s):
+            if req not in self._ready or (may_wait and shared_prefixes.waits(req, now_s)):
                 self._leave()
                 continue
             # 2. Look what is cached, before `follow` is asked: only behind that does another's
@@ -202,20 +203,22 @@ class PrefillBootstrapQueue:
         if len(key) % self._pages.page_size == 0:
             key = key.prefix(len(key) - 1)
         match = self._pages.match(key, req.request.cacheable)
-        if self._checkpoints is not None:
-            usable = self._checkpoints.usable_tokens(req, match)
-            return match if match is None else self._pages.match(key.prefix(usable))
-        if match is None or self._usable_prefix is None or not match.prefix_len:
+        usable = self._usable_tokens(req, match)
+        # Else matched again, for a lock that covers the usable part and no more.
+        if match is None or usable >= match.prefix_len:
             return match
+        return self._pages.match(key.prefix(usable))
+
+    def _usable_tokens(self, req: PrefillRequest, match: MatchResult | None) -> int:
+        if self._checkpoints is not None:
+            return self._checkpoints.usable_tokens(req, match)
+        if match is None or self._usable_prefix is None or not match.prefix_len:
+            return MAX_INDEX
         # The engine's code: what it raises is reported by the scheduler, and the request is
         # computed whole.
         try:
             usable = max(0, operator.index(self._usable_prefix(req, match.prefix_len)))
-            usable = page_floor(usable, self._pages.page_size)
+            return page_floor(usable, self._pages.page_size)
         except Exception as error:  # raised by the engine's code
             self._pages.errors.caught(error)
-            usable = 0
-        # Else matched again, for a lock that covers the usable part and no more.
-        if usable >= match.prefix_len:
-            return match
-        return self._pages.match(key.prefix(usable))
+            return 0

@@ -1,17 +1,135 @@
-"""A request on the prefill side."""
+"""A request on the prefill side: what its chunks send (a cursor that only grows, behind what decode
+has), its state, and the journal of its times and counts.
+
+arrived -- decode --> promised -- pages --> started -- compute --> computed -- send --> sent
+"""
 
 from __future__ import annotations
 
 import enum
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from prefixkv.errors import AbortedError, RequestError, shown
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
-from prefixkv.prefill.send_plan import SendPlan, WindowPlan
+from prefixkv.paging import MAX_INDEX, pages_for, whole_pages
 from prefixkv.protocol.ids import RoomKey
-from prefixkv.request import Request
+from prefixkv.request import DeviceEvent, Request, check_event, whole_number
+from prefixkv.stats import Journal
+
+
+class Span(NamedTuple):
+    """Pages [first_page, end_page) of a request, counted from its first token; may be empty."""
+
+    first_page: int
+    end_page: int
+
+
+class SendPlan:
+    """The cursor of one request over the pages that its chunks send.
+
+    A chunk inside what decode has sends nothing. A page partly computed waits for its rest. The
+    last send is always made, even without pages, since the outcome and aux travel with it. Where
+    decode's pages are smaller, it may have the first part of one of ours: that page is in the span,
+    and `SenderMachine` sends its rest.
+
+    >>> plan = SendPlan(num_tokens=100, decode_prefix_len=32, page_size=16)
+    >>> plan.send(20), plan.send(70), plan.send(100, last=True)
+    (Span(first_page=2, end_page=2), Span(first_page=2, end_page=4), Span(first_page=4, end_page=7))
+    """
+
+    __slots__ = ("computed", "cursor_page", "ended", "num_tokens", "page_size")
+
+    def __init__(self, num_tokens: int, decode_prefix_len: int, page_size: int) -> None:
+        if not 0 <= decode_prefix_len <= num_tokens:
+            raise RequestError(
+                f"decode_prefix_len is {decode_prefix_len}, the request has {num_tokens} tokens"
+            )
+        self.num_tokens = num_tokens
+        self.page_size = page_size
+        self.cursor_page = whole_pages(decode_prefix_len, page_size)
+        self.computed = 0
+        self.ended = False
+
+    def send(self, end: int, last: bool = False) -> Span:
+        """Return the pages to send, now that KV is computed up to token `end`. Raises RequestError,
+        with nothing changed: after the last send; an `end` below the one before or beyond the
+        request; a last send before its end."""
+        if self.ended:
+            raise RequestError("a chunk after the last one")
+        if not self.computed <= end <= self.num_tokens:
+            raise RequestError(
+                f"a chunk ends at token {end}, it has to lie in [{self.computed}, "
+                f"{self.num_tokens}]"
+            )
+        if last and end != self.num_tokens:
+            raise RequestError(
+                f"the last chunk ends at token {end}, the request has {self.num_tokens}"
+            )
+        # A partly computed page waits for its rest, but for the last page of the request.
+        end_page = pages_for(end, self.page_size) if last else whole_pages(end, self.page_size)
+        span = Span(self.cursor_page, max(self.cursor_page, end_page))
+        self.cursor_page = span.end_page
+        self.computed = end
+        self.ended = last
+        return span
+
+
+class WindowPlan:
+    """The cursor of one request over its pages in a window group that are sent.
+
+    These are those of the window behind the prompt, whatever prefix decode has. Each goes with the
+    chunk that completes it.
+
+    `step_tokens`: most tokens that a chunk computes.
+
+    >>> plan = WindowPlan(num_tokens=100, first_page=5, page_size=16, step_tokens=64)
+    >>> plan.send(70), plan.send(96), plan.send(100, last=True)
+    (Span(first_page=5, end_page=5), Span(first_page=5, end_page=6), Span(first_page=6, end_page=7))
+    """
+
+    __slots__ = ("cursor_page", "first_page", "num_tokens", "page_size", "step_tokens")
+
+    def __init__(self, num_tokens: int, first_page: int, page_size: int, step_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.first_page = self.cursor_page = first_page
+        self.page_size = page_size
+        self.step_tokens = step_tokens
+
+    def send(self, end: int, last: bool = False) -> Span:
+        """Return the pages to send, now that KV is computed up to token `end`."""
+        span = self.next(end, last)
+        self.cursor_page = span.end_page
+        return span
+
+    def next(self, end: int, last: bool) -> Span:
+        """Return what `send` would return, without a move of the cursor."""
+        end_page = pages_for(end, self.page_size) if last else whole_pages(end, self.page_size)
+        return Span(self.cursor_page, max(self.cursor_page, end_page))
+
+
+def checked_chunk(
+    end: int, state_slot: int, aux: bytes, last: bool, ready: DeviceEvent | None
+) -> tuple[int, int, bytes]:
+    """Return `end`, `state_slot` and `aux` as the types that travel. Raises RequestError for
+    another type, an `aux` without `last`, and a `ready` without `query()`."""
+    end = whole_number("end", end, 0, MAX_INDEX + 1)
+    state_slot = whole_number("state_slot", state_slot, -1, MAX_INDEX + 1)
+    if not isinstance(aux, bytes | bytearray | memoryview):
+        raise RequestError(f"aux is a {type(aux).__name__}, bytes are needed")
+    if not isinstance(last, bool):
+        raise RequestError(f"last is {shown(last)}, True or False is needed")
+    check_event("ready", ready)
+    try:
+        aux = bytes(aux)
+    except (ValueError, BufferError) as error:  # a memoryview that was released
+        raise RequestError(f"aux cannot be read: {error}") from None
+    if aux and not last:
+        raise RequestError("aux travels with the last chunk")
+    return end, state_slot, aux
 
 
 class PrefillState(enum.Enum):
@@ -41,9 +159,9 @@ class PrefillRequest(PagedRequest[PrefillState]):
     """
 
     __slots__ = (
-        "computed_s", "decode_prefix_len", "dense_pages", "given_up", "key", "num_chunks", "number",
-        "peer", "plan", "popped", "promised_s", "sent_pages", "source_free", "started_s",
-        "state_slot", "window_plans",
+        "computed_s", "decode_prefix_len", "dense_pages", "given_up", "key", "num_chunks",
+        "num_tokens", "peer", "plan", "popped", "promised_s", "sent_pages", "source_free",
+        "started_s", "state_slot", "window_plans",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -59,6 +177,7 @@ class PrefillRequest(PagedRequest[PrefillState]):
     def __init__(self, request: Request, pages: PageManager, now_s: float) -> None:
         super().__init__(request, pages, PrefillState.BOOTSTRAPPING, now_s)
         self.key = request.key
+        self.num_tokens = len(request.key)
         self.decode_prefix_len = 0
         self.plan: SendPlan | None = None
         self.window_plans: tuple[WindowPlan, ...] = ()  # by window group
@@ -82,13 +201,86 @@ class PrefillRequest(PagedRequest[PrefillState]):
         return RoomKey(self.request.room, self.generation, self.request.decode)
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.key)
-
-    @property
     def tokens(self) -> npt.NDArray[np.int32]:
         """The prompt, int32, the caller's."""
         return self.key.tokens()
 
     def __repr__(self) -> str:
         return f"PrefillRequest({self.rid!r}, {self.state.value}, {self.num_tokens} tokens)"
+
+
+REASONS = ("decode", "pages", "compute", "send")
+"""Reasons of a wait: decode's promise, pages of its own, the engine, and the writes with their
+acknowledgement."""
+
+
+class PrefillJournal(Journal):
+    """The steps that the module lists."""
+
+    def __init__(self) -> None:
+        super().__init__(REASONS)
+
+    def promised(self, req: PrefillRequest, peer: str, now_s: float) -> None:
+        """Decode (`peer`) has named the pages."""
+        req.peer = peer
+        req.promised_s = now_s
+        self.waited("decode", req.arrived_s, now_s)
+
+    def started(self, req: PrefillRequest, cut_tokens: int, now_s: float) -> None:
+        """The engine may compute a request; KV of `cut_tokens` is cached behind its checkpoint."""
+        if cut_tokens:
+            self.counters["cut_tokens"] += cut_tokens
+        self.counters["prompt_tokens"] += req.num_tokens
+        self.counters["hit_tokens"] += req.prefix_len
+        self.counters["decode_hit_tokens"] += req.decode_prefix_len
+        req.started_s = now_s
+        self.waited("pages", req.promised_s, now_s)
+        self.found(req.key.namespace, req.num_tokens, req.prefix_len)
+
+    def chunk(self, req: PrefillRequest, pages: int, last: bool, now_s: float) -> None:
+        req.num_chunks += 1
+        req.sent_pages += pages
+        if last:
+            req.computed_s = now_s
+            self.waited("compute", req.started_s, now_s)
+
+    def ended(self, req: PrefillRequest, now_s: float) -> None:
+        req.ended_s = now_s
+        if req.state is PrefillState.SENT:
+            self.waited("send", req.computed_s, now_s)
+        if req.peer:
+            self.transfer_ended(
+                req.peer, "success" if req.state is PrefillState.SENT else outcome(req)
+            )
+        self.notify_ended(req, now_s)
+
+
+def outcome(req: PrefillRequest) -> str:
+    """Return how a request ended, as a label of metrics."""
+    if req.state is PrefillState.FAILED and isinstance(req.error, AbortedError):
+        return "aborted"
+    return req.state.value
+
+
+def timeline(req: PrefillRequest, page_bytes: int, page_size: int) -> dict[str, Any]:
+    """Return the history of a request for the log, with fields of this side alone:
+
+    - `decode_hit_tokens`: Tokens that decode had already.
+    - `chunks`: Chunks that the engine handed over.
+    - `sent_bytes`: KV that was sent.
+    - `promised_s`: Decode has named its pages. The wait before it is for decode.
+    - `started_s`: The engine may compute it. The wait before it is for pages, or for a prefix
+      that another request computes.
+    - `computed_s`: The last chunk was handed over.
+    """
+    return req.timeline(
+        "prefill",
+        outcome(req),
+        req.peer,
+        prompt_tokens=req.num_tokens,
+        hit_tokens=req.prefix_len,
+        decode_hit_tokens=req.decode_prefix_len,
+        chunks=req.num_chunks,
+        sent_bytes=req.sent_pages * page_bytes,
+        skipped_bytes=req.decode_prefix_len // page_size * page_bytes,
+    )

@@ -13,33 +13,37 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.config import check_version
+from prefixkv.config import PrefillConfig
 from prefixkv.errors import (
     AbortedError,
     AuxTooLargeError,
     InternalError,
     RequestError,
     TransferTimeoutError,
-    WeightsVersionError,
     check_laws,
     shown,
 )
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import (
     PagedScheduler,
-    check_error,
     check_failure,
     check_page_manager,
     check_reason,
+    not_done,
     reason_of,
     still_pending,
 )
 from prefixkv.paging import pages_for
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue, UsablePrefix
-from prefixkv.prefill.journal import PrefillJournal
-from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.prefill.send_plan import SendPlan, checked_chunk
+from prefixkv.prefill.request import (
+    PrefillJournal,
+    PrefillRequest,
+    PrefillState,
+    SendPlan,
+    checked_chunk,
+)
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.prefill.state_checkpoints import StateCheckpoints
 from prefixkv.protocol.commands import (
@@ -51,47 +55,43 @@ from prefixkv.protocol.commands import (
     SendChunk,
     WindowChunk,
 )
-from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.request import DeviceEvent, Request, check_event, check_request, check_rid
-from prefixkv.settings import check_time, whole_count
+from prefixkv.settings import whole_count
 
 
 class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     """The requests of one prefill rank, from `add` until their pages are released. Owned by the
     scheduler's thread."""
 
+    journal: PrefillJournal
+
     def __init__(
         self,
         pages: PageManager,
-        *,
-        max_aux_bytes: int = 64 << 10,
+        config: PrefillConfig,
         num_slots: int = 0,
         usable_prefix: UsablePrefix | None = None,
-        follow_s: float = 1.0,
-        weights_version: str = "",
-        checkpoint_tokens: int = 1,
     ) -> None:
-        """Begin without requests.
+        """Begin without requests. Of `config` it takes what is about requests.
 
         `num_slots`: of the engine's extra state, a slot of which is sent with every request; 0:
-        there is none. `follow_s`: see PrefillConfig. `checkpoint_tokens`: where `pages` has
-        checkpoints, the depth of each is a multiple of it; their slots come behind the `num_slots`.
+        there is none. Those of checkpoints come behind them.
         """
-        self.journal = PrefillJournal()
-        super().__init__(pages, self.journal, weights_version)
+        super().__init__(pages, PrefillJournal(), config.model.weights_version)
         self.num_slots = num_slots
         self.checkpoints: StateCheckpoints | None = None
         if pages.checkpoints is not None:
-            self.checkpoints = StateCheckpoints(pages, num_slots, checkpoint_tokens)
+            self.checkpoints = StateCheckpoints(pages, num_slots, config.checkpoint_tokens)
         elif pages.windows:
             usable_prefix = _no_prefix  # no pages of the window are kept behind a prefix
         elif num_slots:
             usable_prefix = usable_prefix or _no_prefix
         # Whether a cached prefix is of use as far as a checkpoint alone, for routers.
-        self.at_checkpoints = self.checkpoints is not None or usable_prefix is _no_prefix
+        self._at_checkpoints = self.checkpoints is not None or usable_prefix is _no_prefix
         points = self.checkpoints
         self.shared_prefixes = SharedPrefixes(
-            pages.page_size, self.counters, follow_s,
+            pages.page_size, self.counters, config.follow_s,
             step_pages=1 if points is None else points.step_pages,
             on_wait=None if points is None else points.add_stop,
         )  # fmt: skip
@@ -102,44 +102,41 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         # with a room that may still be spoken of; `_sent` and `_failed` what the engine has not
         # popped.
         self._computed: dict[PrefillRequest, None] = {}  # with KV that the tree has not yet
-        self._max_aux_bytes = max_aux_bytes
+        self._max_aux_bytes = config.control.max_aux_bytes
         self._rooms: dict[RoomKey, PrefillRequest] = {}
         self._sent: list[PrefillRequest] = []
         self._deferred: list[tuple[DeviceEvent, PrefillRequest]] = []
 
     # --- calls of the engine ----------------------------------------------------------------------
 
-    def add(self, request: Request, now_s: float) -> PrefillRequest:
+    def add(self, request: Request) -> PrefillRequest:
         """Take a request; it waits for decode's promise.
 
         Raises RequestError, with nothing changed: a duplicate id, a room in use, a decode worker
         that is not named, a prompt that the pool could never hold; DrainingError for any request
-        while `draining`. Where the room is not in use, decode gets the reason.
+        after `drain`. Where the room is not in use, decode gets the reason, as by `refuse`.
         """
-        check_time(now_s)
         check_request(request)
+        now_s = self._pump()
+        try:
+            return self._add(request, now_s)
+        # Also after an error: a refusal is a command.
+        finally:
+            self._tell()
+
+    def _add(self, request: Request, now_s: float) -> PrefillRequest:
         needed = pages_for(len(request.key), self.pages.page_size)
-        # 1. A request that is refused here may wait on decode already: decline it, so that decode
-        # does not wait until its deadline. Only for a free room: else this would end another
-        # request.
         try:
             self._check_new(request, needed, "needs {} pages")
+            self._check_room(request)
         except RequestError as error:
-            with suppress(RequestError):
-                self.refuse(request, str(error))
-            raise
-        try:
-            # 2. The room must be free.
-            self._free_room(request)
-        except RequestError as error:
+            # 1. It may wait on decode already: decline it, so that decode does not wait until its
+            # deadline. Not where another request lives in the room: that one would end.
             former = self._rooms.get(self._key_of(request))
-            if former is not None and former.state.ended:
-                # Its source is not free yet, as far as is known here. Decode may be about to
-                # promise pages for the new request, and would wait.
-                why = reason_of(error)
-                self._commands.append(DeclineRoom(former.room_key, why, request.digest))
+            if request.decode and (former is None or former.state.ended):
+                self._decline(request, error)
             raise
-        # 3. Enter it everywhere, and only then ask for its room: the answer may come with the next
+        # 2. Enter it everywhere, and only then ask for its room: the answer may come with the next
         # events.
         req = PrefillRequest(request, self.pages, now_s)
         self._note_deadline(req)
@@ -149,43 +146,53 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self._commands.append(AddRoom(req.room_key, req.num_tokens, request.digest))
         return req
 
-    def refuse(self, request: Request, reason: str) -> None:
-        """Let decode know that this request will not be taken. Raises RequestError where the room
-        is in use, the request names no decode worker, or the reason is no string."""
-        check_reason(reason)
-        check_request(request)
-        key = self._free_room(request)
-        self._commands.append(DeclineRoom(key, reason_of(reason), request.digest))
+    def refuse(self, request: Request, reason: str = "refused") -> None:
+        """Tell decode at once that this request will not be taken; if it promises its pages later,
+        it hears it then, for `parked_timeout_s`.
 
-    def _free_room(self, request: Request) -> RoomKey:
+        Raises RequestError where the room is in use, the request names no decode worker, or the
+        reason is no string.
+        """
+        check_request(request)
+        check_reason(reason)
+        self._pump()
+        self._check_room(request)
+        self._decline(request, reason)
+        self._tell()
+
+    def _decline(self, request: Request, reason: Exception | str) -> None:
+        command = DeclineRoom(self._key_of(request), reason_of(reason), request.digest)
+        self._commands.append(command)
+
+    def _check_room(self, request: Request) -> None:
         if not request.decode:
             raise RequestError(f"request {request.rid!r} names no decode worker")
-        key = self._key_of(request)
-        former = self._rooms.get(key)
+        former = self._rooms.get(self._key_of(request))
         # No event follows for a room that has ended with its source free, though the engine may
         # still have to pop its request: so its number may be used again.
         if former is not None and not (former.state.ended and former.source_free):
             of = f"{request.generation} of {request.decode!r}"
             raise RequestError(f"room {request.room} generation {of} is in use")
-        return key
 
     def _key_of(self, request: Request) -> RoomKey:
         return RoomKey(request.room, request.generation, request.decode)
 
-    def pop_bootstrapped(self, now_s: float, limit: int | None = None) -> list[PrefillRequest]:
-        """Return at most `limit` requests that the engine may compute now. KV that is computed goes
-        to the tree before.
+    def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
+        """Return the requests to compute now: `decode_prefix_len` and `prefix_len` are known,
+        `pages` are there. KV that is computed goes to the tree before.
 
-        Raises first, with nothing changed, what a policy, a log handler or an event of the user's
-        has raised since the last call, and CallerError for a `limit` that is no whole number, or
-        below 0.
+        At most `limit`, first come first served. But one that needs a prefix which another request
+        computes comes when that is there, or will not come. Raises first, with nothing changed,
+        what a policy, a log handler or an event of the user's has raised since the last call, and
+        CallerError for a `limit` that is no whole number, or below 0.
         """
-        check_time(now_s)
+        now_s = self._pump()
         limit = None if limit is None else whole_count("limit", limit)
         self.pages.errors.raise_due()
         # 1. Pages come back: those that waited for the device, and those of requests past their
         # deadline.
-        self.settle_deferred(now_s)
+        if self._deferred:
+            self.settle_deferred(now_s)
         for req in self._deadlines.due(now_s):
             if not req.state.ended:
                 what = f"{req.state.value} when its deadline_s, {req.request.deadline_s}, was over"
@@ -200,32 +207,25 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         for req in popped:
             dense = req.dense_pages * self.pages.page_size
             self.journal.started(req, max(0, dense - req.prefix_len), now_s)
+        self._tell()
         return popped
 
     def send_chunk(
-        self,
-        req: PrefillRequest,
-        end: int,
-        now_s: float,
-        *,
-        last: bool = False,
-        aux: bytes = b"",
-        ready: DeviceEvent | None = None,
-        state_slot: int = -1,
-    ) -> int:
-        """Send decode what it lacks of the KV up to token `end`. Return the pages queued. With
-        `last` the outcome, `aux` and `state_slot` follow.
+        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
+        ready: DeviceEvent | None = None, state_slot: int = -1,
+    ) -> int:  # fmt: skip
+        """Send what decode lacks of a request's KV up to token `end`, computed once `ready.query()`
+        is True. Returns the number of pages queued. With `last`, the extra state in `state_slot`,
+        the outcome and `aux` follow.
 
         A request that has failed meanwhile takes no chunk: the call returns 0, and `pop_failed`
         says why; its computed KV goes to the tree all the same, unless the engine has failed or
         aborted it. Raises RequestError or AuxTooLargeError, with nothing changed.
         """
-        check_time(now_s)
+        now_s = self._pump()
         # 1. Check everything before anything moves: an error that is found later would leave the
         # room stuck.
-        if not isinstance(req, PrefillRequest):
-            raise RequestError(f"req is a {type(req).__name__}, a PrefillRequest is needed")
-        check_page_manager(req, self.pages)
+        self._check_own(req)
         end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready)
         # 2. Failed while the engine computed: no error of the engine's. What it computed is good
         # prefix, unless it has said otherwise; but not once it has popped the failure, since its
@@ -282,6 +282,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 windows=windows,
             )
             self._commands.append(chunk)
+        self._tell()
         return len(src_pages)
 
     def _send_windows(self, req: PrefillRequest, end: int, last: bool) -> tuple[WindowChunk, ...]:
@@ -296,14 +297,16 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self.checkpoints.take_if_stop(req, end)
         return tuple(chunks)
 
-    def save_state(self, req: PrefillRequest, end: int, now_s: float) -> int:
-        """Return the slot for a request's extra state behind `end` tokens, one of its `stops`, just
-        computed; -1 if it need not be copied. Before the chunk is handed over. Raises RequestError,
-        with nothing changed, for another place, or a request that is not computed."""
-        check_time(now_s)
-        if not isinstance(req, PrefillRequest):
-            raise RequestError(f"req is a {type(req).__name__}, a PrefillRequest is needed")
-        check_page_manager(req, self.pages)
+    def save_state(self, req: PrefillRequest, end: int) -> int:
+        """Return the slot of the StatePool into which the engine copies the extra state behind
+        `end` tokens, one of the request's `stops`, just computed; -1 if it need not.
+
+        Before the chunk up to there is handed over by `send_chunk`. The copy has to be queued
+        before any later work on that slot, which is the library's from then on. Raises
+        RequestError, with nothing changed, if `end` is none of its stops, or it is not computed.
+        """
+        self._pump()
+        self._check_own(req)
         end = whole_count("end", end)
         if req.state is PrefillState.FAILED:
             return -1
@@ -314,43 +317,47 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             raise RequestError(f"request {req.rid!r} saves no state {where}")
         return self.checkpoints.take(req, end)
 
-    def pop_sent(self, now_s: float) -> list[PrefillRequest]:
-        return self._pop(self._sent, None, now_s)
+    def pop_sent(self) -> list[PrefillRequest]:
+        """Return the requests that are done: decode has all of their KV."""
+        return self._pop(self._sent, None)
 
-    def pop_failed(self, now_s: float, after: DeviceEvent | None = None) -> list[PrefillRequest]:
-        """Return the requests that failed or were aborted; `error` says why. The engine stops
-        computing them.
+    def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
+        """Return the requests that failed or were aborted; `req.error` says why. The engine has to
+        stop computing them.
 
-        One that had handed over a state slot comes when no write reads it any more. `after`: pages
-        are not released before the `query()` of this device work, launched before this call, is
-        True.
+        One with extra state handed over comes when no write reads that any more. `after`: device
+        work launched for them before this call has ended once its `query()` is True.
         """
-        return self._pop(self._failed, after, now_s)
+        return self._pop(self._failed, after)
 
-    def abort(self, rid: str, now_s: float, error: Exception | None = None) -> bool:
-        """Abort a request. Unknown or ended: no-op, False. Nothing of it is cached that no
-        `pop_bootstrapped` has cached yet. With its last chunk handed over it may have succeeded,
-        and decode may know: then it does succeed."""
-        check_time(now_s)
-        check_error(error)
-        check_rid(rid)
-        req = self.requests.get(rid)
-        if req is None or req.state.ended:
-            self.counters["aborts_of_unknown"] += 1
-            return False
-        self._give_up(req, error or AbortedError(f"request {rid!r} was aborted"), now_s)
-        return True
+    def abort(self, rid: str) -> bool:
+        """End a request; it comes out of `pop_failed`. Returns False if it is unknown or has ended.
+        What its chunks have brought is cached by the next `pop_bootstrapped`, unless this comes
+        before that. With its last chunk handed over it may have succeeded, and decode may know:
+        then it does succeed."""
+        return self._end_named(rid, None)
 
-    def fail(self, rid: str, error: Exception, now_s: float) -> bool:
-        """End a request as failed, as `abort` does: what was computed must not be used. So nothing
-        more is cached of one that has ended, too."""
-        check_time(now_s)
+    def fail(self, rid: str, error: Exception) -> bool:
+        """End a request of which the engine has computed what must not be used: NaN, say
+        (`NotFiniteError`). It comes out of `pop_failed` with `error`; decode is told its name and
+        its text.
+
+        Caches no more than `abort`, also of one that has ended. Before its last chunk is sent:
+        decode goes on from that.
+        """
         check_failure(error)
+        return self._end_named(rid, error)
+
+    def _end_named(self, rid: str, error: Exception | None) -> bool:
+        now_s = self._pump()
         check_rid(rid)
         req = self.requests.get(rid)
         lives = req is not None and not req.state.ended
-        if req is not None:
-            self._give_up(req, error, now_s)
+        if req is not None and (lives or error is not None):
+            self._give_up(req, error or AbortedError(f"request {rid!r} was aborted"), now_s)
+        elif error is None:
+            self.counters["aborts_of_unknown"] += 1
+        self._tell()
         return lives
 
     def _give_up(self, req: PrefillRequest, error: Exception, now_s: float) -> None:
@@ -369,12 +376,10 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
     def end_all(self, error: Exception, now_s: float) -> None:
         """Take no new request, and abort all with `error`. One that is all handed over ends as its
         room does."""
-        check_time(now_s)
-        check_error(error)
         self.draining = True
         for req in list(self.requests.values()):
             if not req.state.ended:
-                self.abort(req.rid, now_s, error)
+                self._give_up(req, error, now_s)
 
     @property
     def has_results(self) -> bool:
@@ -438,29 +443,33 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             else:
                 self._deferred.append((left, req))
 
-    def flush(self) -> int:
-        """Empty the cache after a weight update. Return the number of pages freed at once."""
+    def flush(self, weights_version: str | None = None) -> int:
+        """Empty the prefix cache, after a weight update. Returns the pages freed at once.
+
+        Without `weights_version`, or with the node's own, running requests finish but cache
+        nothing. With another version all that was promised or is computed under the former one
+        fails: `pop_failed` gives a WeightsVersionError, and decode hears of it. What waits for
+        decode's promise goes on; one with its last chunk handed over ends as its room does. No step
+        of the model may come between the change of the weights and this call. Each rank of a mesh
+        is moved by itself. Raises ConfigError, with nothing changed: no string, or over 256
+        characters.
+        """
+        return self._flush(weights_version)
+
+    def _empty(self) -> int:
         # First, so that no request waits for KV of the old weights.
         self.shared_prefixes.flush()
         self.bootstrapped.look_again()
-        return super().flush()
+        return super()._empty()
 
-    def move_weights(self, weights_version: str, now_s: float) -> None:
-        """Take over weights of another version; `flush` has to follow at once.
-
-        A request that was promised pages under the former version, or is computed with it, fails
-        with a WeightsVersionError. One that waits for its promise stays. One with its last chunk
-        handed over ends as its room does. Raises ConfigError, with nothing changed, for what is no
-        version.
-        """
-        check_time(now_s)
-        check_version(weights_version)
-        error = WeightsVersionError(self.weights_version, weights_version)
-        self.weights_version = weights_version
+    def _move_weights(self, error: Exception, now_s: float, after: DeviceEvent | None) -> None:
         for req in list(self.requests.values()):
             if req.state in (PrefillState.BOOTSTRAPPED, PrefillState.COMPUTING):
                 self._fail(req, error, now_s)
-        self._commands.append(MoveWeights(weights_version, ends_waiting=False))
+        self._commands.append(MoveWeights(self.weights_version, ends_waiting=False))
+
+    def feeds(self, worker: PeerId) -> list[EventFeed]:
+        return [EventFeed(self.pages.cache, *worker, at_checkpoints=self._at_checkpoints)]
 
     def check_invariants(self) -> None:
         """Check the pages, rooms and requests against each other. Raises InternalError."""
@@ -508,21 +517,24 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             self._failed.append(req)
         self.journal.ended(req, now_s)
 
-    def _pop(
-        self, ended: list[PrefillRequest], after: DeviceEvent | None, now_s: float
-    ) -> list[PrefillRequest]:
-        check_time(now_s)
+    def _pop(self, ended: list[PrefillRequest], after: DeviceEvent | None) -> list[PrefillRequest]:
+        now_s = self._pump()
         check_event("after", after)
-        is_done = after is None or after.query()  # before anything changes: `query` may raise
+        after = not_done(after)
         reqs = ended.copy()
         ended.clear()
         for req in reqs:
-            if after is not None and not is_done:
+            if after is not None:
                 self._deferred.append((after, req))
             else:
                 req.popped = True
                 self._maybe_release(req, now_s)
         return reqs
+
+    def _check_own(self, req: PrefillRequest) -> None:
+        if not isinstance(req, PrefillRequest):
+            raise RequestError(f"req is a {type(req).__name__}, a PrefillRequest is needed")
+        check_page_manager(req, self.pages)
 
     def _computes_no_more(self, req: PrefillRequest) -> None:
         """Those that followed it look again."""

@@ -36,7 +36,7 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateTensor
 from prefixkv.protocol.ids import PeerId, RoomKey
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_FRAME_BYTES = 4 << 20
 MAX_METADATA_BYTES = 1 << 20
 MAX_PAGES = MAX_FRAME_BYTES // 4 - 1024
@@ -252,6 +252,8 @@ class Hello(Body, frozen=True, tag="hello"):
     """
     libraries: Libraries = Libraries()
     """Versions of the libraries that `agent_metadata` is for."""
+    place: Short = ""
+    """Boot of the machine, network namespace and user, within which `shm` may be used."""
 
 
 class HelloReply(Body, frozen=True, tag="hello-reply"):

@@ -151,9 +151,16 @@ class ReceiverMachine:
     """
 
     def __init__(
-        self, promise: Promise, timing: ControlConfig, now_s: float, prefill: str = ""
+        self,
+        promise: Promise,
+        timing: ControlConfig,
+        now_s: float,
+        prefill: str = "",
+        refused: TransferError | None = None,
     ) -> None:
-        """Begin before any rank is known. `prefill`: its worker's address, for errors."""
+        """Begin before any rank is known. `prefill`: its worker's address, for errors. With
+        `refused` the room is none that opens, and its promise names no pages: it is drained once
+        prefill has heard of it, or cannot."""
         self.key = promise.key
         self.promise = promise
         self.num_pages = promise.num_pages
@@ -169,11 +176,18 @@ class ReceiverMachine:
         self._undrained: set[int] = set()  # ranks that may write, or be writing
         self._outcomes: dict[int, Outcome] = {}
         self._landings: dict[int, _Landings] = {}
+        # A room that no rank has learned of owes prefill, whose engine may have the request, a word
+        # that no promise will come. `_untold`: ranks that have it and have not answered.
+        self._owes = False
+        self._untold: set[int] = set()
+        self._is_refusal = refused is not None
         self._drained_reported = False
         self._overdue_reported = False
         self._resend = Backoff(timing.resend_s)
         self._wait = Wait(timing.longest_wait_s)
         self._wait.start(now_s, timing.bootstrap_timeout_s)
+        if refused is not None:
+            self.poll, self.error, self._owes = KVPoll.FAILED, refused, True
 
     @property
     def ticket(self) -> int:
@@ -199,7 +213,12 @@ class ReceiverMachine:
     @property
     def over(self) -> bool:
         """True if nothing more can happen: the machine may be dropped."""
-        return self.poll.ended and self.drained
+        return self.poll.ended and self.drained and not self._owes
+
+    @property
+    def is_only_owed(self) -> bool:
+        """True if the room's number may be used again: only a word to prefill is left."""
+        return self._owes and self._drained_reported
 
     @property
     def wake_s(self) -> float:
@@ -208,7 +227,8 @@ class ReceiverMachine:
             return float("inf")
         deadline_s = float("inf") if self._overdue_reported else self._wait.due_s
         # While open a promise awaits its answer, afterwards an Abort awaits its Drained.
-        waiting_for_answer = self._unacked if not self.poll.ended else self._undrained
+        answers = self._undrained | self._untold
+        waiting_for_answer = self._unacked if not self.poll.ended else answers
         return min(deadline_s, self._resend.due_s) if waiting_for_answer else deadline_s
 
     def on(self, event: ReceiverEvent, now_s: float) -> list[ReceiverAction]:
@@ -216,7 +236,8 @@ class ReceiverMachine:
         actions: list[ReceiverAction] = run(self, self.TABLE, event, now_s)
         # Looked at after every event, since both halves can come last: the failure, or the proof.
         # RoomDrained therefore always follows RoomEnded. After SUCCESS the end itself is the proof.
-        if self.poll is KVPoll.FAILED and self.drained and not self._drained_reported:
+        waits = not self.drained or (self._is_refusal and self._owes)
+        if self.poll is KVPoll.FAILED and not waits and not self._drained_reported:
             self._drained_reported = True
             actions.append(RoomDrained(self.key))
         return actions
@@ -343,7 +364,7 @@ class ReceiverMachine:
                 error = TransferTimeoutError(
                     f"prefill at {self._prefill!r}: {self._wait.limit} passed in {self.poll.name}"
                 )
-                return self._fail(Fail(error), now_s)
+                return self._fail(Fail(error, tell=bool(self.ranks)), now_s)
             # 3. All are heard: the request may wait in a queue there. Ask by repeating the promise.
             # A rank that has lost the room, since its last frames on it were lost, answers with an
             # outcome. A rank with its outcome here is not asked: it may have dropped the room.
@@ -358,7 +379,13 @@ class ReceiverMachine:
         self.poll = KVPoll.FAILED
         self.error = event.error
         # The wait is now one for proof. When it is over the room is reported as overdue, and kept.
-        self._wait.start(now_s, self._timing.drain_timeout_s)
+        # Where no rank has learned of the room, only prefill's patience is at stake: by then it has
+        # given up by itself.
+        self._owes = event.tell and not self.ranks
+        timing = self._timing
+        self._wait.start(
+            now_s, timing.bootstrap_timeout_s if self._owes else timing.drain_timeout_s
+        )
         self._resend.start(now_s)
         actions: list[ReceiverAction] = [RoomEnded(self.key, self.poll, error=event.error)]
         if event.tell:
@@ -371,7 +398,23 @@ class ReceiverMachine:
         error = self.error
         versions = error.versions if isinstance(error, WeightsVersionError) else None
         abort = Abort(*self.key.numbers, str(error)[:1000], self.promise.ticket, versions)
-        return [SendToRank(rank, abort) for rank in sorted(self._undrained) if rank != gone]
+        ranks = sorted(self._undrained | self._untold)
+        return [SendToRank(rank, abort) for rank in ranks if rank != gone]
+
+    def _on_late_ready(self, event: PeerReady, now_s: float) -> list[ReceiverAction]:
+        """Tell the ranks what is owed. Else the room failed as its peer came to be known."""
+        if not self._owes or self.ranks:
+            return []
+        self.ranks = frozenset(event.ranks)
+        self._untold = set(event.ranks)
+        self._resend.start(now_s)
+        return self._aborts()
+
+    def _on_late_fail(self, event: Fail, now_s: float) -> list[ReceiverAction]:
+        """Prefill cannot be told. The first error stands."""
+        self._owes = False
+        self._untold.clear()
+        return []
 
     def _on_late_outcome(self, event: OutcomeSaid, now_s: float) -> list[ReceiverAction]:
         """Acknowledge it; it may carry the proof."""
@@ -381,10 +424,18 @@ class ReceiverMachine:
 
     def _on_late_proof(self, event: DrainedSaid | FencedOff, now_s: float) -> list[ReceiverAction]:
         self._undrained.discard(event.rank)
+        if event.rank in self._untold:
+            self._untold.discard(event.rank)
+            self._owes = bool(self._untold)
         return []
 
     def _tick_draining(self, event: RoomTick, now_s: float) -> list[ReceiverAction]:
         actions: list[ReceiverAction] = []
+        if self._owes:
+            # Giving up on time is safe only here: no rank has ever known pages of this room.
+            self._owes = self._wait.goes_on(event.heard_s, now_s)
+            repeats = self._owes and self._untold and self._resend.take(now_s)
+            return self._aborts() if repeats else actions
         if self.drained:
             return actions
         if now_s >= self._wait.due_s and not self._overdue_reported:
@@ -453,11 +504,11 @@ class ReceiverMachine:
             DrainedSaid: Step(_on_late_proof, {KVPoll.FAILED}),
             FencedOff: Step(_on_late_proof, {KVPoll.FAILED}),
             RoomTick: Step(_tick_draining, {KVPoll.FAILED}),
-            PeerReady: IGNORED,  # the room failed as its peer came to be known
+            PeerReady: Step(_on_late_ready, {KVPoll.FAILED}),
             # Sent before the peer heard of our abort: neither proves anything.
             PromiseAcked: IGNORED,
             ChunkLanded: IGNORED,
             UnitsStaged: IGNORED,
-            Fail: IGNORED,  # a room fails once; the first error stands
+            Fail: Step(_on_late_fail, {KVPoll.FAILED}),
         },
     }

@@ -52,7 +52,8 @@ from prefixkv.request import DeviceEvent
 
 @dataclass(slots=True, eq=False)
 class _RoomReader:
-    """A decode rank of the room. `answered`: it knows the outcome, or waits for none."""
+    """A decode rank of the room. `answered`: it knows the outcome, or waits for none. `counted` are
+    the pages and parked promises that its control counts for it."""
 
     peer: PeerId
     promise: Promised | None = None
@@ -60,6 +61,11 @@ class _RoomReader:
     answered: bool = False
     num_chunks: int = 0  # chunks written to it
     num_units: int = 0
+    counted: tuple[int, int] = (0, 0)
+
+    @property
+    def num_pages(self) -> int:
+        return self.promise.all_pages if self.promise is not None else 0
 
 
 class SenderMachine:
@@ -81,6 +87,7 @@ class SenderMachine:
         # Decode's side: the ranks that have spoken, and under which ticket.
         self.readers: dict[int, _RoomReader] = {}  # by decode rank, from its first frame on
         self.met_before = 0  # count of decode ranks, kept by its control
+        self.worker: PeerId | None = None  # the life of decode that they are of, kept by it too
         self.ticket = 0  # that of the promise, or of an abort that came without one
         # Jobs that read our pages or may write decode's. A job leaves `in_flight` when it ends, for
         # `undrained` if it may still land.
@@ -126,31 +133,22 @@ class SenderMachine:
         """True if the engine has added the room, and a reader has yet to promise."""
         return self.added and self.poll is KVPoll.BOOTSTRAPPING
 
-    @property
-    def is_left_over(self) -> bool:
-        """True if it ended before any reader spoke of it, and is kept to answer them."""
-        return self.poll.ended and self.drained and not self.readers
-
     def may_be_about(self, digest: bytes) -> bool:
         """True if a frame with this digest may be about the room's request: False only where both
         name a prompt, and the two differ."""
         return not (digest and self.digest) or digest == self.digest
 
-    def parked(self) -> list[tuple[Promised, PeerId]]:
-        if not self.is_parked:
-            return []
-        return [(one.promise, one.peer) for one in self.readers.values() if one.promise]
+    @property
+    def prompt(self) -> bytes:
+        """Digest of the request's prompt, else of the one that was promised; b"": not known."""
+        return self.digest or (self._promise.digest if self._promise is not None else b"")
+
+    def promises(self) -> list[Promised]:
+        return [reader.promise for reader in self.readers.values() if reader.promise]
 
     @property
     def is_parked(self) -> bool:
         return not self.added and not self.poll.ended and self._promise is not None
-
-    def proves(self, is_proved: Callable[[Promised], bool]) -> bool:
-        return all(is_proved(one.promise) for one in self.readers.values() if one.promise)
-
-    def may_be_for(self, digest: bytes) -> bool:
-        """As `may_be_about`, of the promises that have come."""
-        return self.proves(lambda one: not (one.digest and digest) or one.digest == digest)
 
     @property
     def drained(self) -> bool:
@@ -234,9 +232,15 @@ class SenderMachine:
         as long as no reader has spoken: then no ticket is known here."""
         return bool(self.readers) and self.ticket != ticket
 
-    def is_strange(self, peer: PeerId, reader: int) -> bool:
+    def admits(self, peer: PeerId, reader: int, worker: PeerId) -> bool:
+        """Return whether this rank may speak about this use of the room. Not if another process has
+        spoken as this rank, or another life of the worker has spoken: pages of two lives must not
+        meet."""
         known = self.readers.get(reader)
-        return known is not None and known.peer != peer
+        return (known is None or known.peer == peer) and self.worker in (None, worker)
+
+    def has_reader(self, peer: PeerId) -> bool:
+        return any(reader.peer == peer for reader in self.readers.values())
 
     def same_promise(self, event: Promised) -> bool:
         """Return True if this repeats a reader's promise, or is its first and like the others."""
@@ -274,9 +278,8 @@ class SenderMachine:
             return PromptMismatchError(
                 f"decode waits for {fill_len} tokens, the request here has {self._num_tokens}"
             )
-        promises = [reader.promise for reader in self.readers.values() if reader.promise]
         # The lengths agree; now the content.
-        if all(one.digest == self.digest for one in promises):
+        if all(promise.digest == self.digest for promise in self.promises()):
             return None
         return PromptMismatchError(
             f"decode waits for other tokens, or another namespace, than the request here has: "
@@ -574,14 +577,13 @@ class SenderMachine:
     # --- the table: the events of each state, and the states that may follow ----------------------
 
     # A peer may repeat itself, be late, or send anything, so its frames stand in every row. Ours
-    # are Added, which must not come twice, and JobEnded, which must not come where no write can
-    # be under way.
+    # are Added, which must not come twice, and JobEnded and JobDrained, which must not come where
+    # no write can be under way.
     TABLE: ClassVar[Table] = {
         KVPoll.BOOTSTRAPPING: {
             Added: Step(_on_added, {KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED}),
             Promised: Step(_on_promised, set(KVPoll)),  # with kept chunks it may go all the way
             SendChunk: Step(_on_early_chunk, {KVPoll.BOOTSTRAPPING}),
-            JobDrained: IGNORED,  # of an earlier use of the number, whose readers were all gone
             AbortSaid: Step(_on_abort, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
@@ -591,7 +593,6 @@ class SenderMachine:
         KVPoll.WAITING_FOR_INPUT: {
             Promised: Step(_on_promise_repeated, {KVPoll.WAITING_FOR_INPUT}),
             SendChunk: Step(_on_chunk, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
-            JobDrained: IGNORED,  # of an earlier use
             AbortSaid: Step(_on_abort, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
@@ -602,7 +603,7 @@ class SenderMachine:
             Promised: Step(_on_promise_repeated, {KVPoll.TRANSFERRING}),
             SendChunk: Step(_on_chunk, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
             JobEnded: Step(_on_job_ended, {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED}),
-            JobDrained: IGNORED,  # of an earlier use: an undrained job of this one fails the room
+            JobDrained: IGNORED,  # an undrained job has failed the room
             AbortSaid: Step(_on_abort, {KVPoll.FAILED}),
             Fail: Step(_fail, {KVPoll.FAILED}),
             OutcomeAcked: IGNORED,  # no outcome was said
@@ -612,7 +613,6 @@ class SenderMachine:
         KVPoll.SUCCESS: {
             Promised: Step(_on_late_promise, {KVPoll.SUCCESS}),
             SendChunk: IGNORED,  # after the last one, too late to fail the room
-            JobDrained: IGNORED,  # of an earlier use
             AbortSaid: Step(_on_late_abort, {KVPoll.SUCCESS}),
             Fail: Step(_on_late_fail, {KVPoll.SUCCESS}),
             OutcomeAcked: Step(_on_outcome_acked, {KVPoll.SUCCESS}),

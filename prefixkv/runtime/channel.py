@@ -22,7 +22,7 @@ from prefixkv.connections import Bounds, Newcomers, is_empty, set_bounds
 from prefixkv.control.effects import ConnectFailed, FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError, HandshakeError, RefusedError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
-from prefixkv.runtime.closing import Closing
+from prefixkv.runtime.one_thread import Closing
 
 _REACHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _WRONG_ADDRESS = "a wrong address, or no prefill worker runs there"
@@ -106,6 +106,28 @@ class _Channel(Closing):
         ready: list[Any] = self._poller.poll(timeout_ms)
         return [sock for sock, _ in ready if sock != self._wake_fd]
 
+    def _messages(
+        self,
+        sock: zmq.Socket[bytes],
+        num_parts: int,
+        heard: Callable[[zmq.Frame], None] = lambda _: None,
+    ) -> Iterator[list[zmq.Frame]]:
+        """Yield up to `_FRAMES_A_POLL` messages that have come, so that no socket delays the
+        others. `heard` gets the last part of each. Other parts come from no socket of ours."""
+        for number in range(_FRAMES_A_POLL):
+            # After the first message it is asked, since an exception costs three times as much.
+            if number and is_empty(sock):
+                return
+            try:
+                parts = sock.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            heard(parts[-1])
+            if len(parts) == num_parts:
+                yield parts
+            else:
+                self.counters["frames_malformed"] += 1
+
     def _drop(self, why: str) -> None:
         self.counters[f"frames_not_sent: {why}"] += 1
 
@@ -165,22 +187,11 @@ class RouterChannel(_Channel):
             frames += self._failed_handshakes(self._newcomers.read())
         if self._zap in ready:
             frames += self._let_in()
-        for number in range(_FRAMES_A_POLL if self._sock in ready else 0):
-            # After the first message it is asked, since an exception costs three times as much.
-            if number and is_empty(self._sock):
-                break
-            try:
-                parts = self._sock.recv_multipart(zmq.DONTWAIT, copy=False)
-            except zmq.Again:
-                break
-            self._newcomers.heard(parts[-1])
-            # A route and one message. More parts come from no socket of ours.
-            if len(parts) != 2:
-                self.counters["frames_malformed"] += 1
-                continue
-            # `Peer-Address` decides whether the sender is on this machine where the bind is not
-            # loopback.
-            route, message = parts
+        if self._sock not in ready:
+            return frames
+        # `Peer-Address` decides whether the sender is on this machine where the bind is not
+        # loopback.
+        for route, message in self._messages(self._sock, 2, self._newcomers.heard):
             frame = FrameReceived(
                 route.bytes,
                 message.bytes,
@@ -343,7 +354,6 @@ class DealerChannel(_Channel):
     ) -> list[FrameReceived[str] | Reached | Unreached | ConnectFailed]:
         """Wait, and return frames, changes of connections, or nothing if woken up."""
         frames: list[FrameReceived[str] | Reached | Unreached | ConnectFailed] = []
-        # Each socket is read up to its own bound, so that one worker does not delay others.
         for one in self._poll(timeout_s):
             address = self._addresses.get(one)
             if address is None:  # a probe, which has ended as its address was reached just now
@@ -355,18 +365,9 @@ class DealerChannel(_Channel):
             if probe is not None and one is probe.sock:
                 probe.read()
                 continue
-            sock = self._socks[address]
-            for number in range(_FRAMES_A_POLL):
-                if number and is_empty(sock):  # as in `RouterChannel.poll`
-                    break
-                try:
-                    parts = sock.recv_multipart(zmq.DONTWAIT)
-                except zmq.Again:
-                    break
-                if len(parts) != 1:
-                    self.counters["frames_malformed"] += 1
-                    continue
-                frames.append(FrameReceived(address, parts[0], is_local=is_loopback(address)))
+            is_local = is_loopback(address)
+            for (message,) in self._messages(self._socks[address], 1):
+                frames.append(FrameReceived(address, message.bytes, is_local=is_local))
         return frames
 
     def _monitor_changes(

@@ -16,10 +16,11 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final, Generic, Protocol, TypeVar, assert_never, get_args
 
+from prefixkv.config import Way
 from prefixkv.control.effects import (
     AddPeer,
     AgentDestroyed,
@@ -30,8 +31,8 @@ from prefixkv.control.effects import (
     Disconnect,
     Examine,
     Expect,
-    FrameFailed,
     FrameReceived,
+    Raised,
     Reached,
     RemovePeer,
     Renew,
@@ -41,7 +42,7 @@ from prefixkv.control.effects import (
     To,
     Unreached,
 )
-from prefixkv.control.peer_changes import PeerChanges
+from prefixkv.control.lives import LostPeers, PeerChanges
 from prefixkv.errors import ClosedError, ConfigError, InternalError
 from prefixkv.protocol.events import (
     Bootstrapped,
@@ -57,11 +58,12 @@ from prefixkv.protocol.events import (
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.copies import CopySink, StagingCopies
-from prefixkv.runtime.peer_log import PeerLog
-from prefixkv.runtime.prover import Prover
-from prefixkv.staging.receiver import Scatter
-from prefixkv.staging.sender import Gather
-from prefixkv.transport.base import Sink, Transport, TransportEvent, WriteJob
+from prefixkv.runtime.death import Prover
+from prefixkv.runtime.logs import PeerLog
+from prefixkv.staging.receiver import Scatter, StagingReceiver
+from prefixkv.staging.sender import Gather, StagingSender
+from prefixkv.transport.base import Settled, Sink, TransportEvent, WriteJob
+from prefixkv.transport.transports import Transports
 from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.control")
@@ -87,6 +89,7 @@ Effect = (
     | Renew
     | Gather
     | Scatter
+    | Raised
     | RoomEvent
 )
 """Effects of either side's control object."""
@@ -101,18 +104,20 @@ class Control(Protocol[Command_contra, To]):
     counters: Counter[str]
     news: PeerChanges
 
-    def on(
-        self, what: Command_contra | FrameReceived[To] | FrameFailed[To] | Common, now_s: float
-    ) -> Sequence[Effect[To]]: ...
-
     @property
-    def last_effects(self) -> Sequence[Effect[To]]: ...
+    def staging(self) -> StagingReceiver | StagingSender | None: ...
+
+    def on(
+        self, what: Command_contra | FrameReceived[To] | Common, now_s: float
+    ) -> Sequence[Effect[To]]: ...
 
     @property
     def wake_s(self) -> float: ...
 
     @property
     def num_rooms(self) -> int: ...
+
+    def lost_peers(self, now_s: float) -> LostPeers: ...
 
 
 class Channel(Protocol[To]):
@@ -140,23 +145,23 @@ class ControlThread(Generic[Command, To]):
     """The thread with its inboxes. Created by the scheduler's thread, which calls `submit`,
     `events` and `close`.
 
-    The parts are created here, one after the other, since each needs the one before: the transport
-    reports to the inbox, the control object says in its Hello how to reach the transport, the
+    The parts are created here, one after the other, since each needs the one before: transports
+    report to the inbox, the control object says in its Hello how to reach them, the
     channel wakes with the inbox. If one raises, all that was created is closed again.
     """
 
     def __init__(
         self,
         name: str,
-        transport: Callable[[Sink], Transport],
-        control: Callable[[bytes], Control[Command, To]],
+        transports: Callable[[Sink], Transports],
+        control: Callable[[Mapping[Way, bytes]], Control[Command, To]],
         channel: Callable[[int], Channel[To]],
         copies: Callable[[CopySink], StagingCopies | None],
         prover: Prover | None = None,
     ) -> None:
-        """Create transport, control object, copies and sockets, and start the thread.
+        """Create transports, control object, copies and sockets, and start the thread.
 
-        `transport` is given where its events go, `control` the transport's metadata, `channel` a
+        `transports` is given where events go, `control` the transports' offers, `channel` a
         descriptor that wakes its sockets, `copies` where their ends are reported. `prover` looks at
         processes; it is closed here, also if this raises.
         """
@@ -177,10 +182,10 @@ class ControlThread(Generic[Command, To]):
                 undo.callback(prover.close)
             # A transport writes to addresses. The function that made it holds the memory
             # (`Memory`), which so lives as long as the thread, even if the node is dropped.
-            self._made_of = transport
-            self.transport = transport(self.inbox.put)
-            undo.callback(self.transport.close)
-            self.control: Control[Command, To] = control(self.transport.metadata)
+            self._made_of = transports
+            self.transports = transports(self.inbox.put)
+            undo.callback(self.transports.close)
+            self.control: Control[Command, To] = control(self.transports.offers)
             self._copies = copies(self.inbox.put)
             if self._copies is not None:
                 undo.callback(self._copies.close)
@@ -233,7 +238,7 @@ class ControlThread(Generic[Command, To]):
                 time.sleep(_RETRY_PAUSE_S)
         # 1. The agent: only once it is destroyed are our writes fenced.
         try:
-            self.transport.close()
+            self.transports.close()
         except Exception as error:
             self._close_error = error  # not fenced
         # 2. What depends on that: the socket that proves us alive (kept if writes may still land),
@@ -268,10 +273,7 @@ class ControlThread(Generic[Command, To]):
         # none.
         try:
             if self.control.wake_s <= now_s:
-                try:
-                    self.control.on(Tick(), now_s)
-                finally:
-                    self._carry_out(self.control.last_effects)
+                self._carry_out(self.control.on(Tick(), now_s))
         finally:
             self._log_news(now_s)
 
@@ -289,26 +291,12 @@ class ControlThread(Generic[Command, To]):
             self.num_log_errors += 1
 
     def _take(self, what: Command | FrameReceived[To] | Common, now_s: float) -> None:
-        """Carries out the effects also before an exception."""
+        if isinstance(what, Settled) and not self.transports.settled(what.token):
+            return
         try:
-            self.control.on(what, now_s)
+            self._carry_out(self.control.on(what, now_s))
         except Exception as error:
-            # A frame is a peer's word: its exception ends a room. All else is our own defect.
-            if isinstance(what, FrameReceived):
-                self._carry_out(self.control.last_effects)
-                self._fail_frame(what, error, now_s)
-            else:
-                self._failed(error)
-        # Also those from before an exception: they belong to other rooms, or the control object
-        # takes them for done.
-        self._carry_out(self.control.last_effects)
-
-    def _fail_frame(self, frame: FrameReceived[To], error: Exception, now_s: float) -> None:
-        self._log_error(error, "a frame from %r raised", frame.source)
-        try:
-            self.control.on(FrameFailed(frame, error), now_s)
-        except Exception as another:
-            self._log_error(another, "nor can its room be ended")
+            self._failed(error)
 
     def _carry_out(self, effects: Sequence[Effect[To]]) -> None:
         """Events for the scheduler first, then the others in order."""
@@ -336,37 +324,36 @@ class ControlThread(Generic[Command, To]):
         match effect:
             case SendFrame():
                 self.channel.send(effect.to, effect.raw)
+            case Raised(error, source):
+                # A frame is a peer's word: its exception ends a room. All else is our own defect.
+                if source is None:
+                    self._failed(error)
+                else:
+                    self._log_error(error, "a frame from %r raised", source)
             case WriteJob():
-                self.transport.write(effect)
+                self.transports.write(effect)
             case Gather():
                 self._staging.gather(effect)
             case Scatter():
                 self._staging.scatter(effect)
             case Expect():
-                self.transport.expect(effect.num_rooms)
+                self.transports.expect(effect.num_rooms)
             case Cancel():
-                self.transport.cancel(effect.job_id)
+                self.transports.cancel(effect.job_id)
             case Settle():
-                self.transport.settle(effect.token, effect.for_s)
+                self.transports.settle(effect.token, effect.for_s)
             case Renew():
-                self.transport.renew()
+                self.transports.renew()
             case Examine():
                 if self._prover is None:
                     raise InternalError("a process is to be looked at where nothing does")
                 self._prover.submit(effect.peer, effect.life)
             case AddPeer():
-                self.transport.add_peer(
-                    effect.peer,
-                    effect.metadata,
-                    effect.layout,
-                    parts=effect.parts,
-                    staging=effect.staging,
-                    state=effect.state,
-                )
+                self.transports.add_peer(effect.way, effect.peer, effect.metadata, effect.memory)
                 if self._copies is not None:
                     self._copies.add_peer(effect)
             case RemovePeer():
-                self.transport.remove_peer(effect.peer)
+                self.transports.remove_peer(effect.peer)
                 if self._copies is not None:
                     self._copies.remove_peer(effect.peer)
             case Connect():

@@ -159,8 +159,8 @@ class StagingCopies:
 
     def add_peer(self, added: AddPeer) -> None:
         """Prepare the gathers for a peer, if it is staged to."""
-        if added.staged:
-            self._to_peers[added.peer] = self._copy_of(added.parts[0], added.unit_tokens)
+        if added.staged and added.memory.parts is not None:
+            self._to_peers[added.peer] = self._copy_of(added.memory.parts[0], added.unit_tokens)
 
     def remove_peer(self, peer: PeerId) -> None:
         """Forget a peer. A gather for it that has not started fails, by its CopyDone."""

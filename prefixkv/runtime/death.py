@@ -5,6 +5,8 @@ that began at another time; no fork of it holds the abstract socket that it boun
 connection of ours with an other end that no process owns has delivered all that was sent into it.
 If one of these cannot be found out, nothing is proved: another boot, other namespaces, another
 system than Linux. Pages are freed on this proof, so every doubt counts as "alive".
+
+    control thread --submit--> prover's thread: a few files of /proc --tell--> control thread
 """
 
 from __future__ import annotations
@@ -13,21 +15,31 @@ import array
 import errno
 import fcntl
 import ipaddress
+import logging
 import os
 import pathlib
+import queue
 import secrets
 import socket
 import sys
 import termios
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+from prefixkv.config import ControlConfig
+from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import ProcessLife
+
+_log = logging.getLogger("prefixkv.control")
 
 _PROC: Final = pathlib.Path("/proc")
 _HOLDER: Final = "\0prefixkv-life-"
+_JOIN_LIMIT_S: Final = 30.0
+
+Prove = Callable[[PeerId], None]
 
 
 class HeldLife:
@@ -203,3 +215,72 @@ def _began(pid: int) -> int | None:
         return None
     # The name in parentheses may hold anything, so fields count from the last one. Field 22.
     return int(stat.rpartition(")")[2].split()[19])
+
+
+class Prover:
+    """The thread that proves deaths. `submit` and `close` are the control thread's.
+
+    `tell` is called from the prover's own thread, for each peer that is dead and has nothing on its
+    way here. `is_written_to`: peers write into memory of this process.
+    """
+
+    def __init__(self, name: str, timing: ControlConfig, is_written_to: bool, tell: Prove) -> None:
+        self._name = name
+        self._is_written_to = is_written_to
+        self._tell = tell
+        self._own_life: HeldLife | None = None
+        if timing.prove_death:
+            try:
+                self._own_life = HeldLife()
+            except OSError as error:
+                _log.info("%s: no peer will be told which process this is: %r", name, error)
+        # Queued or being looked at; added by the control thread, discarded by the other.
+        self._asked: set[PeerId] = set()
+        self._queue: queue.SimpleQueue[tuple[PeerId, ProcessLife] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None  # from the first `submit` on
+
+    @property
+    def life(self) -> ProcessLife | None:
+        """Identity of this process for Hello, None if it is not said."""
+        return None if self._own_life is None else self._own_life.life
+
+    def submit(self, peer: PeerId, life: ProcessLife) -> None:
+        """Have a peer's process looked at soon. No-op while it is queued or being looked at."""
+        if peer in self._asked:
+            return
+        # Started on the first use: most nodes never doubt a peer.
+        if self._thread is None:
+            name = f"prefixkv-prover-{self._name}"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # it is asked again
+                _log.error("whether %s is dead cannot be looked at: %s", peer, error)
+                return
+            self._thread = thread
+        # Before it is queued: the thread discards it at its end, and must find it here.
+        self._asked.add(peer)
+        self._queue.put((peer, life))
+
+    def close(self, *, ended: bool = True) -> None:
+        """Join the thread, and let the identity go. Idempotent. `ended`: as for
+        `HeldLife.close`."""
+        # Behind all that is queued: looks that have begun are finished.
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(_JOIN_LIMIT_S)
+        if self._own_life is not None:
+            self._own_life.close(ended=ended)
+            self._own_life = None
+
+    def _run(self) -> None:
+        while (asked := self._queue.get()) is not None:
+            peer, life = asked
+            try:
+                # Dead, and nothing on its way: only both together prove that nothing of it lands
+                # any more.
+                if is_dead(life) and (not self._is_written_to or has_read_the_dead()):
+                    self._tell(peer)
+            except Exception as error:  # what /proc holds is not as it is known to be
+                _log.error("whether %s is dead cannot be told: %r", peer, error)
+            self._asked.discard(peer)

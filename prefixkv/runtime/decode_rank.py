@@ -18,7 +18,7 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.row_log import RowFollower
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.following_rank import FollowingRank
-from prefixkv.runtime.host_memory import HostMemory
+from prefixkv.runtime.host_copies import HostMemory
 from prefixkv.runtime.rank_spec import RankSpec, rank_sizes
 from prefixkv.settings import check_kind
 

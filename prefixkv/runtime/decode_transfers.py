@@ -6,9 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from prefixkv.addresses import check_prefill, is_loopback
-from prefixkv.config import DecodeConfig
-from prefixkv.control.death_watch import LostPeers
+from prefixkv.addresses import check_prefill
+from prefixkv.config import DecodeConfig, Way
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.digest import check_digest
 from prefixkv.errors import ConfigError, RequestError, shown
@@ -20,7 +19,6 @@ from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
 from prefixkv.protocol.commands import (
     AbortRoom,
     DecodeCommand,
-    Fence,
     OpenRoom,
     RefuseRoom,
 )
@@ -30,23 +28,17 @@ from prefixkv.protocol.events import (
     RoomEnded,
 )
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.messages import MAX_PAGES, Promise
+from prefixkv.protocol.messages import MAX_PAGES, ProcessLife, Promise
 from prefixkv.request import whole_number
 from prefixkv.runtime.channel import DealerChannel
-from prefixkv.runtime.control_thread import ControlThread
-from prefixkv.runtime.prover import Prover
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
     MakeTransport,
-    Memory,
     Transfers,
-    peer_id,
     room_key,
     secret_number,
 )
-from prefixkv.settings import check_callable, check_kind
-from prefixkv.transport.interfaces import check_interface
-from prefixkv.transport.offers import split_offers
+from prefixkv.settings import check_kind
 
 
 class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
@@ -75,61 +67,35 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
     ) -> None:
         begun_s = time.monotonic()  # first: no request came before
         config = checked_config(config, DecodeConfig)
-        super().__init__(config.model.weights_version)
         spec = RankSpec.of(pool, config.model, mesh, rank, state)
-        check_callable("transport", transport)
+        super().__init__(pool, config, spec, transport)
         if worker is not None:
             check_kind("worker", worker, PeerId)
         born_s = None if rank else begun_s
-        name = f"{config.name}/{rank}" if rank else config.name
-        self.peer_id = me = PeerId(name, secret_number())
-        self._page_size = pool.layout.page_size
-        self._num_pages, self._num_slots = pool.layout.num_pages, spec.num_slots
-        self._windows = pool.layout.windows
         # Open, refused, or failed and not drained: their numbers are in use.
         self._keys: set[RoomKey] = set()
-        memory = Memory(pool, spec, me, config.transport, transport)
 
-        # Called by the control thread's constructor, once the transport has its metadata.
-        def control(metadata: bytes) -> DecodeControl:
-            offers = split_offers(metadata)
-            if transport is None and config.transport.backend == "shm" and not offers.shm:
+        # Called by the control thread's constructor, once the transports have their metadata.
+        def control(offers: Mapping[Way, bytes], life: ProcessLife | None) -> DecodeControl:
+            if transport is None and config.transport.backend == "shm" and not offers["shm"]:
                 raise ConfigError(
                     'backend is "shm", and the pool, or the state, is not memory that a peer may '
                     "map: make it with shared=True"
                 )
-            hello = spec.hello(offers, worker or me, memory.area, prover.life)
-            return DecodeControl(me, hello, config.control, config.model.option_names, born_s)
+            hello = spec.hello(offers, worker or self.peer_id, self._area, life)
+            names = config.model.option_names
+            return DecodeControl(self.peer_id, hello, config.control, names, born_s)
 
         def check(address: str) -> None:
-            # Without an interface named, KV cannot come from another machine: refuse such an
-            # address now, and not by a timeout.
-            if transport is None and config.transport.backend != "shm":
-                what = f"prefill is {address!r}"
-                check_interface(config.transport.interface, what, is_loopback(address))
+            # Refused now, and not by a timeout.
+            self._check_interface(f"prefill is {address!r}", address)
 
-        # Before the thread, which closes it, and before the Hello, which says what it holds.
-        prover = Prover(name, config.control, is_written_to=True, tell=self._proved)
-        self.thread = ControlThread(
-            name,
-            memory.transport,
-            control,
-            lambda fd: DealerChannel(config.control, fd, check),
-            memory.copies,
-            prover=prover,
-        )
-
-    def _proved(self, peer: PeerId) -> None:
-        self.thread.inbox.put(Fence(peer, proved=True))
+        self._start(control, lambda fd: DealerChannel(config.control, fd, check), True)
 
     @property
     def control(self) -> DecodeControl:
         """For audits; it belongs to the control thread."""
         return cast(DecodeControl, self.thread.control)
-
-    @property
-    def _staging_counters(self) -> Mapping[str, int]:
-        return {} if self.control.staging is None else self.control.staging.counters
 
     def open(
         self,
@@ -255,20 +221,11 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         ):
             self._keys.discard(event.key)
 
-    def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this prefill process is dead: its rooms end, drained."""
-        self.submit(Fence(peer_id(peer, incarnation)))
-
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
         """Return, by address, the identity of each prefill worker, and "ready", "suspect" or
         "connecting". Any thread may ask."""
         self.check_open()
         return self.control.peers(time.monotonic())
-
-    def lost_peers(self) -> LostPeers:
-        """As `DecodeNode.lost_peers`. Any thread may ask."""
-        self.check_open()
-        return self.control.lost_peers(time.monotonic())
 
     def peer_states(self) -> list[str]:
         """Return the state of each prefill rank, as `peers` says it."""

@@ -9,26 +9,32 @@ from __future__ import annotations
 import math
 import select
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.control.death_watch import LostPeers, merged_lost_peers
+from prefixkv.control.effects import To
+from prefixkv.control.lives import LostPeers, merged_lost_peers
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import CallerError, ConfigError, check_laws, shown
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
+from prefixkv.pages.requests import Command, Req
 from prefixkv.paging import Pages
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest
+from prefixkv.protocol.commands import DecodeCommand, PrefillCommand
+from prefixkv.protocol.events import DecodeEvent, PrefillEvent
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.decode_rank import DecodeRank
+from prefixkv.runtime.node import E, Node
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.runtime.prefill_rank import PrefillRank
-from prefixkv.settings import check_kind, check_timeout
+from prefixkv.settings import check_kind
 from prefixkv.wakeups import wait_readable
 
 
@@ -83,7 +89,40 @@ class _Readiness:
         self._epoll.close()
 
 
-class DecodeGroup(DecodeNode):
+class _Group(Node[Req, Command, To, E]):
+    """Rank 0, and the calls that are alike on both sides."""
+
+    others: Sequence[DecodeRank] | Sequence[PrefillRank]
+    _readiness: _Readiness
+
+    def _tell(self) -> None:
+        super()._tell()
+        if self.others and self._log.has_news(self.pages):
+            self._hand_log()
+
+    @abstractmethod
+    def _hand_log(self) -> None:
+        """Let the other ranks follow."""
+
+    def _sleep(self, timeout_s: float | None) -> bool:
+        return self._readiness.wait(timeout_s)
+
+    def fileno(self) -> int:
+        """As `Node.fileno`, for any rank."""
+        return self._readiness.fd if self.others else super().fileno()
+
+    def close(self) -> None:
+        """Close every rank, rank 0 first: its scheduler tells the others nothing after that. An
+        InternalError comes once all are closed; others are its context."""
+        # Callbacks run in reverse: readiness, rank 0, then the others. All run even if one raises.
+        with ExitStack() as closing:
+            for other in self.others:
+                closing.callback(other.close)
+            closing.callback(super().close)
+            closing.callback(self._readiness.close)
+
+
+class DecodeGroup(_Group[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeNode):
     """Rank 0 with the other ranks at hand: each call takes their events, and hands them the log.
 
     `pools`: by rank; each holds its rank's share, all have as many pages. `states`: by rank, where
@@ -103,10 +142,8 @@ class DecodeGroup(DecodeNode):
         states = _check_ranks(pools, states, mesh.num_ranks)
         self.others: list[DecodeRank] = []
         self._readiness = _Readiness()
-        self._log = RankLog()
-        super().__init__(
-            pools[0], config, self._log if mesh.num_ranks > 1 else None, mesh, states[0]
-        )
+        log = RankLog() if mesh.num_ranks > 1 else None
+        super().__init__(pools[0], config, log, mesh, states[0])
         # Rank 0 exists: others name it as their worker. If one fails, all are closed.
         try:
             for rank, pool in enumerate(pools[1:], start=1):
@@ -124,11 +161,6 @@ class DecodeGroup(DecodeNode):
             self._tell()
         return now_s
 
-    def _tell(self) -> None:
-        super()._tell()
-        if self.others and self._log.has_news(self.scheduler.pages):
-            self._hand_log()
-
     def _hand_log(self) -> None:
         if self.others:
             raw = self.take_log()
@@ -138,7 +170,7 @@ class DecodeGroup(DecodeNode):
     def pages_of(self, req: DecodeRequest) -> list[Pages]:
         """Return the request's page ids as each rank knows them; none if it holds none. Raises
         RequestError for another's request."""
-        self.scheduler.check_own(req)
+        self.check_own(req)
         self._hand_log()
         if req.pages_held is None:
             return [req.pages] * (1 + len(self.others))
@@ -154,35 +186,16 @@ class DecodeGroup(DecodeNode):
             [super().lost_peers(), *(rank.lost_peers() for rank in self.others)]
         )
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """As `DecodeNode.wait`, for any rank."""
-        check_timeout(timeout_s)
-        self._check_open()
-        return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
-
-    def fileno(self) -> int:
-        """As `Node.fileno`, for any rank."""
-        return self._readiness.fd if self.others else super().fileno()
-
     def audit(self) -> None:
         """Check the laws, and that every rank has rank 0's rows. Raises InternalError."""
         super().audit()
         self._hand_log()
         for other in self.others:
-            is_like = other.follower.is_like(self.scheduler.pages)
+            is_like = other.follower.is_like(self.pages)
             check_laws({"each rank has the rows of rank 0": is_like}, other.peer_id)
 
-    def close(self) -> None:
-        """Close every rank, rank 0 first: its scheduler tells the others nothing after that."""
-        # Callbacks run in reverse: readiness, rank 0, then the others. All run even if one raises.
-        with ExitStack() as closing:
-            for other in self.others:
-                closing.callback(other.close)
-            closing.callback(super().close)
-            closing.callback(self._readiness.close)
 
-
-class PrefillGroup(PrefillNode):
+class PrefillGroup(_Group[PrefillRequest, PrefillCommand, bytes, PrefillEvent], PrefillNode):
     """Rank 0 with the other ranks at hand: each call takes their events in and hands them the log.
 
     Args:
@@ -235,11 +248,6 @@ class PrefillGroup(PrefillNode):
         self._tell()
         return now_s
 
-    def _tell(self) -> None:
-        super()._tell()
-        if self.others and self._ranks is not None and self._ranks.has_news(self.scheduler.pages):
-            self._hand_log()
-
     def _hand_log(self) -> None:
         if self.others:
             raw = self.take_log()
@@ -257,16 +265,6 @@ class PrefillGroup(PrefillNode):
         finally:
             self._chunk_ready = None
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """As `PrefillNode.wait`, for any rank."""
-        check_timeout(timeout_s)
-        self._check_open()
-        return self.scheduler.has_results or self._wait(self._readiness.wait, timeout_s)
-
-    def fileno(self) -> int:
-        """As `Node.fileno`, for any rank."""
-        return self._readiness.fd if self.others else super().fileno()
-
     def stats(self) -> dict[str, int]:
         """Return the counters, summed over the ranks; those of requests and pages are rank 0's."""
         stats = super().stats()
@@ -279,15 +277,7 @@ class PrefillGroup(PrefillNode):
         """Check the laws, and that every rank has rank 0's rows. Raises InternalError."""
         super().audit()
         self._hand_log()
-        pages, requests = self.scheduler.pages, self.scheduler.requests.values()
+        pages, requests = self.pages, self.requests.values()
         for other in self.others:
             is_like = other.follower.is_like(pages, requests)
             check_laws({"each rank has the rows and requests of rank 0": is_like}, other.peer_id)
-
-    def close(self) -> None:
-        """Close every rank. An InternalError comes once all are closed; others are its context."""
-        with ExitStack() as closing:
-            for other in self.others:
-                closing.callback(other.close)
-            closing.callback(super().close)
-            closing.callback(self._readiness.close)

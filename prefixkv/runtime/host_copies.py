@@ -1,4 +1,5 @@
-"""The copies of decode's host tier: orders of whole pages, made in pieces by threads of their own.
+"""A decode rank's host memory, and the copies between it and the pool: orders of whole pages, made
+in pieces by threads of their own.
 
 Loads go before writes, but writes keep device pages: after `_LOADS_A_WRITE` pieces of loads a piece
 of a write begins. Orders of a kind begin in turn; one may wait for earlier work of the device while
@@ -8,6 +9,7 @@ piece that failed it waits for those that run, and begins no other.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -18,17 +20,21 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Final
 
+from prefixkv.config import HostConfig
 from prefixkv.errors import ClosedError, PageStateError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.page_copy import page_copy
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.request import DeviceEvent
 from prefixkv.runtime.copies import Settle, run_settled, start_workers
-from prefixkv.settings import MAX_BYTES, check_whole
+
+_log = logging.getLogger("prefixkv.host")
 
 _LOOK_S: Final = 1e-4  # between two looks at the device, for an order that waits for it
 _LOADS_A_WRITE: Final = 8  # pieces of loads that go before a piece of a write that could begin
+_LEAST_TIMES: Final = 2  # sizes of the pool
 _PIECE_BYTES, _GPU_PIECE_BYTES = 4 << 20, 16 << 20
 
 
@@ -64,26 +70,19 @@ class HostCopies:
         self,
         layout: KVLayout,
         pool: HostPool,
-        num_threads: int,
+        config: HostConfig,
         sink: Callable[[HostCopyDone], None],
         device: str = "cpu",
-        piece_bytes: int = 0,
         name: str = "node",
     ) -> None:
         """Start the threads. The memory of `layout` and `pool` has to stay until `close` has
         returned.
 
-        Args:
-            num_threads: on CUDA each has a stream, and uses twice `piece_bytes` of the device.
-            sink: takes each order's end; it must not raise, nor wait.
-            piece_bytes: a piece is as many whole pages as fit, at least one. 0: 4 MiB, on CUDA 16
-                MiB.
-
-        Raises ConfigError: a value out of range, a host pool for other pages, or a device without a
-        copy.
+        A piece is as many whole pages as fit into `config.piece_bytes`, at least one. `sink` takes
+        each order's end; it must not raise, nor wait. Raises ConfigError: a host pool for other
+        pages, or a device without a copy.
         """
-        check_whole("piece_bytes", piece_bytes, 0, MAX_BYTES)
-        piece_bytes = piece_bytes or (_PIECE_BYTES if device == "cpu" else _GPU_PIECE_BYTES)
+        piece_bytes = config.piece_bytes or (_PIECE_BYTES if device == "cpu" else _GPU_PIECE_BYTES)
         self._copy = page_copy(layout, pool, device)
         self._page_bytes = pool.page_bytes
         self._piece_pages = max(1, piece_bytes // pool.page_bytes)
@@ -98,8 +97,8 @@ class HostCopies:
         self._lock = threading.Lock()
         # An entry wakes a worker, which then works until it finds nothing.
         self._wakes: SimpleQueue[None] = SimpleQueue()
-        self._threads = start_workers(num_threads, self._run, device, f"host-copy-{name}")
-        self._num_threads = num_threads
+        self._threads = start_workers(config.copy_threads, self._run, device, f"host-copy-{name}")
+        self._num_threads = config.copy_threads
 
     def submit(self, order: HostCopy, after: DeviceEvent | None = None) -> None:
         """Queue an order, to begin once `after.query()` is True; None: at once. Never waits;
@@ -209,3 +208,51 @@ class HostCopies:
                 return
         # Without the lock: the sink may take its time.
         self._sink(order.done(self._page_bytes))
+
+
+class HostMemory:
+    """The host memory of a decode rank. Used from one thread.
+
+    `pool` is the rank's, kept until this has closed; `name` the worker's, for the names of threads
+    and the log. Logs a warning where it is less than twice the pool. Raises ConfigError for more
+    memory than the host has, or less than a page.
+    """
+
+    def __init__(self, pool: KVPool, config: HostConfig, name: str) -> None:
+        self.num_pages = config.pages_of(pool.layout.num_pages, pool.layout.host_page_bytes)
+        self._device_pool, self._config, self._name = pool, config, name
+        self._pool = HostPool(pool.layout, self.num_pages, pool.device)
+        self._copies: HostCopies | None = None
+        if self.num_pages < _LEAST_TIMES * pool.layout.num_pages:
+            _log.warning(
+                "%s: host memory has %d pages and the pool %d: less than twice the pool is of "
+                "little use, since what is in the pool is there as well",
+                name, self.num_pages, pool.layout.num_pages,
+            )  # fmt: skip
+
+    def start(self, sink: Callable[[HostCopyDone], None]) -> None:
+        """Start the threads; `sink` gets the end of each copy, from any thread."""
+        pool = self._device_pool
+        self._copies = HostCopies(
+            pool.layout, self._pool, self._config, sink, pool.device, self._name
+        )
+
+    def wait_until_ready(self) -> None:
+        """Wait until all pages can be used. Raises CapacityError if that cannot be had."""
+        self._pool.wait_until_ready()
+
+    @property
+    def ready_pages(self) -> int:
+        """Pages that can be used by now, from the first on."""
+        return self._pool.ready_pages
+
+    def submit(self, order: HostCopy, after: DeviceEvent | None = None) -> None:
+        """Begin a copy, once a thread is free and the device has done what `after` stands for."""
+        assert self._copies is not None
+        self._copies.submit(order, after)
+
+    def close(self) -> None:
+        """Let the copies that run end, and give the memory back. Idempotent."""
+        if self._copies is not None:
+            self._copies.close()
+        self._pool.close()

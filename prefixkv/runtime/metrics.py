@@ -55,36 +55,34 @@ class _HistogramSpec(NamedTuple):
 
 
 def _count(key: str) -> Callable[[Node], Samples]:
-    return lambda node: [((), node.scheduler.counters[key])]
+    return lambda node: [((), node.counters[key])]
 
 
 def _ended(*outcomes: str) -> Callable[[Node], Samples]:
-    return lambda node: [((outcome,), node.scheduler.counters[outcome]) for outcome in outcomes]
+    return lambda node: [((outcome,), node.counters[outcome]) for outcome in outcomes]
 
 
 def _tokens(column: int) -> Callable[[Node], Samples]:
-    return lambda node: [
-        ((name,), row[column]) for name, row in node.scheduler.journal.tokens.read().items()
-    ]
+    return lambda node: [((name,), row[column]) for name, row in node.journal.tokens.read().items()]
 
 
 def _recent_ratio(node: Node) -> Samples:
-    for name, row in node.scheduler.journal.tokens.read().items():
+    for name, row in node.journal.tokens.read().items():
         yield (name,), row[Journal.RECENT_HIT] / max(1.0, row[Journal.RECENT_PROMPT])
 
 
 def _transfers(node: Node) -> Samples:
-    for outcome, tally in node.scheduler.journal.transfers.items():
+    for outcome, tally in node.journal.transfers.items():
         for peer, (count,) in tally.read().items():
             yield (peer, outcome), count
 
 
 def _pages(node: Node) -> Samples:
-    yield from _by_state(node.scheduler.pages.allocator)
+    yield from _by_state(node.pages.allocator)
 
 
 def _window_pages(node: Node) -> Samples:
-    for group in node.scheduler.pages.windows:
+    for group in node.pages.windows:
         for state, number in _by_state(group.allocator):
             yield (group.name, *state), number
 
@@ -98,54 +96,53 @@ def _by_state(pages: PageAllocator) -> Samples:
 
 
 def _decode_cut_tokens(node: DecodeNode) -> Samples:
-    points = node.scheduler.points
+    points = node.points
     return [((), 0 if points is None else points.cut_tokens)]
 
 
 def _checkpoints(node: Node) -> Samples:
-    if (points := node.scheduler.pages.checkpoints) is not None:
+    if (points := node.pages.checkpoints) is not None:
         there = len(points)
         yield ("saved",), there
         yield ("other",), max(0, points.num_slots - there)
 
 
 def _checkpoints_evicted(node: Node) -> Samples:
-    points = node.scheduler.pages.checkpoints
+    points = node.pages.checkpoints
     return [((), 0 if points is None else points.evicted)]
 
 
 def _decode_queues(node: DecodeNode) -> Samples:
-    scheduler = node.scheduler
     # Each figure is read once. They may be of different moments, so differences are kept from
     # falling below 0.
-    arriving, flights = scheduler.arriving, scheduler.flights.all()
+    arriving, flights = node.arriving, node.flights.all()
     is_open, complete = arriving.num_open, arriving.num_complete
     local, loads = len(arriving.local), arriving.num_loads
-    yield ("pages",), len(scheduler.waiting)
+    yield ("pages",), len(node.waiting)
     yield ("transfer",), is_open
     yield ("compute",), local
     yield ("flight",), max(0, len(flights) - is_open - local - loads - complete)
     yield ("commit",), complete
-    yield ("device",), scheduler.num_deferred
+    yield ("device",), node.num_deferred
     yield (
         ("running",),
-        max(0, scheduler.budget.active - sum(flight.owner is not None for flight in flights)),
+        max(0, node.budget.active - sum(flight.owner is not None for flight in flights)),
     )
 
 
 def _host_pages(node: DecodeNode) -> Samples:
-    if (host := node.scheduler.host) is not None:
+    if (host := node.host) is not None:
         for state in ("free", "owned", "cached"):
             yield (state,), getattr(host.allocator, f"{state}_pages")
 
 
 def _aside(node: DecodeNode) -> Samples:
-    for reason, count in node.scheduler.waiting.aside().items():
+    for reason, count in node.waiting.aside().items():
         yield (reason,), count
 
 
 def _stepped_aside(node: DecodeNode) -> Samples:
-    for reason, count in node.scheduler.waiting.stepped_aside.items():
+    for reason, count in node.waiting.stepped_aside.items():
         yield (reason,), count
 
 
@@ -158,20 +155,20 @@ _PREFILL_QUEUES = {
 
 def _prefill_queues(node: PrefillNode) -> Samples:
     # A copy in one step.
-    counts = Counter(_PREFILL_QUEUES[req.state] for req in list(node.scheduler.requests.values()))
+    counts = Counter(_PREFILL_QUEUES[req.state] for req in list(node.requests.values()))
     for queue in dict.fromkeys(_PREFILL_QUEUES.values()):
         yield (queue,), counts[queue]
 
 
 def _oldest_lock_age(node: Node) -> Samples:
-    lock = node.scheduler.pages.cache.oldest_lock()
+    lock = node.pages.cache.oldest_lock()
     yield (), 0.0 if lock is None else max(0.0, time.monotonic() - lock.taken_s)
 
 
 def _oldest_lock_owner(node: Node) -> Samples:
-    lock = node.scheduler.pages.cache.oldest_lock()
+    lock = node.pages.cache.oldest_lock()
     if lock is not None and time.monotonic() - lock.taken_s >= NAME_AFTER_S:
-        owners = (name for name, pages in node.scheduler.holders() if pages.lock is lock)
+        owners = (name for name, pages in node.holders() if pages.lock is lock)
         yield (next(owners, "unknown"),), 1
 
 
@@ -192,22 +189,22 @@ def _dropped_frames(node: Node) -> Samples:
 
 
 def _received_bytes(node: DecodeNode) -> Samples:
-    yield (), node.scheduler.journal.pages_received * node.pool.layout.page_bytes
+    yield (), node.journal.pages_received * node.pool.layout.page_bytes
 
 
 def _decode_skipped_bytes(node: DecodeNode) -> Samples:
-    layout, rows = node.pool.layout, node.scheduler.journal.tokens.read().values()
+    layout, rows = node.pool.layout, node.journal.tokens.read().values()
     tokens = sum(row[Journal.HIT] + row[Journal.SHARED] for row in rows)
     yield (), tokens // layout.page_size * layout.page_bytes
 
 
 def _prefill_skipped_bytes(node: PrefillNode) -> Samples:
     layout = node.pool.layout
-    yield (), node.scheduler.counters["decode_hit_tokens"] // layout.page_size * layout.page_bytes
+    yield (), node.counters["decode_hit_tokens"] // layout.page_size * layout.page_bytes
 
 
 def _waits(node: Node) -> Iterable[tuple[Labels, Histogram]]:
-    return [((reason,), waits) for reason, waits in node.scheduler.journal.waits.items()]
+    return [((reason,), waits) for reason, waits in node.journal.waits.items()]
 
 
 def _value(read: Callable[[Any], float]) -> Callable[[Any], Samples]:
@@ -246,19 +243,19 @@ BOTH = (
     _gauge("window_pages", "Pages of window groups by state.", _window_pages, "group", "state"),
     _gauge(
         "evictable_pages", "Cached pages that no lock covers.",
-        _value(lambda node: node.scheduler.pages.cache.evictable_pages),
+        _value(lambda node: node.pages.cache.evictable_pages),
     ),
     _gauge(
         "protected_pages", "Cached pages that a lock covers.",
-        _value(lambda node: node.scheduler.pages.cache.protected_pages),
+        _value(lambda node: node.pages.cache.protected_pages),
     ),
     _counter(
         "evicted_pages", "Cached pages given to requests.",
-        _value(lambda node: node.scheduler.pages.evicted_pages),
+        _value(lambda node: node.pages.evicted_pages),
     ),
     _gauge(
         "locks", "Prefixes held in the tree.",
-        _value(lambda node: node.scheduler.pages.cache.stats().num_locks),
+        _value(lambda node: node.pages.cache.stats().num_locks),
     ),
     _gauge("oldest_lock_age_seconds", "Age of the oldest lock, 0: none.", _oldest_lock_age),
     _gauge("oldest_lock_info", _OWNER, _oldest_lock_owner, "rid"),

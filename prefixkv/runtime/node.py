@@ -7,32 +7,35 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from prefixkv.cache.events import EventBatch, EventFeed
-from prefixkv.config import DecodeConfig, PrefillConfig, check_version
+from prefixkv.cache.events import EventBatch
+from prefixkv.config import DecodeConfig, PageSettings, PrefillConfig
 from prefixkv.control.effects import To
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import CallerError, ConfigError, InternalError, shown
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.manager import PageManager
-from prefixkv.prefill.scheduler import PrefillScheduler
+from prefixkv.pages.requests import Command, PagedScheduler, Req
+from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId
+from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
+from prefixkv.runtime.logs import RequestLog
 from prefixkv.runtime.one_thread import OneThread
-from prefixkv.runtime.request_log import RequestLog
-from prefixkv.runtime.transfers import Transfers
-from prefixkv.settings import at_least, check_flag, check_timeout
+from prefixkv.runtime.rank_spec import RankSpec, check_own_memory, rank_sizes, window_specs
+from prefixkv.runtime.transfers import Transfers, peer_id
+from prefixkv.settings import at_least, check_flag, check_kind, check_timeout
 from prefixkv.stats import Histogram
 
 _log = logging.getLogger("prefixkv.cache")
 
-C = TypeVar("C")  # the scheduler's commands
+Config: TypeAlias = DecodeConfig | PrefillConfig
 E = TypeVar("E", bound=RoomEvent)  # events of rooms, for the scheduler
 
 COUNTERS = (
@@ -41,41 +44,61 @@ COUNTERS = (
 )  # fmt: skip
 
 
-class Node(OneThread, Generic[C, To, E]):
-    """The base of DecodeNode and PrefillNode. Used from one thread: the engine's scheduler thread
-    owns scheduler, tree, allocator and requests."""
+class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]):
+    """A scheduler with threads: the base of DecodeNode and PrefillNode. Used from one thread: the
+    engine's scheduler thread owns tree, allocator and requests."""
 
-    any_thread = frozenset({"fileno", "lost_peers", "peers"})
+    any_thread = frozenset({"fileno", "holders", "lost_peers", "peers"})
 
-    transfers: Transfers[C, To, E]
-    scheduler: DecodeScheduler | PrefillScheduler
+    side: ClassVar[str]
+    config: Config
+    pool: KVPool
+    state: StatePool | None
+    transfers: Transfers[Command, To, E]
     peer_id: PeerId
     evictions: Histogram  # seconds that making room took
     kv_events: KVEventPublisher | None = None
     # Keys that `stats` has from the start, at 0.
     _counters: tuple[str, ...]
 
-    def __init__(self, pool: KVPool, state: StatePool | None) -> None:
-        """Remember the memory; the subclass builds scheduler and transfers."""
-        self.pool, self.state = pool, state
+    def _spec(
+        self, pool: KVPool, config: Config, mesh: Mesh | None, state: StatePool | None,
+        ranks: RankLog | None,
+    ) -> RankSpec:  # fmt: skip
+        """Remember these; raise ConfigError for what does not fit together."""
+        self.pool, self.state, self.config, self._ranks = pool, state, config, ranks
+        spec = RankSpec.of(pool, config.model, mesh, state=state)
+        if ranks is not None:
+            check_kind("ranks", ranks, RankLog)
+        elif spec.mesh.num_ranks > 1:
+            raise ConfigError(f"a mesh of {spec.mesh.num_ranks} ranks needs a RankLog")
+        check_own_memory(pool.layout)
+        return spec
+
+    def _make_pages(self, spec: RankSpec, settings: PageSettings, host_pages: int) -> PageManager:
+        """Return the pages of the pool; their policy is released if this fails."""
+        pool, layout, max_running = self.pool, self.pool.layout, self.config.max_running
+        if self._ranks is not None:
+            self._ranks.sizes = rank_sizes(self.side, pool, max_running, spec.num_slots, host_pages)
+        sizes = layout.num_pages, layout.page_size, max_running
+        pages = PageManager(*sizes, **settings, windows=window_specs(pool))
+        try:
+            _check_windows(pages, layout.page_size)
+        except BaseException:
+            pages.cache.policy.release()
+            raise
+        return pages
 
     def _observe(self, timeline: Callable[[Any, int, int], dict[str, Any]]) -> None:
-        layout, pages = self.pool.layout, self.scheduler.pages
+        layout, pages = self.pool.layout, self.pages
         pages.errors.say = _log.error
         self._request_log = RequestLog(
             self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size)
         )
-        self.scheduler.journal.on_ended = self._request_log
-        # Scheduler and pages have no clock of their own.
+        self.journal.on_ended = self._request_log
+        # A scheduler by itself, and pages, have no clock.
         pages.clock, self.evictions = time.perf_counter, pages.evictions
-        # Decode's pages count whatever checkpoints it has: prefill sends what belongs to the end.
-        at_checkpoints = (
-            isinstance(self.scheduler, PrefillScheduler) and self.scheduler.at_checkpoints
-        )
-        self._feed = EventFeed(pages.cache, *self.peer_id, at_checkpoints=at_checkpoints)
-        self._host_feed: EventFeed | None = None
-        if isinstance(self.scheduler, DecodeScheduler) and self.scheduler.host is not None:
-            self._host_feed = EventFeed(self.scheduler.host.cache, *self.peer_id, is_host=True)
+        self._feeds = self.feeds(self.peer_id)
 
     def on_ended(self, listener: Callable[[dict[str, Any], float], object]) -> None:
         """Have the node call `listener(record, arrived_s)` for each request that ends from now on.
@@ -89,7 +112,7 @@ class Node(OneThread, Generic[C, To, E]):
             raise CallerError(f"{shown(listener)} cannot be called")
         self._request_log.listeners.append(listener)
 
-    def _publish_events(self, config: DecodeConfig | PrefillConfig) -> None:
+    def _publish_events(self, config: Config) -> None:
         """Called last of all in a node's constructor. Raises ConfigError with the node closed."""
         if config.kv_events is None:
             return
@@ -100,24 +123,24 @@ class Node(OneThread, Generic[C, To, E]):
                 self.peer_id,
                 config.model.model,
                 page_size,
-                has_host=self._host_feed is not None,
+                has_host=len(self._feeds) > 1,
                 network_is_isolated=config.control.network_is_isolated,
             )
         except BaseException:  # threads run already, and the caller gets no node to close
             self.close()
             raise
-        self._feed.listen(self.kv_events)
-        if self._host_feed is not None and self.kv_events.host is not None:
-            self._host_feed.listen(self.kv_events.host)
+        for feed, listener in zip(self._feeds, (self.kv_events, self.kv_events.host), strict=False):
+            if listener is not None:
+                feed.listen(listener)
 
     def _pass_on_events(self) -> None:
-        self._feed.pass_on()
-        if self._host_feed is not None:
-            self._host_feed.pass_on()
+        for feed in self._feeds:
+            feed.pass_on()
 
-    def _check_namespace(self, request: Request) -> None:
+    def _check_new(self, request: Request, num_pages: int, needs: str) -> None:
         if self.kv_events is not None and request.cacheable:
             self.kv_events.blocks.check(request.key.namespace)
+        super()._check_new(request, num_pages, needs)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a `pop_*` may have something, at most `timeout_s`. Returns whether."""
@@ -125,14 +148,16 @@ class Node(OneThread, Generic[C, To, E]):
         self._check_open()
         if self.kv_events is not None:
             self._pass_on_events()
-        return self.scheduler.has_results or self._wait(self.transfers.wait, timeout_s)
-
-    def _wait(self, wait: Callable[[float | None], bool], timeout_s: float | None) -> bool:
-        left_s = self.scheduler.wake_s - time.monotonic()
+        if self.has_results:
+            return True
+        left_s = self.wake_s - time.monotonic()
         # No event comes for a deadline of the scheduler's, so the wait has to end at it.
         if left_s < (math.inf if timeout_s is None else timeout_s):
-            return wait(left_s) or self.scheduler.wake_s <= time.monotonic()
-        return wait(timeout_s)
+            return self._sleep(left_s) or self.wake_s <= time.monotonic()
+        return self._sleep(timeout_s)
+
+    def _sleep(self, timeout_s: float | None) -> bool:
+        return self.transfers.wait(timeout_s)
 
     def drain(self, timeout_s: float = 0.0) -> bool:
         """Take no new requests (`add` raises DrainingError); return True once all have ended.
@@ -147,13 +172,13 @@ class Node(OneThread, Generic[C, To, E]):
         self._check_open()
         end_s = time.monotonic() + timeout_s
         # Before the first look: what is added after it would not be seen.
-        self.scheduler.draining = True
+        self.draining = True
         while True:
             now_s = self._pump()
             # Rooms as well as requests: a room outlives its request until it is drained.
-            if self.scheduler.idle and not self.transfers.num_rooms:
+            if self.idle and not self.transfers.num_rooms:
                 return True
-            if self.scheduler.has_results or now_s >= end_s:
+            if self.has_results or now_s >= end_s:
                 return False
             # Also a look now and then: when a room that has ended is forgotten, no event says so.
             self.transfers.wait(min(end_s - now_s, 0.05))
@@ -166,33 +191,10 @@ class Node(OneThread, Generic[C, To, E]):
         """
         return self.transfers.fileno()
 
-    @property
-    def weights_version(self) -> str:
-        """Version of the weights that KV is computed and cached for: `ModelConfig.weights_version`,
-        until `flush` moves it."""
-        return self.scheduler.weights_version
-
-    @abstractmethod
-    def flush(self, weights_version: str | None = None) -> int:
-        """Empty the prefix cache. Returns the pages freed at once."""
-
-    def _flush(self, weights_version: str | None, move: Callable[[str, float], None]) -> int:
-        """Calls `move` first if the version differs from the present one."""
-        # The version is checked before anything changes; events that have come are taken in under
-        # the old one.
-        if weights_version is not None:
-            check_version(weights_version)
-        now_s = self._pump()
-        if weights_version not in (None, self.weights_version):
-            move(weights_version, now_s)
-        freed = self.scheduler.flush()
-        self._tell()
-        return freed
-
     def audit(self) -> None:
         """Check every law: tree, allocator, page table and requests. Slow. Raises InternalError."""
         self._pump()
-        self.scheduler.check_invariants()
+        self.check_invariants()
 
     def take_cache_events(self, snapshot: bool = False) -> EventBatch:
         """Return what the cache, and behind it host memory, stored and removed since the last call,
@@ -203,11 +205,10 @@ class Node(OneThread, Generic[C, To, E]):
         """
         check_flag("snapshot", snapshot)
         self._pump()
-        batch = self._feed.take(snapshot)
-        if self._host_feed is None:
-            return batch
-        host = self._host_feed.take(snapshot)
-        return msgspec.structs.replace(batch, events=batch.events + host.events)
+        batch, *behind = [feed.take(snapshot) for feed in self._feeds]
+        for host in behind:
+            batch = msgspec.structs.replace(batch, events=batch.events + host.events)
+        return batch
 
     @property
     def closed(self) -> bool:
@@ -273,11 +274,12 @@ class Node(OneThread, Generic[C, To, E]):
           `staging_asks_repeated`: On prefill: late or repeated grants; leases asked for.
         """
         self._pump()
-        page_manager = self.scheduler.pages
+        page_manager = self.pages
         pages, slots = page_manager.allocator, page_manager.slots
+        points = page_manager.checkpoints
         return {
             **dict.fromkeys(self._counters, 0),
-            **self.scheduler.counters,
+            **self.counters,
             **self.transfers.stats(),
             "pages_free": pages.free_pages,
             "pages_owned": pages.owned_pages,
@@ -288,11 +290,14 @@ class Node(OneThread, Generic[C, To, E]):
             "protected_pages": page_manager.cache.protected_pages,
             "evictable_pages": page_manager.cache.evictable_pages,
             "evicted_pages": page_manager.evicted_pages,
-            "requests": len(self.scheduler.requests),
+            "requests": len(self.requests),
             "user_errors": page_manager.errors.num,
             "slots_free": slots.free_pages if slots is not None else 0,
             "slots_held": slots.held_pages + slots.quarantined_pages if slots is not None else 0,
             **page_manager.windows.counts(),
+            "checkpoints": 0 if points is None else len(points),
+            "checkpoint_slots": 0 if points is None else points.num_slots,
+            "checkpoints_evicted": 0 if points is None else points.evicted,
         }
 
     def close(self) -> None:
@@ -330,9 +335,10 @@ class Node(OneThread, Generic[C, To, E]):
         """Hand commands to the control thread, and mark what is left for the engine: any call takes
         in what has happened, but only some pop it, so the descriptor is made readable again."""
         # 1. Commands first: the control thread works on them while the rest is done here.
-        for command in self._take_commands():
-            self._command(command)
-        if self.scheduler.has_results:
+        if self._commands:
+            for command in self.take_commands():
+                self._command(command)
+        if self.has_results:
             # 2. The engine's poller comes back for what only a `pop_*` takes.
             self.transfers.notify()
         if self.kv_events is not None:
@@ -341,28 +347,28 @@ class Node(OneThread, Generic[C, To, E]):
     def _check_open(self) -> None:
         self.transfers.check_open()
 
-    def _command(self, command: C) -> None:
-        self.transfers.submit(command)
+    def fence(self, peer: str, incarnation: int) -> None:
+        """Take the caller's word that this process of the other side is dead: its rooms end, and
+        what they hold comes back."""
+        self._check_open()
+        self._command(Fence(peer_id(peer, incarnation)))
+
+    @property
+    def _log(self) -> RankLog:
+        if self._ranks is None:
+            raise CallerError("this node was built without ranks=RankLog()")
+        return self._ranks
 
     @abstractmethod
-    def _take_commands(self) -> list[C]:
-        """Return and remove the scheduler's commands."""
+    def _command(self, command: Command | Fence) -> None:
+        """Hand a command to the control objects of all ranks."""
 
     @abstractmethod
     def _take(self, event: E, now_s: float) -> None:
         """Tell the scheduler what became of a room."""
 
 
-def checkpoint_counts(pages: PageManager) -> dict[str, int]:
-    points = pages.checkpoints
-    return {
-        "checkpoints": 0 if points is None else len(points),
-        "checkpoint_slots": 0 if points is None else points.num_slots,
-        "checkpoints_evicted": 0 if points is None else points.evicted,
-    }
-
-
-def check_windows(pages: PageManager, page_size: int) -> None:
+def _check_windows(pages: PageManager, page_size: int) -> None:
     """Raise ConfigError for a window group in which not even one request has room."""
     for group in pages.windows:
         if (has := group.allocator.num_pages) < group.most_pages:

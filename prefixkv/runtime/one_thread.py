@@ -1,4 +1,5 @@
-"""Objects that are used from one thread, and the check of that, which `PREFIXKV_DEBUG=1` turns on.
+"""Objects that are closed on leaving a `with`; those that are used from one thread, and the check
+of that, which `PREFIXKV_DEBUG=1` turns on.
 
 The thread that makes the first call owns the object from then on. Making the object is no call: a
 thread may make one for another. Once the owner has ended, the next thread that calls owns it.
@@ -13,14 +14,33 @@ import functools
 import inspect
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, ClassVar, Final, Self
 
 from prefixkv.errors import CallerError
-from prefixkv.runtime.closing import Closing
 
 VARIABLE: Final = "PREFIXKV_DEBUG"
 """Variable of the environment that turns the check on with "1". Read when an object is made."""
+
+
+class Closing(ABC):
+    """Base of classes with a `close`."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 class OneThread(Closing):

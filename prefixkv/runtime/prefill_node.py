@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import assert_never
 
-from prefixkv.config import PrefillConfig, check_reserved
-from prefixkv.control.death_watch import LostPeers
-from prefixkv.errors import CallerError, ConfigError, RequestError
+from prefixkv.config import PageSettings, PrefillConfig, check_reserved
+from prefixkv.control.lives import LostPeers
+from prefixkv.errors import CallerError, ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.pages.manager import PageManager
-from prefixkv.pages.requests import check_reason
-from prefixkv.prefill import journal as prefill_journal
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
-from prefixkv.prefill.request import PrefillRequest
+from prefixkv.prefill.request import PrefillRequest, timeline
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import Fence, PrefillCommand
 from prefixkv.protocol.events import (
@@ -31,18 +28,14 @@ from prefixkv.protocol.events import (
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.prefill_rooms import PrefillRankRooms
 from prefixkv.ranks.row_log import RankLog
-from prefixkv.request import DeviceEvent, Request, check_request
-from prefixkv.runtime.node import COUNTERS, Node, check_windows, checkpoint_counts
+from prefixkv.runtime.node import COUNTERS, Node
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.runtime.rank_spec import (
     RankSpec,
-    check_own_memory,
     checked_config,
-    rank_sizes,
-    window_specs,
 )
-from prefixkv.runtime.transfers import MakeTransport, peer_id
-from prefixkv.settings import check_callable, check_kind
+from prefixkv.runtime.transfers import MakeTransport
+from prefixkv.settings import check_callable
 
 _COUNTERS = (
     *COUNTERS, "bytes_sent", "cut_tokens", "decode_hit_tokens", "followed", "hit_tokens",
@@ -51,8 +44,10 @@ _COUNTERS = (
 )  # fmt: skip
 
 
-class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
+class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], PrefillScheduler):
     """A prefill worker: its prefix cache and the sending side. Used from one thread.
+
+    Its calls are those of `PrefillScheduler`, for which it is the port.
 
     Args:
         pool: the KV memory; kept until the node has closed.
@@ -76,7 +71,8 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
     more, or with `usable_prefix`, a mesh of several ranks without `ranks`.
     """
 
-    scheduler: PrefillScheduler
+    side = "prefill"
+    config: PrefillConfig
     transfers: PrefillTransfers
     _counters = _COUNTERS
 
@@ -91,44 +87,20 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         transport: MakeTransport | None = None,
         ranks: RankLog | None = None,
     ) -> None:
-        super().__init__(pool, state)
-        config = checked_config(config, PrefillConfig)
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
-        spec = RankSpec.of(pool, config.model, mesh, 0, state)
+        config = checked_config(config, PrefillConfig)
+        spec = self._spec(pool, config, mesh, state, ranks)
         check_callable("usable_prefix", usable_prefix)
-        if ranks is not None:
-            check_kind("ranks", ranks, RankLog)
-        num_ranks = spec.mesh.num_ranks
-        if num_ranks > 1 and ranks is None:
-            raise ConfigError(f"a mesh of {num_ranks} ranks needs a RankLog")
         _check_checkpoints(config.checkpoints, spec, usable_prefix)
-        layout = pool.layout
-        check_own_memory(layout)
-        pages = PageManager(
-            layout.num_pages,
-            layout.page_size,
-            config.max_running,
-            caching=config.cache,
-            policy=config.policy,
-            reserved_pages=check_reserved(config.reserved_pages, layout.num_pages),
-            num_checkpoints=config.checkpoints,
-            windows=window_specs(pool),
-        )
-        try:
-            check_windows(pages, layout.page_size)
-        except BaseException:
-            pages.cache.policy.release()
-            raise
-        self.config = config
-        self.scheduler = PrefillScheduler(
-            pages,
-            max_aux_bytes=config.control.max_aux_bytes,
-            num_slots=max(0, spec.num_slots - config.checkpoints),
-            usable_prefix=usable_prefix,
-            follow_s=config.follow_s,
-            weights_version=config.model.weights_version,
-            checkpoint_tokens=config.checkpoint_tokens,
-        )
+        settings: PageSettings = {
+            "caching": config.cache,
+            "policy": config.policy,
+            "reserved_pages": check_reserved(config.reserved_pages, pool.layout.num_pages),
+            "num_checkpoints": config.checkpoints,
+        }
+        pages = self._make_pages(spec, settings, 0)
+        num_slots = max(0, spec.num_slots - config.checkpoints)
+        PrefillScheduler.__init__(self, pages, config, num_slots, usable_prefix)
         try:
             self.transfers = PrefillTransfers(
                 pool, config, mesh, 0, endpoints, state=state, transport=transport
@@ -137,129 +109,15 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             pages.cache.policy.release()  # the next node may have it
             raise
         self.peer_id = self.transfers.peer_id
-        self._ranks = ranks
-        self._rank_rooms: PrefillRankRooms | None = None
-        if ranks is not None:
-            ranks.sizes = rank_sizes("prefill", pool, config.max_running, spec.num_slots)
-            self._rank_rooms = PrefillRankRooms(num_ranks)
-        self._observe(prefill_journal.timeline)
+        num_ranks = spec.mesh.num_ranks
+        self._rank_rooms = None if ranks is None else PrefillRankRooms(num_ranks)
+        self._observe(timeline)
         self._publish_events(config)
 
     @property
     def endpoint(self) -> str:
         """Bound address, which `Request.prefill` names."""
         return self.transfers.endpoint
-
-    def add(self, request: Request) -> PrefillRequest:
-        """Take a request; it waits for decode's promise. Raises RequestError, with nothing changed
-        here; decode hears of it as by `refuse`, unless the room is in use."""
-        check_request(request)
-        try:
-            self._check_namespace(request)
-        except RequestError as error:
-            self.refuse(request, str(error))
-            raise
-        try:
-            return self.scheduler.add(request, self._pump())
-        # Also after an error: the scheduler's refusal is a command.
-        finally:
-            self._tell()
-
-    def refuse(self, request: Request, reason: str = "refused") -> None:
-        """Tell decode at once that the node will not take this request; if it promises its pages
-        later, it hears it then, for `parked_timeout_s`.
-
-        Raises RequestError if the request is here, or names no decode worker.
-        """
-        check_request(request)
-        check_reason(reason)
-        self._pump()
-        self.scheduler.refuse(request, reason)
-        self._tell()
-
-    def pop_bootstrapped(self, limit: int | None = None) -> list[PrefillRequest]:
-        """Return the requests to compute now: `decode_prefix_len` and `prefix_len` are known,
-        `pages` are there.
-
-        At most `limit`, first come first served. But one that needs a prefix which another request
-        computes comes when that is there, or will not come.
-        """
-        ready = self.scheduler.pop_bootstrapped(self._pump(), limit)
-        self._tell()
-        return ready
-
-    def send_chunk(
-        self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
-        ready: DeviceEvent | None = None, state_slot: int = -1,
-    ) -> int:  # fmt: skip
-        """Send what decode lacks of a request's KV up to token `end`, computed once `ready.query()`
-        is True. Returns the number of pages queued. With `last`, the extra state in `state_slot`,
-        the outcome and `aux` follow."""
-        now_s = self._pump()
-        queued = self.scheduler.send_chunk(
-            req, end, now_s, last=last, aux=aux, ready=ready, state_slot=state_slot
-        )
-        self._tell()
-        return queued
-
-    def save_state(self, req: PrefillRequest, end: int) -> int:
-        """Return the slot of the StatePool into which the engine copies the extra state behind
-        `end` tokens, one of the request's `stops`, just computed; -1 if it need not.
-
-        Before the chunk up to there is handed over by `send_chunk`. The copy has to be queued
-        before any later work on that slot, which is the library's from then on. Raises
-        RequestError, with nothing changed, if `end` is none of its stops, or it is not computed.
-        """
-        return self.scheduler.save_state(req, end, self._pump())
-
-    def pop_sent(self) -> list[PrefillRequest]:
-        """Return the requests that are done: decode has all of their KV."""
-        return self.scheduler.pop_sent(self._pump())
-
-    def pop_failed(self, after: DeviceEvent | None = None) -> list[PrefillRequest]:
-        """Return the requests that failed or were aborted; `req.error` says why. The engine has to
-        stop computing them.
-
-        One with extra state handed over comes when no write reads that any more. `after`: device
-        work launched for them before this call has ended once its `query()` is True.
-        """
-        return self.scheduler.pop_failed(self._pump(), after)
-
-    def abort(self, rid: str) -> bool:
-        """End a request; it comes out of `pop_failed`. Returns False if it is unknown or has ended.
-        What its chunks have brought is cached by the next `pop_bootstrapped`, unless this comes
-        before that."""
-        known = self.scheduler.abort(rid, self._pump())
-        self._tell()
-        return known
-
-    def fail(self, rid: str, error: Exception) -> bool:
-        """End a request of which the engine has computed what must not be used: NaN, say
-        (`NotFiniteError`). It comes out of `pop_failed` with `error`; decode is told its name and
-        its text.
-
-        Caches no more than `abort`. Before its last chunk is sent: decode goes on from that.
-        """
-        known = self.scheduler.fail(rid, error, self._pump())
-        self._tell()
-        return known
-
-    def flush(self, weights_version: str | None = None) -> int:
-        """Empty the prefix cache, after a weight update. Returns the pages freed at once.
-
-        Without `weights_version`, or with the node's own, running requests finish but cache
-        nothing. With another version all that was promised or is computed under the former one
-        fails: `pop_failed` gives a WeightsVersionError, and decode hears of it. What waits for
-        decode's promise goes on. No step of the model may come between the change of the weights
-        and this call. Each rank of a mesh is moved by itself. Raises ConfigError, with nothing
-        changed: no string, or over 256 characters.
-        """
-        return self._flush(weights_version, self.scheduler.move_weights)
-
-    def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this decode process is dead: its requests fail."""
-        self._check_open()
-        self._command(Fence(peer_id(peer, incarnation)))
 
     def fence_rank(self, rank: int) -> None:
         """Take the caller's word that the process of a `PrefillRank` of this worker is dead.
@@ -273,7 +131,7 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         """
         rooms = self._led_rooms
         now_s, error = self._pump(), rooms.death(rank)
-        self.scheduler.end_all(error, now_s)
+        self.end_all(error, now_s)
         self._pass_on(*rooms.fence(rank), now_s)
         self._tell()
 
@@ -281,12 +139,6 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
         """Return, by rank, how many rooms wait for what it alone has not said. A rank that stays
         there is dead (`fence_rank`), or a peer that it writes to (its `lost_peers`)."""
         return {} if self._rank_rooms is None else self._rank_rooms.awaited()
-
-    @property
-    def _led_rooms(self) -> PrefillRankRooms:
-        if self._rank_rooms is None:
-            raise CallerError("this node was built without ranks=RankLog()")
-        return self._rank_rooms
 
     def peers(self) -> dict[PeerId, str]:
         """Return "ready" or "suspect" for each decode rank. Any thread may ask."""
@@ -325,26 +177,20 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
           memory.
         """
         stats = super().stats()
-        stats |= checkpoint_counts(self.scheduler.pages)
         layout = self.pool.layout
         skipped_pages = stats.get("decode_hit_tokens", 0) // layout.page_size
         stats["bytes_skipped"] = skipped_pages * layout.page_bytes
         return stats
 
-    def _take_commands(self) -> list[PrefillCommand]:
-        return self.scheduler.take_commands()
-
-    def _command(self, command: PrefillCommand) -> None:
-        super()._command(command)
+    def _command(self, command: PrefillCommand | Fence) -> None:
+        self.transfers.submit(command)
         if self._ranks is not None:
             self._ranks.command(command)
 
     def take_log(self) -> bytes:
         """Return what the ranks that follow have to apply, to be broadcast once a pass, before they
         compute, and once its chunks were handed over. Raises CallerError without `ranks`."""
-        if self._ranks is None:
-            raise CallerError("this node was built without ranks=RankLog()")
-        return self._ranks.take(self.scheduler.pages, self.scheduler.requests.values())
+        return self._log.take(self.pages, self.requests.values())
 
     def apply_rank_events(self, raw: bytes) -> None:
         """Take the events of a `PrefillRank` (its `take_rank_events`); b"" is nothing. Raises
@@ -354,6 +200,12 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
             for rank, event in rooms.unpack(raw):
                 self._join(rank, event, now_s)
         self._tell()
+
+    @property
+    def _led_rooms(self) -> PrefillRankRooms:
+        if self._rank_rooms is None:
+            raise CallerError("this node was built without ranks=RankLog()")
+        return self._rank_rooms
 
     def _take(self, event: PrefillEvent, now_s: float) -> None:
         if self._rank_rooms is not None:
@@ -377,12 +229,11 @@ class PrefillNode(Node[PrefillCommand, bytes, PrefillEvent]):
     def _hear(self, event: PrefillEvent, now_s: float) -> None:
         match event:
             case Bootstrapped():
-                peer = event.peer.name
-                self.scheduler.room_bootstrapped(event.key, event.prefix_len, peer, now_s)
+                self.room_bootstrapped(event.key, event.prefix_len, event.peer.name, now_s)
             case RoomEnded():
-                self.scheduler.room_ended(event.key, event.poll, event.error, now_s)
+                self.room_ended(event.key, event.poll, event.error, now_s)
             case SourceFree():
-                self.scheduler.source_free(event.key, now_s)
+                self.source_free(event.key, now_s)
             case _:
                 assert_never(event)
 

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import NamedTuple, cast
 
-from prefixkv.addresses import is_loopback
-from prefixkv.config import PrefillConfig
-from prefixkv.control.death_watch import LostPeers
+from prefixkv.config import PrefillConfig, Way
+from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl
-from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.digest import check_digest
 from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, RequestError, shown
 from prefixkv.memory.kv_pool import KVPool
@@ -19,12 +17,11 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.requests import check_reason
 from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
-from prefixkv.prefill.send_plan import SendPlan, WindowPlan, checked_chunk
+from prefixkv.prefill.request import SendPlan, WindowPlan, checked_chunk
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
     DeclineRoom,
-    Fence,
     OfferRoom,
     PrefillCommand,
     SendChunk,
@@ -37,23 +34,17 @@ from prefixkv.protocol.events import (
     SourceFree,
 )
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
-from prefixkv.protocol.messages import MAX_COUNT
+from prefixkv.protocol.messages import MAX_COUNT, ProcessLife
 from prefixkv.request import DeviceEvent, whole_number
 from prefixkv.runtime.channel import RouterChannel
-from prefixkv.runtime.control_thread import ControlThread
-from prefixkv.runtime.prover import Prover
 from prefixkv.runtime.rank_spec import RankSpec, checked_config
 from prefixkv.runtime.transfers import (
     MakeTransport,
-    Memory,
     Transfers,
-    peer_id,
     room_key,
-    secret_number,
 )
-from prefixkv.settings import check_callable
-from prefixkv.transport.interfaces import check_interface
-from prefixkv.transport.libraries import loaded_libraries
+from prefixkv.staging.sender import StagingSlots
+from prefixkv.transport.nixl.ucx import loaded_libraries
 
 _STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
 
@@ -95,94 +86,66 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         transport: MakeTransport | None = None,
     ) -> None:
         config = checked_config(config, PrefillConfig)
-        super().__init__(config.model.weights_version)
         spec = RankSpec.of(pool, config.model, mesh, rank, state)
         if not isinstance(endpoints, tuple | list) or not all(
             isinstance(address, str) for address in endpoints
         ):
             raise ConfigError(f"endpoints is {shown(endpoints)}, a list of addresses is needed")
-        check_callable("transport", transport)
         if rank == 0 and len(endpoints) != spec.mesh.num_ranks - 1:
             raise ConfigError(
                 f"{len(endpoints)} endpoints of other ranks, the mesh has {spec.mesh.num_ranks} "
                 "ranks"
             )
-        name = f"{config.name}/{rank}" if rank else config.name
-        self.peer_id = me = PeerId(name, secret_number())
-        self._page_size = pool.layout.page_size
-        self._max_aux_bytes = config.control.max_aux_bytes
-        self._num_pages, self._num_slots = pool.layout.num_pages, spec.num_slots
+        super().__init__(pool, config, spec, transport)
         # Rooms with pages that a write may still read. The plan covers the whole prompt: the
         # control object cuts off what decode has. None: refused, or ended and its SourceFree still
         # to come.
         self._rooms: dict[RoomKey, _Plans | None] = {}
-        self._windows = pool.layout.windows
         # By decode worker and room, the key with the generation that was added last.
         self._last: dict[tuple[str, int], RoomKey] = {}
-        memory = Memory(pool, spec, me, config.transport, transport)
         sizes = config.transport
         slots: StagingSlots | None = None
-        if memory.area is not None:
+        if self._area is not None:
             num_slots = sizes.staging_bytes // sizes.lease_bytes
             slots = StagingSlots(num_slots, sizes.lease_bytes, _STAGING_WINDOW)
 
-        # Called by the control thread's constructor, once the transport has its metadata.
-        def control(metadata: bytes) -> PrefillControl:
-            return PrefillControl(
-                me,
+        # Called by the control thread's constructor, once the transports have their metadata.
+        def control(_: Mapping[Way, bytes], life: ProcessLife | None) -> PrefillControl:
+            ours = OurSide(
                 spec.digest,
                 spec.topology,
-                config.control,
-                endpoints=("", *endpoints),
-                rank=rank,
-                staging=slots,
-                life=prover.life,
+                rank,
+                life=life,
                 backend=sizes.backend,
                 option_names=config.model.option_names,
                 max_tokens=min(
                     (pool.layout.num_pages - config.reserved_pages) * pool.layout.page_size,
                     MAX_COUNT,
                 ),
-                weights_version=config.model.weights_version,
                 libraries=loaded_libraries(),
+                place=spec.place,
             )
+            version = config.model.weights_version
+            where = "", *endpoints
+            return PrefillControl(self.peer_id, ours, config.control, where, slots, version)
 
         def channel(fd: int) -> RouterChannel:
             self._router = RouterChannel(config.bind, config.control, fd)
             # Bound first: only then is it known whether others can reach it, and closed again if KV
             # cannot follow the same way.
             try:
-                if transport is None and sizes.backend != "shm":
-                    what = f"bind is {config.bind!r}"
-                    check_interface(sizes.interface, what, is_loopback(config.bind))
+                self._check_interface(f"bind is {config.bind!r}", config.bind)
             except ConfigError:
                 self._router.close()
                 raise
             return self._router
 
-        # Before the thread, which closes it, and before the control object, which says what it
-        # holds.
-        prover = Prover(name, config.control, is_written_to=False, tell=self._proved)
-        self.thread = ControlThread(
-            name,
-            memory.transport,
-            control,
-            channel,
-            memory.copies,
-            prover,
-        )
-
-    def _proved(self, peer: PeerId) -> None:
-        self.thread.inbox.put(Fence(peer, proved=True))
+        self._start(control, channel, False)
 
     @property
     def control(self) -> PrefillControl:
         """For audits; it belongs to the control thread."""
         return cast(PrefillControl, self.thread.control)
-
-    @property
-    def _staging_counters(self) -> Mapping[str, int]:
-        return {} if self.control.staging is None else self.control.staging.counters
 
     @property
     def endpoint(self) -> str:
@@ -259,8 +222,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             raise RequestError(f"room {room} of {decode!r} was not added, or is over")
         # 2. Every argument, before the plan moves.
         end, state_slot, aux = checked_chunk(end, state_slot, aux, last, ready)
-        if len(aux) > self._max_aux_bytes:
-            raise AuxTooLargeError(len(aux), self._max_aux_bytes)
+        if len(aux) > self._control.max_aux_bytes:
+            raise AuxTooLargeError(len(aux), self._control.max_aux_bytes)
         num_slots = self._num_slots if last else 0
         if not (0 <= state_slot < num_slots if num_slots else state_slot == -1):
             raise RequestError(f"state slot {state_slot} of {num_slots}, with the last chunk only")
@@ -412,19 +375,10 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             if self._last.get(number) == event.key:
                 del self._last[number]
 
-    def fence(self, peer: str, incarnation: int) -> None:
-        """Take the caller's word that this decode process is dead: its rooms end."""
-        self.submit(Fence(peer_id(peer, incarnation)))
-
     def peers(self) -> dict[PeerId, str]:
         """Return "ready" or "suspect" for each decode rank. Any thread may ask."""
         self.check_open()
         return self.control.peers(time.monotonic())
-
-    def lost_peers(self) -> LostPeers:
-        """As `PrefillNode.lost_peers`. Any thread may ask."""
-        self.check_open()
-        return self.control.lost_peers(time.monotonic())
 
     def peer_states(self) -> list[str]:
         """Return the state of each decode rank, as `peers` says it."""

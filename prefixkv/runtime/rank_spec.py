@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
+from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig, Way
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
@@ -25,8 +26,8 @@ from prefixkv.protocol.messages import (
 )
 from prefixkv.ranks.row_log import RankSizes
 from prefixkv.settings import check_kind, check_whole
-from prefixkv.transport.libraries import loaded_libraries
-from prefixkv.transport.offers import MetadataOffers
+from prefixkv.transport.nixl.ucx import loaded_libraries
+from prefixkv.transport.shm.wire import place_of
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
@@ -105,13 +106,18 @@ class RankSpec:
         )  # fmt: skip
 
     @property
+    def place(self) -> str:
+        """Where the shm transport may write from and to, "" for a device that it cannot."""
+        return place_of() if self.layout.device == "cpu" else ""
+
+    @property
     def topology(self) -> Topology:
         mesh = self.mesh
         return Topology(self.layout.page_size, mesh.tp_size, mesh.pp_size, mesh.stage_layers)
 
     def hello(
         self,
-        offers: MetadataOffers,
+        offers: Mapping[Way, bytes],
         worker: PeerId,
         area: StagingArea | None,
         life: ProcessLife | None,
@@ -120,14 +126,15 @@ class RankSpec:
             self.digest,
             self.topology,
             self.layout,
-            offers.nixl,
+            offers.get("nixl", b""),
             self.rank,
             worker,
             area,
             self.state_layout,
             life=life,
-            shm=offers.shm,
-            libraries=loaded_libraries() if offers.nixl else Libraries(),
+            shm=offers.get("shm", b""),
+            libraries=loaded_libraries() if "nixl" in offers else Libraries(),
+            place=self.place if offers.get("shm") else "",
         )
 
 

@@ -14,39 +14,39 @@ Both objects are used from one thread. The engine says which pages a room is abo
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar, cast
 
-from prefixkv.config import TransportConfig, check_version
-from prefixkv.control.death_watch import LostPeers
+from prefixkv.addresses import is_loopback
+from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig, Way, check_version
 from prefixkv.control.effects import To
+from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ClosedError, InternalError, RequestError, shown, travels
-from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.staging_buffer import StagingBuffer
-from prefixkv.memory.state_layout import StateLayout
-from prefixkv.protocol.commands import MoveWeights
+from prefixkv.protocol.commands import Fence, MoveWeights
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.messages import ProcessLife
 from prefixkv.request import whole_number
-from prefixkv.runtime.control_thread import ControlFailed, ControlThread
+from prefixkv.runtime.control_thread import Channel, Control, ControlFailed, ControlThread
 from prefixkv.runtime.copies import CopyPool, CopySink, StagingCopies
+from prefixkv.runtime.death import Prover
 from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.rank_spec import RankSpec
-from prefixkv.settings import check_timeout
-from prefixkv.transport.auto import make_transport
-from prefixkv.transport.base import Sink, Transport
+from prefixkv.settings import check_callable, check_timeout
+from prefixkv.transport.base import RankMemory, Sink, Transport
+from prefixkv.transport.nixl.ucx import check_interface
+from prefixkv.transport.transports import Transports, make_transports
 
 C = TypeVar("C")
 E = TypeVar("E", bound=RoomEvent)
 
 
-MakeTransport = Callable[
-    [PeerId, KVLayout, Sink, TransportConfig, StagingArea | None, StateLayout | None], Transport
-]
-"""Maker of a rank's transport: that of `TransportConfig.backend` (`transport.auto.make_transport`),
-or one of tests."""
+MakeTransport = Callable[[PeerId, RankMemory, Sink, TransportConfig], Transport]
+"""Maker of another transport for a rank than those of `TransportConfig.backend`, for tests."""
 
 
 def room_key(room: int, generation: int, decode: str = "") -> RoomKey:
@@ -69,48 +69,6 @@ def secret_number() -> int:
     return secrets.randbits(63) or 1
 
 
-class Memory:
-    """The memory under a rank's transfers (KV pool, staging memory, state pool), with what makes
-    transport and copies of it."""
-
-    def __init__(
-        self,
-        pool: KVPool,
-        spec: RankSpec,
-        me: PeerId,
-        config: TransportConfig,
-        make: MakeTransport | None,
-    ) -> None:
-        """Make the staging memory. Raises ConfigError or CapacityError."""
-        self._layout, self._me, self._config = pool.layout, me, config
-        self._keep_alive = pool, spec.state  # layouts are addresses only: the memory has to stay
-        self._make = make or make_transport
-        self._state = spec.state_layout
-        self._buffer: StagingBuffer | None = None
-        if config.staging_bytes:
-            self._buffer = StagingBuffer(
-                config.staging_bytes,
-                config.lease_bytes,
-                pool.device,
-                shared=config.backend != "nixl" and pool.device == "cpu",
-            )
-
-    @property
-    def area(self) -> StagingArea | None:
-        return None if self._buffer is None else self._buffer.area
-
-    def transport(self, sink: Sink) -> Transport:
-        return self._make(self._me, self._layout, sink, self._config, self.area, self._state)
-
-    def copies(self, sink: CopySink) -> StagingCopies | None:
-        """Make the staging copies, None where nothing is staged; their ends go to `sink`."""
-        if self._buffer is None:
-            return None
-        config = self._config
-        workers = CopyPool(config.copy_threads, sink, self._buffer.device, self._me.name)
-        return StagingCopies(self._layout, self._buffer, config.lease_bytes, workers)
-
-
 class Transfers(OneThread, Generic[C, To, E]):
     """The base of DecodeTransfers and PrefillTransfers. Used from the engine's thread; the control
     thread is reached by its inbox alone."""
@@ -122,11 +80,84 @@ class Transfers(OneThread, Generic[C, To, E]):
     peer_id: PeerId
     thread: ControlThread[C, To]
 
-    def __init__(self, weights_version: str) -> None:
-        self._weights_version = weights_version  # of the rooms that are begun now
+    def __init__(
+        self,
+        pool: KVPool,
+        config: DecodeConfig | PrefillConfig,
+        spec: RankSpec,
+        transport: MakeTransport | None,
+    ) -> None:
+        """Make the staging memory. Raises ConfigError or CapacityError."""
+        check_callable("transport", transport)
+        self._weights_version = config.model.weights_version  # of the rooms that are begun now
+        self._name = f"{config.name}/{spec.rank}" if spec.rank else config.name
+        self.peer_id = PeerId(self._name, secret_number())
+        self._spec, self._control, self._transport = spec, config.control, config.transport
+        self._layout = layout = pool.layout
+        self._page_size, self._num_pages = layout.page_size, layout.num_pages
+        self._num_slots, self._windows = spec.num_slots, layout.windows
+        self._keep_alive = pool, spec.state  # layouts are addresses only: the memory has to stay
+        self._make = transport
+        self._buffer: StagingBuffer | None = None
+        if self._transport.staging_bytes:
+            self._buffer = StagingBuffer(
+                self._transport.staging_bytes,
+                self._transport.lease_bytes,
+                pool.device,
+                shared=self._transport.backend != "nixl" and pool.device == "cpu",
+            )
         # Events that are taken from the inbox and not given to the engine yet.
         self._undelivered: list[E] = []
         self._closed = False
+
+    def _start(
+        self,
+        control: Callable[[Mapping[Way, bytes], ProcessLife | None], Control[C, To]],
+        channel: Callable[[int], Channel[To]],
+        is_written_to: bool,
+    ) -> None:
+        """Start the control thread. `control` gets the transports' offers and what is said of this
+        process, `channel` the descriptor that wakes it."""
+        # Before the thread, which closes it, and before the control object, which says what it
+        # holds.
+        prover = Prover(self._name, self._control, is_written_to, self._proved)
+        self.thread = ControlThread(
+            self._name,
+            self._transports,
+            lambda offers: control(offers, prover.life),
+            channel,
+            self._copies,
+            prover,
+        )
+
+    @property
+    def _area(self) -> StagingArea | None:
+        return None if self._buffer is None else self._buffer.area
+
+    def _transports(self, sink: Sink) -> Transports:
+        memory = RankMemory(self._layout, self._area, self._spec.state_layout)
+        what = self.peer_id, memory, sink, self._transport
+        if self._make is None:
+            return Transports(make_transports(*what))
+        way: Way = "shm" if self._transport.backend == "shm" else "nixl"
+        return Transports({way: self._make(*what)})
+
+    def _copies(self, sink: CopySink) -> StagingCopies | None:
+        """None where nothing is staged."""
+        if self._buffer is None:
+            return None
+        config = self._transport
+        workers = CopyPool(config.copy_threads, sink, self._buffer.device, self._name)
+        return StagingCopies(self._layout, self._buffer, config.lease_bytes, workers)
+
+    def _check_interface(self, what: str, address: str) -> None:
+        """Raise ConfigError where KV could not come from, or go to, another machine: no interface
+        is named."""
+        if self._make is None and self._transport.backend != "shm":
+            check_interface(self._transport.interface, what, is_loopback(address))
+
+    def _proved(self, peer: PeerId) -> None:
+        self.thread.inbox.put(cast(C, Fence(peer, proved=True)))
 
     def submit(self, command: C) -> None:
         """Hand a command over. Raises ClosedError after `close`."""
@@ -211,7 +242,7 @@ class Transfers(OneThread, Generic[C, To, E]):
         """Return the counters: control object, staging, sockets and thread. Any thread may ask."""
         control = self.thread.control
         # Copies made in one step: the control thread counts on.
-        staging = dict(self._staging_counters)
+        staging = {} if control.staging is None else dict(control.staging.counters)
         return {
             **control.counters,
             **{f"staging_{name}": number for name, number in staging.items()},
@@ -221,9 +252,14 @@ class Transfers(OneThread, Generic[C, To, E]):
             "rooms": control.num_rooms,
         }
 
+    def fence(self, peer: str, incarnation: int) -> None:
+        """Take the caller's word that this process is dead: its rooms end, drained on decode."""
+        self.submit(cast(C, Fence(peer_id(peer, incarnation))))
+
     def lost_peers(self) -> LostPeers:
-        """See decode's and prefill's. Any thread may ask."""
-        raise NotImplementedError
+        """As the node's `lost_peers`. Any thread may ask."""
+        self.check_open()
+        return self.thread.control.lost_peers(time.monotonic())
 
     def dropped_frames(self) -> dict[str, int]:
         """Return the number of dropped frames, by reason: received ("dropped: ..."), not sent
@@ -232,10 +268,6 @@ class Transfers(OneThread, Generic[C, To, E]):
         counters = {**self.thread.control.counters, **self.thread.channel.counters}
         kinds = "dropped: ", "frames_not_sent: ", "frames_malformed"
         return {why: count for why, count in counters.items() if why.startswith(kinds)}
-
-    @property
-    def _staging_counters(self) -> Mapping[str, int]:
-        raise NotImplementedError
 
     def check_open(self) -> None:
         """Raise ClosedError after `close`."""

@@ -34,7 +34,7 @@ from prefixkv.serving.actors import Life, WorkerActor, has_ended
 from prefixkv.serving.config import KINDS, PrefillWorkerConfig, WorkerConfig
 from prefixkv.serving.fleet import Fleet
 from prefixkv.serving.http import ApiError, decode_body, json_response, read_body
-from prefixkv.serving.launch import Launch, StartClock, WorkerFailedError
+from prefixkv.serving.launch import Kept, Launch, WorkerFailedError
 from prefixkv.serving.tracing import variables
 from prefixkv.serving.wire import FenceRequest
 from prefixkv.spi import ConfigError, load
@@ -176,33 +176,21 @@ async def is_node_alive(node: str) -> bool:
     return any(one["NodeID"] == node and one["Alive"] for one in nodes)
 
 
-class Actor:
+class Actor(Kept):
     """One worker as an actor, from its start to `end`. See `launch.Child`."""
 
     def __init__(self, handle: Any, name: str, fleet: Fleet, former: FormerLives) -> None:
-        self._handle, self._name = handle, name
-        self._fleet, self._former = fleet, former
-        self._ending = False
-        self.clock = StartClock()
-        self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._keep())
+        self._handle, self._fleet, self._former = handle, fleet, former
+        super().__init__(name, logger)
 
-    async def _keep(self) -> None:
-        try:
-            while not self._ending:
-                with contextlib.suppress(RayError):
-                    life = await self._find()
-                    if await self._live(life):
-                        return
-                if not self._ending:
-                    await asyncio.sleep(_AGAIN_S)
-        except Exception as error:
-            if not self.ready.done():
-                self.ready.set_exception(error)
-            elif not self._ending:
-                logger.exception("%s is given up", self._name)
-        finally:
-            self.clock.give_up()
+    async def _live_on(self) -> None:
+        while not self._ending:
+            with contextlib.suppress(RayError):
+                life = await self._find()
+                if await self._live(life):
+                    return
+            if not self._ending:
+                await asyncio.sleep(_AGAIN_S)
 
     async def _find(self) -> Life:
         """Raises WorkerFailedError if Ray has given up, RayError if it may still start."""

@@ -78,8 +78,34 @@ class StartClock:
         return Start(left_s, now_s - self._gone_s > timeout_s)
 
 
-class Child:
-    """One worker as a child process, restarted until `end`. Used on one event loop.
+class Kept:
+    """One worker, which is brought back until it is ended. Used on one event loop. `ready` is done
+    at the first start: with the worker's info, or with the error that ends the launch; a later
+    error goes to `log`, with `name`."""
+
+    def __init__(self, name: str, log: logging.Logger) -> None:
+        self._name, self._log, self._ending = name, log, False
+        self.clock = StartClock()
+        self.ready: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._keep())
+
+    async def _keep(self) -> None:
+        try:
+            await self._live_on()
+        except Exception as error:
+            if not self.ready.done():
+                self.ready.set_exception(error)
+            elif not self._ending:
+                self._log.exception("%s is given up", self._name)
+        finally:
+            self.clock.give_up()
+
+    async def _live_on(self) -> None:
+        raise NotImplementedError
+
+
+class Child(Kept):
+    """As a child process.
 
     Args:
         environ: its whole environment, with its settings.
@@ -94,23 +120,8 @@ class Child:
         self.role, self._environ, self._within = role, dict(environ), within
         self._on_ready, self._on_gone = on_ready, on_gone
         self._process: Process | None = None
-        self._ending = self._began = False
-        self.clock = StartClock()
-        # Done at the first start: with the worker's info, or with the error that ends the launch.
-        self.ready: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._keep())
-
-    async def _keep(self) -> None:
-        """Report an error to `ready`, or to the log after the first start."""
-        try:
-            await self._live_on()
-        except Exception as error:
-            if not self.ready.done():
-                self.ready.set_exception(error)
-            elif not self._ending:
-                logger.exception("a %s worker is given up", self.role)
-        finally:
-            self.clock.give_up()
+        self._began = False
+        super().__init__(f"a {role} worker", logger)
 
     async def _live_on(self) -> None:
         """A first start that fails is not repeated."""
@@ -118,8 +129,7 @@ class Child:
         while not self._ending:
             info = await self._live()
             if not self.ready.done():
-                why = f"a {self.role} worker did not start"
-                self.ready.set_exception(WorkerFailedError(why))
+                self.ready.set_exception(WorkerFailedError(f"{self._name} did not start"))
             if not self._began:
                 return
             if self._ending:
@@ -141,7 +151,7 @@ class Child:
         except OSError as error:
             if not self._began:
                 raise
-            logger.warning("a %s worker does not start: %s", self.role, error)
+            logger.warning("%s does not start: %s", self._name, error)
             return None  # no descriptors, or no memory: at another time
         info, refused = None, False
         assert process.stdout is not None
@@ -162,7 +172,7 @@ class Child:
                     if not self.ready.done():
                         self.ready.set_exception(ConfigError(why))
                     else:
-                        logger.warning("a %s worker does not start: %s", self.role, why)
+                        logger.warning("%s does not start: %s", self._name, why)
                 else:
                     sys.stderr.write(text)
             status = await process.wait()
@@ -176,7 +186,7 @@ class Child:
                 self.clock.begin()  # first: requests that find it gone wait for the next
                 self._on_gone(info)
         if not self._ending and not refused:
-            name = info.name if info is not None else f"a {self.role} worker"
+            name = info.name if info is not None else self._name
             logger.warning("%s has ended with status %d", name, status)
         return info
 

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from queue import Full, Queue
 from typing import Any, Final
 
@@ -33,7 +33,6 @@ MAX_CHARS: Final = 1024
 """Most characters of a text in a line; the rest is cut."""
 
 _CLOSE_S: Final = 5.0
-_NODES: Final = "prefixkv.requests"  # the logger of nodes, see runtime/request_log.py
 
 
 class RequestFile(Collector):
@@ -125,37 +124,3 @@ class RequestFile(Collector):
         if is_first:
             logger.warning("%s: a line of the request log is lost: %s; further ones are counted "
                            "only", self.path, why)  # fmt: skip
-
-
-class _NodeLines(logging.Handler):
-    """Hands the request log of one node, which is a logger, to the file."""
-
-    def __init__(self, file: RequestFile, node: str, id_of: Callable[[str], str]) -> None:
-        super().__init__(logging.INFO)
-        self._file, self._node, self._id_of = file, node, id_of
-
-    def emit(self, record: logging.LogRecord) -> None:
-        line: dict[str, Any] = getattr(record, "request", {})
-        # The logger is the whole process's, so another node's requests come here too.
-        if line.get("node") == self._node:
-            self._file.write({"id": self._id_of(str(line.get("rid", ""))), **line})
-
-
-def follow_node(file: RequestFile, node: str, id_of: Callable[[str], str]) -> Callable[[], None]:
-    """Write the requests of a node, by its worker's name. Returns a function that ends it. `id_of`
-    returns the id that the front gave a request, by the node's `rid`."""
-    requests = logging.getLogger(_NODES)
-    handler = _NodeLines(file, node, id_of)
-    before = requests.level, requests.propagate
-    requests.addHandler(handler)
-    # The logger is off by default. Its lines are not for stderr too, where handlers take all that
-    # propagates.
-    requests.setLevel(logging.INFO)
-    requests.propagate = False
-
-    def end() -> None:
-        requests.removeHandler(handler)
-        requests.setLevel(before[0])
-        requests.propagate = before[1]
-
-    return end

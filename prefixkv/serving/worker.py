@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prefixkv import PrefixKVError
+from prefixkv import DecodeConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.hf.requests import AnswerToken, Generate, PrefillJob
 from prefixkv.serving.client import make_client
 from prefixkv.serving.config import (
@@ -45,7 +45,7 @@ from prefixkv.serving.http import (
     read_body,
 )
 from prefixkv.serving.outcomes import Outcomes, line_of
-from prefixkv.serving.request_file import RequestFile, follow_node
+from prefixkv.serving.request_file import RequestFile
 from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.tracing import NodeSpans, make_tracing
 from prefixkv.serving.waits import wait_set
@@ -92,7 +92,6 @@ class Worker:
         self._stop = asyncio.Event()  # set once the grace of `drain` is over
         self._servers: list[HttpServer] = []
         self._file: RequestFile | None = None
-        self._unfollow: Callable[[], object] = lambda: None  # ends the node's lines in `_file`
         self._spans = NodeSpans(make_tracing(self.role, config.node.name), self.role)
 
     async def start(self) -> None:
@@ -120,7 +119,6 @@ class Worker:
             self.engine.close()
             for server in self._servers:
                 server.close()
-            self._unfollow()
             raise
         try:
             # From here on the engine belongs to its thread: a failure goes through `close`, which
@@ -150,8 +148,10 @@ class Worker:
         outcomes = Outcomes("worker", who, self._file, refused_only=True)
         status_of = status_app(self.health, [engine.node], listen, [outcomes])
         asked, status = bind(outcomes.watch(app), status_of, listen, self._limits)
-        if self._file is not None:
-            self._unfollow = follow_node(self._file, name, front_rid)
+        if (file := self._file) is not None:
+            engine.node.on_ended(
+                lambda record, _: file.write({"id": front_rid(record["rid"]), **record})
+            )
         # Both or neither are bound (`bind`); from here on `close` gives them back.
         self._servers += [asked, status]
         model, layout = engine.model, engine.node.pool.layout
@@ -199,7 +199,6 @@ class Worker:
         # Last: requests end with the engine, refusals with the servers.
         file, self._file = self._file, None
         if file is not None:
-            self._unfollow()
             await asyncio.to_thread(file.close)
         # Last: the ends of requests that the engine's thread has reported are handled by now.
         await self._spans.close()
@@ -310,10 +309,9 @@ class PrefillWorker(Worker):
 
     def _make_engine(self) -> Any:
         from prefixkv.engines.hf import PrefillEngine
-        from prefixkv.engines.hf.prefill import check_prefill_config
 
         node, chunk_tokens = self.config.node, self.config.chunk_tokens
-        check_prefill_config(node, _keeps(self.settings))
+        _check_model(self.settings, node)
         model = _model(self.settings)
         num, page_size = self.settings.num_pages, self.settings.page_size
         kept = node.checkpoints or model.num_checkpoints(num, page_size) if node.cache else 0
@@ -386,9 +384,8 @@ class DecodeWorker(Worker):
 
     def _make_engine(self) -> Any:
         from prefixkv.engines.hf import DecodeEngine
-        from prefixkv.engines.hf.decode import check_decode_config
 
-        check_decode_config(self.config.node, _keeps(self.settings))
+        _check_model(self.settings, self.config.node)
         # Prefill copies into decode's memory, where it may map it.
         shared = (
             self.config.node.transport.backend != "nixl" and self.settings.models.device == "cpu"
@@ -555,15 +552,16 @@ def make_worker(config: WorkerConfig) -> PrefillWorker | DecodeWorker:
     return DecodeWorker(config)
 
 
-def _keeps(settings: WorkerSettings) -> str:
-    """Tell `PagedModel.keeps` before the weights are read, which may take minutes."""
-    from prefixkv.engines.hf.models import WINDOWS, folder_keeps, no_windows
+def _check_model(settings: WorkerSettings, node: DecodeConfig | PrefillConfig) -> None:
+    """Raise ConfigError for what the model cannot have, before its weights are read, which may take
+    minutes."""
+    from prefixkv.engines.hf.models import WINDOWS, check_checkpoints, folder_keeps, no_windows
 
     models = settings.models
     keeps = folder_keeps(models.model, models.context or None) if models.model else ""
     if settings.window_pages and keeps != WINDOWS:
         raise ConfigError(no_windows(settings.window_pages))
-    return keeps
+    check_checkpoints(node, keeps)
 
 
 def _model(settings: WorkerSettings) -> Any:

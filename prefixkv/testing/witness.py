@@ -62,7 +62,7 @@ class _Watch:
     def __init__(
         self, node: DecodeNode | PrefillNode, tell: Tell, random: np.random.Generator, probe: bool
     ) -> None:
-        self._pool, self._scheduler = node.pool, node.scheduler
+        self._pool, self._scheduler = node.pool, node
         self._tell, self._random = tell, random
         # The inside of an opaque page has no slots that anyone but its kernels knows.
         self.probe = probe and not node.pool.layout.opaque

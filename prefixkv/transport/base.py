@@ -1,7 +1,7 @@
 """The contract of a transport: it writes from our pool, staging area or state into a peer's, and
 reports how each write ended.
 
-`nixl/`, `shm/`, `auto.py` and the tests' fabric keep it, and one test suite holds them to it. A
+`nixl/`, `shm/` and the tests' fabric keep it, and one test suite holds them to it. A
 call queues and returns at once, from any thread. Events come through the `sink` given at
 construction, one call at a time, from a thread of the transport's own (in the fake: from the caller
 that steps it).
@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLink
+from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
@@ -33,6 +33,45 @@ Route = str
 def window_route(number: int) -> Route:
     """Return the route into a window group, transported like pages, by its number among them."""
     return f"window {number}"
+
+
+class RankMemory(NamedTuple):
+    """What a rank writes from, and is written to: pages, staging area and state, on one device."""
+
+    layout: KVLayout
+    staging: StagingArea | None = None
+    state: StateLayout | None = None
+
+    def validate(self) -> None:
+        """Raise ConfigError where a layout or the area breaks its laws."""
+        for part in self:
+            if part is not None:
+                part.validate()
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Address and bytes of each stretch."""
+        ranges = [*self.layout.regions]
+        if self.staging is not None:
+            ranges.append((self.staging.base, self.staging.num_bytes))
+        return ranges if self.state is None else [*ranges, *self.state.regions]
+
+
+class PeerMemory(NamedTuple):
+    """A peer's memory as `add_peer` gets it. `parts` says which layers and heads of our pool go to
+    which of the peer's, each in its pool's own numbers; None: all. `state` is the peer's state
+    memory, and what of ours goes there. A job for what is missing on one side fails."""
+
+    layout: KVLayout
+    parts: tuple[Shard, Shard] | None = None
+    staging: StagingArea | None = None
+    state: StateLink | None = None
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """As `RankMemory.ranges`."""
+        state = None if self.state is None else self.state.layout
+        return RankMemory(self.layout, self.staging, state).ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,21 +169,11 @@ class Transport(Protocol):
         """Bytes that a peer needs in `add_peer` to reach this one; opaque, sent in Hello."""
         ...
 
-    def add_peer(
-        self, peer: PeerId, metadata: bytes, layout: KVLayout,
-        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
-        state: StateLink | None = None,
-    ) -> None:  # fmt: skip
+    def add_peer(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
         """Make the peer's memory a target: load its metadata, and prepare descriptor lists once.
 
         For a peer that is known already, new metadata lets its jobs wait for the new connection;
         jobs for other memory than before fail.
-
-        Args:
-            parts: which layers and heads of our pool go to which of the peer's, each in its pool's
-                own numbers; all of both by default.
-            staging: the peer's staging area; needed for staged jobs, as is one of our own.
-            state: the peer's state memory, and what of ours goes there.
         """
         ...
 

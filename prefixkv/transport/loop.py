@@ -1,29 +1,86 @@
-"""The work of a transport's thread that does not depend on how bytes travel: its peers, its jobs,
-and what it tells the sink. `nixl/loop.py` and `shm/loop.py` add the transfers."""
+"""A transport with a thread of its own, but for how bytes travel: its calls become commands for its
+thread, which has its peers, its jobs, and what it tells the sink. `nixl/loop.py` and `shm/loop.py`
+add the transfers."""
 
 from __future__ import annotations
 
 import logging
+import math
+import queue
+import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import AbortedError, PeerLostError, TransferError
-from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLayout
+from prefixkv.errors import (
+    AbortedError,
+    CallerError,
+    ClosedError,
+    InternalError,
+    PeerLostError,
+    TransferError,
+    TransferTimeoutError,
+)
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.base import Sink, TransportEvent, WriteJob
+from prefixkv.transport.base import PeerMemory, RankMemory, Sink, TransportEvent, WriteJob
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
-from prefixkv.transport.pace import Pace
-from prefixkv.transport.routes import PeerMemory, Routes
+from prefixkv.transport.routes import Routes
+from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.transport")
 
-RECONNECT_S = 0.1  # between two attempts to connect to one peer
+RECONNECT_S: Final = 0.1  # between two attempts to connect to one peer
+CLOSE_TIMEOUT_S: Final = 120.0
+_START_TIMEOUT_S: Final = 120.0
+_DEFAULTS: Final = TransportConfig()
+_SLICE_S: Final = 2e-3  # of the rate: as much is sent at once, and saved up while nothing is sent
+_LEAST_BYTES: Final = 64 << 10  # of a slice; smaller parts cost more time than their bytes
+
+
+class Pace:
+    """Bytes that may be sent now. Owned by the transport's thread. `bytes_per_s` 0: no limit.
+
+    A part may go while the bucket is not in debt, and is then taken off it whole. So no part is too
+    large to go, the mean is the rate, and at most a slice and one part go beyond it at once.
+
+    >>> pace = Pace(1e9)
+    >>> pace.free_at(0.0), pace.spend(10_000_000, 0.0), round(pace.free_at(0.0), 6)
+    (0.0, None, 0.008)
+    """
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._rate = bytes_per_s
+        self._slice = max(_LEAST_BYTES, int(bytes_per_s * _SLICE_S))
+        self._left: float = self._slice  # bytes that may go; below 0: debt
+        self._at_s = -math.inf  # monotonic: when `_left` was counted
+
+    def __bool__(self) -> bool:
+        return self._rate > 0
+
+    def part_bytes(self, post_bytes: int) -> int:
+        """Return the bound on a part: `post_bytes`, or a slice where the rate is limited."""
+        # A part of many slices would make all others wait for as many, and then come at once.
+        return min(post_bytes, self._slice) if self._rate else post_bytes
+
+    def free_at(self, now_s: float) -> float:
+        """Return from when the next part may be sent: `now_s`, or later while in debt."""
+        if not self._rate:
+            return now_s
+        self._fill(now_s)
+        return now_s if self._left >= 0 else now_s - self._left / self._rate
+
+    def spend(self, num_bytes: int, now_s: float) -> None:
+        """Take a part that is sent off the bucket."""
+        if self._rate:
+            self._fill(now_s)
+            self._left -= num_bytes
+
+    def _fill(self, now_s: float) -> None:
+        self._left = min(self._slice, self._left + (now_s - self._at_s) * self._rate)
+        self._at_s = now_s
 
 
 class LoopPeer:
@@ -45,19 +102,29 @@ P = TypeVar("P", bound=LoopPeer)
 
 class TransportLoop(ABC, Generic[P]):
     """The peers and jobs of one transport. Owned by the transport's thread; nothing of it leaves. A
-    part has at most `max_descriptors` pages."""
+    part has at most `max_descriptors` pages. `metadata` is what peers need."""
+
+    metadata: bytes
 
     def __init__(
-        self, layout: KVLayout, sink: Sink, config: TransportConfig,
-        staging: StagingArea | None, state: StateLayout | None, max_descriptors: int,
-    ) -> None:  # fmt: skip
-        self._layout, self._staging, self._state = layout, staging, state
+        self, memory: RankMemory, sink: Sink, config: TransportConfig, max_descriptors: int
+    ) -> None:
+        self._memory = memory
         self._sink = sink
         self._config = config
         self._peers: dict[PeerId, P] = {}
         self._pace = Pace(config.max_bytes_per_s)
         part_bytes = self._pace.part_bytes(config.post_bytes)
         self._jobs = JobTable(self.emit, part_bytes, max_descriptors)
+
+    @abstractmethod
+    def serve(self, inbox: Inbox[Callable[[Any], None] | None]) -> None:
+        """Obey commands and make progress until None comes, the command that closes."""
+
+    @abstractmethod
+    def destroy(self) -> Exception | None:
+        """End every job; from then on nothing of ours can land. Returns what `close` is to raise:
+        why that cannot be said."""
 
     # --- commands ---------------------------------------------------------------------------------
 
@@ -100,6 +167,16 @@ class TransportLoop(ABC, Generic[P]):
 
     def cancel(self, job_id: int) -> None:
         self._jobs.cancel(job_id)
+
+    def expect(self, num_rooms: int) -> None:
+        """As `Transport.expect`. By default a tag wakes the thread by itself."""
+
+    @abstractmethod
+    def settle(self, token: Hashable, for_s: float) -> None:
+        """As `Transport.settle`."""
+
+    def renew(self) -> None:
+        """As `Transport.renew`. By default no job ends undrained."""
 
     # --- peers ------------------------------------------------------------------------------------
 
@@ -194,3 +271,142 @@ def bare(error: BaseException) -> Exception:
     wrapped = TransferError(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
+
+
+# --- in front of the thread ----------------------------------------------------------------------
+
+L = TypeVar("L", bound=TransportLoop[Any])
+
+
+class QueuedCalls(ABC, Generic[L]):
+    """The calls of `base.Transport` that every loop takes alike. Holds no state."""
+
+    @abstractmethod
+    def _call(self, command: Callable[[L], None], or_raise: bool = True) -> None:
+        """Closed: ClosedError, or nothing with `or_raise` False."""
+
+    def add_peer(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
+        self._call(lambda loop: loop.add_peer(peer, metadata, memory))
+
+    def remove_peer(self, peer: PeerId) -> None:
+        # Closing has ended all jobs and forgotten all peers: nothing to raise about, here and in
+        # `cancel`.
+        self._call(lambda loop: loop.remove_peer(peer), or_raise=False)
+
+    def write(self, job: WriteJob) -> None:
+        self._call(lambda loop: loop.write(job))
+
+    def cancel(self, job_id: int) -> None:
+        self._call(lambda loop: loop.cancel(job_id), or_raise=False)
+
+    def expect(self, num_rooms: int) -> None:
+        self._call(lambda loop: loop.expect(num_rooms))
+
+    def settle(self, token: Hashable, for_s: float) -> None:
+        self._call(lambda loop: loop.settle(token, for_s))
+
+    def renew(self) -> None:
+        self._call(lambda loop: loop.renew(), or_raise=False)
+
+
+class ThreadedTransport(QueuedCalls[L]):
+    """A transport with a thread of its own. The owner creates and closes it; the other methods may
+    be called from any thread, queue and return."""
+
+    thread_name: ClassVar[str]
+
+    def __init__(
+        self, me: PeerId, memory: RankMemory, sink: Sink, config: TransportConfig = _DEFAULTS
+    ) -> None:
+        """Start the thread, which makes its loop. Raises ConfigError where a layout or an area
+        breaks its laws, and what the loop raises."""
+        memory.validate()
+        self._me = me
+        self._inbox: Inbox[Callable[[L], None] | None] = Inbox()
+        # Over `_closed` and the inbox: nothing is queued behind the closing command.
+        self._lock = threading.Lock()
+        self._closed = False
+        # Set by the thread before it ends, read after the join.
+        self._close_error: Exception | None = None
+        started: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(memory, sink, config, started),
+            name=f"prefixkv-{self.thread_name}-{me.name}",
+            daemon=True,
+        )
+        # The loop's objects are created, used and destroyed by this thread alone. A failure to
+        # start comes back through `started`, so that the caller gets it as its own exception.
+        try:
+            self._thread.start()
+        except BaseException:
+            self._inbox.close()  # no thread ever will
+            raise
+        try:
+            outcome = started.get(timeout=_START_TIMEOUT_S)
+        except queue.Empty:
+            # It ends as soon as it has started; until then it may wait on the inbox's descriptor.
+            self._closed = True
+            self._inbox.put(None)
+            why = f"the transport did not start within {_START_TIMEOUT_S} s"
+            raise TransferTimeoutError(why) from None
+        if isinstance(outcome, Exception):
+            self._closed = True
+            self._thread.join(CLOSE_TIMEOUT_S)
+            self._inbox.close()
+            raise outcome
+        self._metadata = outcome
+
+    @abstractmethod
+    def _make_loop(self, memory: RankMemory, sink: Sink, config: TransportConfig) -> L:
+        """Called by the thread."""
+
+    @property
+    def metadata(self) -> bytes:
+        """What peers need, as it was at the start. A later `renew` does not change it: only a side
+        that peers do not write to is renewed."""
+        return self._metadata
+
+    def _run(
+        self, memory: RankMemory, sink: Sink, config: TransportConfig,
+        started: queue.SimpleQueue[bytes | Exception],
+    ) -> None:  # fmt: skip
+        """All NIXL objects hang on `loop`, so they die when this frame ends."""
+        try:
+            loop = self._make_loop(memory, sink, config)
+            started.put(loop.metadata)
+        # `bare`: a traceback would keep this frame, and with it the agent.
+        except BaseException as error:
+            started.put(bare(error))
+            return
+        loop.serve(self._inbox)
+        self._close_error = loop.destroy()
+
+    def _call(self, command: Callable[[L], None], or_raise: bool = True) -> None:
+        with self._lock:
+            if not self._closed:
+                self._inbox.put(command)
+            elif or_raise:
+                raise ClosedError(f"the transport of {self._me.name} is closed")
+
+    def close(self) -> None:
+        """End the thread by a last command, and join it. May be called again. Raises CallerError
+        from the sink, InternalError if the thread is still in a transfer, or our writes are not
+        fenced."""
+        if threading.current_thread() is self._thread:
+            raise CallerError("close() was called from the transport's own sink")
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(None)
+        # Outside the lock: the thread's sink may call methods of ours, which take it.
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise InternalError(
+                f"the transport's thread has not ended after {CLOSE_TIMEOUT_S} s: it is still in a "
+                "transfer"
+            )
+        # After the thread, which waits on the inbox's descriptor.
+        self._inbox.close()
+        if self._close_error is not None:
+            raise self._close_error

@@ -14,27 +14,17 @@ import numpy as np
 
 from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import KVLayout, PageGroup
-from prefixkv.memory.mesh import GROUPS_NEED_IT, Shard, group_part
+from prefixkv.memory.mesh import GROUPS_NEED_IT, group_part
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
-from prefixkv.transport.base import WriteJob, window_route
+from prefixkv.transport.base import PeerMemory, RankMemory, WriteJob, window_route
 from prefixkv.transport.runs import (
     Positions,
     RunGroup,
     Runs,
-    RunTable,
     check_index_range,
     paired_runs,
 )
-
-
-class PeerMemory(NamedTuple):
-    """A peer's memory as `add_peer` gave it. `parts` says what to pair of both pools; None: all."""
-
-    layout: KVLayout
-    parts: tuple[Shard, Shard] | None = None
-    staging: StagingArea | None = None
-    state: StateLink | None = None
 
 
 class Routes(NamedTuple):
@@ -64,39 +54,35 @@ class Routes(NamedTuple):
         return runs
 
 
-def routes_to(
-    peer: PeerMemory,
-    layout: KVLayout,
-    staging: StagingArea | None,
-    state: StateLayout | None = None,
-) -> Routes:
+def routes_to(ours: RankMemory, peer: PeerMemory) -> Routes:
     """Return the runs from our pool, staging area and state to a peer's. Raises HandshakeError and
     ConfigError as `paired_runs`, and ConfigError if the peer's staging area or state layout breaks
     a law."""
+    layout, staging, state = ours
     src_part, dst_part = peer.parts or (None, None)
     pages = paired_runs(layout, peer.layout, src_part=src_part, dst_part=dst_part)
     windows: list[Runs] = []
-    for ours, theirs in _paired_groups(layout, peer.layout):
+    for mine, theirs in _paired_groups(layout, peer.layout):
         # Cut as the first layers are, between ranks that hold other numbers of heads.
         runs = paired_runs(
-            ours.layout,
+            mine.layout,
             theirs.layout,
-            src_part and group_part(src_part, layout, ours.layout),
+            src_part and group_part(src_part, layout, mine.layout),
             dst_part and group_part(dst_part, peer.layout, theirs.layout),
         )
         # A page of an aligned group is written with the page of the same id.
-        if ours.window:
+        if mine.window:
             windows.append(runs)
         else:
             pages = pages.joined(runs)
     # The peer's word: validated before addresses are taken from it.
     if peer.staging is not None:
         peer.staging.validate()
-    ids = layout.device_id, peer.layout.device_id
+    devices = layout.device_id, peer.layout.device_id
     return Routes(
         pages,
-        staging_runs(staging, peer.staging, *ids) if staging and peer.staging else None,
-        state_runs(state, peer.state, *ids) if state and peer.state else None,
+        staging_runs(staging, peer.staging, devices) if staging and peer.staging else None,
+        state_runs(state, peer.state, devices) if state and peer.state else None,
         tuple(windows),
     )
 
@@ -111,24 +97,16 @@ def _paired_groups(src: KVLayout, dst: KVLayout) -> list[tuple[PageGroup, PageGr
     return list(zip(src.groups, dst.groups, strict=True))
 
 
-def staging_runs(src: StagingArea, dst: StagingArea, src_device: int, dst_device: int) -> Runs:
+def staging_runs(src: StagingArea, dst: StagingArea, devices: tuple[int, int]) -> Runs:
     """Return one run: block i of either area. ConfigError for more than an int32 names."""
-    group = RunGroup(0, 1, BLOCK_BYTES, dense=True)
-    tables = _table(src, src_device), _table(dst, dst_device)
-    return Runs(*tables, (group,), 1, _positions(src), _positions(dst))
+    sides = [
+        ([(area.base, BLOCK_BYTES, device, BLOCK_BYTES)], area.num_blocks)
+        for area, device in zip((src, dst), devices, strict=True)
+    ]
+    return _stepping_runs(sides, (RunGroup(0, 1, BLOCK_BYTES, dense=True),))
 
 
-def _table(area: StagingArea, device: int) -> RunTable:
-    check_index_range(1, area.num_blocks)
-    row = [area.base, BLOCK_BYTES, device, BLOCK_BYTES, area.num_blocks]
-    return np.array([row], dtype=np.uint64)
-
-
-def _positions(area: StagingArea) -> Positions:
-    return Positions.stepping(area.num_blocks, fold=1, step=1)
-
-
-def state_runs(src: StateLayout, link: StateLink, src_device: int, dst_device: int) -> Runs:
+def state_runs(src: StateLayout, link: StateLink, devices: tuple[int, int]) -> Runs:
     """Return one run for each block of state that goes to a peer. Raises ConfigError if the peer's
     layout breaks a law, or a block is not inside a slot."""
     dst, blocks = link.layout, link.blocks
@@ -148,35 +126,25 @@ def state_runs(src: StateLayout, link: StateLink, src_device: int, dst_device: i
     for num_bytes, same in groupby(block.num_bytes for block in blocks):
         first = sum(group.num_runs for group in groups)
         groups.append(RunGroup(first, len(list(same)), num_bytes, dense=False))
-    return Runs(
-        _state_table(
-            src,
-            [(block.src_entry, block.src_offset, block.num_bytes) for block in blocks],
-            src_device,
-        ),
-        _state_table(
-            dst,
-            [(block.dst_entry, block.dst_offset, block.num_bytes) for block in blocks],
-            dst_device,
-        ),
-        tuple(groups),
-        len(blocks),
-        Positions.stepping(src.num_slots, fold=1, step=1),
-        Positions.stepping(dst.num_slots, fold=1, step=1),
+    places = (
+        [(src.entries[one.src_entry], one.src_offset) for one in blocks],
+        [(dst.entries[one.dst_entry], one.dst_offset) for one in blocks],
     )
-
-
-def _state_table(layout: StateLayout, blocks: list[tuple[int, int, int]], device: int) -> RunTable:
-    """`blocks` are (entry, offset, bytes)."""
-    check_index_range(len(blocks), layout.num_slots)
     rows = [
-        (
-            layout.entries[entry].base + offset,
-            num_bytes,
-            device,
-            layout.entries[entry].slot_stride,
-            layout.num_slots,
-        )
-        for entry, offset, num_bytes in blocks
-    ]
-    return np.array(rows, dtype=np.uint64)
+        ([(entry.base + offset, block.num_bytes, device, entry.slot_stride)
+          for block, (entry, offset) in zip(blocks, where, strict=True)], layout.num_slots)
+        for layout, where, device in zip((src, dst), places, devices, strict=True)
+    ]  # fmt: skip
+    return _stepping_runs(rows, tuple(groups))
+
+
+def _stepping_runs(
+    sides: list[tuple[list[tuple[int, int, int, int]], int]], groups: tuple[RunGroup, ...]
+) -> Runs:
+    """Return runs with a row (address, bytes, device, stride) each, and as many blocks as the
+    number behind all rows of a side."""
+    for rows, count in sides:
+        check_index_range(len(rows), count)
+    src, dst = (np.array([(*row, count) for row in rows], dtype=np.uint64) for rows, count in sides)
+    positions = [Positions.stepping(count, fold=1, step=1) for _, count in sides]
+    return Runs(src, dst, groups, len(src), *positions)

@@ -14,10 +14,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import CAN_RUN, DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.decode.shares import PrefillShares
+from prefixkv.decode.workers import Workers
 from prefixkv.errors import OutOfPagesError, PeerLostError, RequestError, TransferError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
@@ -25,6 +23,7 @@ from prefixkv.protocol.commands import AbortRoom, MeetPrefill, OpenRoom, RefuseR
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
+from tests.support.timed import DecodeScheduler
 
 PAGE_SIZE = 4
 PAGES = 40
@@ -118,8 +117,7 @@ class AdmissionDay:
             admission=admission,
             patience_s=PATIENCE_S,
             waiting_timeout_s=WAITING_S,
-            shares=PrefillShares(PAGES / 2, lambda: self.ready),
-            lanes=Lanes(gated=True, patience_s=MEETING_S),
+            workers=Workers(True, MEETING_S, PAGES / 2),
         )
         self.overtakes = self.scheduler.waiting._policy.overtakes
 
@@ -155,7 +153,7 @@ class AdmissionDay:
         assert not len(self.scheduler.waiting)
         assert sum(self.scheduler.waiting.aside().values()) == 0
         assert (self.scheduler.budget.active, self.scheduler.budget.reserved_pages) == (0, 0)
-        assert self.scheduler.shares.owners() == []
+        assert self.scheduler.workers.owners() == []
 
     # --- prefill workers --------------------------------------------------------------------------
 
@@ -330,8 +328,8 @@ class AdmissionDay:
 
     def _is_limited(self, req: DecodeRequest, waiting: Iterable[DecodeRequest]) -> bool:
         """Its worker has pages in its power, and with those it needs these are above its share; or
-        that is so of one that stands before it in the same lane."""
-        has = self.scheduler.shares.pages(req.prefill)
+        that is so of one that stands before it in the same line."""
+        has = self.scheduler.workers.pages(req.prefill)
         before = [
             other
             for other in waiting

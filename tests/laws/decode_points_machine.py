@@ -6,9 +6,6 @@ rules of docs/architecture.md it says which checkpoint a request goes on from, w
 others, which of them get a slot, and which one goes for that. Of the real scheduler it is told what
 happens (a request was admitted, a room has succeeded), and of the real tree, which has a model of
 its own, what paths it has. Prefill and the engine are played by hand.
-
-With host memory, copies move what the pages were written with, at any time, or fail: a page that is
-only there has no checkpoint, and what is loaded is never computed from.
 """
 
 from __future__ import annotations
@@ -19,15 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from prefixkv.cache.checkpoints import NO_SLOT
-from prefixkv.cache.node import Root
-from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.results import MatchResult
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import OutOfPagesError, TransferError
@@ -36,9 +28,9 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import AbortRoom, OpenRoom
-from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
+from tests.support.timed import DecodeScheduler
 
 P = 4  # tokens per page
 STEP = 6  # most tokens of a chunk
@@ -83,13 +75,11 @@ class Run:
 
 class Machine:
     """One decode scheduler under a random engine. `tight`: of window pages there are few, so that
-    checkpoints also go for these; the model then bounds what is lost, and in which order. `host`:
-    pages of host memory."""
+    checkpoints also go for these; the model then bounds what is lost, and in which order."""
 
     def __init__(
-        self, seed: int, has_state: bool = True, window: int = 0, tight: bool = False,
-        host: int = 0,
-    ) -> None:  # fmt: skip
+        self, seed: int, has_state: bool = True, window: int = 0, tight: bool = False
+    ) -> None:
         chance = self.chance = random.Random(seed)
         self.has_state, self.tight = has_state, tight
         self.step = chance.choice([P, P, 2 * P])
@@ -101,13 +91,13 @@ class Machine:
             specs.append(WindowSpec("w", window, num, STEP))
         self.pages = PageManager(
             chance.choice([24, 32, 60]), P, 6, policy="lru", num_slots=OWN if has_state else 0,
-            num_checkpoints=self.num_points, windows=specs, spare_rows=4 if host else 0,
+            num_checkpoints=self.num_points, windows=specs,
         )  # fmt: skip
         self.pages.hash_every_pages = 1
         config = ComputeConfig(below=1000, ask=chance.choice(["late", "late", "both"]))
         self.scheduler = DecodeScheduler(
             self.pages, reserve_tokens=0, sources=Sources(config), checkpoint_tokens=self.step,
-            max_retries=1, host=(host, "lru", True) if host else None,
+            max_retries=1,
         )  # fmt: skip
         self.scheduler.waiting._chooses_here = self.chooses_here
         assert self.pages.checkpoints is not None
@@ -118,8 +108,6 @@ class Machine:
         self.kv: dict[int, dict[int, Tokens]] = {}
         self.last: dict[int, dict[int, Tokens]] = {}
         self.state: dict[int, Tokens] = {}
-        self.host_kv: dict[int, dict[int, Tokens]] = {}
-        self.copies: list[HostCopy] = []
         # The model.
         self.points: dict[Tokens, Point] = {}
         self.gone: list[Point] = []  # but locked
@@ -305,57 +293,6 @@ class Machine:
             free = self.pages.slots.pages_in(PageState.FREE).tolist()
             for slot in [*free, *(OWN + slot for slot in self.real.free_slots)]:
                 self.state.pop(slot, None)
-        if self.scheduler.host is not None:
-            for page in self.scheduler.host.allocator.pages_in(PageState.FREE).tolist():
-                self.host_kv.pop(page, None)
-
-    # --- host memory ------------------------------------------------------------------------------
-
-    def take_copies(self) -> None:
-        """Copies are ordered: of pages whose KV is there."""
-        for order in self.scheduler.take_copies():
-            assert self.scheduler.host is not None
-            copy = self.scheduler.host._copies[order.number]
-            source = self.host_kv if order.is_load else self.kv
-            path = tuple(np.frombuffer(copy.key.data, "<i4").tolist())
-            for number, page in enumerate(copy.src.tolist(), copy.start):
-                assert source.get(page) == whole_page(path, number), "T8"
-            self.copies.append(order)
-
-    def end_copy(self, may_fail: bool = True) -> None:
-        """A copy is made, whole or in part, and ends."""
-        order = self.copies.pop(self.chance.randrange(len(self.copies)))
-        error = OSError("broken") if may_fail and self.chance.random() < 0.2 else None
-        source, target = self.host_kv, self.kv
-        ends = zip(order.host_pages.tolist(), order.device_pages.tolist(), strict=True)
-        if not order.is_load:
-            source, target = target, source
-        for host, device in ends:
-            from_page, to_page = (host, device) if order.is_load else (device, host)
-            target[to_page] = {} if error else dict(source[from_page])
-        kind = "failed" if error else "loaded" if order.is_load else "written"
-        self.seen[f"copies {kind}"] += 1
-        self.scheduler.copy_ended(HostCopyDone(order.number, error, 1, 1e-6), self.now_s)
-
-    def evict(self) -> None:
-        """Others have needed pages meanwhile."""
-        most = self.pages.cache.evictable_pages
-        freed = self.pages._evict(self.chance.choice([most, most // 2]), self.now_s)
-        self.pages.allocator.uncache(freed)
-        self.pages.allocator.free(freed)
-        self.pages.version += 1
-
-    def check_tree(self, cache: RadixCache, memory: dict[int, dict[int, Tokens]]) -> None:
-        """Law 8: whatever can be found has the KV of its path."""
-        above: dict[object, Tokens] = {}
-        for node in cache.nodes():
-            before = () if isinstance(node.parent, Root) else above[node.parent]
-            path = before + tuple(np.frombuffer(bytes(node.key), "<i4").tolist())
-            above[node] = path
-            for number, page in enumerate(
-                np.frombuffer(bytes(node.pages), "<i4").tolist(), len(before) // P
-            ):
-                assert memory.get(page) == whole_page(path, number), f"law 8: {path}"
 
     # --- what happens -----------------------------------------------------------------------------
 
@@ -392,7 +329,7 @@ class Machine:
         run.dense = self.dense(req)
         if not req.request.may_compute:
             return False
-        return not missing or self.chance.random() < (0.6 if self.scheduler.host is None else 0.3)
+        return not missing or self.chance.random() < 0.6
 
     def dense(self, req: DecodeRequest) -> int:
         found = self.pages.match(req.key, req.request.cacheable)
@@ -417,8 +354,6 @@ class Machine:
             if req.computes:
                 at = len(self.path_of(self.runs[req]))
                 assert req.prefix_len == at, "it goes on from the deepest"
-                mine = [one for one in self.scheduler.flights if one.request is req.request]
-                assert not any(one.is_load for one in mine), "what is computed loads nothing"
         asks = {ask.rid: ask for ask in self.scheduler.pop_needs_prefill()}
         for command in self.scheduler.take_commands():
             if isinstance(command, OpenRoom):
@@ -710,14 +645,6 @@ class Machine:
 
     def turn(self) -> None:
         self.now_s += 0.01
-        if self.copies and self.chance.random() < 0.15:
-            self.end_copy()
-            self.check()
-            return
-        if self.scheduler.host is not None and self.chance.random() < 0.08:
-            self.evict()
-            self.arrive()
-            self.admit()
         what = self.chance.random()
         if what < 0.12:
             self.arrive()
@@ -784,10 +711,6 @@ class Machine:
         return int(match.pages[-1]) if match.prefix_len == len(path) else None
 
     def check(self) -> None:
-        if self.scheduler.host is not None:
-            self.take_copies()
-            self.check_tree(self.pages.cache, self.kv)
-            self.check_tree(self.scheduler.host.cache, self.host_kv)
         for run in self.runs.values():
             if run.req.pages_held is None:
                 self.end(run)
@@ -839,10 +762,6 @@ class Machine:
         for key in [*self.failed, *self.opened]:
             self.scheduler.room_drained(key)
         self.check()
-        while self.copies:
-            self.end_copy(may_fail=False)
-            self.check()
-        assert self.scheduler.host is None or not self.scheduler.host.has_due
         assert (self.real.num_locks, self.real.taken) == (0, []), "nothing is left"
         for group in self.pages.windows:
             assert not group.pins.any()
@@ -856,20 +775,11 @@ BOTH: dict[str, Any] = {"window": 9}
 FEW_PAGES: dict[str, Any] = {"has_state": False, "window": 6, "tight": True}
 FEW_OF_BOTH: dict[str, Any] = {"window": 6, "tight": True}
 KINDS = (STATES, WINDOWS, BOTH, FEW_PAGES, FEW_OF_BOTH)
-HOST_STATES: dict[str, Any] = {"host": 100}
-HOST_WINDOWS: dict[str, Any] = {"has_state": False, "window": 6, "host": 100}
-HOST_FEW: dict[str, Any] = {"window": 6, "tight": True, "host": 12}
-HOST_KINDS = (HOST_STATES, HOST_WINDOWS, HOST_FEW)
 
 
 def tokens_of(req: DecodeRequest) -> Tokens:
     """Those with KV, or that are to have it."""
     return tuple(req.key.tokens().tolist())
-
-
-def whole_page(path: Tokens, number: int) -> dict[int, Tokens]:
-    """What each token of a path's page of this number was written with."""
-    return {at: path[: number * P + at + 1] for at in range(P)}
 
 
 def run(seed: int, num_turns: int = 1500, **kind: Any) -> Counter[str]:

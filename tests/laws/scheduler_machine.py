@@ -1,5 +1,5 @@
-"""The whole decode side under fire, one to four ranks of it, with and without extra state:
-`PairSim` with every fault as a step of its own.
+"""The whole decode side under fire, one to four ranks of it, with and without extra state, windows,
+own compute and host memory: `PairSim` with every fault as a step of its own.
 
 A run is a list of integers, so that hypothesis can draw it and shrink it: each spells one step
 (`Spelled`). The laws are audited after each; when the list ends, everybody goes on without faults
@@ -19,10 +19,9 @@ from benchmarks.policies.gated import Gated
 from prefixkv.admission import DEFAULT_ADMISSION, admission_names
 from prefixkv.cache.eviction.policy import policy_names, register_policy
 from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
-from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Source, Sources
+from prefixkv.decode.workers import Workers
 from prefixkv.errors import NotFiniteError, PrefixKVError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
@@ -35,8 +34,10 @@ from tests.support.fabric import Hold
 from tests.support.sim import Storm
 from tests.support.sim_engines import PAGE_SIZE, ROWS, SPOILT, DecodeEngine, PairSim
 from tests.support.sim_host import SimHost
+from tests.support.sim_memory import Memory
 from tests.support.sim_rank import TIMING, SimRank
 from tests.support.spelled import Event, Spelled
+from tests.support.timed import DecodeScheduler
 
 _IDLE, _DONE, _DECODE, _PREFILL = (
     0,
@@ -84,6 +85,8 @@ class Engine(DecodeEngine):
         super().__init__(sim)
 
     def computed(self, req: DecodeRequest, start: int, end: int, aux: bytes = b"") -> None:
+        flights = (one for one in self.scheduler.flights if one.request is req.request)
+        assert not any(one.is_load for one in flights), f"{req} is computed, and loads"
         after = self.sim.device_work()
         if after is not None and not req.state.ended:
             pages = req.pages[start // PAGE_SIZE : pages_for(end, PAGE_SIZE)]
@@ -140,11 +143,12 @@ class Engine(DecodeEngine):
 
 
 class SchedulerSim(PairSim):
-    """See the module's text. `setup` spells pools, policies and the number of ranks."""
+    """See the module's text. `setup` spells pools, policies and the number of ranks; `has_host`:
+    surely with host memory."""
 
     has_ranks_elsewhere = False  # that this object does not make
 
-    def __init__(self, setup: int) -> None:
+    def __init__(self, setup: int, has_host: bool = False) -> None:
         chance = Spelled()
         chance.spell(setup)
         self.events: list[Event] = []
@@ -155,13 +159,15 @@ class SchedulerSim(PairSim):
             policy=chance.choice(["gated-quick", *policy_names()]),
             admission=chance.choice([DEFAULT_ADMISSION, *admission_names()]),
             evict_reserve=chance.choice([0.0, 0.2]),
-            cache=chance.randrange(8) < 7,
+            cache=chance.randrange(8) < 7 or has_host,
         )
-        self.host_pages = chance.choice([0, 24, 6, 60]) if self.config.cache else 0
+        sizes = [24, 6, 60] if has_host else [0, 24, 6, 60]
+        self.host_pages = chance.choice(sizes) if self.config.cache else 0
         if self.host_pages:
             policy = chance.choice(["lru", *policy_names()])
             host = HostConfig(num_pages=self.host_pages, policy=policy)
             self.config = replace(self.config, host_memory=host)
+        self.is_ready = chance.randrange(3) < 2
         self.num_ranks = chance.choice([2, 1, 3, 4])
         below, ask = chance.choice([None, 4, 12, 0, 100]), chance.choice(["both", "late"])
         self.compute = None if below is None else ComputeConfig(below=below, ask=ask)
@@ -170,14 +176,14 @@ class SchedulerSim(PairSim):
         rows = ROWS if self.has_ranks_elsewhere else chance.choice([ROWS, 2, 3, 4])
         self.config = replace(self.config, max_running=rows)
         self.spared = {fault for fault in _FAULTS if chance.randrange(2)}
-        is_quiet = bool(self.host_pages) and chance.randrange(2)
+        self.is_quiet = is_quiet = bool(self.host_pages) and chance.randrange(4) > 0
         if is_quiet:  # the network is well: more is finished, written and loaded again
             self.spared |= set(_FAULTS) - {"abort", "retract", "flush", "reorder"}
         self.lost: list[PeerId] = []
         self.past: list[tuple[list[int], object]] = []  # conversations that may go on
         self.stalls: list[Hold] = []
-        num_slots = 0 if self.host_pages else chance.choice([0, 8, 3])
-        window = 0 if self.host_pages or self.compute is None else chance.choice([0, 5, 9])
+        num_slots = chance.choice([0, 8, 3])
+        window = 0 if self.compute is None else chance.choice([0, 5, 9])
         if self.has_ranks_elsewhere:
             window = 0
         # Where decode computes, with extra state or a window, it needs checkpoints.
@@ -205,7 +211,10 @@ class SchedulerSim(PairSim):
     def new_decode(self) -> Engine:
         engine = Engine(self)
         # A life that ends takes its host memory, and the copies that run, with it.
-        self.copies = SimHost(self.readers[0].memory, max(1, self.host_pages), self.random)
+        side = self.sides[1]
+        sizes = max(1, self.host_pages), side.page_size, side.attention, side.head_bytes
+        memory = Memory(side.mesh, 0, side.order, *sizes)
+        self.copies = SimHost(self.readers[0].memory, memory, self.random)
         return engine
 
     def decode_scheduler(self) -> DecodeScheduler:
@@ -234,11 +243,11 @@ class SchedulerSim(PairSim):
             patience_s=self.random.choice([5.0, 0.0, 0.5]),
             waiting_timeout_s=self.random.choice([16.0, 2.0]),
             name=self.readers[0].me.name,
-            lanes=Lanes(True, TIMING.bootstrap_timeout_s),
+            workers=Workers(True, TIMING.bootstrap_timeout_s),
             sources=ChosenSources(self) if self.compute is not None else None,
             host=None
             if self.config.host_memory is None or self.config.host_memory.policy is None
-            else (self.host_pages, self.config.host_memory.policy, True),
+            else (self.host_pages, self.config.host_memory.policy, self.is_ready),
         )
 
     def device_work(self) -> Event | None:
@@ -271,7 +280,9 @@ class SchedulerSim(PairSim):
 
     def _audit(self, touched: int) -> None:
         self.decode.tell()
-        self.copies.ordered += self.decode.scheduler.take_copies()
+        self.copies.order(self.decode.scheduler, self.decode.hashes)
+        if self.host_pages:
+            self.copies.check(self.decode.scheduler, self.decode.hashes)
         self.prefill.tell()
         self.decode.check_unwritten()
         if touched & _DECODE:
@@ -316,6 +327,24 @@ class SchedulerSim(PairSim):
 
     def copy_is_heard(self) -> int:
         return _DECODE if self.copies.hear(self.decode.scheduler, self.now_s) else _IDLE
+
+    def evict(self) -> int:
+        """Others have needed pages meanwhile, which come back from host memory."""
+        pages = self.decode.scheduler.pages
+        if not self.host_pages or not (most := pages.cache.evictable_pages):
+            return _IDLE
+        freed = pages._evict(self.random.choice([most, most, 1]), self.now_s)
+        pages.allocator.uncache(freed)
+        pages.allocator.free(freed)
+        pages.version += 1
+        return _DECODE
+
+    def host_is_ready(self) -> int:
+        host = self.decode.scheduler.host
+        if host is None or host.num_ready == self.host_pages:
+            return _IDLE
+        self.decode.scheduler.host_ready(self.random.randint(host.num_ready, self.host_pages))
+        return _DECODE
 
     def decode_schedule(self) -> int:
         side = self.decode
@@ -393,7 +422,7 @@ class SchedulerSim(PairSim):
         namespace = self.random.choice([None, None, None, "lora", ("tenant", 1)])
         length = self.random.randint(1, 14)
         tokens = [1] * 6 + [self.random.randint(0, 1) for _ in range(length)]
-        if self.past and self.host_pages and self.random.randrange(3) < 2:
+        if self.past and self.host_pages and self.random.randrange(8):
             # Somebody comes back whose pages the pool may have forgotten.
             tokens, namespace = self.random.choice(self.past)
             tokens = tokens + [self.random.randint(0, 1) for _ in range(length // 4)]
@@ -411,11 +440,12 @@ class SchedulerSim(PairSim):
         cacheable = self.random.random() < 0.9
         names_none = self.compute is not None and self.fails_over and not self.random.randrange(3)
         request = Request(
-            rid, tokens, max_new_tokens=self.random.randint(1, 24), room=room,
+            rid, tokens, room=room,
+            max_new_tokens=self.random.randint(1, 6 if self.is_quiet else 24),
             prefill="" if names_none else self.address,
             decode=self.readers[0].me.name,
             cacheable=cacheable, namespace=namespace, priority=self.random.choice([0, 5]),
-            deadline_s=self.random.choice([None, None, 1.0]),
+            deadline_s=self.random.choice([None, None, None if self.is_quiet else 1.0]),
         )  # fmt: skip
         try:
             self.decode.scheduler.add(request, self.now_s)
@@ -510,7 +540,10 @@ class SchedulerSim(PairSim):
         return _IDLE
 
     def flush(self) -> int:
-        self.decode.scheduler.flush()
+        scheduler = self.decode.scheduler
+        scheduler.flush()
+        assert not scheduler.pages.cache.num_pages
+        assert scheduler.host is None or not scheduler.host.cache.num_pages, "T3"
         return _DECODE
 
     def flush_prefill(self) -> int:
@@ -643,6 +676,8 @@ class SchedulerSim(PairSim):
             self.fabric.restore(self.lost.pop())
         while self.events:
             self.device_is_done()
+        if self.host_pages:
+            self.decode.scheduler.host_ready(self.host_pages)
         started_s, fenced = self.now_s, 0
         for _ in range(max_rounds):
             if not self._round():
@@ -715,7 +750,7 @@ _WEIGHTS = {
     "fail_late": 2, "retract": 2, "send_to_prefill": 1, "flush": 0.4, "flush_prefill": 0.2,
     "listen": 0.4, "lose_peer": 0.2, "stall": 0.3,
     "restart_prefill_dead": 0.15, "restart_prefill_stopped": 0.15, "fence_dead": 0.25,
-    "copy_step": 10, "copy_is_heard": 6,
+    "copy_step": 10, "copy_is_heard": 6, "evict": 14, "host_is_ready": 1,
     "fence_living": 0.1, "restart_decode_dead": 0.15,
 }  # fmt: skip
 _FAULTS = (  # each is spared in half of the runs
@@ -728,9 +763,9 @@ _WHEEL: Sequence[str] = [
 ]
 
 
-def run(setup: int, steps: Sequence[int]) -> SchedulerSim:
+def run(setup: int, steps: Sequence[int], has_host: bool = False) -> SchedulerSim:
     """One run, whole. Its trace goes with what it finds."""
-    sim = SchedulerSim(setup)
+    sim = SchedulerSim(setup, has_host)
     try:
         for value in steps:
             sim.counts["steps"] += 1

@@ -18,8 +18,6 @@ SHORT = {
     "explore.py": ["--max-states", "300"],
     "frames.py": ["--frames", "3000"],
     "liveness.py": ["--seed", "7000", "--seconds", "3"],
-    "host_tier.py": ["--steps", "4000"],
-    "lock_leaks.py": ["--seconds", "3"],
     "mesh_pair.py": ["--seconds", "2", "--schedulers"],
     "pair.py": ["--seconds", "2", "--backend", "shm"],
     "radix.py": ["--seconds", "2"],
@@ -31,7 +29,7 @@ SHORT = {
     "windows.py": ["--seconds", "2"],
 }
 LIMIT_S = 900.0  # of one that takes half a minute, on a machine with much other work
-_OTHERS = {"mutants.py", "runner.py", "seeds.py", "spelled.py"}  # a tool's; what the others share
+_OTHERS = {"mutants.py", "runner.py", "seeds.py"}  # a tool's; what the others share
 
 
 def test_each_is_run() -> None:

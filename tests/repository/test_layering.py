@@ -103,16 +103,3 @@ def test_no_import_leads_back_to_its_module_type_only_ones_included() -> None:
     graph = {name: imports_of(name, modules) for name in modules}
     assert sum(map(len, graph.values())) > 500
     assert circles(graph) == []
-
-
-def test_circles_are_found_whole() -> None:
-    graph = {
-        "a": {"b"},
-        "b": {"c"},
-        "c": {"a", "d"},
-        "d": {"e"},
-        "e": {"d"},
-        "f": {"f"},
-        "g": {"a"},
-    }
-    assert circles(graph) == [["a", "b", "c"], ["d", "e"], ["f"]]

@@ -6,12 +6,10 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-import prefixkv
 from prefixkv.cli import EXTRA
 from prefixkv.engines.hf import EXTRA as HF
 from prefixkv.serving import EXTRA as SERVE
@@ -69,11 +67,6 @@ def test_without_the_extra_hf_its_engine_says_in_one_line_what_to_install(
     ), told.stderr
 
 
-def test_there_is_one_version_number() -> None:
-    assert "version" in PROJECT["dynamic"]
-    assert version("prefixkv") == prefixkv.__version__
-
-
 @pytest.mark.slow
 def test_nodes_are_made_without_the_command_lines_packages() -> None:
     made = python(NODES)
@@ -91,10 +84,6 @@ def test_without_them_the_command_says_in_one_line_what_to_install(
     )
 
 
-def test_the_console_script_is_that_command() -> None:
-    assert PROJECT["scripts"] == {"prefixkv": "prefixkv.cli:main"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", [SERVE, *((name,) for name in SERVE), HF])
 def test_without_the_extra_serve_its_commands_say_in_one_line_what_to_install(
@@ -107,37 +96,3 @@ def test_without_the_extra_serve_its_commands_say_in_one_line_what_to_install(
         assert ran.stdout == "2\n", ran.stderr
         said = f"prefixkv: serving needs {', '.join(missing)}: pip install 'prefixkv[serve]'\n"
         assert ran.stderr == said
-
-
-# --- commands of the documents --------------------------------------------------------------------
-
-ROOT = Path(__file__).parents[2]
-DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tests" / "README.md"]
-
-
-def test_documents_install_a_checkout_in_place() -> None:
-    """Without -e a later install would replace an earlier one by a copy of the checkout."""
-    found = [
-        (path.name, line)
-        for path in DOCUMENTS
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if re.search(r"pip install [^`|&]*\.(\[[a-z]+\])?'?(`|\s|$)", line)
-    ]
-    assert len(found) > 10
-    without = [one for one in found if not re.search(r"-e '?\.", one[1])]
-    assert without == []
-
-
-def test_documents_build_environments_by_a_bare_python() -> None:
-    """A fresh clone has no interpreter with packages, and `benchmarks env` needs none."""
-    blocks = [
-        (path.name, line)
-        for path in DOCUMENTS
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if re.search(r"^[^`\s]*python3? -m benchmarks env ", line)
-    ]
-    assert len(blocks) >= 3
-    for name, line in blocks:
-        # This one shares the packages of the interpreter that builds it.
-        shares = "sglang-trees" in line
-        assert line.startswith(".venv/bin/python" if shares else "python3 "), (name, line)

@@ -29,17 +29,16 @@ from prefixkv.errors import (
     PeerLostError,
     TransferError,
 )
-from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.mesh import Shard
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
-from prefixkv.memory.state_layout import StateLayout, StateLink
+from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transfer import RoomKey
 from prefixkv.transport.base import (
     Arrived,
+    PeerMemory,
     PeerUnreachable,
+    RankMemory,
     Settled,
     Sink,
     TransportEvent,
@@ -48,9 +47,8 @@ from prefixkv.transport.base import (
     WriteJob,
 )
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
-from prefixkv.transport.parts import Part, part_indices
-from prefixkv.transport.routes import PeerMemory, Routes, routes_to
-from prefixkv.transport.runs import RunTable
+from prefixkv.transport.routes import Routes, routes_to
+from prefixkv.transport.runs import Part, RunTable, part_indices
 from tests.support.fabric_actions import Action as Action
 from tests.support.fabric_actions import Choice, Fault, Predicate
 from tests.support.fabric_actions import FakeDisconnectError as FakeDisconnectError
@@ -135,15 +133,14 @@ class FakeFabric:
     # --- what a test does -------------------------------------------------------------------------
 
     def transport(
-        self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig = _DEFAULTS,
-        staging: StagingArea | None = None, state: StateLayout | None = None,
-        memory: object = None,
+        self, me: PeerId, memory: RankMemory, sink: Sink, config: TransportConfig = _DEFAULTS,
+        owner: object = None,
     ) -> FakeTransport:  # fmt: skip
-        """Make a transport, see `make_transport`. `memory` owns the addresses that the layouts
-        describe; it is kept alive, since writes land late. Raises CallerError if `me` has one."""
+        """Make a transport. `owner` owns the addresses that `memory` describes; it is kept alive,
+        since writes land late. Raises CallerError if `me` has one."""
         if me in self.transports:
             raise CallerError(f"{me} is on this fabric already")
-        self.transports[me] = FakeTransport(self, me, layout, sink, config, staging, state, memory)
+        self.transports[me] = FakeTransport(self, me, memory, sink, config, owner)
         return self.transports[me]
 
     def step(self) -> bool:
@@ -267,7 +264,7 @@ class FakeFabric:
             elif self.window_guard is not None:
                 self.window_guard(peer, job.route, write.job.room, pages)
             return
-        area = self.transports[peer].staging
+        area = self.transports[peer].memory.staging
         blocks_of_job = job.dst_pages.tolist()
         # Addresses of the job's blocks in the area that the target has now.
         first = (
@@ -367,23 +364,18 @@ class FakeTransport:
     """Keeps the contract of `base.Transport`. Events reach the sink during `step()`."""
 
     def __init__(
-        self, fabric: FakeFabric, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
-        staging: StagingArea | None, state: StateLayout | None, memory: object,
+        self, fabric: FakeFabric, me: PeerId, memory: RankMemory, sink: Sink,
+        config: TransportConfig, owner: object,
     ) -> None:  # fmt: skip
-        layout.validate()
-        for more in (staging, state):
-            if more is not None:
-                more.validate()
+        memory.validate()
         self.me = me
-        self.layout = layout
-        self.staging = staging
-        self.state = state
+        self.memory = memory
         self.expected = 0
         self.closed = False
         self._fabric = fabric
         self._sink = sink
         self._config = config
-        self._memory = memory
+        self._owner = owner
         self._peers: dict[PeerId, _FakePeer] = {}
         self._events: list[TransportEvent] = []
         self._jobs = JobTable(self._report, config.post_bytes, config.post_descriptors)
@@ -395,13 +387,8 @@ class FakeTransport:
     def metadata(self) -> bytes:
         return f"fake {self.me.name}#{self.me.incarnation}".encode()
 
-    def add_peer(
-        self, peer: PeerId, metadata: bytes, layout: KVLayout,
-        parts: tuple[Shard, Shard] | None = None, staging: StagingArea | None = None,
-        state: StateLink | None = None,
-    ) -> None:  # fmt: skip
+    def add_peer(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
         self._check_open()
-        memory = PeerMemory(layout, parts, staging, state)
         if (known := self._peers.get(peer)) is not None:
             # Described as before: nothing to do. Otherwise its memory has moved, so jobs that were
             # cut for the former layout must not be posted.
@@ -542,14 +529,12 @@ class FakeTransport:
             # Another life of the peer: addresses of the former one must not be written to.
             if peer.metadata != target.metadata:
                 raise HandshakeError("agent name in the metadata", target.metadata, peer.metadata)
-            routes = routes_to(peer.memory, self.layout, self.staging, self.state)
-            theirs = peer.memory
-            if routes.staging is not None and theirs.staging != target.staging:
-                raise HandshakeError("staging", target.staging, theirs.staging, "is not registered")
-            if theirs.state is not None and theirs.state.layout != target.state:
-                raise HandshakeError(
-                    "state", target.state, theirs.state.layout, "is not registered"
-                )
+            routes = routes_to(self.memory, peer.memory)
+            theirs, own = peer.memory, target.memory
+            if routes.staging is not None and theirs.staging != own.staging:
+                raise HandshakeError("staging", own.staging, theirs.staging, "is not registered")
+            if theirs.state is not None and theirs.state.layout != own.state:
+                raise HandshakeError("state", own.state, theirs.state.layout, "is not registered")
         except Exception as error:
             self._lose(peer, error)
             return

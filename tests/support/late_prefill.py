@@ -9,8 +9,8 @@ import torch
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.testing.hashing import PrefixHasher
-from prefixkv.testing.pattern import MirroredPattern
 from tests.support.node_pair import PrefillDriver
+from tests.support.patterns import MirroredPattern
 
 POISON = 0xA5
 _hasher = PrefixHasher()

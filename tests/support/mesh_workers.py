@@ -19,10 +19,10 @@ from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 from prefixkv.testing.hashing import PrefixHasher
-from prefixkv.testing.pattern import make_patterns, make_pools
 from tests.support.devices import DEVICE
 from tests.support.node_pair import Tokens
 from tests.support.patience import until
+from tests.support.patterns import make_patterns, make_pools
 
 SALT = 7
 _hasher = PrefixHasher()
@@ -110,7 +110,7 @@ class MeshPair:
             self.failed[failed.rid] = failed.error
 
     def on_prefill(self, rid: str) -> PrefillRequest:
-        return self.prefill.scheduler.requests[rid]
+        return self.prefill.requests[rid]
 
     def wrong_pages(self, req: DecodeRequest) -> int:
         """Over all ranks; each rank's own page table has to say the same pages."""

@@ -1,39 +1,31 @@
 """Two hosts in one machine: network namespaces that only a wire joins, and nodes that live in them.
 
 A namespace is held by a process of its own, so that a node in it may die and another take its
-place. The wire is a veth pair, or two TUN devices with a relay between them that delays and loses
-packets. Nothing of this machine's own network is touched: all of it is gone with the processes.
-Where the kernel does not allow it, `RefusedError` says why. It takes root; that of a user namespace
-will do (`unshare -r`).
+place. The wire is a veth pair. Nothing of this machine's own network is touched: all of it is gone
+with the processes. Where the kernel does not allow it, `RefusedError` says why. It takes root; that
+of a user namespace will do (`unshare -r`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import heapq
 import os
-import random
 import shutil
-import struct
 import subprocess
-import time
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
-from multiprocessing.connection import wait
 from typing import Any
 
 from tests.support import node_process
 from tests.support.node_process import NodeProcess
 from tests.support.patience import until
-from tests.support.processes import Child, answer, children, obey
+from tests.support.processes import Child, children, obey
 
 WIRE = "wire"  # the device, on both hosts
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x2_0000, 0x4000_0000
 _MS_PRIVATE = 0x4_4000  # and all below
-_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x4004_54CA, 1, 0x1000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -85,18 +77,6 @@ def join_veth(a: Host, b: Host) -> None:
         until(lambda host=host: "state UP" in host.run(f"ip link show dev {WIRE}"))
 
 
-class Relay(Child):
-    """The process between two TUN devices. `call("set", delay_s=, loss=)`, `call("counts")`."""
-
-    def __init__(self, a: Host, b: Host) -> None:
-        super().__init__(_relay, a.pid, b.pid)
-        if self.hello:
-            self.end()
-            raise RefusedError(self.hello)
-        for host, address in zip((a, b), ADDRESSES, strict=True):
-            host.join(address)
-
-
 class HostedNode(NodeProcess):
     """A node on a host. KV goes over the wire, by TCP: shared memory would cross namespaces."""
 
@@ -112,7 +92,7 @@ class HostedNode(NodeProcess):
 
 
 def hosts() -> AbstractContextManager[Any]:
-    """Yields `start(make, *args)`: what `make` (Host, Relay, HostedNode) made. All have ended when
+    """Yields `start(make, *args)`: what `make` (Host, HostedNode) made. All have ended when
     the block is left."""
     return children(lambda make, *args: make(*args))
 
@@ -167,66 +147,3 @@ def _see_own_devices() -> None:
     _unshare(_CLONE_NEWNS, "mount")
     _checked(_libc.mount(b"none", b"/", None, _MS_PRIVATE, None), "make mounts private")
     _checked(_libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None), "mount /sys")
-
-
-class _Relaying:
-    """Packets on their way: each leaves its queue `delay_s` after it came, unless it is lost."""
-
-    def __init__(self, hosts: tuple[int, ...]) -> None:
-        self._hosts = hosts
-        self._random = random.Random(7)
-        self._queue: list[tuple[float, int, int, bytes]] = []
-        self.delay_s = self.loss = 0.0
-        self.passed = self.lost = 0
-
-    def open(self) -> None:
-        self.ends = []
-        for host in self._hosts:
-            _enter(host)
-            self.ends.append(os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK))
-            name = struct.pack("16sH", WIRE.encode(), _IFF_TUN | _IFF_NO_PI)
-            fcntl.ioctl(self.ends[-1], _TUNSETIFF, name)
-
-    def set(self, delay_s: float, loss: float) -> None:
-        self.delay_s, self.loss = delay_s, loss
-
-    def counts(self) -> tuple[int, int]:
-        """Packets passed on, and lost."""
-        return self.passed, self.lost
-
-    def take(self, end: int) -> None:
-        """All that has come from there."""
-        now_s = time.monotonic()
-        while True:
-            try:
-                packet = os.read(self.ends[end], 65536)
-            except BlockingIOError:
-                return
-            if self._random.random() < self.loss:
-                self.lost += 1
-                continue
-            self.passed += 1
-            heapq.heappush(self._queue, (now_s + self.delay_s, self.passed, 1 - end, packet))
-
-    def deliver(self) -> float | None:
-        """What is due; returns the seconds to what is next."""
-        while self._queue:
-            wait_s = self._queue[0][0] - time.monotonic()
-            if wait_s > 0:
-                return wait_s
-            _, _, end, packet = heapq.heappop(self._queue)
-            with suppress(OSError):  # that end's link is down
-                os.write(self.ends[end], packet)
-        return None
-
-
-def _relay(pipe: Any, *hosts: int) -> None:
-    relaying = _Relaying(hosts)
-    if not _said(pipe, relaying.open):
-        return
-    while True:
-        ready = wait([pipe, *relaying.ends], relaying.deliver())
-        if pipe in ready:
-            answer(pipe, relaying)
-        for end in (0, 1):
-            relaying.take(end)

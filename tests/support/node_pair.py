@@ -21,15 +21,17 @@ import numpy.typing as npt
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_pool import KVPool
+from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.testing.hashing import PrefixHasher, sample
-from prefixkv.testing.pattern import pattern_in
 from tests.laws.auditor import assert_at_rest
 from tests.support.devices import DEVICE
 from tests.support.patience import PATIENCE_S
+from tests.support.patterns import pattern_in
+from tests.support.timed import DecodeScheduler, PrefillScheduler
 from tests.support.wires import is_shm
 
 Tokens = npt.NDArray[np.int32]
@@ -44,8 +46,8 @@ def tokens_of(seed: int, count: int) -> Tokens:
 
 
 def make_pool(num_pages: int = 64, page_size: int = 4, **options: Any) -> KVPool:
-    sizes = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "device": DEVICE} | options
-    return KVPool.create(num_pages, page_size, shared=is_shm(), **sizes)
+    sizes = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 16, "device": DEVICE}
+    return KVPool.create(num_pages, page_size, **sizes | {"shared": is_shm()} | options)
 
 
 def first_token(tokens: Tokens) -> int:
@@ -169,7 +171,7 @@ class DecodeDriver:
             self.prefix_lens[req.rid].append(req.prefix_len)
             self.running[req.rid] = req
         self._append([req for req in arrived if not req.resumed])
-        if not self.hold_running and not (self.together and self.node.scheduler.arriving.num_open):
+        if not self.hold_running and not (self.together and self.node.arriving.num_open):
             self._run([req for req in self.running.values() if req not in arrived])
 
     def check(self, req: DecodeRequest) -> None:
@@ -262,9 +264,16 @@ def left(node: DecodeNode | PrefillNode) -> dict[str, int]:
     return {name: stats[name] for name in names if stats[name]}
 
 
+def scheduling(node: DecodeNode | PrefillNode) -> dict[str, Any]:
+    """What a node has as a scheduler: no threads, no memory."""
+    kind = DecodeScheduler if isinstance(node, DecodeNode) else PrefillScheduler
+    names = vars(kind(PageManager(4, 2, 2)))
+    return {name: value for name, value in vars(node).items() if name in names}
+
+
 def node_at_rest(node: DecodeNode | PrefillNode) -> None:
     node.audit()
-    assert_at_rest(node.scheduler)
+    assert_at_rest(node)
     assert left(node) == {}
 
 

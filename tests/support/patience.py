@@ -70,12 +70,16 @@ class SkippableClock:
 
     def install(self, put: Callable[[Any, str, Any], None] = setattr) -> None:
         """For all nodes of this process. `put` may be monkeypatch.setattr."""
-        from prefixkv.runtime import control_thread, decode_transfers, node, prefill_transfers
+        from prefixkv.runtime import (
+            control_thread,
+            decode_transfers,
+            node,
+            prefill_transfers,
+            transfers,
+        )
 
-        put(control_thread, "time", self)
-        put(decode_transfers, "time", self)
-        put(prefill_transfers, "time", self)
-        put(node, "time", self)
+        for module in (control_thread, transfers, decode_transfers, prefill_transfers, node):
+            put(module, "time", self)
 
     def skip(self, seconds: float, nodes: Sequence[Any]) -> None:
         """That much time has passed, and these nodes' control threads look at the clock again."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -17,18 +17,15 @@ from unittest import mock
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import ClosedError, TransferError
-from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.base import Sink
+from prefixkv.transport.base import RankMemory, Sink
 from prefixkv.transport.jobs import ActiveJob
+from prefixkv.transport.loop import QueuedCalls
 from prefixkv.transport.shm import door as shm_door
 from prefixkv.transport.shm import loop as shm_loop
 from prefixkv.transport.shm import peer as shm_peer
 from prefixkv.transport.shm.loop import ShmLoop
 from prefixkv.transport.shm.peer import ShmPeer
-from prefixkv.transport.threaded import QueuedCalls
 from tests.support.sim import Sim
 from tests.support.transport_pools import shared_zeros
 
@@ -82,23 +79,14 @@ class SteppedShm(QueuedCalls[ShmLoop]):
     def __init__(self, fabric: ShmFabric, me: PeerId, sink: Sink, *what: Any) -> None:
         self.me, self.closed = me, False
         self._sink = sink
-        layout, config, staging, state, self._memory = what
-        self.loop = _Loop(fabric, me, layout, self._tell, config, staging, state)
-        self.metadata = self.loop.offer
+        memory, config, self._owner = what
+        self.loop = _Loop(fabric, me, memory, self._tell, config)
+        self.metadata = self.loop.metadata
         self.commands: deque[Callable[[ShmLoop], None]] = deque()
         self._unproven: set[int] = set()  # no write ends undrained
 
     def _tell(self, event: Any) -> None:
         self._sink(event)
-
-    def expect(self, num_rooms: int) -> None:
-        self._call(lambda loop: None)
-
-    def settle(self, token: Hashable, for_s: float) -> None:
-        self._call(lambda loop: loop.settle(token))
-
-    def renew(self) -> None:
-        pass
 
     def close(self) -> None:
         if not self.closed:
@@ -178,12 +166,10 @@ class ShmFabric:
         self.transports: dict[PeerId, SteppedShm] = {}
 
     def transport(
-        self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
-        staging: StagingArea | None = None, state: StateLayout | None = None,
-        memory: object = None,
+        self, me: PeerId, memory: RankMemory, sink: Sink, config: TransportConfig,
+        owner: object = None,
     ) -> SteppedShm:  # fmt: skip
-        what = layout, config, staging, state, memory
-        self.transports[me] = SteppedShm(self, me, sink, *what)
+        self.transports[me] = SteppedShm(self, me, sink, memory, config, owner)
         return self.transports[me]
 
     def happens(self, probability: float) -> bool:

@@ -19,7 +19,7 @@ import msgspec
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.shared import SharedBlock, block_of
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.shm.wire import MAGIC, TOKEN_BYTES, ShmOffer, boot_id, listen
+from prefixkv.transport.shm.wire import MAGIC, TOKEN_BYTES, ShmOffer, listen
 from tests.support.patience import PATIENCE_S
 from tests.support.transport_pools import make_pool, shared_zeros
 
@@ -73,6 +73,6 @@ def a_liar() -> Iterator[Liar]:
     block = block_of(*pool.layout.regions[0])
     assert block is not None
     door = f"liar-{os.getpid()}-{next(_doors)}"
-    offer = ShmOffer("liar", 7, boot_id(), door, bytes(TOKEN_BYTES))
+    offer = ShmOffer("liar", 7, door, bytes(TOKEN_BYTES))
     with listen(door) as listener:
         yield Liar(PeerId("liar", 7), pool.layout, block, listener, offer)

@@ -20,9 +20,8 @@ import numpy as np
 
 import benchmarks.policies.gated
 import benchmarks.policies.gittins  # noqa: F401
-from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
+from prefixkv.decode.workers import Workers
 from prefixkv.errors import (
     HandshakeError,
     NotFiniteError,
@@ -35,7 +34,6 @@ from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
 from prefixkv.prefill.request import PrefillRequest
-from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
@@ -49,6 +47,7 @@ from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
 from tests.support.sim import Shape, Sim, Storm, scrambled, shape_of, storm_of
 from tests.support.sim_rank import TIMING, DecodeRank, PrefillRank
 from tests.support.state_memory import TENSORS
+from tests.support.timed import DecodeScheduler, PrefillScheduler
 
 PAGE_SIZE = 4
 ROWS = 8
@@ -662,7 +661,7 @@ class EngineSim(Sim):
             max_retries=int(self.failure_policy == "retry"),
             admission=("hit_aware", "fifo", "priority")[self.seed % 3], patience_s=2.0,
             waiting_timeout_s=0.8 * TIMING.bootstrap_timeout_s, name=self.readers[0].me.name,
-            ticket=self.next_ticket, lanes=Lanes(True, TIMING.bootstrap_timeout_s),
+            ticket=self.next_ticket, workers=Workers(True, TIMING.bootstrap_timeout_s),
         )  # fmt: skip
 
     def next_ticket(self) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +33,7 @@ class SimHost:
     the scheduler has not heard of."""
 
     memory: Memory
-    num_pages: int
+    host: Memory
     chance: random.Random
     fail: float = 0.07
     ordered: list[HostCopy] = field(default_factory=list)
@@ -39,11 +41,31 @@ class SimHost:
     ended: list[HostCopyDone] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
-    def __post_init__(self) -> None:
-        self.host = [
-            np.full((self.num_pages, *slab.shape[1:]), GARBAGE, np.uint8)
-            for slab in self.memory._kv
-        ]
+    def order(self, scheduler: DecodeScheduler, hashes: Callable[[Any], Any]) -> None:
+        """Take the copies that are ordered: of pages whose KV is there."""
+        for order in scheduler.take_copies():
+            assert scheduler.host is not None
+            copy = scheduler.host._copies[order.number]
+            tokens = np.frombuffer(copy.key.data, "<i4")
+            first = copy.start * self.memory.layout.page_size
+            source = self.host if order.is_load else self.memory
+            wrong = source.pattern.mismatches(copy.src, hashes(tokens)[first:])
+            assert wrong == 0, f"T8: {order} copies what is not there"
+            self.ordered.append(order)
+
+    def check(self, scheduler: DecodeScheduler, hashes: Callable[[Any], Any]) -> None:
+        """Law 8 and T3: whatever can be found, in the pool or in host memory, is of its path."""
+        assert scheduler.host is not None
+        for cache, memory in (
+            (scheduler.pages.cache, self.memory), (scheduler.host.cache, self.host),
+        ):  # fmt: skip
+            above: dict[object, tuple[bytes, bytes]] = {}
+            for node in cache.nodes():
+                key, pages = above.get(node.parent, (b"", b""))
+                key, pages = above[node] = key + bytes(node.key), pages + bytes(node.pages)
+                tokens = np.frombuffer(key, "<i4")
+                wrong = memory.pattern.mismatches(np.frombuffer(pages, "<i4"), hashes(tokens))
+                assert wrong == 0, f"law 8: {wrong} cached pages are not of {tokens.tolist()}"
 
     @property
     def busy(self) -> bool:
@@ -83,12 +105,11 @@ class SimHost:
         """Overwrite all free host pages, so that one freed too early shows."""
         if scheduler.host is not None:
             free = scheduler.host.allocator.pages_in(PageState.FREE)
-            for slab in self.host:
-                slab[free] = 0xDD
+            self.host.scribble(free, 0xDD)
 
     def _move(self, order: HostCopy, start: int, end: int) -> None:
         host, device = order.host_pages[start:end], order.device_pages[start:end]
-        for slab, pool in zip(self.host, self.memory._kv, strict=True):
+        for slab, pool in zip(self.host._kv, self.memory._kv, strict=True):
             if order.is_load:
                 pool[device] = slab[host]
             else:
@@ -96,5 +117,4 @@ class SimHost:
 
     def _spoil(self, order: HostCopy, start: int) -> None:
         to = order.device_pages if order.is_load else order.host_pages
-        for slab in self.memory._kv if order.is_load else self.host:
-            slab[to[start:]] = GARBAGE
+        (self.memory if order.is_load else self.host).scribble(to[start:], GARBAGE)

@@ -15,8 +15,8 @@ import msgspec
 from prefixkv.config import Backend, ControlConfig, TransportConfig
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
+from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl
-from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.memory.kv_layout import PageGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
@@ -28,10 +28,10 @@ from prefixkv.ranks.joined import pack_rank_events
 from prefixkv.ranks.row_log import RowFollower
 from prefixkv.runtime.copies import StagingCopies
 from prefixkv.staging.receiver import Scatter
-from prefixkv.staging.sender import Gather
+from prefixkv.staging.sender import Gather, StagingSlots
 from prefixkv.testing.hashing import Hashes
-from prefixkv.transport.base import WriteJob
-from prefixkv.transport.offers import split_offers
+from prefixkv.transport.base import RankMemory, WriteJob
+from tests.support.control_effects import effects_of
 from tests.support.fabric import FakeFabric
 from tests.support.sim_memory import Buffer, Memory
 from tests.support.state_memory import StateMemory
@@ -167,9 +167,10 @@ class SimRank:
             regions = tuple(sorted({*layout.regions, *self.last.layout.regions}))
             layout = msgspec.structs.replace(layout, groups=(group,), regions=regions)
         self.layout = layout
-        what = self.me, layout, self.inbox.append, config, self.area, self.state_layout
-        memory = self.memory, self.state, self.last
-        self.transport = world.fabric.transport(*what, memory=memory)
+        memory = RankMemory(layout, self.area, self.state_layout)
+        what = self.me, memory, self.inbox.append, config
+        owner = self.memory, self.state, self.last
+        self.transport = world.fabric.transport(*what, owner=owner)
 
     def fill(self, pages: Pages, start: int, hashes: Hashes, slot: int = -1) -> None:
         """Compute the KV of tokens `start` to `len(hashes)`, and the state behind the last."""
@@ -216,7 +217,7 @@ class SimRank:
         self.take(self.inbox.popleft() if self.inbox else effects.Tick())
 
     def take(self, what: Any) -> None:
-        self.carry_out(self.control.on(what, self.world.now_s))
+        self.carry_out(effects_of(self.control, what, self.world.now_s))
 
     def leave(self) -> None:
         """Close in good order: the farewell may be lost."""
@@ -244,8 +245,7 @@ class SimRank:
             case effects.Renew():
                 self.transport.renew()
             case effects.AddPeer():
-                more = effect.parts, effect.staging, effect.state
-                self.transport.add_peer(effect.peer, effect.metadata, effect.layout, *more)
+                self.transport.add_peer(effect.peer, effect.metadata, effect.memory)
                 if self.staging is not None:
                     self.staging.add_peer(effect)
             case effects.RemovePeer():
@@ -305,10 +305,9 @@ class PrefillRank(SimRank):
             num_slots = config.staging_bytes // config.lease_bytes
             slots = StagingSlots(num_slots, config.lease_bytes, side.staging_window)
         endpoints = addresses if rank == 0 else ()
-        what = side.digest, side.topology, TIMING, endpoints, rank, slots
-        more: Any = {"backend": world.backend}
-        more["weights_version"] = world.prefill_version
-        self.control = PrefillControl(self.me, *what, **more)
+        ours = OurSide(side.digest, side.topology, rank, backend=world.backend)
+        what = endpoints, slots, world.prefill_version
+        self.control = PrefillControl(self.me, ours, TIMING, *what)
 
     def check(self) -> None:
         super().check()
@@ -318,11 +317,10 @@ class PrefillRank(SimRank):
         control = self.control
         peers = control._peers.all()
         left: dict[str, Any] = {
-            "jobs": control._rooms.jobs, "unclaimed": control._rooms.unclaimed,
-            "aborts": control._aborts.all(),
+            "jobs": control._rooms.jobs, "awaited": control._tombs.awaited(),
             "parked": [peer.id for peer in peers if peer.num_parked],
-            "rooms of peers": [peer.id for peer in peers if peer.rooms],
-            "undrained": [peer.id for peer in peers if peer.claimed.num_undrained],
+            "rooms of peers": [peer.id for peer in peers if control._rooms.of(peer.id)],
+            "undrained": [peer.id for peer in peers if peer.num_promised],
             "in flight": self.world.fabric.in_flight(self.me),
             "unproven": self.transport._unproven,
         }  # fmt: skip
@@ -348,10 +346,10 @@ class DecodeRank(SimRank):
         self.orders: deque[bytes] = deque()  # of rank 0
         self.for_rank_0: deque[bytes] = deque()  # for rank 0
         self._num_messages = 0
-        offers = split_offers(self.transport.metadata)
-        memory = self.layout, offers.nixl
+        offer, by_shm = self.transport.metadata, world.backend == "shm"
+        memory = self.layout, b"" if by_shm else offer
         what = side.digest, side.topology, *memory, rank, worker, self.area, self.state_layout
-        self.control = DecodeControl(self.me, Hello(*what, shm=offers.shm), TIMING)
+        self.control = DecodeControl(self.me, Hello(*what, shm=offer if by_shm else b""), TIMING)
 
     def take_rank_events(self) -> None:
         """As `runtime.DecodeRank.take_rank_events`."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from prefixkv.digest import prompt_digest
 from prefixkv.paging import pages_for
-from prefixkv.prefill.send_plan import SendPlan
+from prefixkv.prefill.request import SendPlan
 from prefixkv.protocol import commands
 from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, RoomKey

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 
 class Spelled(random.Random):
@@ -31,10 +32,11 @@ class Spelled(random.Random):
         return 1.0 - self._randbelow(1024) / 1024
 
 
+@dataclass(eq=False)
 class Event:
     """Device work that is done when told so."""
 
-    done = False
+    done: bool = False
 
     def query(self) -> bool:
         return self.done

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.base import Arrived
+from prefixkv.transport.base import Arrived, RankMemory
 from tests.support import processes
 from tests.support.patience import PATIENCE_S, until
 from tests.support.transport_pools import Shape, make_pool, shared_zeros
@@ -49,12 +49,12 @@ def _transport(pool: Any, me: PeerId, arrived: list[bytes], shm: bool) -> Any:
             arrived.append(event.tag)
 
     if shm:
-        from prefixkv.transport.shm.transport import ShmTransport
+        from prefixkv.transport.shm.loop import ShmTransport
 
-        return ShmTransport(me, pool.layout, sink)
-    from prefixkv.transport.nixl.transport import NixlTransport
+        return ShmTransport(me, RankMemory(pool.layout), sink)
+    from prefixkv.transport.nixl.loop import NixlTransport
 
-    return NixlTransport(me, pool.layout, sink)
+    return NixlTransport(me, RankMemory(pool.layout), sink)
 
 
 def serve(pipe: Any, me: PeerId, num_pages: int, shape: Shape, shm: bool) -> None:

@@ -8,18 +8,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
 from prefixkv.config import TransportConfig
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
-from prefixkv.memory.state_layout import StateLayout, StateLink
+from prefixkv.memory.state_layout import StateLink
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import (
     Arrived,
+    PeerMemory,
+    RankMemory,
     Sink,
     Transport,
     TransportEvent,
@@ -27,7 +28,6 @@ from prefixkv.transport.base import (
     WriteFailed,
     WriteJob,
 )
-from prefixkv.transport.shm.loop import Met
 from tests.support.fabric import FakeFabric
 from tests.support.patience import PATIENCE_S
 from tests.support.state_memory import StateMemory
@@ -68,8 +68,9 @@ class Node:
         """What its transport's sink calls; a test may put another in."""
 
     @property
-    def state_layout(self) -> StateLayout | None:
-        return None if self.state is None else self.state.layout
+    def memory(self) -> RankMemory:
+        state = None if self.state is None else self.state.layout
+        return RankMemory(self.pool.layout, self.area, state)
 
     @property
     def area(self) -> StagingArea | None:
@@ -109,9 +110,8 @@ class Node:
         state: StateLink | None = None,
     ) -> None:
         for other in others:
-            self.transport.add_peer(
-                other.me, other.transport.metadata, other.pool.layout, parts, other.area, state
-            )
+            memory = PeerMemory(other.pool.layout, parts, other.area, state)
+            self.transport.add_peer(other.me, other.transport.metadata, memory)
 
 
 class Driver:
@@ -192,9 +192,7 @@ class FakeDriver(Driver):
         self.fabric = FakeFabric(seed=1)
 
     def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
-        return self.fabric.transport(
-            node.me, node.pool.layout, sink, config, node.area, node.state_layout, node
-        )
+        return self.fabric.transport(node.me, node.memory, sink, config, node)
 
     def until(self, condition: Callable[[], object]) -> None:
         while not condition():
@@ -203,9 +201,9 @@ class FakeDriver(Driver):
 
 class NixlDriver(Driver):
     def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
-        from prefixkv.transport.nixl.transport import NixlTransport
+        from prefixkv.transport.nixl.loop import NixlTransport
 
-        return NixlTransport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
+        return NixlTransport(node.me, node.memory, sink, config)
 
     def until(self, condition: Callable[[], object]) -> None:
         with self._changed:
@@ -220,65 +218,9 @@ class ShmDriver(NixlDriver):
     zeros = staticmethod(shared_zeros)
 
     def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
-        from prefixkv.transport.shm.transport import ShmTransport
+        from prefixkv.transport.shm.loop import ShmTransport
 
-        return ShmTransport(node.me, node.pool.layout, sink, config, node.area, node.state_layout)
-
-
-class Reports:
-    """A `met` of `ShmTransport`: what it reports of peers, passed on at once or kept."""
-
-    def __init__(self, met: Met) -> None:
-        self.pass_on = met
-        self.keep = False
-        self.all: list[tuple[PeerId, Exception | None]] = []
-
-    def __call__(self, peer: PeerId, error: Exception | None) -> bool:
-        self.all.append((peer, error))
-        return False if self.keep else self.pass_on(peer, error)
-
-
-@dataclass
-class Halves:
-    """The two transports of an `AutoTransport`, as it made them."""
-
-    nixl: Any = None
-    shm: Any = None
-    reports: Any = None
-
-
-class AutoDriver(NixlDriver):
-    """Both transports, of which each peer is written by one: by shm, or (`shared` False) by
-    NIXL."""
-
-    def __init__(self, shared: bool) -> None:
-        super().__init__()
-        self._halves: dict[PeerId, Halves] = {}
-        if shared:
-            self.zeros = shared_zeros
-
-    def halves(self, node: Node) -> Halves:
-        return self._halves[node.me]
-
-    def make(self, node: Node, sink: Sink, config: TransportConfig) -> Transport:
-        from prefixkv.transport import auto
-
-        halves = self._halves[node.me] = Halves()
-        make_nixl, make_shm = auto.NixlTransport, auto.ShmTransport
-
-        def nixl(*args: Any) -> Any:
-            halves.nixl = make_nixl(*args)
-            return halves.nixl
-
-        def shm(*args: Any, met: Met) -> Any:
-            halves.reports = Reports(met)
-            halves.shm = make_shm(*args, met=halves.reports)
-            return halves.shm
-
-        with patch.multiple(auto, NixlTransport=nixl, ShmTransport=shm):
-            return auto.AutoTransport(
-                node.me, node.pool.layout, sink, config, node.area, node.state_layout
-            )
+        return ShmTransport(node.me, node.memory, sink, config)
 
 
 class Gate:

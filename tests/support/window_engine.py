@@ -319,21 +319,21 @@ class WindowPair:
 
         def is_over() -> bool:
             self.step()
-            on_prefill = [node.scheduler.requests for node in self.prefills]
+            on_prefill = [node.requests for node in self.prefills]
             return self.decode.num_rooms == 0 and not any(on_prefill)
 
-        until(lambda: is_over() and self.decode.scheduler.idle)
+        until(lambda: is_over() and self.decode.idle)
         self.prefill.pop_bootstrapped()
         for node in (self.decode, self.prefill):
             node.audit()
         for node in (self.decode, *self.prefills):
-            pages = node.scheduler.pages
+            pages = node.pages
             assert (pages.allocator.owned_pages, pages.allocator.held_pages) == (0, 0)
             for group in pages.windows:
                 states = group.allocator
                 assert (states.owned_pages, states.held_pages) == (0, 0), group.name
                 assert not group.pins.any()
-        (group,) = self.decode.scheduler.pages.windows
+        (group,) = self.decode.pages.windows
         assert group.allocator.free_pages == group.allocator.num_pages
 
     def __enter__(self) -> WindowPair:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import zmq
 
-from prefixkv import connections
 from prefixkv.connections import Bounds, Newcomers, is_empty, set_bounds
 from tests.support.patience import PATIENCE_S, until
 
@@ -135,19 +134,6 @@ def test_a_descriptor_that_is_anothers_by_now_is_left_alone(stack: ExitStack) ->
     assert not router.counters
 
 
-def test_a_descriptor_is_looked_up_only_while_there_are_newcomers(stack: ExitStack) -> None:
-    router = bound(stack)
-    peer = dealer(stack, router.endpoint)
-    peer.send(b"first")
-    until(lambda: router.heard and not router.newcomers._accepted, step=router.turn)
-
-    class Frame:
-        def get(self, option: int) -> int:
-            raise AssertionError("looked up")
-
-    router.newcomers.heard(Frame())  # type: ignore[arg-type]
-
-
 def test_connections_that_are_not_tcp_are_not_ended(stack: ExitStack, tmp_path: Any) -> None:
     router = bound(stack, address=f"ipc://{tmp_path}/socket")
     peers = [dealer(stack, router.endpoint) for _ in range(MOST + 4)]
@@ -156,14 +142,3 @@ def test_connections_that_are_not_tcp_are_not_ended(stack: ExitStack, tmp_path: 
         peer.send(b"hello")
     until(lambda: len(router.heard) == len(peers), step=router.turn)
     assert not router.counters
-
-
-def test_a_quarter_of_the_descriptors_is_the_most(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (100, 100))
-    context: Any = stack.enter_context(zmq.Context())
-    with closing(context.socket(zmq.ROUTER)) as sock:
-        newcomers = Newcomers(sock, 1000, Counter())
-        assert newcomers._most == 25
-        newcomers.close()

@@ -11,11 +11,10 @@ import pytest
 
 import prefixkv
 from prefixkv.decode.request import DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
+from prefixkv.transport.base import RankMemory
 from tests.support.transport_pools import make_pool
 from tests.unit.decode.desk import Desk
 from tests.unit.prefill.test_state_checkpoints import Worker
@@ -71,7 +70,7 @@ def test_no_progress_thread_burns_a_core(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(nixl_agent.nixl_api, "nixl_agent_config", noting)
     layout: KVLayout = make_pool("layer_major", 4).layout
-    assert nixl_agent.NixlAgent("alone", layout).destroy()
+    assert nixl_agent.NixlAgent("alone", RankMemory(layout)).destroy()
     assert [settings["enable_prog_thread"] for settings in asked] == [False]
 
 
@@ -90,43 +89,3 @@ def test_a_look_up_that_stops_a_token_early_does_not_give_the_window_of_the_whol
     assert worker.resumed["again"] == 8
     worker.serve("more", [5] * 17)
     assert worker.resumed["more"] == 16
-
-
-def test_window_pages_that_are_absent_are_no_reason_to_send_what_is_cached() -> None:
-    """Decode has the full pages of a long prefix, and no window page of it at all."""
-    desk = Desk(64)
-    desk.pages = PageManager(64, 4, 8, windows=[WindowSpec("last", 6, 9, 1)])
-    desk.scheduler = DecodeScheduler(desk.pages, reserve_tokens=0)
-    desk.finish(desk.start("a", 41))
-    (group,) = desk.pages.windows
-    assert group.allocator.free_pages == group.allocator.num_pages
-    req = desk.add("a2", [ord("a") * 1000 + place for place in range(41)] + [1])
-    desk.admit()
-    assert req.prefix_len == 40
-
-
-def test_windows_of_what_runs_flush_no_cached_page() -> None:
-    """Window pages are a pool of their own: that they are all taken costs no cached prefix."""
-    desk = Desk(64)
-    desk.pages = PageManager(64, 4, 8, windows=[WindowSpec("last", 6, 9, 1)])
-    desk.scheduler = DecodeScheduler(desk.pages, reserve_tokens=0)
-    desk.finish(desk.start("a", 24))
-    reqs = [desk.start(rid, 8, max_new=8) for rid in "bcd"]
-    (group,) = desk.pages.windows
-    assert not group.allocator.free_pages
-    for _ in range(7):
-        desk.token(*reqs)
-    desk.add("e", 8)
-    assert desk.admit() == []
-    assert desk.pages.evicted_pages == 0
-    assert desk.pages.cache.match_prefix([ord("a") * 1000 + at for at in range(24)]).depth == 6
-
-
-def test_a_prefix_without_its_window_is_not_gone_on_from() -> None:
-    """Its full pages are cached; the checkpoint went, since another needed the window's pages."""
-    worker = Worker(num_checkpoints=1, windows=WINDOWS, has_state=False)
-    worker.serve("a", [5] * 16)
-    worker.serve("b", [6] * 16)
-    worker.serve("a2", [5] * 20)
-    assert worker.resumed["a2"] == 0
-    assert worker.pages.cache.match_prefix([5] * 16).depth == 4

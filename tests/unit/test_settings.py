@@ -312,22 +312,6 @@ def test_each_number_has_a_bound_and_each_default_is_within(kind: type) -> None:
 # --- help -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["worker decode", "worker prefill", "serve", "proxy"])
-def test_help_fits_two_screens_and_the_rest_is_in_help_all(
-    command: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    assert run_command([*command.split(), "--help"]) == 0
-    assert len(capfd.readouterr().out.splitlines()) <= 60
-    assert run_command([*command.split(), "--help-all"]) == 0
-    shown = capfd.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 100
-    kind = {"serve": ServeConfig, "proxy": ProxyConfig}.get(command) or KINDS[command[7:]]
-    for setting in settings_of(kind):
-        if not setting.field.is_mapping and (command, setting.name) != ("serve", "model"):
-            assert re.search(rf"--(\[no-\])?{setting.option[2:]}\b", shown), setting.name
-
-
 def test_a_setting_for_a_child_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(
         ConfigError, match="there is no setting 'num_page'; the nearest is num_pages"

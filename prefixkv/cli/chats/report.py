@@ -103,7 +103,6 @@ class ChatsReport:
             "prompt_tokens": prompt_tokens,
             "answer_tokens": total(lambda answer: len(answer.tokens)),
             "hit_tokens": hit_tokens,
-            "host_tokens": total(lambda answer: answer.host_tokens),
             "token_hit_rate": ratio(hit_tokens, prompt_tokens),
             "prefill_hit_rate": ratio(prefill_hit_tokens, prompt_tokens),
             "computed_tokens": total(lambda answer: answer.computed_tokens),
@@ -129,13 +128,11 @@ class ChatsReport:
         table = Table(title=f"chats over two processes, {self.link.name}")
         table.add_column("")
         runs = self.as_json()["runs"]
-        has_host = any(figures["host_tokens"] for figures in runs.values())
-        shown = [row for row in _ROWS if has_host or row != _HOST_ROW]
-        rows = [[label] for label, _ in shown]
+        rows = [[label] for label, _ in _ROWS]
         # Columns are passes, rows are figures: the rows grow by one cell per pass.
         for name, figures in runs.items():
             table.add_column(name.replace("_", " "), justify="right")
-            for row, (_, show) in zip(rows, shown, strict=True):
+            for row, (_, show) in zip(rows, _ROWS, strict=True):
                 row.append(show(figures))
         for row in rows:
             table.add_row(*row)
@@ -148,16 +145,14 @@ class ChatsReport:
         cache = "cache on" if True in self.played else "cache off"
         title = f"the last conversation, {cache}: which tokens of each prompt were"
         table = Table(title=title, box=None)
-        has_host = any(answer.host_tokens for answer in self.last_conversation())
-        names = [name for name in _OF_TURN if has_host or name != _FROM_HOST]
-        for name in names:
+        for name in _OF_TURN:
             table.add_column(name.replace("_", " "), justify="right")
         table.add_column("the answer", no_wrap=True)
         for number, answer in enumerate(self.last_conversation(), 1):
             ranges = _of_turn(answer)
             text = text_of(answer.tokens).strip()[:_SHOWN_CHARACTERS]
             # An answer is cut between two words, so that the table stays narrow.
-            row = (_range(*ranges[name]) for name in names[1:])
+            row = (_range(*ranges[name]) for name in _OF_TURN[1:])
             table.add_row(str(number), *row, f"{text.rpartition(' ')[0] or text} ...")
         return table
 
@@ -177,36 +172,18 @@ def links_table(reports: Sequence[ChatsReport]) -> Table:
     return table
 
 
-_FROM_HOST: Final = "from_host"
 _OF_TURN: Final = (
-    "turn", "prompt", "hit_on_decode", "on_the_way", _FROM_HOST, "sent", "hit_on_prefill",
-    "computed",
+    "turn", "prompt", "hit_on_decode", "on_the_way", "sent", "hit_on_prefill", "computed",
 )  # fmt: skip
 
 
 def _of_turn(answer: ChatAnswer) -> dict[str, tuple[int, int]]:
     """Return ranges of prompt tokens, by where their KV came from: on decode, then on prefill."""
-    end, hit = len(answer.prompt), answer.hit_tokens - answer.host_tokens
-    # On decode: in its pool, then arriving for another request, then loaded from host memory, then
-    # sent. On prefill: cached, computed.
+    end, hit, own = len(answer.prompt), answer.hit_tokens, answer.prefill_hit_tokens
+    # On decode: cached, then arriving for another request, then sent. On prefill: cached, computed.
     joined = hit + answer.shared_tokens
-    loaded = joined + answer.host_tokens
-    own = answer.prefill_hit_tokens
-    return dict(
-        zip(
-            _OF_TURN[1:],
-            (
-                (0, end),
-                (0, hit),
-                (hit, joined),
-                (joined, loaded),
-                (loaded, end),
-                (0, own),
-                (own, end),
-            ),
-            strict=True,
-        )
-    )
+    ranges = (0, end), (0, hit), (hit, joined), (joined, end), (0, own), (own, end)
+    return dict(zip(_OF_TURN[1:], ranges, strict=True))
 
 
 def _range(start: int, end: int) -> str:
@@ -214,14 +191,10 @@ def _range(start: int, end: int) -> str:
 
 
 # Rows of the table: the label, and the figure as text.
-_HOST_ROW: Final[tuple[str, Callable[[dict[str, Any]], str]]] = (
-    "of that, in host memory", lambda run: percent(ratio(run["host_tokens"], run["prompt_tokens"])),
-)  # fmt: skip
 _ROWS: Final[tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]] = (
     ("answers", lambda run: f"{run['requests']:,}"),
     ("not what generate() says", lambda run: f"{run['answers_wrong']:,}"),
     ("hit rate, decode", lambda run: percent(run["token_hit_rate"])),
-    _HOST_ROW,
     ("hit rate, prefill", lambda run: percent(run["prefill_hit_rate"])),
     ("prompt tokens", lambda run: f"{run['prompt_tokens']:,}"),
     ("computed by prefill", lambda run: f"{run['computed_tokens']:,}"),

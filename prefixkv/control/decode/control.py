@@ -1,41 +1,46 @@
 """All inputs that a decode rank takes, and the effects that follow. Pure.
 
 `DecodeControl.on` takes one input and the time, and returns effects (`effects.py`). It holds the
-links to prefill workers (`links.py`) and the open rooms (`rooms.py`), each a `ReceiverMachine`, or
-a `RefusalMachine` for a room that will not be opened. It knows what machines cannot: the
+links to prefill workers (`links.py`) and the rooms (`rooms.py`), each a `ReceiverMachine`; a room
+that will not be opened is one without pages. It knows what machines cannot: the
 incarnation that a room was promised to. Frames of another incarnation do not count, since a
 restarted worker knows nothing of earlier writes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import assert_never
+from typing import Any, ClassVar, assert_never
+
+import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
-from prefixkv.control.death_watch import FENCED, FENCED_DEAD, LostPeers
 from prefixkv.control.decode.links import Link, Links
 from prefixkv.control.decode.rooms import ReceiverRooms, Room, lost_peers
 from prefixkv.control.effects import (
     AgentDestroyed,
+    Connect,
     ConnectFailed,
     CopyDone,
-    EffectList,
+    Disconnect,
+    Examine,
     Expect,
     FrameFailed,
     FrameReceived,
+    LeadersChanged,
     Left,
     RankDrained,
     Reached,
+    SendFrame,
+    Settle,
     Tick,
     Unreached,
 )
 from prefixkv.control.effects import DecodeEffect as DecodeEffect
 from prefixkv.control.effects import DecodeInput as DecodeInput
-from prefixkv.control.former_lives import LEFT, IncarnationHistory
-from prefixkv.control.peer_changes import PeerChanges
+from prefixkv.control.inbox import ControlInbox, Takes
+from prefixkv.control.lives import FENCED, FENCED_DEAD, LEFT, IncarnationHistory, LostPeers
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
@@ -65,6 +70,7 @@ from prefixkv.protocol.events import (
     PrefillReady,
     RoomDrained,
     RoomEnded,
+    RoomOverdue,
 )
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import Fail, RoomTick
@@ -78,13 +84,12 @@ from prefixkv.protocol.messages import (
     LeaseAsk,
     Outcome,
     OutcomeAck,
+    Promise,
     PromiseAck,
 )
 from prefixkv.protocol.receiver_machine import ReceiverMachine
-from prefixkv.protocol.refusal_machine import RefusalMachine
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.protocol.timers import Timers
-from prefixkv.staging.receiver import StagingReceiver
+from prefixkv.staging.receiver import BreakRoom, Grant, Scatter, SectionArrived, StagingReceiver
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -95,7 +100,7 @@ from prefixkv.transport.base import (
 )
 
 
-class DecodeControl:
+class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     """The control object of one decode rank. Owned by the control thread; other threads may call
     `peers`, `lost_peers` and `num_rooms` only.
 
@@ -111,99 +116,35 @@ class DecodeControl:
         option_names: Mapping[str, str] | None = None,
         born_s: float | None = None,
     ) -> None:
-        self.me = me
+        super().__init__(me, timing)
         self._option_names = option_names or {}
-        self.counters: Counter[str] = Counter()
-        self.news = PeerChanges()
         self.staging = None if hello.staging is None else StagingReceiver(hello.staging)
         self._page_size = hello.topology.page_size
-        self._timing = timing
-        self._timers: Timers[str | RoomKey] = Timers()  # links by address, rooms by key
-        # The one list that all parts add their effects to.
-        self._out: EffectList[DecodeEffect] = EffectList()
-        self._links = Links(
-            me, hello, timing, self._timers, self.news, self.lost_peers, self._out, born_s
-        )
-        self._rooms = ReceiverRooms(
-            timing,
-            self._timers,
-            self._links,
-            self.staging,
-            self.news,
-            self._out,
-            self._option_names,
-        )
+        self._links = Links(hello, self, born_s)
+        self._rooms = ReceiverRooms(self, self._links, self.staging)
         self._lives = IncarnationHistory(self.news)
         # By address that the scheduler asked about: was PrefillReady the last answer?
         self._asked_workers: dict[str, bool] = {}
         # The number in the last Expect; -1 forces the next one.
         self._said_expected = 0
 
-    def on(self, what: DecodeInput, now_s: float) -> list[DecodeEffect]:
-        """Take one input and return what to do about it, in order."""
-        self._out.begin()
-        match what:
-            case OpenRoom():
-                self._open(what, now_s)
-            case MeetPrefill():
-                self._watch_worker(what.address, now_s)
-            case RefuseRoom():
-                self._refuse(what, now_s)
-            case AbortRoom():
-                self._abort(what, now_s)
-            case MoveWeights():
-                self._move_weights(what, now_s)
-            case Fence(peer, proved):
-                # Before `_fence`, which has every process examined that a link loses.
-                if self._links.deaths.fenced(peer) and proved:
-                    self.counters["peers_proved_dead"] += 1
-                self._fence(peer, FENCED_DEAD if proved else FENCED, now_s)
-            case FrameReceived():
-                self._frame(what, now_s)
-            case FrameFailed():
-                self._frame_failed(what, now_s)
-            case Arrived():
-                self._arrived(what.tag, now_s)
-            case Settled():
-                self._rooms.settled(what.token, now_s)
-            case WriteDone() | WriteFailed() | WriteDrained():
-                raise InternalError(f"decode writes nothing, and hears {what}")
-            case PeerUnreachable():
-                self.counters["peers_unreachable"] += 1
-            case CopyDone():
-                self._scattered(what, now_s)
-            case ConnectFailed():
-                link = self._links.get(what.address)
-                if link is not None:
-                    self._refuse_link(link, what.error, now_s)
-            case Reached() | Unreached():
-                self._links.heard_of(what, now_s)
-            case Tick():
-                self._tick(now_s)
-            case AgentDestroyed():
-                self._links.farewell()
-            case _:
-                assert_never(what)
-        # The two answers that depend on the state after the input, not on the input. Asking whether
-        # a worker is ready may change links itself, so until nothing changes.
-        while changed := self._links.take_changed():
-            self._report_workers(changed, now_s)
-        # At the end, so that an input which closes one room and opens another says it once.
+    def _next(self) -> Any:
+        if self._todo:
+            return self._todo.popleft()
+        # Two answers depend on the state after an input, not on it. Asking whether a worker is
+        # ready may change links itself, so until nothing changes.
+        if changed := self._links.take_changed():
+            return LeadersChanged(changed)
+        # Last, so that an input which closes one room and opens another says it once.
         if self._rooms.num_expected != self._said_expected:
             self._said_expected = self._rooms.num_expected
-            self._out.add(Expect(self._rooms.num_expected))
-        return self._out.effects
-
-    @property
-    def last_effects(self) -> list[DecodeEffect]:
-        """Effects of the last `on`. Where it raised, those from before the exception: they go with
-        state that has changed here, so the thread must carry them out all the same."""
-        return self._out.effects
+            return Expect(self._rooms.num_expected)
+        return None
 
     @property
     def wake_s(self) -> float:
         """Time at which the next Tick is wanted, infinity if never."""
-        return min(self._timers.next_s, self._links.deaths.due_s)
+        return min(self.timers.next_s, self._links.deaths.due_s)
 
     @property
     def num_expected(self) -> int:
@@ -217,13 +158,12 @@ class DecodeControl:
 
     def rooms(self) -> Iterable[ReceiverMachine]:
         """Return the machines of all open or undrained rooms, for audits."""
-        machines = [room.machine for room in self._rooms.all()]
-        return [machine for machine in machines if isinstance(machine, ReceiverMachine)]
+        return [room for room in self._rooms.all() if not (room.poll.ended and room.drained)]
 
     def poll(self, key: RoomKey) -> KVPoll | None:
         """Return how far a room is; None once it has ended and is drained."""
         room = self._rooms.get(key)
-        return None if room is None else room.machine.poll
+        return None if room is None else room.poll
 
     def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
         """Return, by address, which process answers there, and "ready", "suspect" or "connecting".
@@ -243,15 +183,16 @@ class DecodeControl:
 
     def _open(self, command: OpenRoom, now_s: float) -> None:
         """Promise the pages once the prefill worker answers."""
-        machine = ReceiverMachine(command.promise, self._timing, now_s, command.address)
+        promise = msgspec.structs.replace(command.promise, digest=command.digest)
         try:
-            self._enter(machine, command.address, now_s, command.digest)
+            self._enter(promise, command.address, now_s)
         except RequestError as error:  # no peer has learned of the pages
-            self._out.add(RoomEnded(machine.key, KVPoll.FAILED, error))
-            self._out.add(RoomDrained(machine.key))
+            self.say(RoomEnded(promise.key, KVPoll.FAILED, error))
+            self.say(RoomDrained(promise.key))
 
-    def _watch_worker(self, address: str, now_s: float) -> None:
+    def _watch_worker(self, command: MeetPrefill, now_s: float) -> None:
         """Report once whether a worker that the scheduler asks about answers."""
+        address = command.address
         self._links.open(address, now_s)
         self._asked_workers[address] = (
             False  # so that the present state is reported, though it was before
@@ -261,77 +202,48 @@ class DecodeControl:
         self._links.note_change(link)
 
     def _refuse(self, command: RefuseRoom, now_s: float) -> None:
-        machine = RefusalMachine(command.key, command.ticket, command.reason, self._timing, now_s)
-        self._enter(machine, command.address, now_s, command.digest)
+        nothing = Promise(*command.key.numbers, 0, 0, b"", command.ticket, digest=command.digest)
+        self._enter(nothing, command.address, now_s, AbortedError(command.reason))
 
     def _enter(
-        self,
-        machine: ReceiverMachine | RefusalMachine,
-        address: str,
-        now_s: float,
-        digest: bytes = b"",
+        self, promise: Promise, address: str, now_s: float, refused: TransferError | None = None
     ) -> None:
         """Let a room wait at its leader's link. Raise RequestError if its number is in use."""
-        key = machine.key
-        known = self._rooms.get(key)
+        known = self._rooms.get(promise.key)
         if known is not None:
-            # Only a refusal of our own (`_give_up`) makes way: no pages hang on it, and the
-            # scheduler does not wait for its end.
-            if not isinstance(known.machine, RefusalMachine) or known.machine.reports_end:
-                raise RequestError(f"room {key.room} generation {key.generation} is open already")
+            if not known.is_only_owed:
+                room, generation = promise.key.numbers
+                raise RequestError(f"room {room} generation {generation} is open already")
             self._rooms.drop(known)  # the number is in use again
         self._links.open(address, now_s)
         link = self._links.get(address)
         assert link is not None
         # The room must be at its link before the link is looked at, or it would wait for the next
         # frame.
-        self._rooms.add(Room(machine, link, digest))
+        self._rooms.add(Room(promise, link, self.timing, now_s, refused))
         self._promote(link, now_s)
 
     def _abort(self, command: AbortRoom, now_s: float) -> None:
-        """Unknown or a refusal: no-op."""
+        """Unknown or ended: no-op."""
         room = self._rooms.get(command.key)
-        if room is not None and isinstance(room.machine, ReceiverMachine):
-            self._give_up(room, room.machine, AbortedError(command.reason), now_s)
+        if room is not None and not room.poll.ended:
+            self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
 
     def _move_weights(self, command: MoveWeights, now_s: float) -> None:
         """End the rooms of another version, whose KV is not taken any more."""
         now = command.weights_version
         for room in self._rooms.all():
-            machine = room.machine
-            if isinstance(machine, ReceiverMachine) and not machine.poll.ended:
-                was = machine.promise.weights_version
-                if was != now:
-                    self._give_up(room, machine, WeightsVersionError(was, now), now_s)
+            if not room.poll.ended and (was := room.promise.weights_version) != now:
+                self._rooms.on(room, Fail(WeightsVersionError(was, now)), now_s)
 
-    def _give_up(
-        self,
-        room: Room,
-        machine: ReceiverMachine,
-        error: TransferError,
-        now_s: float,
-    ) -> None:
-        # A room that was promised says so to its ranks itself.
-        self._rooms.on(room, Fail(error), now_s)
-        if not room.peers:
-            # Prefill has not heard of this one, but may have the request and wait for a promise.
-            # Its answer is of no interest to the scheduler, which has heard the end by now.
-            versions = error.versions if isinstance(error, WeightsVersionError) else None
-            refusal = RefusalMachine(
-                machine.key,
-                machine.ticket,
-                str(error),
-                self._timing,
-                now_s,
-                reports_end=False,
-                versions=versions,
-            )
-            self._enter(refusal, room.link.address, now_s, room.digest)
-
-    def _fence(self, peer: PeerId, how: str, now_s: float) -> None:
+    def _fence(self, command: Fence, now_s: float) -> None:
         """End the rooms of a process that can write no more, and drain them soon after. Not at
         once: over TCP kernels may hold what it sent before, which lands as our own transport reads
         it for `fence_settle_s`."""
+        peer, how = command.peer, FENCED_DEAD if command.proved else FENCED
+        # Before links lose it, which has it examined.
+        if self._links.deaths.fenced(peer) and command.proved:
+            self.counters["peers_proved_dead"] += 1
         # 1. Over first: what ends below may send frames, and answers of this life must not count.
         self._lives.end(peer, how)
         self._rooms.fail_of(peer, PeerLostError(f"{peer} {how}", peer), now_s)
@@ -346,11 +258,11 @@ class DecodeControl:
 
     # --- what the transport and the copies say ----------------------------------------------------
 
-    def _arrived(self, raw_tag: bytes, now_s: float) -> None:
+    def _arrived(self, arrived: Arrived, now_s: float) -> None:
         """A part of a write has landed. Late, repeated and foreign notifications are counted and
         dropped: nothing is freed by a notification, and a room that lacks one does not succeed."""
         try:
-            tag = ChunkTag.unpack(raw_tag)
+            tag = ChunkTag.unpack(arrived.tag)
         except ProtocolError:
             self.counters["tags_dropped"] += 1
             return
@@ -363,7 +275,7 @@ class DecodeControl:
             room is None
             or peer is None
             or peer.incarnation != tag.incarnation
-            or room.machine.ticket != tag.ticket
+            or room.ticket != tag.ticket
         ):
             self.counters["tags_dropped"] += 1
             return
@@ -374,13 +286,13 @@ class DecodeControl:
             landed = receiver.ChunkLanded(*part, num_units=tag.num_pages)
             self._rooms.on(room, landed, now_s)
         elif self.staging is not None:
-            self._rooms.staged(self.staging.on_arrival(tag), now_s)
+            self.say_all(self.staging.on_arrival(tag))
 
     def _scattered(self, done: CopyDone, now_s: float) -> None:
         if self.staging is not None:
-            self._rooms.staged(self.staging.on_scattered(done.copy_id, done.error), now_s)
+            self.say_all(self.staging.on_scattered(done.copy_id, done.error))
 
-    def _tick(self, now_s: float) -> None:
+    def _tick(self, tick: Tick, now_s: float) -> None:
         def look(key: str | RoomKey) -> None:
             if isinstance(key, str):
                 self._links.tick(key, now_s)
@@ -391,7 +303,7 @@ class DecodeControl:
             elif (room := self._rooms.get(key)) is not None:
                 self._rooms.on(room, RoomTick(room.heard_s), now_s)
 
-        self._timers.visit(now_s, look)
+        self.timers.visit(now_s, look)
         self._links.deaths.tick(now_s)
 
     # --- frames -----------------------------------------------------------------------------------
@@ -405,7 +317,6 @@ class DecodeControl:
                 raise ProtocolError("a frame on a closed link")
             link.is_local = received.is_local
             self._take(link, frame, now_s)
-        # Effects of a frame that is refused half way are kept: see `last_effects`.
         except ProtocolError as error:
             self.counters["frames_dropped"] += 1
             self.counters[f"dropped: {type(error).__name__}"] += 1
@@ -423,7 +334,7 @@ class DecodeControl:
         frame = messages.decode(what.frame.raw)
         if isinstance(frame.body, messages.RoomBody):
             room = self._rooms.get(frame.body.key)
-            is_of = room is not None and room.machine.ticket == frame.body.ticket
+            is_of = room is not None and room.ticket == frame.body.ticket
             if room is not None and is_of and room.ranks_of(frame.sender, what.frame.source):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
                 self._rooms.on(room, Fail(error), now_s)
@@ -465,14 +376,14 @@ class DecodeControl:
 
     def _take_outcome(self, link: Link, outcome: Outcome, now_s: float) -> None:
         room = self._rooms.get(outcome.key)
-        if room is None or room.machine.ticket != outcome.ticket:
+        if room is None or room.ticket != outcome.ticket:
             # That use of the room has ended and is drained here; only the acknowledgement was lost.
             # Without one, prefill would repeat itself until its `ack_timeout_s`.
             ack = OutcomeAck(outcome.room, outcome.generation, outcome.rank, outcome.ticket)
             self._links.send(link, ack, now_s)
         else:
             self._to_room(link, outcome, receiver.OutcomeSaid(outcome), now_s)
-            if isinstance(room.machine, ReceiverMachine) and room.machine.awaits_notifications:
+            if room.awaits_notifications:
                 # The notifications came with the bytes, before the outcome, so they are there: make
                 # the transport look at once, by another Expect.
                 self._said_expected = -1
@@ -481,8 +392,8 @@ class DecodeControl:
         """A rank no longer writes the room; let settle first if it asks for that."""
         room = self._room_of(link, drained)
         # Only once the room has ended: until then its pages are in use, and nothing is freed.
-        if room is not None and drained.settle and room.machine.poll.ended:
-            self._rooms.settle(RankDrained(room.machine.key, drained.rank, drained.ticket), now_s)
+        if room is not None and drained.settle and room.poll.ended:
+            self._rooms.settle(RankDrained(room.key, drained.rank, drained.ticket), now_s)
         elif room is not None:
             self._rooms.on(room, receiver.DrainedSaid(drained.rank), now_s)
 
@@ -494,7 +405,7 @@ class DecodeControl:
         if self.staging is None:
             raise ProtocolError("a lease is asked for where there is no staging")
         try:
-            self._rooms.staged(self.staging.on_ask(ask.rank, ask), now_s)
+            self.say_all(self.staging.on_ask(ask.rank, ask))
         except ProtocolError as error:  # and the frame is counted as dropped
             self._rooms.on(room, Fail(error), now_s)
             raise
@@ -522,7 +433,7 @@ class DecodeControl:
             raise ProtocolError(
                 f"room {body.room} was promised to {room.peers}, {link.peer} speaks as {body.rank}"
             )
-        if room.machine.ticket != body.ticket:
+        if room.ticket != body.ticket:
             raise ProtocolError(f"a word of an earlier use of room {body.room}")
         return room
 
@@ -615,9 +526,9 @@ class DecodeControl:
             self._refuse_peer(leader, leader.peer, leader.reply, refused, now_s)
             return None
 
-    def _report_workers(self, changed: set[str], now_s: float) -> None:
+    def _report_workers(self, changed: LeadersChanged, now_s: float) -> None:
         # Sorted, so that a run from a seed replays exactly.
-        for address in sorted(changed & self._asked_workers.keys()):
+        for address in sorted(changed.addresses & self._asked_workers.keys()):
             leader = self._links.get(address)
             if leader is None:
                 silent = PeerLostError(f"prefill worker {address} was silent for long")
@@ -629,11 +540,11 @@ class DecodeControl:
             if self._asked_workers.get(address) is (not is_ready):
                 self._asked_workers[address] = is_ready
                 most = self._links.max_tokens(leader) if is_ready else 0
-                self._out.add(PrefillReady(address, most) if is_ready else PrefillAway(address))
+                self.say(PrefillReady(address, most) if is_ready else PrefillAway(address))
 
     def _lose_worker(self, address: str, error: Exception) -> None:
         if self._asked_workers.pop(address, None) is not None:
-            self._out.add(PrefillLost(address, error))
+            self.say(PrefillLost(address, error))
 
     def _promote_rooms(self, leader: Link, now_s: float) -> None:
         links = self._ranks_ready(leader, now_s)
@@ -651,11 +562,9 @@ class DecodeControl:
                 room.peers[rank] = link.peer
                 link.rooms.add(key)
             # Staging knows the room before the promise is out: a lease may be asked for right away.
-            if leader.plan is not None and isinstance(room.machine, ReceiverMachine):
+            if leader.plan is not None and not room.poll.ended:
                 assert self.staging is not None
-                promise = room.machine.promise
-                staged = self.staging.open(promise, self._page_size, leader.plan)
-                self._rooms.staged(staged, now_s)
+                self.say_all(self.staging.open(room.promise, self._page_size, leader.plan))
             self._rooms.on(room, receiver.PeerReady(tuple(links)), now_s)
 
     def _refuse_peer(
@@ -683,9 +592,85 @@ class DecodeControl:
         for leader in dict.fromkeys((link, *self._links.leaders(link))):
             # A copy, since a failed room leaves `waiting`.
             for key in list(leader.waiting):
-                self._rooms.on(self._rooms[key], Fail(error), now_s)
+                self._rooms.on(self._rooms[key], Fail(error, tell=False), now_s)
             self._lose_worker(leader.address, error)
         if any(link.peer in self._rooms[key].peers.values() for key in link.rooms):
             self._links.suspend(link, now_s)  # it has pages of ours: only its word can drain them
         else:
             self._links.close(link, now_s)
+
+    # --- other inputs -----------------------------------------------------------------------------
+
+    def _settled(self, settled: Settled, now_s: float) -> None:
+        self._rooms.settled(settled.token, now_s)
+
+    def _never(self, what: Any, now_s: float) -> None:
+        raise InternalError(f"decode writes nothing, and hears {what}")
+
+    def _unreachable(self, what: PeerUnreachable, now_s: float) -> None:
+        self.counters["peers_unreachable"] += 1
+
+    def _connect_failed(self, what: ConnectFailed, now_s: float) -> None:
+        if (link := self._links.get(what.address)) is not None:
+            self._refuse_link(link, what.error, now_s)
+
+    def _heard_of(self, what: Reached | Unreached, now_s: float) -> None:
+        self._links.heard_of(what, now_s)
+
+    def _farewell(self, destroyed: AgentDestroyed, now_s: float) -> None:
+        self._links.farewell()
+
+    def _ended(self, ended: RoomEnded, now_s: float) -> None:
+        self._out.append(handshake.named_end(ended, self._option_names))
+
+    # --- what staging says of rooms ---------------------------------------------------------------
+
+    def _grant(self, action: Grant, now_s: float) -> None:
+        # The room may have ended since staging decided; then nothing is to be granted.
+        if (room := self._rooms.get(action.key)) is not None:
+            self._rooms.tell(room, action.rank, action.grant, now_s)
+
+    def _section_arrived(self, action: SectionArrived, now_s: float) -> None:
+        if (room := self._rooms.get(action.key)) is not None:
+            self._rooms.on(room, receiver.UnitsStaged(action.rank, action.num_units), now_s)
+
+    def _break(self, action: BreakRoom, now_s: float) -> None:
+        if (room := self._rooms.get(action.key)) is not None:
+            self._rooms.on(room, Fail(action.error), now_s)
+
+    # --- the method for each input, and for what is said inside -----------------------------------
+
+    INPUTS: ClassVar[Takes] = {
+        OpenRoom: _open,
+        MeetPrefill: _watch_worker,
+        RefuseRoom: _refuse,
+        AbortRoom: _abort,
+        MoveWeights: _move_weights,
+        Fence: _fence,
+        FrameReceived: _frame,
+        FrameFailed: _frame_failed,
+        Arrived: _arrived,
+        Settled: _settled,
+        **dict.fromkeys((WriteDone, WriteFailed, WriteDrained), _never),
+        PeerUnreachable: _unreachable,
+        CopyDone: _scattered,
+        ConnectFailed: _connect_failed,
+        Reached: _heard_of,
+        Unreached: _heard_of,
+        Tick: _tick,
+        AgentDestroyed: _farewell,
+    }
+    INSIDE: ClassVar[Takes] = {
+        RoomEnded: _ended,
+        LeadersChanged: _report_workers,
+        Grant: _grant,
+        SectionArrived: _section_arrived,
+        BreakRoom: _break,
+        **dict.fromkeys(
+            (
+                SendFrame, Connect, Disconnect, Expect, Settle, Examine, Scatter, RoomDrained,
+                RoomOverdue, PrefillReady, PrefillAway, PrefillLost,
+            ),
+            ControlInbox._put_out,
+        ),
+    }  # fmt: skip

@@ -8,26 +8,22 @@ pages have been greeted and answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from prefixkv.config import ControlConfig
 from prefixkv.control import handshake
-from prefixkv.control.death_watch import DeathWatch
 from prefixkv.control.effects import (
     Connect,
-    DecodeEffect,
     Disconnect,
-    EffectList,
     Reached,
     SendFrame,
     Unreached,
 )
-from prefixkv.control.heartbeat import PeerClock, Stamper
-from prefixkv.control.peer_changes import PeerChanges
+from prefixkv.control.inbox import ControlInbox
+from prefixkv.control.lives import DeathWatch, PeerClock, Stamper
 from prefixkv.errors import FormerLifeError, PeerLostError
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -40,7 +36,7 @@ from prefixkv.protocol.messages import (
     HelloReply,
     HelloWanted,
 )
-from prefixkv.protocol.timers import Backoff, Timers
+from prefixkv.protocol.timers import Backoff
 from prefixkv.staging.receiver import StagingPlan
 
 _MOST_ANSWERED: Final = 256
@@ -85,28 +81,23 @@ class Link:
 
 
 class Links:
-    """One decode rank's links, by address. Owned by a `DecodeControl`. Effects: `out`."""
+    """One decode rank's links, by address. Owned by a `DecodeControl`. What is to be done is said,
+    in order."""
 
     def __init__(
         self,
-        me: PeerId,
         hello: Hello,
-        timing: ControlConfig,
-        timers: Timers[str | RoomKey],
-        news: PeerChanges,
-        lost: Callable[[float], Iterable[PeerId]],
-        out: EffectList[DecodeEffect],
+        inbox: ControlInbox[Any, Any],
         born_s: float | None = None,
     ) -> None:
-        """`timers` wake links by address and are shared with rooms."""
         self._born_s = born_s
-        self.news = news
-        self._out = out
-        self.deaths = DeathWatch(timing, lost, self._current, out.add)
+        self.news = inbox.news
+        self._say = inbox.say
+        self.deaths = DeathWatch(inbox.timing, inbox.lost_peers, self._current, inbox.say)
         self._hello = hello
-        self._timing = timing
-        self._timers = timers
-        self._stamp = Stamper(me)
+        self._timing = inbox.timing
+        self._timers = inbox.timers
+        self._stamp = Stamper(inbox.me)
         self._links: dict[str, Link] = {}
         self._answered: dict[str, tuple[PeerId, float]] = {}  # by address, until when
         self._changed: set[str] = set()  # leaders that may be ready now, or may not be any more
@@ -151,7 +142,7 @@ class Links:
             return
         link = Link(address, PeerClock(now_s, now_s), Backoff(self._timing.resend_s))
         self._links[address] = link
-        self._out.add(Connect(address))
+        self._say(Connect(address))
         self.greet(link, now_s)
 
     def greet(self, link: Link, now_s: float) -> None:
@@ -172,7 +163,7 @@ class Links:
 
     def send(self, link: Link, body: AnyBody, now_s: float) -> None:
         link.live.sent_s = now_s
-        self._out.add(SendFrame(link.address, self._stamp.frame(body)))
+        self._say(SendFrame(link.address, self._stamp.frame(body)))
 
     def heard_of(self, what: Reached | Unreached, now_s: float) -> None:
         link = self._links.get(what.address)
@@ -263,7 +254,7 @@ class Links:
         """Send a Fenced over every link whose rank answered: this process leaves."""
         for link in self._links.values():
             if link.peer is not None:
-                self._out.add(SendFrame(link.address, self._stamp.frame(Fenced())))
+                self._say(SendFrame(link.address, self._stamp.frame(Fenced())))
 
     # --- handshake --------------------------------------------------------------------------------
 
@@ -376,4 +367,4 @@ class Links:
         del self._links[link.address]
         self.replace_peer(link, None, now_s)
         self._timers.forget(link.address)
-        self._out.add(Disconnect(link.address))
+        self._say(Disconnect(link.address))

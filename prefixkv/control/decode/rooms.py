@@ -1,53 +1,65 @@
-"""Decode's open rooms: events go to a room's machine and through staging, effects come out."""
+"""Decode's rooms: events go to a room, which is its machine, and what it wants is said. Who holds a
+room, and what frees it:
+
+     waits               promised            FAILED              FAILED, drained     no room
+    +-------------------+-------------------+-------------------+-------------------+-----------+
+    | Link.waiting: its | peers: the pro-   | undrained: ranks  | owed: no rank has | a frame   |
+    | leader or a rank  | cesses told. They | that may still    | learned of pages, | is told   |
+    | is not ready. No  | stay so if others | write its pages,  | but prefill may   | by its    |
+    | peer knows its    | answer; leases in | and its leases    | wait for them. A  | ticket    |
+    | pages             | staging           |                   | refusal is born   |           |
+    |                   |                   |                   | here              |           |
+    +-------------------+-------------------+-------------------+-------------------+-----------+
+      until all answer,   until each rank     until each rank     until each rank
+      or a deadline       reports SUCCESS     proves that it      has answered, or
+                          and all is noti-    ended, or is        prefill has given
+                          fied, or a deadline fenced. No time     up by itself
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import assert_never
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
 
 import msgspec
 
 from prefixkv.config import ControlConfig
-from prefixkv.control.death_watch import LostPeers
 from prefixkv.control.decode.links import Link, Links
-from prefixkv.control.effects import DecodeEffect, EffectList, Left, RankDrained, Settle
-from prefixkv.control.handshake import named_end
-from prefixkv.control.peer_changes import PeerChanges
+from prefixkv.control.effects import Left, RankDrained, Settle
+from prefixkv.control.inbox import ControlInbox
+from prefixkv.control.lives import LostPeers, PeerChanges
+from prefixkv.errors import TransferError
 from prefixkv.protocol import messages
 from prefixkv.protocol import receiver_machine as receiver
-from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
+from prefixkv.protocol.events import RoomOverdue
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
+from prefixkv.protocol.messages import Promise
 from prefixkv.protocol.receiver_machine import ReceiverMachine, SendToRank
-from prefixkv.protocol.refusal_machine import RefusalMachine
-from prefixkv.protocol.timers import Timers
-from prefixkv.staging.receiver import (
-    BreakRoom,
-    Grant,
-    Scatter,
-    SectionArrived,
-    StagedRoomAction,
-    StagingReceiver,
-)
+from prefixkv.staging.receiver import StagingReceiver
 
 
-@dataclass(slots=True, eq=False)
-class Room:
-    """One room of a decode rank.
+class Room(ReceiverMachine):
+    """One room of a decode rank: what is said and written of it, and who has been told.
 
     `link` leads to the leader of the prefill worker. `links` and `peers` are by rank, of those that
-    the pages were promised to: `peers` are the processes at the time of the promise, and stay so
-    when another process answers on the link.
+    have been told: `peers` are the processes at the time of the promise, and stay so when another
+    process answers on the link.
     """
 
-    machine: ReceiverMachine | RefusalMachine
-    link: Link
-    digest: bytes = b""  # of the prompt, where it is promised
-    links: dict[int, Link] = field(default_factory=dict)
-    peers: dict[int, PeerId] = field(default_factory=dict)
+    def __init__(
+        self,
+        promise: Promise,
+        link: Link,
+        timing: ControlConfig,
+        now_s: float,
+        refused: TransferError | None = None,
+    ) -> None:
+        super().__init__(promise, timing, now_s, link.address, refused)
+        self.link = link
+        self.links: dict[int, Link] = {}
+        self.peers: dict[int, PeerId] = {}
 
     def ranks_of(self, peer: PeerId, address: str | None = None) -> list[int]:
         return [
@@ -68,19 +80,17 @@ class Room:
 
     def writers(self) -> Iterator[tuple[PeerId, Link]]:
         """Yield the processes that may still write, each with its link. Any thread may ask."""
-        if isinstance(self.machine, ReceiverMachine):
-            for rank in self.machine.undrained:
-                # A rank may be undrained before `peers` has it: then nothing was promised to it
-                # yet.
-                if rank in self.peers:
-                    yield self.peers[rank], self.links[rank]
+        for rank in self.undrained:
+            # A rank may be undrained before `peers` has it: then nothing was promised to it yet.
+            if rank in self.peers:
+                yield self.peers[rank], self.links[rank]
 
     def tell_overdue(self, news: PeerChanges) -> None:
         """Report each process that has not proved in time that it no longer writes."""
         for peer, _ in self.writers():
-            key, pages = self.machine.key, getattr(self.machine, "num_pages", 0)
-            room = f"of room {key.room} generation {key.generation}"
-            news.say("quarantined", peer, f"has not proved that {pages} pages {room} are free")
+            room = f"of room {self.key.room} generation {self.key.generation}"
+            why = f"has not proved that {self.num_pages} pages {room} are free"
+            news.say("quarantined", peer, why)
 
 
 def lost_peers(rooms: Iterable[Room], wrong: Callable[[PeerId, Link], str]) -> LostPeers:
@@ -89,39 +99,33 @@ def lost_peers(rooms: Iterable[Room], wrong: Callable[[PeerId, Link], str]) -> L
     for room in rooms:
         for peer, link in room.writers():
             if what := wrong(peer, link):
-                assert isinstance(room.machine, ReceiverMachine)
                 pages = found[peer][1] if peer in found else 0
-                found[peer] = what, pages + room.machine.num_pages
+                found[peer] = what, pages + room.num_pages
     return found
 
 
 class ReceiverRooms:
     """The rooms of one decode rank that are open or not drained. Owned by a `DecodeControl`.
-    Effects go to `out`, in order.
+    What is to be done is said, in order.
 
     `timers` wake rooms by key; links share them. `staging`: None where no slices are staged.
     """
 
     def __init__(
         self,
-        timing: ControlConfig,
-        timers: Timers[str | RoomKey],
+        inbox: ControlInbox[Any, Any],
         links: Links,
         staging: StagingReceiver | None,
-        news: PeerChanges,
-        out: EffectList[DecodeEffect],
-        option_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.num_expected = 0  # rooms with pages that a peer may be writing now
         self.settling: set[Hashable] = set()  # tokens of the `Settle`s that are not answered yet
         self._rooms: dict[RoomKey, Room] = {}
-        self._timing = timing
-        self._timers = timers
+        self._timing = inbox.timing
+        self._timers = inbox.timers
         self._links = links
         self._staging = staging
-        self._news = news
-        self._out = out
-        self._option_names = option_names
+        self._news = inbox.news
+        self._say = inbox.say
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -138,39 +142,35 @@ class ReceiverRooms:
 
     def add(self, room: Room) -> None:
         """Let a room wait at its leader's link until it can be promised."""
-        key, link = room.machine.key, room.link
+        key, link = room.key, room.link
         self._rooms[key] = room
         link.rooms.add(key)
         link.waiting[key] = None
-        self._timers.wake(key, room.machine.wake_s)
+        self._timers.wake(key, room.wake_s)
 
     def on(self, room: Room, event: receiver.ReceiverEvent, now_s: float) -> None:
         """Give an event to a room's machine and carry out its actions; drop it once it is over."""
-        machine = room.machine
-        expected = machine.is_written
+        expected = room.is_written
         # The count is corrected even if an action raises: the transport must go on listening for
         # the room, since its pages may be written all the same.
         try:
-            for action in machine.on(event, now_s):
+            for action in room.on(event, now_s):
                 if isinstance(action, SendToRank):
-                    self._say(room, action.rank, action.body, now_s)
+                    self.tell(room, action.rank, action.body, now_s)
                     continue
-                if isinstance(action, RoomEnded):
-                    action = named_end(action, self._option_names)
                 # Staging sees the end of a room first: it may still hold leases that peers write,
                 # and passes RoomDrained on only when these are free.
-                if self._staging is not None:
-                    self.staged(self._staging.pass_on(action), now_s)
-                else:
-                    self._out.add(action)
+                passed = [action] if self._staging is None else self._staging.pass_on(action)
+                for said in passed:
+                    self._say(said)
                 if isinstance(action, RoomOverdue):
                     room.tell_overdue(self._news)
         finally:
-            self.num_expected += machine.is_written - expected
-        if machine.over:
+            self.num_expected += room.is_written - expected
+        if room.over:
             self.drop(room)
         else:
-            self._timers.wake(machine.key, machine.wake_s)
+            self._timers.wake(room.key, room.wake_s)
 
     def fail_of(
         self,
@@ -190,7 +190,7 @@ class ReceiverRooms:
             self._drain(token, now_s)
         elif token not in self.settling:
             self.settling.add(token)
-            self._out.add(Settle(token, self._timing.fence_settle_s))
+            self._say(Settle(token, self._timing.fence_settle_s))
 
     def settled(self, token: Hashable, now_s: float) -> None:
         """Drain what the token names: the transport has read for long enough. Unknown: no-op."""
@@ -202,7 +202,7 @@ class ReceiverRooms:
         if isinstance(token, RankDrained):
             drained = self._rooms.get(token.key)
             # One rank, one use of a room. The number may be in use again: then the ticket differs.
-            if drained is not None and drained.machine.ticket == token.ticket:
+            if drained is not None and drained.ticket == token.ticket:
                 self.on(drained, receiver.DrainedSaid(token.rank), now_s)
         elif isinstance(token, PeerId | Left):
             # A whole process: all its rooms if it was fenced. If it said itself that it leaves,
@@ -214,40 +214,21 @@ class ReceiverRooms:
                 for rank in room.ranks_of(*what):
                     self.on(room, receiver.FencedOff(rank), now_s)
 
-    def staged(self, actions: list[StagedRoomAction], now_s: float) -> None:
-        """Carry out what staging wants: grants for writers, arrivals and failures for rooms."""
-        for action in actions:
-            match action:
-                case Grant():
-                    # The room may have ended since staging decided; then nothing is to be granted.
-                    room = self._rooms.get(action.key)
-                    if room is not None:
-                        self._say(room, action.rank, action.grant, now_s)
-                case SectionArrived():
-                    if (room := self._rooms.get(action.key)) is not None:
-                        landed = receiver.UnitsStaged(action.rank, action.num_units)
-                        self.on(room, landed, now_s)
-                case BreakRoom():
-                    self.on(self._rooms[action.key], Fail(action.error), now_s)
-                case Scatter() | RoomEnded() | RoomDrained() | RoomOverdue():
-                    self._out.add(action)
-                case _:
-                    assert_never(action)
-
-    def _say(self, room: Room, rank: int, body: messages.AnyBody, now_s: float) -> None:
+    def tell(self, room: Room, rank: int, body: messages.AnyBody, now_s: float) -> None:
         link = room.links[rank]
         is_meant = link.peer == room.peers[rank]
         if isinstance(body, messages.Promise | messages.Abort) and link.peer is not None:
-            body = msgspec.structs.replace(body, digest=room.digest, life=link.peer.incarnation)
+            life, digest = link.peer.incarnation, room.promise.digest
+            body = msgspec.structs.replace(body, digest=digest, life=life)
         # Where another life answers by now, its engine may still get the request. So an abort goes
         # to it too, without the ticket, which only the former life knows. No other word does.
-        if not is_meant and isinstance(body, messages.Abort) and link.ready and room.digest:
+        if not is_meant and isinstance(body, messages.Abort) and link.ready and room.promise.digest:
             self._links.send(link, msgspec.structs.replace(body, ticket=0), now_s)
         elif is_meant:
             self._links.send(link, body, now_s)
 
     def drop(self, room: Room) -> None:
-        key = room.machine.key
+        key = room.key
         del self._rooms[key]
         for link in (room.link, *room.links.values()):
             link.rooms.discard(key)

@@ -2,45 +2,45 @@
 
 It holds the known decode ranks (`peers.py`), the rooms (`rooms.py`), each a `SenderMachine`, and
 `StagingSender` between them and the transport. A room's key names its decode worker, so no other
-worker can speak about it. Page ids are checked before they become addresses. A promise or an abort
-that precedes the engine's request is kept, bounded per peer and by a deadline. A room that our
-engine ends before its promise is kept for a while, so that decode hears of it at once. A room that
-our engine draws is an *offer* (`offers.py`): the first worker that proves the prompt gets it.
+worker can speak about it. Page ids are checked before they become addresses. What is remembered of
+numbers without a room is a tomb (`tombs.py`). A room that our engine draws is an *offer*: the first
+worker that proves the prompt gets it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import assert_never
+from collections.abc import Iterable
+from typing import ClassVar, NamedTuple, assert_never
 
-from prefixkv.config import Backend, ControlConfig, short_key
+import numpy as np
+
+from prefixkv.config import ControlConfig, short_key
 from prefixkv.control import handshake
-from prefixkv.control.death_watch import FENCED, FENCED_DEAD, LostPeers
 from prefixkv.control.effects import (
     AgentDestroyed,
+    Cancel,
     ConnectFailed,
     CopyDone,
-    EffectList,
+    Examine,
     FrameFailed,
     FrameReceived,
-    LeaseGranted,
     PeerAccepted,
     Reached,
+    RemovePeer,
     Renew,
-    RoomAction,
+    SendFrame,
+    StagingTick,
     Tick,
     Unreached,
 )
 from prefixkv.control.effects import PrefillEffect as PrefillEffect
 from prefixkv.control.effects import PrefillInput as PrefillInput
-from prefixkv.control.former_lives import LEFT
-from prefixkv.control.handshake import Accepted
-from prefixkv.control.prefill.early_aborts import EarlyAborts
-from prefixkv.control.prefill.offers import Offer, Offers
+from prefixkv.control.handshake import Accepted, OurSide
+from prefixkv.control.inbox import ControlInbox, Takes
+from prefixkv.control.lives import FENCED, FENCED_DEAD, LEFT, LostPeers
 from prefixkv.control.prefill.peers import Peer, Peers
-from prefixkv.control.prefill.rooms import SenderRoom, SenderRooms
-from prefixkv.control.prefill.writes import StagingSlots, Writes
+from prefixkv.control.prefill.rooms import SenderRooms
+from prefixkv.control.prefill.tombs import Half, Tombs
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
@@ -50,11 +50,11 @@ from prefixkv.errors import (
     PromptMismatchError,
     ProtocolError,
     RequestError,
-    TransferError,
     TransferTimeoutError,
     VersionError,
     WeightsVersionError,
 )
+from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol import messages
 from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.commands import (
@@ -67,196 +67,113 @@ from prefixkv.protocol.commands import (
     SendChunk,
     WithdrawRoom,
 )
-from prefixkv.protocol.events import RoomEnded, SourceFree
+from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import (
     Abort,
     Drained,
+    FailureCode,
     Frame,
     Heartbeat,
     Hello,
     HelloRefused,
     LeaseGrant,
-    Libraries,
-    ModelDigest,
     Outcome,
     OutcomeAck,
-    ProcessLife,
     Promise,
-    Topology,
 )
-from prefixkv.protocol.sender_events import Promised, abort_error
-from prefixkv.protocol.timers import Timers
-from prefixkv.staging.sender import StagingSender
+from prefixkv.protocol.sender_events import (
+    CancelWrite,
+    JobDrained,
+    JobEnded,
+    PostWrite,
+    Promised,
+    abort_error,
+)
+from prefixkv.protocol.sender_machine import SenderMachine
+from prefixkv.protocol.tags import ChunkTag
+from prefixkv.staging.sender import (
+    CancelStaged,
+    Gather,
+    PostStaged,
+    SendLeaseAsk,
+    StagingSender,
+    StagingSlots,
+)
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
+    Route,
     Settled,
     WriteDone,
     WriteDrained,
     WriteFailed,
+    WriteJob,
+    window_route,
 )
 
-_NO_LIBRARIES = Libraries()
+Numbers = tuple[int, int]
+"""Room and generation."""
 
 
-class PrefillControl:
+class Offer(NamedTuple):
+    """A prompt with computed KV, until a decode worker opens its room."""
+
+    num_tokens: int
+    digest: bytes
+    until_s: float
+
+    def is_proved_by(self, promise: Promised) -> bool:
+        """Return whether the sender of this promise knows the prompt. The number of a room proves
+        nothing: it travels through routers, and can be guessed or repeated."""
+        return promise.fill_len == self.num_tokens and promise.digest == self.digest
+
+
+class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     """The control object of one prefill rank. Owned by the control thread; other threads may call
     `peers`, `lost_peers` and `num_rooms` only.
 
     Args:
+        ours: the rank as a handshake needs it, but for the size of its slots.
         endpoints: the addresses of all ranks, by rank; "" for its own.
         staging: None where slices are written one by one.
-        life: which process this is; None: not to be said.
-        max_tokens: what its pool holds; 0: not to be said.
-        libraries: versions of what loads NIXL's metadata.
     """
 
     def __init__(
         self,
         me: PeerId,
-        digest: ModelDigest,
-        topology: Topology,
+        ours: OurSide,
         timing: ControlConfig,
         endpoints: tuple[str, ...] = (),
-        rank: int = 0,
         staging: StagingSlots | None = None,
-        *,
-        life: ProcessLife | None = None,
-        backend: Backend = "nixl",
-        option_names: Mapping[str, str] | None = None,
-        max_tokens: int = 0,
         weights_version: str = "",
-        libraries: Libraries = _NO_LIBRARIES,
     ) -> None:
-        self.me = me
-        self.counters: Counter[str] = Counter()
-        slot_bytes = 0 if staging is None else staging.slot_bytes
-        what = digest, topology, rank, slot_bytes, life, backend
-        self._ours = handshake.OurSide(*what, option_names or {}, max_tokens, libraries)
-        self._rank = rank
+        super().__init__(me, timing)
+        self._ours = ours._replace(slot_bytes=0 if staging is None else staging.slot_bytes)
+        self._rank = ours.rank
         self._weights_version = weights_version
-        self._timing = timing
-        self._timers: Timers[str | RoomKey] = Timers()  # peers by name, rooms by key
-        # What rooms and peers want done; and what becomes of it once staging has taken its part.
-        self._actions: EffectList[RoomAction] = EffectList()
-        self._out: EffectList[PrefillEffect] = EffectList()
-        self._peers = Peers(
-            me, self._ours, endpoints, timing, self._timers, self.lost_peers, self._actions
-        )
-        self.news = self._peers.news
-        self._aborts = EarlyAborts(timing)
-        self._offers = Offers(timing)
-        self._rooms = SenderRooms(
-            rank,
-            topology.page_size,
-            timing,
-            self._timers,
-            self._peers,
-            self._actions,
-            option_names or {},
-        )
+        self._peers = Peers(self._ours, endpoints, self)
+        self._tombs = Tombs(timing.max_parked_per_peer, timing.parked_timeout_s)
+        self._offers: dict[Numbers, Offer] = {}  # open ones: their keys name no decode worker
+        self._rooms = SenderRooms(ours, self, self._peers, self._tombs)
         self.staging = None
         if staging is not None:
             resend_s, next_id = timing.resend_s, self._rooms.next_job_id
-            self.staging = StagingSender(rank, *staging, resend_s, next_id)
-        self._writes = Writes(
-            me, rank, self.staging, self._rooms, self._peers, self._actions, self._out
-        )
-
-    def on(self, what: PrefillInput, now_s: float) -> list[PrefillEffect]:
-        """Take one input and return what to do about it, in order."""
-        self._out.begin()
-        try:
-            self._take_input(what, now_s)
-        finally:
-            # What rooms and peers have wanted up to an exception has changed their state, so it is
-            # carried out all the same.
-            self._writes.flush(now_s)
-        return self._out.effects
-
-    @property
-    def last_effects(self) -> list[PrefillEffect]:
-        return self._out.effects
-
-    def _take_input(self, what: PrefillInput, now_s: float) -> None:
-        match what:
-            case AddRoom() | OfferRoom():
-                try:
-                    if isinstance(what, AddRoom):
-                        self._add(what, now_s)
-                    else:
-                        self._offer(what, now_s)
-                except RequestError as error:
-                    # Straight to the effects: as an action, SourceFree would make staging forget
-                    # the room that has this number now.
-                    self._out.add(RoomEnded(what.key, KVPoll.FAILED, error))
-                    self._out.add(SourceFree(what.key))
-            case WithdrawRoom():
-                withdrawn = AbortedError(what.reason)
-                self._close_offer(what.key, withdrawn, now_s)
-            case SendChunk():
-                self._chunk(what, now_s)
-            case DeclineRoom():
-                self._decline(what, now_s)
-            case AbortRoom():
-                self._abort(what, now_s)
-            case MoveWeights():
-                self._move_weights(what, now_s)
-            case Fence():
-                self._fence(what, now_s)
-            case FrameReceived():
-                self._frame(what, now_s)
-            case FrameFailed():
-                self._frame_failed(what, now_s)
-            case WriteDone():
-                self.counters["bytes_sent"] += what.num_bytes
-                self.counters["writes_done"] += 1
-                self._writes.ended(what.job_id, None, True, now_s)
-            case WriteFailed():
-                self.counters["writes_failed"] += 1
-                self._writes.ended(what.job_id, what.error, what.drained, now_s)
-                if not what.drained:  # it holds decode's pages until its agent is destroyed
-                    self._out.add(Renew())
-            case WriteDrained():
-                self.counters["writes_drained_by_renewal"] += 1
-                self._writes.drained(what.job_id, now_s)
-            case CopyDone():
-                if self.staging is not None:
-                    gathered = self.staging.on_gathered(what.copy_id, what.error, now_s)
-                    self._writes.stage(gathered, now_s)
-            case PeerUnreachable():
-                self.counters["peers_unreachable"] += 1
-                self._peers.deaths.doubt(what.peer, now_s)
-            case ConnectFailed():
-                self.counters["handshakes_refused"] += 1
-                self.news.say("shut out", what.address, str(what.error))
-            case Arrived() | Settled() | Reached() | Unreached():
-                pass  # prefill connects to nothing, and decode writes nothing here
-            case Tick():
-                # Rooms first: what they cancel now, staging must not repeat an ask for.
-                self._tick(now_s)
-                self._writes.flush(now_s)
-                if self.staging is not None:
-                    self._writes.stage(self.staging.tick(now_s), now_s)
-            case AgentDestroyed():
-                self._peers.farewell()
-            case _:
-                assert_never(what)
+            self.staging = StagingSender(ours.rank, *staging, resend_s, next_id)
 
     @property
     def wake_s(self) -> float:
         """Time at which the next Tick is wanted, infinity if never."""
-        wake_s = min(self._timers.next_s, self._peers.deaths.due_s)
+        wake_s = min(self.timers.next_s, self._peers.deaths.due_s, self._tombs.due_s)
         return wake_s if self.staging is None else min(wake_s, self.staging.wake_s)
 
     @property
     def num_rooms(self) -> int:
-        """Rooms and offers that an engine or a peer still has to do with. Any thread may ask."""
-        return self._rooms.num_claimed + len(self._offers)
+        """Number of rooms and offers. Any thread may ask."""
+        return len(self._rooms.all()) + len(self._offers)
 
-    def rooms(self) -> Iterable[SenderRoom]:
+    def rooms(self) -> Iterable[SenderMachine]:
         """Return the machines of all rooms, for audits."""
         return self._rooms.all()
 
@@ -266,7 +183,7 @@ class PrefillControl:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if what is counted for decode ranks differs from what is held."""
-        self._rooms.check_invariants(self._peers.all())
+        self._rooms.check_invariants()
 
     def lost_peers(self, now_s: float) -> LostPeers:
         """Return the decode ranks that are suspect or over, what is wrong with each, and how many
@@ -275,42 +192,42 @@ class PrefillControl:
 
     # --- commands ---------------------------------------------------------------------------------
 
+    def _take_request(self, command: AddRoom | OfferRoom, now_s: float) -> None:
+        try:
+            if isinstance(command, AddRoom):
+                self._add(command, now_s)
+            else:
+                self._offer(command, now_s)
+        except RequestError as error:
+            # Straight out: staging is not to forget the room that has this number now.
+            self._out += [RoomEnded(command.key, KVPoll.FAILED, error), SourceFree(command.key)]
+
     def _add(self, command: AddRoom, now_s: float) -> None:
         """It may be promised already. RequestError while the number's writes have not ended."""
-        # 1. Has decode aborted it before it came? Taken even if for another prompt: see
-        # `take_abort`.
         key = command.key
         room = self._rooms.get(key)
-        early = self._aborts.take(key, command.digest)
-        # 2. A room that has ended under this number makes way, in four cases: (a) the engine knew
-        # it, and only its acknowledgement is still to come; (b) it was declined, and never
-        # promised; (c) decode has aborted it: the room begun instead passes that on to what decode
-        # promises from now on, which is of another use; (d) it was promised for another prompt.
+        # 1. A room that has ended under this number makes way: only an acknowledgement is to come.
         if room is not None and room.drained:
-            aborted = early is not None and room.poll.ended
-            is_other = not room.may_be_for(command.digest)
-            if room.added or not room.readers or aborted or is_other:
-                self._rooms.drop(room)
-                room = None
-        # 3. A room that is left is a promise that was waiting for this request, or in use.
-        if room is None:
-            room = self._rooms.new(key, now_s)
-        elif room.added:
+            self._rooms.drop(room)
+            room = None
+        error = self._tombs.meet_request(key, command.digest)
+        if room is not None and room.added:
             raise RequestError(f"room {key.room} generation {key.generation} was added already")
-        # 4. No longer parked, before the room may end it and count it down again.
-        if not room.poll.ended:
-            room.unpark()
-        # 5. It may have ended while it was parked: the room has said so to decode, and says
-        # nothing to an engine that had not added it. So the engine hears of it here.
-        ended_before = room.poll.ended
+        # 2. Decode's half has ended before this one came. What it promises next is of another use,
+        # but nothing tells which of the two this request was for.
+        if room is None and error is not None:
+            self._tombs.await_half(key, Half.PROMISE, error, now_s, digest=command.digest)
+            self._end_half(key, error)
+            return
+        # 3. Begin, or go on with a promise that was waiting for this request.
+        room = room or self._rooms.new(key, now_s)
         added = sender.Added(command.num_tokens, command.digest, self._weights_version)
         self._rooms.on(room, added, now_s)
-        if ended_before:
-            ended = room.error or AbortedError("the room ended before the request came")
-            self._actions.add(RoomEnded(key, KVPoll.FAILED, ended))
-            self._actions.add(SourceFree(key))
-        elif early is not None:
-            self._rooms.on(room, Fail(early), now_s)
+
+    def _end_half(self, key: RoomKey, error: Exception) -> None:
+        """End a request that has no room."""
+        self.say(RoomEnded(key, KVPoll.FAILED, error))
+        self.say(SourceFree(key))
 
     def _offer(self, command: OfferRoom, now_s: float) -> None:
         """Promises for it may be here already: the first that proves the prompt opens it, rooms of
@@ -320,52 +237,61 @@ class PrefillControl:
         # 1. The number must be free among rooms of all decode workers: any of them may open it.
         same = self._rooms.of_numbers(numbers)
         in_use = any(one.added and not one.drained for one in same)
-        if in_use or self._offers.get(command.key) is not None:
+        if in_use or numbers in self._offers:
             raise RequestError(f"room {numbers[0]} generation {numbers[1]} is in use already")
         # 2. Open before the promises are looked at, so that each is judged as one that comes later.
+        self._tombs.meet_request(RoomKey(*numbers), b"")
         offer = Offer(command.num_tokens, command.digest, until_s)
-        self._offers.begin(numbers, offer)
-        self._timers.wake(command.key, until_s)
+        self._offers[numbers] = offer
+        self.timers.wake(command.key, until_s)
         # 3. Promises that came first. Once one has opened the offer, it is gone for the others.
         for room in [one for one in same if one.is_parked]:
-            if self._offers.get(command.key) is not None and room.proves(offer.proved_by):
+            if numbers in self._offers and all(map(offer.is_proved_by, room.promises())):
                 self._open_offer(room.key, offer, now_s)
             else:
                 error = AbortedError(f"room {command.key.room} is another decode worker's")
                 self._rooms.on(room, Fail(error), now_s)
         # 4. Aborts last: a worker that aborts cannot take the offer from one that has proved it.
-        if (early := self._aborts.take_all(numbers)) is not None:
+        if (early := self._tombs.meet_offer(numbers)) is not None:
             self._close_offer(command.key, early, now_s)
 
     def _open_offer(self, key: RoomKey, offer: Offer, now_s: float) -> None:
         # Closed first, so that the next promise is refused and not taken for a second opening.
         why = f"room {key.room} was opened by another decode worker"
-        self._offers.end(key.numbers, why, now_s)
-        self._timers.forget(RoomKey(*key.numbers))
+        self._forget_offer(key.numbers, why, now_s)
         self._add(AddRoom(key, offer.num_tokens, offer.digest), now_s)
 
     def _close_offer(self, key: RoomKey, error: Exception, now_s: float) -> bool:
-        if not self._offers.end(key.numbers, str(error), now_s):
+        """End an offer that no decode worker has opened. Return False if it is not open."""
+        if key.numbers not in self._offers:
             return False
-        offered = RoomKey(*key.numbers)
-        self._timers.forget(offered)
-        self._actions.add(RoomEnded(offered, KVPoll.FAILED, error))
-        self._actions.add(SourceFree(offered))
+        self._forget_offer(key.numbers, str(error), now_s)
+        self._end_half(RoomKey(*key.numbers), error)
         return True
+
+    def _forget_offer(self, numbers: Numbers, why: str, now_s: float) -> None:
+        offered, offer = RoomKey(*numbers), self._offers.pop(numbers)
+        self.timers.forget(offered)
+        # A late promise of the prompt is refused with the reason.
+        end = ProtocolError(why)
+        self._tombs.await_half(offered, Half.PROMISE, end, now_s, digest=offer.digest)
+
+    def _withdraw(self, command: WithdrawRoom, now_s: float) -> None:
+        self._close_offer(command.key, AbortedError(command.reason), now_s)
 
     def _decline(self, command: DeclineRoom, now_s: float) -> None:
         """Decode hears why, now or when it promises. An added room is not touched."""
-        key = command.key
-        if self._aborts.take(key, command.digest) is None:  # else decode wants it no more
-            room = self._rooms.get(key)
-            if room is not None and room.drained and room.added:
-                # The engine's former use of the number; only its acknowledgement is still to come.
-                self._rooms.drop(room)
-                room = None
-            room = room or self._rooms.new(key, now_s)
-            if not room.added:
-                room.digest = command.digest
-                self._rooms.on(room, Fail(AbortedError(command.reason)), now_s)
+        key, error = command.key, AbortedError(command.reason)
+        if self._tombs.meet_request(key, command.digest) is not None:
+            return  # decode wants it no more
+        room = self._rooms.get(key)
+        if room is not None and room.drained:
+            self._rooms.drop(room)
+            room = None
+        if room is None:
+            self._tombs.await_half(key, Half.PROMISE, error, now_s, digest=command.digest)
+        elif not room.added:
+            self._rooms.on(room, Fail(error), now_s)
 
     def _chunk(self, command: SendChunk, now_s: float) -> None:
         """Ended or unknown: no-op."""
@@ -392,18 +318,10 @@ class PrefillControl:
             if room.added and not (room.has_begun or command.ends_waiting):
                 room.weights_version = now
                 continue
-            # 2. Parked: the request is to come, and is to end likewise.
-            for promise, peer in room.parked():
-                self._remember(room.key, promise, moved, self._peers.find(peer), now_s)
+            # 2. All others end; where the request is still to come, so does that.
             self._rooms.on(room, Fail(moved), now_s)
-        for numbers in self._offers.all():  # 3. offers: the KV of each is computed
+        for numbers in list(self._offers):  # 3. offers: the KV of each is computed
             self._close_offer(RoomKey(*numbers), moved, now_s)
-
-    def _remember(
-        self, key: RoomKey, event: Promised, error: TransferError, peer: Peer | None, now_s: float
-    ) -> None:
-        if peer is not None:
-            self._aborts.keep_end(key, error, (event.ticket, event.digest), peer, now_s)
 
     def _fence(self, command: Fence, now_s: float) -> None:
         peer_id, how = command.peer, FENCED_DEAD if command.proved else FENCED
@@ -421,28 +339,30 @@ class PrefillControl:
         if not was_over:
             self._end_unpromised(peer_id if peer is None else peer.worker, how, now_s)
 
-    def _tick(self, now_s: float) -> None:
+    def _tick(self, tick: Tick, now_s: float) -> None:
         def look(key: str | RoomKey) -> None:
             # Three kinds of keys: a peer's name; a room; the numbers of an offer, as a room without
             # a decode worker.
             if isinstance(key, str):
-                self._peers.tick(key, now_s)
+                self._peers.tick(key, lambda peer: bool(self._rooms.of(peer)), now_s)
             elif (room := self._rooms.get(key)) is not None:
                 awaited = room.awaits_promise
                 self._rooms.tick(room, now_s)
                 if awaited and room.poll.ended:
                     self.counters["never_promised"] += 1
-            elif (offer := self._offers.get(key)) is not None and not key.decode:
+            elif (offer := self._offers.get(key.numbers)) is not None and not key.decode:
                 if now_s < offer.until_s:
-                    self._timers.wake(key, offer.until_s)  # the timer may wake early
+                    self.timers.wake(key, offer.until_s)  # the timer may wake early
                     return
                 late = TransferTimeoutError(f"no decode worker has opened room {key.room} in time")
                 self.counters["never_promised"] += 1
                 self._close_offer(key, late, now_s)
 
-        self._timers.visit(now_s, look)
-        self._aborts.expire(now_s)
+        self.timers.visit(now_s, look)
+        self._tombs.expire(now_s)
         self._peers.deaths.tick(now_s)
+        # Behind what rooms cancel now, so that staging repeats no ask for that.
+        self.say(StagingTick())
 
     # --- frames -----------------------------------------------------------------------------------
 
@@ -472,7 +392,7 @@ class PrefillControl:
             return
         if isinstance(frame.body, messages.RoomBody):
             room = self._rooms.get(peer.key(frame.body))
-            named = room is not None and peer.id in room.claimants
+            named = room is not None and room.has_reader(peer.id)
             if room is not None and named and not room.is_other_use(frame.body.ticket):
                 error = ProtocolError(f"a {type(frame.body).__name__} raised {what.error!r}")
                 self._rooms.on(room, Fail(error), now_s)
@@ -518,14 +438,15 @@ class PrefillControl:
                 key = peer.key(body)
                 # The rank has answered that use even if the room is gone: no promise of it can come
                 # any more.
-                peer.past.answer((key, body.ticket))
+                self._tombs.answer((key, peer.id, body.ticket))
                 room = self._rooms.get(key)
                 # Only a rank that has named the room, about the use that it named.
-                named = room is not None and peer.id in room.claimants
+                named = room is not None and room.has_reader(peer.id)
                 if room is not None and named and room.ticket == body.ticket:
                     self._rooms.on(room, sender.OutcomeAcked(peer.hello.rank), now_s)
             case LeaseGrant():
-                self._actions.add(LeaseGranted(peer.id, peer.key(body), body))
+                if self.staging is not None:
+                    self.say_all(self.staging.on_grant(peer.id, peer.key(body), body))
             case messages.Fenced():
                 self._peers.lives.end(peer.id, LEFT)
                 self._lose_peer(peer, PeerLostError(f"{peer.id} {LEFT}", peer.id), now_s)
@@ -597,7 +518,7 @@ class PrefillControl:
         # 2. The transport before the reply: decode promises pages as soon as it has the reply, and
         # a write must not be asked for before its target is known.
         if accepted.added is not None:
-            self._actions.add(PeerAccepted(accepted.added, accepted.cut))
+            self.say(PeerAccepted(accepted.added, accepted.cut))
         self._peers.reply(route, hello, staged=accepted.cut is not None)
         # 3. Requests that are older than this life are most likely not its own.
         if hello.rank == 0 and hello.age_ms is not None:
@@ -607,7 +528,7 @@ class PrefillControl:
         """Give this life a while to promise requests that came before it began: most likely a
         former life's, which knows them no more. Only most likely, since a router may name a worker
         that is about to start."""
-        until_s = now_s + self._timing.suspect_after_s
+        until_s = now_s + self.timing.suspect_after_s
         for room in list(self._rooms.all()):
             before = room.added_s is not None and room.added_s < born_s
             if before and room.key.decode == life.name and not room.poll.ended:
@@ -629,16 +550,16 @@ class PrefillControl:
             self._peers.lives.end(peer.id, "holds this process for dead")
             self._lose_peer(peer, PeerLostError(f"{peer.id}: {word.reason}", peer.id), now_s)
             self._end_unpromised(peer.worker, f"refuses us: {word.reason}", now_s)
-        elif peer is not None and not peer.rooms:
+        elif peer is not None and not self._rooms.of(peer.id):
             self._peers.forget(peer)
 
     def _lose_peer(self, peer: Peer, error: Exception, now_s: float) -> None:
         # Before its rooms end, so that nothing more is sent to it, and each room sees whether all
         # its ranks are gone.
-        peer.gone = True
-        for key in list(peer.rooms):
-            self._rooms.on(self._rooms[key], Fail(error, gone=peer.hello.rank), now_s)
-        self._peers.forget(peer)
+        self._peers.leave(peer)
+        for room in self._rooms.of(peer.id):
+            self._rooms.on(room, Fail(error, gone=peer.hello.rank), now_s)
+        self.say(RemovePeer(peer.id))
 
     def _end_unpromised(self, worker: PeerId, how: str, now_s: float) -> None:
         """End the requests that wait for this life to promise pages. Where a later life is known,
@@ -655,134 +576,163 @@ class PrefillControl:
     def _take_promise(self, peer: Peer, promise: Promise, now_s: float) -> None:
         """For a room of the engine, an offer, or a request that is to come. Raises ProtocolError if
         it is refused, and decode was answered."""
-        key = peer.key(promise)
+        key, ticket = peer.key(promise), promise.ticket
         # Everything that may refuse the promise stands in this block, before it is counted
         # anywhere. Rooms that make way in it are over in any case.
         try:
-            # 1. The pages themselves.
-            event = peer.promised(promise, self._ours.topology.page_size)
             room = self._rooms.get(key)
+            known = None if room is None else room.readers.get(peer.hello.rank)
+            # 1. The pages themselves.
+            before = known.counted[0] if known is not None and known.peer == peer.id else 0
+            event = peer.promised(promise, self._ours.topology.page_size, before)
             # 2. May this rank speak about this use of the room?
-            if not self._may_speak(peer, key, promise.ticket, room):
-                raise ProtocolError(f"room {key.room} is over, or another life's or rank's")
-            # 3. A room that has ended under this number makes way: (a) decode has done with that
-            # use, if it uses the number again; (b) the request ended before decode had spoken of
-            # it, and the digest says that this promise is for another prompt, so for the next
-            # request.
-            if room is not None and room.drained and room.is_other_use(promise.ticket):
+            self._check_over(self._tombs.over((key, peer.id, ticket)))
+            if room is not None and not room.admits(peer.id, peer.hello.rank, peer.worker):
+                raise ProtocolError(f"room {key.room} is another life's or rank's")
+            # 3. A room that has ended makes way if decode uses the number again.
+            if room is not None and room.drained and room.is_other_use(ticket):
                 self._rooms.drop(room)
                 room = None
-            if room is not None and room.is_left_over and not room.may_be_about(event.digest):
-                self._rooms.drop(room)
-                room = None
-            # 4. Of our weights? A room that the engine has added compares them itself.
+            # 4. The request has come before it, and is over.
+            if room is None:
+                self._check_over(self._tombs.meet_promise(key, ticket, event.digest))
+            # 5. Of our weights? A room that the engine has added compares them itself.
             if room is None or room.is_parked:
-                self._check_weights(peer, event, key, now_s)
-            # 5. A promise stands: only a repeat, or another rank's equal one, is let through.
+                self._check_weights(event, key, now_s)
+            # 6. A promise stands: only a repeat, or another rank's equal one, is let through.
             if room is not None and not room.same_promise(event):
                 raise ProtocolError(
                     f"another promise for room {key.room} generation {key.generation}"
                 )
-            # 6. Does it open an offer, is it waited for, or has it to wait, and may it?
-            is_new = room is None or peer.id not in room.claimants
-            parks = is_new and not (room is not None and room.added)
-            offer = None if room is not None else self._offers.check(key, event, now_s)
-            if parks and offer is None:
-                peer.check_parked(self._timing.max_parked_per_peer)
-            if room is None:
-                room = self._rooms.new(key, now_s)
+            # 7. Does it open an offer, is it waited for, or has it to wait, and may it?
+            offer = None if room is not None else self._offer_of(key, event)
+            is_new = room is None or not room.has_reader(peer.id)
+            if is_new and offer is None and (room is None or not room.added):
+                peer.check_parked(self.timing.max_parked_per_peer)
         except ProtocolError as error:
-            self._refuse_promise(peer, promise, str(error)[:1000], now_s)
+            self._refuse_promise(peer, promise, error, now_s)
             raise
-        # Accepted. From here on nothing is refused.
-        if not room.poll.ended:
-            peer.num_parked += parks
-        self._aborts.take(key)  # its number is in use again, so the abort is of no use
-        # It may be for the next request, of the same prompt: then that one has lost its promise, as
-        # decode hears now how the former request ended.
-        if room.is_left_over and room.digest:
-            gone = AbortedError(f"decode was told how a former request ended: {room.error}")
-            self._remember(key, event, gone, peer, now_s)
-        # Before the room takes it, since its answers go to the peers that have claimed the room.
-        room.claim(peer, event.all_pages)
+        # Accepted: from here on nothing is refused. The number is in use again.
+        self._tombs.meet_request(key, b"")
+        room = room or self._rooms.new(key, now_s)
+        room.worker = peer.worker
         self._rooms.on(room, event, now_s)
         if isinstance(room.error, PromptMismatchError) and not room.may_be_about(event.digest):
-            self._remember(key, event, room.error, peer, now_s)  # its request may still come
+            self._end_request(key, event, room.error, now_s)  # its request may still come
         if offer is not None:  # behind the promise: so the room is parked for no time
             self._open_offer(key, offer, now_s)
 
-    def _check_weights(self, peer: Peer, event: Promised, key: RoomKey, now_s: float) -> None:
+    def _check_over(self, end: Exception | None) -> None:
+        """Raise ProtocolError, from it, for a promise of what has ended with `end`."""
+        if end is not None:
+            raise ProtocolError(str(end)) from end
+
+    def _end_request(self, key: RoomKey, event: Promised, error: Exception, now_s: float) -> None:
+        """End the request to come that this promise is for."""
+        self._tombs.await_half(
+            key, Half.REQUEST, error, now_s, digest=event.digest, ticket=event.ticket
+        )
+
+    def _offer_of(self, key: RoomKey, event: Promised) -> Offer | None:
+        """Return the offer that this first promise opens, None if its room is none. Raises
+        ProtocolError: it is of another prompt, which leaves the offer to others; or the offer is
+        closed."""
+        offer = self._offers.get(key.numbers)
+        if offer is None:
+            closed = RoomKey(*key.numbers)
+            self._check_over(self._tombs.meet_promise(closed, event.ticket, event.digest))
+        elif not offer.is_proved_by(event):
+            raise ProtocolError(
+                f"room {key.room} is open to who proves its prompt of {offer.num_tokens} tokens; "
+                "the promise does not"
+            )
+        return offer
+
+    def _check_weights(self, event: Promised, key: RoomKey, now_s: float) -> None:
         """Raise ProtocolError for a promise of other weights than ours. A later request ends
         likewise, and so does the offer that the promise would have opened."""
         if event.weights_version == self._weights_version:
             return
         error = WeightsVersionError(event.weights_version, self._weights_version)
-        offer = self._offers.get(key)
+        offer = self._offers.get(key.numbers)
         if offer is None:
-            self._remember(key, event, error, peer, now_s)
-        elif offer.proved_by(event):
+            self._end_request(key, event, error, now_s)
+        elif offer.is_proved_by(event):
             self._close_offer(key, error, now_s)
-        raise ProtocolError(str(error))
+        self._check_over(error)
 
-    def _refuse_promise(self, peer: Peer, promise: Promise, why: str, now_s: float) -> None:
+    def _refuse_promise(
+        self, peer: Peer, promise: Promise, refused: ProtocolError, now_s: float
+    ) -> None:
         """Answer a refused promise; its pages are drained, since no write for it is under way. If
         another promise of this room stands, decode has ended that one or will, and gets no
         answer."""
         key, ticket = peer.key(promise), promise.ticket
         known = self._rooms.get(key)
-        named = known is not None and peer.id in known.claimants
-        if known is None or not named or known.ticket != ticket:
-            peer.past.add((key, ticket))
+        if known is not None and known.has_reader(peer.id) and known.ticket == ticket:
+            return
+        end = refused.__cause__ if isinstance(refused.__cause__, Exception) else refused
+        self._tombs.bury((key, peer.id, ticket), end)
+        differ = promise.weights_version != self._weights_version
+        versions = promise.weights_version, self._weights_version
+        is_mismatch = isinstance(end, PromptMismatchError)
+        refusal = Outcome(
+            *key.numbers,
+            rank=self._rank,
+            ok=False,
+            num_chunks=0,
+            num_pages=0,
+            aux=b"",
+            error=str(end)[:1000],
             # Otherwise decode is to ask with an Abort, and to let settle.
-            drained = not self._rooms.may_need_settle
-            what = *key.numbers, self._rank, False, 0, 0, b"", why, drained, ticket
-            versions = promise.weights_version, self._weights_version
-            differ = versions[0] != versions[1]  # then decode hears that first of all
-            refusal = Outcome(*what, versions=versions if differ else None)
-            self._peers.send(peer, refusal, now_s)
-
-    def _may_speak(self, peer: Peer, key: RoomKey, ticket: int, room: SenderRoom | None) -> bool:
-        return (key, ticket) not in peer.past and (room is None or room.admits(peer))
+            drained=not self._rooms.may_need_settle,
+            ticket=ticket,
+            code=FailureCode.PROMPT_MISMATCH if is_mismatch else FailureCode.OTHER,
+            versions=end.versions
+            if isinstance(end, WeightsVersionError)
+            else versions
+            if differ
+            else None,  # then decode hears that first of all
+        )
+        self._peers.send(peer, refusal, now_s)
 
     def _take_abort(self, peer: Peer, abort: Abort, now_s: float) -> None:
-        """End the room, remember the abort for a request to come, answer Drained."""
+        """End the room, or the request to come, and answer Drained."""
         key = peer.key(abort)
+        use = key, peer.id, abort.ticket
         # 1. Does this use of the room belong to the sender?
         room = self._rooms.get(key)
-        theirs = self._may_speak(peer, key, abort.ticket, room)
-        peer.past.answer((key, abort.ticket))
+        theirs = self._tombs.over(use) is None
+        if room is not None:
+            theirs = theirs and room.admits(peer.id, peer.hello.rank, peer.worker)
+        self._tombs.answer(use)
         if room is not None and room.added and not room.readers:
             # It may be about a former use of the number, and have crossed the next request: the
             # digest tells.
             theirs = theirs and room.may_be_about(abort.digest)
             if not theirs:
                 room = None
-        closed = False
-        # 2. An offer: its number is drawn at random, so a worker that names it has it from its
-        # answer. A late or repeated abort, of a use that is over, does not end it.
+        # 2. No room. It ends an offer: its number is drawn at random, so a worker that names it has
+        # it from its answer. Or it is the half that was awaited; or it ends the request to come. A
+        # late or repeated abort, of a use that is over, ends nothing.
         if room is None and theirs:
-            error = abort_error(abort.reason, abort.versions)
+            error = abort_error(abort.reason[:1000], abort.versions)
             closed = self._close_offer(key, error, now_s)
-            if closed:
-                peer.past.add((key, abort.ticket), answered=True)
-        # 3. The engine's request is still to come, and the room itself will be over by then.
-        if theirs and not closed and (room is None or not room.added):
-            self._aborts.keep(key, abort, peer, now_s)
-        # 4. No room of ours, or another's: nothing can land in that peer's pages for it, and its
+            self._tombs.bury(use, error, answered=True)
+            met = self._tombs.meet_promise(key, abort.ticket, abort.digest, next_too=False)
+            if not closed and met is None:
+                self._tombs.await_half(
+                    key, Half.REQUEST, error, now_s, digest=abort.digest, ticket=abort.ticket
+                )
+        # 3. No room of ours, or another's: nothing can land in that peer's pages for it, and its
         # later frames have higher numbers than this one. Say so, since decode repeats an Abort
         # until it is answered.
         if room is None or not theirs or room.is_other_use(abort.ticket):
             drained = Drained(*key.numbers, self._rank, abort.ticket, self._rooms.may_need_settle)
             self._peers.send(peer, drained, now_s)
             return
-        # 5. The room ends. If it was the peer's first word on it, it counts as parked until it has
-        # ended, which it does at once.
-        is_new = peer.id not in room.claimants
-        if is_new and not room.added and not room.poll.ended:
-            peer.num_parked += 1
-        # Before the room takes it, since the answer goes to the peers that have claimed the
-        # room.
-        room.claim(peer)
+        # 4. The room ends.
+        room.worker = peer.worker
         said = sender.AbortSaid(
             peer=peer.id,
             reason=abort.reason,
@@ -792,3 +742,170 @@ class PrefillControl:
             versions=abort.versions,
         )
         self._rooms.on(room, said, now_s)
+
+    # --- writes -----------------------------------------------------------------------------------
+
+    def _post(self, post: PostWrite, now_s: float) -> None:
+        """By staging if the peer takes slices of what we hold, else into pages."""
+        staging = self.staging
+        # Extra state and window pages are never staged: they go straight where they belong.
+        is_of_first = not post.state and post.window < 0
+        if staging is not None and post.peer in staging.peers and is_of_first:
+            what = post.first_unit, post.src_pages, post.ready, now_s
+            self.say_all(staging.write(post.job_id, post.key, post.ticket, post.peer, *what))
+            return
+        tag = ChunkTag(
+            self.me.incarnation,
+            *post.key.numbers,
+            rank=self._rank,
+            chunk=post.chunk,
+            ticket=post.ticket,
+        )
+        pages = post.src_pages, post.dst_pages
+        route: Route = "state" if post.state else "pages"
+        if post.window >= 0:
+            route = window_route(post.window)
+        self._out.append(WriteJob(post.job_id, post.peer, *pages, tag, post.ready, route))
+
+    def _post_staged(self, post: PostStaged, now_s: float) -> None:
+        assert self.staging is not None
+        # Rounded up: slots and leases are whole blocks, so the last one stays inside both.
+        blocks = np.arange(-(-post.num_bytes // BLOCK_BYTES), dtype=np.int32)
+        src = blocks + np.int32(post.slot * (self.staging.slot_bytes // BLOCK_BYTES))
+        dst = blocks + np.int32(post.dst_offset // BLOCK_BYTES)
+        tag = ChunkTag(
+            self.me.incarnation,
+            *post.key.numbers,
+            rank=self._rank,
+            chunk=post.piece,
+            lease_id=post.lease_id,
+            ticket=post.ticket,
+        )
+        self._out.append(WriteJob(post.write_id, post.peer, src, dst, tag, route="staging"))
+
+    def _cancel(self, cancel: CancelWrite, now_s: float) -> None:
+        # The job is either staging's or the transport's; the other one does not know it.
+        if self.staging is not None:
+            self.say_all(self.staging.cancel(cancel.job_id))
+        self._out.append(Cancel(cancel.job_id))
+
+    def _cancel_staged(self, cancel: CancelStaged, now_s: float) -> None:
+        self._out.append(Cancel(cancel.write_id))
+
+    def _write_done(self, done: WriteDone, now_s: float) -> None:
+        self.counters["bytes_sent"] += done.num_bytes
+        self.counters["writes_done"] += 1
+        self._job_ended(JobEnded(done.job_id), now_s)
+
+    def _write_failed(self, failed: WriteFailed, now_s: float) -> None:
+        self.counters["writes_failed"] += 1
+        self._job_ended(JobEnded(failed.job_id, failed.error, failed.drained), now_s)
+        if not failed.drained:  # it holds decode's pages until its agent is destroyed
+            self.say(Renew())
+
+    def _job_ended(self, end: JobEnded, now_s: float) -> None:
+        """Of a staged piece, or of a job of a room."""
+        if self.staging is not None and self.staging.owns(end.job_id):
+            self.say_all(self.staging.on_write_ended(end.job_id, end.error, end.drained, now_s))
+        else:
+            self._rooms.job_ended(end, now_s)
+
+    def _write_drained(self, proof: WriteDrained, now_s: float) -> None:
+        self.counters["writes_drained_by_renewal"] += 1
+        self._job_drained(JobDrained(proof.job_id), now_s)
+
+    def _job_drained(self, proof: JobDrained, now_s: float) -> None:
+        if self.staging is not None and self.staging.owns(proof.job_id):
+            self.say_all(self.staging.on_write_drained(proof.job_id))
+        else:
+            self._rooms.job_drained(proof, now_s)
+
+    def _gathered(self, done: CopyDone, now_s: float) -> None:
+        if self.staging is not None:
+            self.say_all(self.staging.on_gathered(done.copy_id, done.error, now_s))
+
+    def _ask_for_lease(self, ask: SendLeaseAsk, now_s: float) -> None:
+        if (peer := self._peers.find(ask.peer)) is not None:
+            self._peers.send(peer, ask.ask, now_s)
+
+    def _tick_staging(self, tick: StagingTick, now_s: float) -> None:
+        if self.staging is not None:
+            self.say_all(self.staging.tick(now_s))
+
+    # --- the transport's peers --------------------------------------------------------------------
+
+    def _accept(self, accepted: PeerAccepted, now_s: float) -> None:
+        # The transport must know the peer before anything is written to it.
+        self._out.append(accepted.added)
+        if self.staging is not None and accepted.cut is not None:
+            self.staging.add_peer(accepted.added.peer, accepted.cut)
+
+    def _remove(self, removed: RemovePeer, now_s: float) -> None:
+        self._out.append(removed)
+        self._tombs.forget(removed.peer)
+        if self.staging is not None:
+            self.say_all(self.staging.remove_peer(removed.peer))
+
+    def _free(self, free: SourceFree, now_s: float) -> None:
+        # None of the room's writes is under way, so staging has no job of it either.
+        if self.staging is not None:
+            self.staging.forget(free.key)
+        self._out.append(free)
+
+    def _ended(self, ended: RoomEnded, now_s: float) -> None:
+        self._out.append(handshake.named_end(ended, self._ours.option_names))
+
+    def _unreachable(self, what: PeerUnreachable, now_s: float) -> None:
+        self.counters["peers_unreachable"] += 1
+        self._peers.deaths.doubt(what.peer, now_s)
+        peer = self._peers.find(what.peer)
+        if peer is not None and peer.instead is not None:
+            self._out.append(peer.instead)
+            peer.instead = None
+
+    def _shut_out(self, what: ConnectFailed, now_s: float) -> None:
+        self.counters["handshakes_refused"] += 1
+        self.news.say("shut out", what.address, str(what.error))
+
+    def _farewell(self, destroyed: AgentDestroyed, now_s: float) -> None:
+        self._peers.farewell()
+
+    # --- the method for each input, and for what is said inside -----------------------------------
+
+    INPUTS: ClassVar[Takes] = {
+        AddRoom: _take_request,
+        OfferRoom: _take_request,
+        WithdrawRoom: _withdraw,
+        SendChunk: _chunk,
+        DeclineRoom: _decline,
+        AbortRoom: _abort,
+        MoveWeights: _move_weights,
+        Fence: _fence,
+        FrameReceived: _frame,
+        FrameFailed: _frame_failed,
+        WriteDone: _write_done,
+        WriteFailed: _write_failed,
+        WriteDrained: _write_drained,
+        CopyDone: _gathered,
+        PeerUnreachable: _unreachable,
+        ConnectFailed: _shut_out,
+        Tick: _tick,
+        AgentDestroyed: _farewell,
+        # Prefill connects to nothing, and decode writes nothing here.
+        **dict.fromkeys((Arrived, Settled, Reached, Unreached), ControlInbox._ignore),
+    }
+    INSIDE: ClassVar[Takes] = {
+        PostWrite: _post,
+        CancelWrite: _cancel,
+        PostStaged: _post_staged,
+        CancelStaged: _cancel_staged,
+        JobEnded: _job_ended,
+        JobDrained: _job_drained,
+        SendLeaseAsk: _ask_for_lease,
+        StagingTick: _tick_staging,
+        SourceFree: _free,
+        RoomEnded: _ended,
+        PeerAccepted: _accept,
+        RemovePeer: _remove,
+        **dict.fromkeys((SendFrame, Examine, Renew, Gather, Bootstrapped), ControlInbox._put_out),
+    }

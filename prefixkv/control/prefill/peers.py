@@ -9,20 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.config import ControlConfig, short_key
-from prefixkv.control.death_watch import DeathWatch
-from prefixkv.control.effects import EffectList, RemovePeer, RoomAction, SendFrame
-from prefixkv.control.former_lives import IncarnationHistory, nonce
+from prefixkv.config import short_key
+from prefixkv.control.effects import AddPeer, RemovePeer, SendFrame
 from prefixkv.control.handshake import Accepted, OurSide
-from prefixkv.control.heartbeat import PeerClock, Stamper
-from prefixkv.control.peer_changes import PeerChanges
-from prefixkv.control.prefill.claims import RankClaims
-from prefixkv.control.prefill.retired_tickets import RetiredTickets
-from prefixkv.errors import FormerLifeError, HandshakeError, NameTakenError, ProtocolError
+from prefixkv.control.inbox import ControlInbox
+from prefixkv.control.lives import DeathWatch, IncarnationHistory, PeerClock, Stamper, nonce
+from prefixkv.errors import (
+    FormerLifeError,
+    HandshakeError,
+    NameTakenError,
+    OverpromisedError,
+    ProtocolError,
+)
 from prefixkv.paging import pages_for
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import (
@@ -37,7 +40,6 @@ from prefixkv.protocol.messages import (
     RoomBody,
 )
 from prefixkv.protocol.sender_events import Promised
-from prefixkv.protocol.timers import Timers
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -46,9 +48,10 @@ class Peer:
 
     `readers` are the ranks of its worker that promise us pages. `writes` says whether we write KV
     to it, `staged` whether that goes through staging, `takes_state` whether we write extra state to
-    it. `num_parked` counts its promises that wait for their request. `met_s` is when it was met;
-    `succeeded` is its number among the peers met (`Peers.num_met`) if it replaced a former life,
-    else 0. `gone` is True once it has left or was replaced, and its rooms have ended.
+    it. `instead` is how it is written where its memory cannot be mapped. `pool_pages` are all pages
+    of its pool, `num_promised` those that it has promised and we may still write; `num_parked`
+    counts its promises that wait for their request. `met_s` is when it was met; `succeeded` is its
+    number among the peers met (`Peers.num_met`) if it replaced a former life, else 0.
     """
 
     id: PeerId
@@ -60,17 +63,12 @@ class Peer:
     writes: bool
     staged: bool
     takes_state: bool
-    claimed: RankClaims
-    past: RetiredTickets
+    pool_pages: int
     met_s: float = 0.0
+    instead: AddPeer | None = None
+    num_promised: int = 0
     num_parked: int = 0
     succeeded: int = 0
-    gone: bool = False
-
-    @property
-    def rooms(self) -> Mapping[RoomKey, int]:
-        """The rooms that this peer has named, with the number of pages promised in each."""
-        return self.claimed.rooms
 
     @property
     def worker(self) -> PeerId:
@@ -88,15 +86,21 @@ class Peer:
         own, whatever the frame says: so no peer can name a room of another worker."""
         return RoomKey(word.room, word.generation, self.worker.name)
 
-    def promised(self, promise: Promise, our_page_size: int) -> Promised:
+    def promised(self, promise: Promise, our_page_size: int, before: int) -> Promised:
         """Check a promise, and return it with page ids that are safe to turn into addresses.
+        `before` pages are counted for the same room: it is repeated.
 
         Raises OverpromisedError, before an array is made of them, for more pages than fit;
         ProtocolError for a prefix, number of pages, page ids or state slot that cannot be.
         """
-        # 1. Does it fit its pool? The number of bytes tells, before they are read.
-        page_size = self.hello.topology.page_size
-        self.claimed.check(self.key(promise), promise.num_pages)
+        # 1. Does it fit its pool? The number of bytes tells, before they are read. A page of
+        # decode's is in one undrained room at a time, so a right rank needs no slack.
+        page_size, others = self.hello.topology.page_size, self.num_promised - before
+        if others + promise.num_pages > self.pool_pages:
+            raise OverpromisedError(
+                f"{others} pages are promised in rooms that are not drained and "
+                f"{promise.num_pages} more are, the pool has {self.pool_pages}"
+            )
         # 2. What is cheap before what costs, and nothing that sorts: a promise may have a million
         # pages.
         if promise.prefix_len % page_size or promise.prefix_len > promise.fill_len:
@@ -191,29 +195,24 @@ def _has_repeats(pages: npt.NDArray[np.int32], num_pages: int) -> bool:
 
 class Peers:
     """The decode ranks that a prefill rank knows, by name. Owned by a `PrefillControl`. What is to
-    be done goes to `actions`, in order."""
+    be done is said, in order."""
 
     def __init__(
         self,
-        me: PeerId,
         ours: OurSide,
         endpoints: tuple[str, ...],
-        timing: ControlConfig,
-        timers: Timers[str | RoomKey],
-        lost: Callable[[float], Iterable[PeerId]],
-        actions: EffectList[RoomAction],
+        inbox: ControlInbox[Any, Any],
     ) -> None:
-        """`timers` wake peers by name and are shared with rooms; `lost` is as for `DeathWatch`."""
-        self._me = me
-        self.news = PeerChanges()
+        self._me = inbox.me
+        self.news = inbox.news
         self.lives = IncarnationHistory(self.news)
-        self._actions = actions
-        self.deaths = DeathWatch(timing, lost, self._current, actions.add)
+        self._say = inbox.say
+        self.deaths = DeathWatch(inbox.timing, inbox.lost_peers, self._current, inbox.say)
         self._ours = ours
         self._endpoints = endpoints
-        self._timing = timing
-        self._timers = timers
-        self._stamp = Stamper(me)
+        self._timing = inbox.timing
+        self._timers = inbox.timers
+        self._stamp = Stamper(inbox.me)
         self._peers: dict[str, Peer] = {}
         self.num_met = 0  # peers ever added: orders them against rooms (`SenderMachine.met_before`)
 
@@ -253,10 +252,11 @@ class Peers:
             for peer in self.all()
         }
 
-    def trouble(self, peer: Peer, now_s: float) -> str:
+    def trouble(self, peer_id: PeerId, now_s: float) -> str:
         """Return what is wrong with a peer, "" if nothing is. Any thread may ask."""
-        suspect = "suspect" if peer.live.suspect(self._timing, now_s) else ""
-        return self.lives.how(peer.id) or suspect
+        peer = self.find(peer_id)
+        is_suspect = peer is not None and peer.live.suspect(self._timing, now_s)
+        return self.lives.how(peer_id) or ("suspect" if is_suspect else "")
 
     def taken(self, name: str, now_s: float) -> str:
         peer = self._peers.get(name)
@@ -372,17 +372,15 @@ class Peers:
             readers=accepted.readers,
             writes=added is not None,
             staged=accepted.cut is not None,
-            takes_state=added is not None and added.state is not None,
-            claimed=RankClaims(
-                hello.layout.num_pages
-                + sum(
-                    group.layout.num_pages
-                    for group in hello.layout.windows
-                    if not hello.layout.is_shared(group)
-                ),
+            takes_state=added is not None and added.memory.state is not None,
+            pool_pages=hello.layout.num_pages
+            + sum(
+                group.layout.num_pages
+                for group in hello.layout.windows
+                if not hello.layout.is_shared(group)
             ),
-            past=RetiredTickets(self._timing.max_parked_per_peer),
             met_s=now_s,
+            instead=accepted.instead,
         )
         self._timers.wake(frame.name, now_s + self._timing.heartbeat_s)
         self.news.say("met", frame.sender)
@@ -397,38 +395,35 @@ class Peers:
         said = refused[:1000], ours.rank, staged, known
         most = ours.max_tokens
         body = HelloReply(ours.digest, ours.topology, self._endpoints, *said, ours.life, most)
-        self._actions.add(SendFrame(route, self._stamp.frame(body)))
+        self._say(SendFrame(route, self._stamp.frame(body)))
 
     def hello_wanted(self, route: bytes, sender: PeerId | None = None) -> None:
         """Ask for a Hello; `sender` is None if the frame could not be read."""
         wanted = HelloWanted(0 if sender is None else self.nonce(sender))
-        self._actions.add(SendFrame(route, self._stamp.frame(wanted)))
+        self._say(SendFrame(route, self._stamp.frame(wanted)))
 
     def nonce(self, sender: PeerId) -> int:
-        """Return the number that a Hello of `sender` has to repeat; see `former_lives.nonce`."""
+        """Return the number that a Hello of `sender` has to repeat; see `nonce`."""
         peer = self._peers.get(sender.name)
         known = self.lives.last_silent(sender.name) if peer is None else peer.id
         return nonce(self._me, sender, known)
 
     def send(self, peer: Peer, body: AnyBody, now_s: float) -> None:
-        """Send a frame. Gone: no-op."""
-        # Its route may lead to the life that replaced it, which must not get these words.
-        if not peer.gone:
-            peer.live.sent_s = now_s
-            self._actions.add(SendFrame(peer.route, self._stamp.frame(body)))
+        peer.live.sent_s = now_s
+        self._say(SendFrame(peer.route, self._stamp.frame(body)))
 
     def farewell(self) -> None:
         """Send a Fenced to each: our agent is gone, so no write of ours can land."""
         for peer in self._peers.values():
-            self._actions.add(SendFrame(peer.route, self._stamp.frame(Fenced())))
+            self._say(SendFrame(peer.route, self._stamp.frame(Fenced())))
 
-    def tick(self, name: str, now_s: float) -> None:
+    def tick(self, name: str, has_rooms: Callable[[PeerId], bool], now_s: float) -> None:
         """Say a Heartbeat if one is due, or forget a peer that is silent and has no rooms."""
         peer = self._peers.get(name)
         if peer is None:
             return
         # A peer with rooms is never forgotten for silence: its pages are drained by proof alone.
-        if not peer.rooms and peer.live.forgettable(self._timing, now_s):
+        if peer.live.forgettable(self._timing, now_s) and not has_rooms(peer.id):
             self.lives.silent(peer.id)
             self.news.say("forgotten", peer.id, "was silent for long")
             self.forget(peer)
@@ -442,15 +437,17 @@ class Peers:
             self.send(peer, Heartbeat(), now_s)
         self._timers.wake(name, peer.live.heartbeat_due_s(self._timing))
 
-    def forget(self, peer: Peer) -> None:
-        """Remove a peer, from the transport too. Its name may belong to another life already; that
-        one stays."""
+    def leave(self, peer: Peer) -> None:
+        """Know a peer no more: nothing is sent to it from now on."""
         self.news.forget(peer.id)
         self.deaths.forget(peer.id)
-        if self._peers.get(peer.id.name) is peer:
-            del self._peers[peer.id.name]
-            self._timers.forget(peer.id.name)
-        self._actions.add(RemovePeer(peer.id))
+        del self._peers[peer.id.name]
+        self._timers.forget(peer.id.name)
+
+    def forget(self, peer: Peer) -> None:
+        """Remove a peer, from the transport too."""
+        self.leave(peer)
+        self._say(RemovePeer(peer.id))
 
 
 def _may_speak(allowed: Mapping[str, str], credential: str, name: str) -> bool:

@@ -1,198 +1,160 @@
-"""Prefill's rooms: events go to a room's machine, and what it wants comes out."""
+"""Prefill's rooms: events go to a room, which is its machine, and what it wants is said. Its
+readers are the decode ranks that have named it. Who holds a room, and what frees it:
+
+     no room            one half is here   both halves        ended             no room
+    +------------------+------------------+------------------+-----------------+----------------+
+    | Tombs: a half is | the request, or  | in_flight: the   | undrained: they | Tombs: the use |
+    | awaited. What    | a promise that   | writes that may  | failed, and may | is over. A     |
+    | comes ends with  | is parked        | land. SourceFree | still land. An  | late word is   |
+    | its error        |                  | follows the last | outcome waits   | answered       |
+    +------------------+------------------+------------------+-----------------+----------------+
+      until it comes,    until the other    until each has     until the agent   until the
+      or a deadline      half comes, or a   ended; a Cancel    is destroyed;     oldest goes
+                         deadline           only hurries it    the outcome's
+                                                               answer, or a
+                                                               deadline
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection
 from itertools import count
-from types import MappingProxyType
-from typing import Final
+from typing import Any
 
-from prefixkv.config import ControlConfig
-from prefixkv.control.death_watch import LostPeers
-from prefixkv.control.effects import EffectList, RoomAction
-from prefixkv.control.handshake import named_end
-from prefixkv.control.prefill.peers import Peer, Peers
+from prefixkv.control.handshake import OurSide
+from prefixkv.control.inbox import ControlInbox
+from prefixkv.control.lives import LostPeers
+from prefixkv.control.prefill.peers import Peers
+from prefixkv.control.prefill.tombs import Half, Tombs
+from prefixkv.errors import AbortedError
 from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import RoomTick
 from prefixkv.protocol.sender_events import PostWrite, SendToReader
 from prefixkv.protocol.sender_machine import SenderMachine
-from prefixkv.protocol.timers import Timers
-
-_NO_ROOM: Final = RoomKey(0, -1)
-
-
-class SenderRoom(SenderMachine):
-    """One use of a room: what is said and written of it (`SenderMachine`), and its claimants, the
-    decode ranks that have named it, all of the worker that the key names."""
-
-    def __init__(
-        self,
-        key: RoomKey,
-        rank: int,
-        page_size: int,
-        next_job_id: Callable[[], int],
-        timing: ControlConfig,
-        now_s: float,
-    ) -> None:
-        super().__init__(key, rank, page_size, next_job_id, timing, now_s)
-        # The other direction of `Peer.claimed`: both are changed together (`claim`, `drop_claims`).
-        self.claimants: dict[PeerId, Peer] = {}
-
-    @property
-    def all_gone(self) -> bool:
-        return bool(self.claimants) and all(peer.gone for peer in self.claimants.values())
-
-    def admits(self, peer: Peer) -> bool:
-        """Return whether this rank may speak about this use of the room. Not if another process has
-        spoken as this rank, or a claimant belongs to another life of the worker: pages of two lives
-        must not meet."""
-        if self.is_strange(peer.id, peer.hello.rank):
-            return False
-        return all(claimant.worker == peer.worker for claimant in self.claimants.values())
-
-    def claim(self, peer: Peer, num_pages: int = 0) -> None:
-        """Record that a rank has named the room, with a promise of `num_pages` or with an abort."""
-        self.claimants[peer.id] = peer
-        peer.claimed.add(self.key, num_pages)
-
-    def unpark(self) -> None:
-        """Uncount the room as parked: it has ended, or its request has come."""
-        for peer in self.claimants.values():
-            peer.num_parked -= 1
-
-    def uncount_pages(self) -> None:
-        """Uncount the room's pages, since no write of it can land any more."""
-        for peer in self.claimants.values():
-            peer.claimed.drained(self.key)
-
-    def drop_claims(self) -> None:
-        """Drop the claims on a room that is over, or makes way for the next use of its number. The
-        use is remembered in `Peer.past`, so that a late repeat is not taken for the next."""
-        claimants, self.claimants = self.claimants, {}
-        for peer in claimants.values():
-            peer.claimed.drop(self.key)
-            answered = self.readers[peer.hello.rank].answered
-            if not (answered and self.poll is KVPoll.SUCCESS):  # then nothing follows
-                peer.past.add((self.key, self.ticket), answered=answered)
 
 
 class SenderRooms:
     """The rooms of one prefill rank, with the writes under way for them. Owned by a
-    `PrefillControl`. What is to be done goes to `actions`, in order.
+    `PrefillControl`. What is to be done is said, in order.
 
     `timers` wake rooms by key; peers share them.
     """
 
     def __init__(
         self,
-        rank: int,
-        page_size: int,
-        timing: ControlConfig,
-        timers: Timers[str | RoomKey],
+        ours: OurSide,
+        inbox: ControlInbox[Any, Any],
         peers: Peers,
-        actions: EffectList[RoomAction],
-        option_names: Mapping[str, str] = MappingProxyType({}),
+        tombs: Tombs,
     ) -> None:
-        self._rooms: dict[RoomKey, SenderRoom] = {}
+        self._rooms: dict[RoomKey, SenderMachine] = {}
         # The same by number: one entry for each decode worker that has a room of it.
-        self._by_numbers: dict[tuple[int, int], dict[RoomKey, SenderRoom]] = {}
-        # Rooms that are over for our engine and that no peer has named: they are kept for a while,
-        # to answer a promise that is on its way.
-        self.unclaimed: set[RoomKey] = set()
-        # Rooms that an engine or a peer still has something to do with. Any thread may read it.
-        self.num_claimed = 0
-        # The room of each write that is not proved over. A write that failed undrained stays, so
-        # that its proof (`write_drained`) finds the room.
-        self.jobs: dict[int, RoomKey] = {}
+        self._by_numbers: dict[tuple[int, int], dict[RoomKey, SenderMachine]] = {}
+        # The room itself of each write that is not proved over: its number may be in use again. A
+        # write that failed undrained stays, so that its proof (`job_drained`) finds the room.
+        self.jobs: dict[int, SenderMachine] = {}
         # An agent was replaced: a Drained that was lost may have asked decode to let it settle
         self.may_need_settle = False
-        self._rank = rank
-        self._page_size = page_size
-        self._timing = timing
-        self._timers = timers
+        self._ours = ours
+        self._timing = inbox.timing
+        self._timers = inbox.timers
         self._peers = peers
-        self._actions = actions
-        self._option_names = option_names
+        self._say = inbox.say
+        self._tombs = tombs
         self._job_ids = count(1)
 
-    def all(self) -> Collection[SenderRoom]:
+    def all(self) -> Collection[SenderMachine]:
         """Return a live view of the machines."""
         return self._rooms.values()
 
-    def __getitem__(self, key: RoomKey) -> SenderRoom:
+    def __getitem__(self, key: RoomKey) -> SenderMachine:
         return self._rooms[key]
 
-    def get(self, key: RoomKey) -> SenderRoom | None:
+    def get(self, key: RoomKey) -> SenderMachine | None:
         return self._rooms.get(key)
 
-    def new(self, key: RoomKey, now_s: float) -> SenderRoom:
+    def new(self, key: RoomKey, now_s: float) -> SenderMachine:
         """Add a room that begins now, for a request, a promise or an offer. `on` follows, which
         counts it."""
-        room = SenderRoom(key, self._rank, self._page_size, self.next_job_id, self._timing, now_s)
+        of = self._ours.rank, self._ours.topology.page_size, self.next_job_id, self._timing
+        room = SenderMachine(key, *of, now_s)
         # Peers met later may know nothing of the room: see `Peers.heard_s`.
         room.met_before = self._peers.num_met
         self._rooms[key] = room
         self._by_numbers.setdefault(key.numbers, {})[key] = room
         return room
 
-    def on(self, room: SenderRoom, event: sender.SenderEvent, now_s: float) -> None:
+    def on(self, room: SenderMachine, event: sender.SenderEvent, now_s: float) -> None:
         """Give an event to a room's machine and carry out its actions; drop it once it is over."""
-        key = room.key
-        open_before = not room.poll.ended
+        key, was_open = room.key, not room.poll.ended
         for action in room.on(event, now_s):
             if isinstance(action, SendToReader):
-                self._peers.send(room.claimants[action.peer], action.body, now_s)
+                # Its route may lead to the life that replaced it, which must not get these words.
+                if (peer := self._peers.find(action.peer)) is not None:
+                    self._peers.send(peer, action.body, now_s)
             elif isinstance(action, RoomEnded | SourceFree) and not room.added:
                 continue  # the engine has never heard of it
             else:
                 if isinstance(action, PostWrite):
-                    self.jobs[action.job_id] = key
-                elif isinstance(action, RoomEnded):
-                    action = named_end(action, self._option_names)
-                self._actions.add(action)
-        # A promise counts as parked until its request comes or its room ends.
-        if open_before and room.poll.ended and not room.added:
-            room.unpark()
-        # From now on decode may promise these pages in another room: see `prefill/claims.py`.
-        if room.drained:
-            room.uncount_pages()
+                    self.jobs[action.job_id] = room
+                self._say(action)
+        self._count(room)
+        is_gone = room.poll.ended and self._all_gone(room)
+        # The half that has not come ends with this one. Of a process that is gone none comes.
+        unheard = room.poll.ended and not room.readers
+        if was_open and room.poll.ended and not is_gone and (unheard or not room.added):
+            half = Half.REQUEST if room.readers else Half.PROMISE
+            self._tombs.await_half(key, half, _end(room), now_s, digest=room.prompt)
         # Peers that are gone drain their own pages, or never. So only the ends of our writes are
         # waited for, which read our own pages.
-        if room.over or (room.all_gone and room.poll.ended and not room.in_flight):
+        if room.over or unheard or (is_gone and not room.in_flight):
             self.drop(room)
         else:
             self._timers.wake(key, room.wake_s)
-            if room.poll.ended and not room.readers:
-                self.unclaimed.add(key)
-            else:
-                self.unclaimed.discard(key)
-            self._count()
 
-    def of_numbers(self, numbers: tuple[int, int]) -> list[SenderRoom]:
+    def _count(self, room: SenderMachine) -> None:
+        """Count for each reader's peer the pages that we may still write, and parked promises."""
+        for reader in room.readers.values():
+            now = 0 if room.drained else reader.num_pages, int(room.is_parked)
+            if now != reader.counted and (peer := self._peers.find(reader.peer)) is not None:
+                peer.num_promised += now[0] - reader.counted[0]
+                peer.num_parked += now[1] - reader.counted[1]
+            reader.counted = now
+
+    def _all_gone(self, room: SenderMachine) -> bool:
+        peers = [self._peers.find(reader.peer) for reader in room.readers.values()]
+        return bool(peers) and not any(peers)
+
+    def of(self, peer: PeerId) -> list[SenderMachine]:
+        """Return the rooms that this decode rank has named. O(rooms)."""
+        return [room for room in self._rooms.values() if room.has_reader(peer)]
+
+    def of_numbers(self, numbers: tuple[int, int]) -> list[SenderMachine]:
         return list(self._by_numbers.get(numbers, {}).values())
 
-    def tick(self, room: SenderRoom, now_s: float) -> None:
+    def tick(self, room: SenderMachine, now_s: float) -> None:
         key = room.key
         heard_s = self._peers.heard_s(key.decode, room.expected, room.met_before)
         self.on(room, RoomTick(heard_s), now_s)
 
-    def drop(self, room: SenderRoom) -> None:
-        """Forget a room. Its claims go with it, and the peers remember the use as past."""
+    def drop(self, room: SenderMachine) -> None:
+        """Forget a room; the use is remembered for each of its readers, so that a late repeat is
+        not taken for the next use of the number."""
         self._rooms.pop(room.key, None)
         same = self._by_numbers.get(room.key.numbers, {})
         same.pop(room.key, None)
         if not same:
             self._by_numbers.pop(room.key.numbers, None)
-        self.unclaimed.discard(room.key)
-        self._count()
         self._timers.forget(room.key)
-        room.drop_claims()
-
-    def _count(self) -> None:
-        # One number, since another thread that counted would see half of a change.
-        self.num_claimed = len(self._rooms) - len(self.unclaimed)
+        for reader in room.readers.values():
+            is_known = self._peers.find(reader.peer) is not None
+            # Of a success that is acknowledged nothing follows.
+            if is_known and not (reader.answered and room.poll is KVPoll.SUCCESS):
+                use = room.key, reader.peer, room.ticket
+                self._tombs.bury(use, _end(room), answered=reader.answered)
 
     # --- writes -----------------------------------------------------------------------------------
 
@@ -200,48 +162,57 @@ class SenderRooms:
         """Return a number for a write or copy, never given before."""
         return next(self._job_ids)
 
-    def write_ended(
-        self, job_id: int, error: Exception | None, drained: bool, now_s: float
-    ) -> None:
-        room = self._rooms.get(self.jobs.get(job_id, _NO_ROOM))
-        # A write that failed and is not drained stays known, for `write_drained`.
-        if error is None or drained:
-            self.jobs.pop(job_id, None)
-        if room is not None:
-            self.on(room, sender.JobEnded(job_id, error, drained), now_s)
+    def job_ended(self, end: sender.JobEnded, now_s: float) -> None:
+        # A write that failed and is not drained stays known, for `job_drained`.
+        is_proved = end.error is None or end.drained
+        room = self.jobs.pop(end.job_id, None) if is_proved else self.jobs.get(end.job_id)
+        self._on_job(room, end, now_s)
 
-    def write_drained(self, job_id: int, now_s: float) -> None:
+    def job_drained(self, proof: sender.JobDrained, now_s: float) -> None:
         """Tell a write's room that nothing of it can land any more, though it had ended
         undrained."""
         # From now on any Drained may follow the end of an agent, so decode is asked to let settle
         # what kernels may hold of it.
         self.may_need_settle = True
-        room = self._rooms.get(self.jobs.pop(job_id, _NO_ROOM))
-        if room is not None:
-            self.on(room, sender.JobDrained(job_id), now_s)
+        self._on_job(self.jobs.pop(proof.job_id, None), proof, now_s)
+
+    def _on_job(
+        self, room: SenderMachine | None, event: sender.JobEnded | sender.JobDrained, now_s: float
+    ) -> None:
+        # A room whose readers are all gone is dropped before its last proof.
+        if room is not None and self._rooms.get(room.key) is room:
+            self.on(room, event, now_s)
 
     # --- audits -----------------------------------------------------------------------------------
 
-    def lost_peers(self, trouble: Callable[[Peer], str]) -> LostPeers:
-        """Return, for each claimant with `trouble`, the reason and how many rooms it has. Any
-        thread may ask."""
+    def lost_peers(self, trouble: Callable[[PeerId], str]) -> LostPeers:
+        """Return, for each reader with `trouble`, the reason and how many rooms it has. Any thread
+        may ask."""
         found: LostPeers = {}
         # Copies: this also runs on the scheduler's thread, while the control thread changes both.
         for room in list(self._rooms.values()):
-            for peer in list(room.claimants.values()):
-                if what := trouble(peer):
-                    found[peer.id] = what, found.get(peer.id, (what, 0))[1] + 1
+            for reader in list(room.readers.values()):
+                if what := trouble(reader.peer):
+                    found[reader.peer] = what, found.get(reader.peer, (what, 0))[1] + 1
         return found
 
-    def check_invariants(self, peers: list[Peer]) -> None:
-        """Raise AssertionError unless the rooms and the claims of `peers`, those known now, agree.
-        Peers that are gone are found by their claims."""
-        is_drained = {key: room.drained for key, room in self._rooms.items()}
-        claims = {(room.key, name) for room in self._rooms.values() for name in room.claimants}
-        claimants = [peer for room in self._rooms.values() for peer in room.claimants.values()]
-        every = {id(peer): peer for peer in [*claimants, *peers]}.values()
-        claimed = self._rooms.keys() - self.unclaimed
-        assert self.num_claimed == len(claimed), "rooms that are not unclaimed are counted"
-        assert claims == {(key, peer.id) for peer in every for key in peer.rooms}, "both ways"
-        for peer in every:
-            peer.claimed.check_invariants(is_drained)
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a room is not where it belongs, or peers count what is not."""
+        pages, parked = Counter[PeerId](), Counter[PeerId]()
+        for key, room in self._rooms.items():
+            same = self._by_numbers[key.numbers]
+            assert room.key == key, "a room is at its key"
+            assert same[key] is room, "and at its number"
+            assert not room.over, "what is over is dropped"
+            for reader in room.readers.values():
+                pages[reader.peer] += 0 if room.drained else reader.num_pages
+                parked[reader.peer] += room.is_parked
+        for peer in self._peers.all():
+            assert peer.num_promised == pages[peer.id] <= peer.pool_pages, (
+                "pages that may be written"
+            )
+            assert peer.num_parked == parked[peer.id], "promises that wait for their requests"
+
+
+def _end(room: SenderMachine) -> Exception:
+    return room.error or AbortedError(f"room {room.key.room} is over")

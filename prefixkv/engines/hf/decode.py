@@ -29,7 +29,8 @@ from prefixkv import (
     Request,
 )
 from prefixkv.engines.hf.identity import with_model
-from prefixkv.engines.hf.models import PagedModel
+from prefixkv.engines.hf.loop import NodeEngine
+from prefixkv.engines.hf.models import PagedModel, check_checkpoints
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import (
     Choice,
@@ -100,7 +101,7 @@ class _HeldSamples:
         return self.sample == self.ask.num_samples
 
 
-class DecodeEngine:
+class DecodeEngine(NodeEngine):
     """A model on a `DecodeNode`. Used from one thread. It owns the model from now on.
 
     Of a request with many samples, later ones are held here and take turns with other requests, so
@@ -120,6 +121,8 @@ class DecodeEngine:
     Raises ConfigError, as DecodeNode and FlatPool do, or for settings that the model cannot have.
     """
 
+    node: DecodeNode
+
     def __init__(
         self,
         model: PagedModel,
@@ -132,7 +135,7 @@ class DecodeEngine:
         self.model, self._tokenizer = model, tokenizer
         self._flat = model.flat_pool(pool)
         config = with_model(config or DecodeConfig(), model.identity, model.name)
-        check_decode_config(config, model.keeps)
+        check_checkpoints(config, model.keeps)
         self.states: StateMemory | None = None
         layout = pool.layout
         if model.keeps and config.compute is not None and not config.checkpoints:
@@ -664,10 +667,6 @@ class DecodeEngine:
         busy = self._running or self._local or self._jobs or self._held_ends
         return bool(busy) or self.node.wait(timeout_s)
 
-    def fileno(self) -> int:
-        """Return a descriptor for a poller, to be polled while `step` is False."""
-        return self.node.fileno()
-
     @property
     def idle_s(self) -> float:
         """Longest time in seconds that a poller may wait."""
@@ -688,12 +687,6 @@ class DecodeEngine:
             "running": len(self._running),
         }
 
-    def audit(self) -> None:
-        self.node.audit()
-
-    def close(self) -> None:
-        self.node.close()
-
 
 def _living(reqs: list[DecodeRequest]) -> list[DecodeRequest]:
     return [req for req in reqs if not req.state.ended]
@@ -701,13 +694,3 @@ def _living(reqs: list[DecodeRequest]) -> list[DecodeRequest]:
 
 def _waits(req: DecodeRequest) -> bool:
     return not req.output and not req.state.ended
-
-
-def check_decode_config(config: DecodeConfig, keeps: str) -> None:
-    """Raise ConfigError for settings that a model with these `PagedModel.keeps` cannot have."""
-    if config.checkpoints and not keeps:
-        num = config.checkpoints
-        raise ConfigError(
-            f"checkpoints: {num} are of states and windows, and the model has neither recurrent "
-            "layers nor windows"
-        )

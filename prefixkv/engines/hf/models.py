@@ -18,7 +18,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from prefixkv import DecodeRequest, KVPool, ModelConfig, PoolGroup, PrefillRequest, StatePool
+from prefixkv import (
+    DecodeConfig,
+    DecodeRequest,
+    KVPool,
+    ModelConfig,
+    PoolGroup,
+    PrefillConfig,
+    PrefillRequest,
+    StatePool,
+)
 from prefixkv.engines.hf.attention import NAME, FlatPool, Plan
 from prefixkv.engines.hf.folder import MODEL_FILES, check_folder, one_line
 from prefixkv.engines.hf.generation import end_tokens
@@ -285,6 +294,15 @@ class PagedModel:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+
+def check_checkpoints(config: DecodeConfig | PrefillConfig, keeps: str) -> None:
+    """Raise ConfigError for checkpoints where a model with these `PagedModel.keeps` has none."""
+    if config.checkpoints and not keeps:
+        raise ConfigError(
+            f"checkpoints: {config.checkpoints} are of states and windows, and the model has "
+            "neither recurrent layers nor windows"
+        )
 
 
 def _not_finite(

@@ -16,11 +16,12 @@ import torch
 
 from prefixkv import KVPool, NotFiniteError, PrefillConfig, PrefillNode, PrefillRequest
 from prefixkv.engines.hf.identity import with_model
-from prefixkv.engines.hf.models import PagedModel
+from prefixkv.engines.hf.loop import NodeEngine
+from prefixkv.engines.hf.models import PagedModel, check_checkpoints
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import PrefillJob, TokenLogprob, pack_first
 from prefixkv.engines.hf.sampling import choose, chosen_logprobs
-from prefixkv.spi import ConfigError, RequestError, at_least
+from prefixkv.spi import RequestError, at_least
 
 _AT_ONCE: Final = 16  # limit of prompts that are begun in one pass
 _IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked
@@ -48,7 +49,7 @@ class _Computing:
         return end
 
 
-class PrefillEngine:
+class PrefillEngine(NodeEngine):
     """A model on a `PrefillNode`. Used from one thread. It owns the model from now on.
 
     Args:
@@ -60,6 +61,8 @@ class PrefillEngine:
 
     Raises ConfigError, as PrefillNode and FlatPool do.
     """
+
+    node: PrefillNode
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class PrefillEngine:
         # Slots of the states: the engine's, then those of the checkpoints.
         self.states: StateMemory | None = None
         self._free_slots: list[int] = []
-        check_prefill_config(config, model.keeps)
+        check_checkpoints(config, model.keeps)
         if model.keeps and config.cache and not config.checkpoints:
             layout = pool.layout
             num = model.num_checkpoints(layout.num_pages, layout.page_size)
@@ -230,10 +233,6 @@ class PrefillEngine:
         """Wait at most `timeout_s` until `step` may have something to do. Returns True if so."""
         return bool(self._computing) or self.node.wait(timeout_s)
 
-    def fileno(self) -> int:
-        """Return a descriptor for a poller, to be polled while `step` is False."""
-        return self.node.fileno()
-
     @property
     def idle_s(self) -> float:
         """Longest time in seconds that a poller may wait."""
@@ -246,21 +245,6 @@ class PrefillEngine:
     def stats(self) -> dict[str, int]:
         """Return the node's counters, "forwards", "computed_tokens" and "computing" (prompts)."""
         return {**self.node.stats(), **self._counters, "computing": len(self._computing)}
-
-    def audit(self) -> None:
-        self.node.audit()
-
-    def close(self) -> None:
-        self.node.close()
-
-
-def check_prefill_config(config: PrefillConfig, keeps: str) -> None:
-    """Raise ConfigError for settings that a model with these `PagedModel.keeps` cannot have."""
-    if config.checkpoints and not keeps:
-        raise ConfigError(
-            f"checkpoints: {config.checkpoints} are of states and windows, and the model has "
-            "neither recurrent layers nor windows"
-        )
 
 
 def _first_tokens(

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefixkv import PrefixKVError
-from prefixkv.spi import InternalError, PageIds
+from prefixkv.engines.rank_group import taken
+from prefixkv.spi import PageIds
 from prefixkv.transfer import DecodeTransfers, KVPoll, RoomDrained, RoomEnded, RoomOverdue
 
 _log = logging.getLogger("prefixkv.sglang")
@@ -91,12 +92,7 @@ class Receives:
 
     def pump(self) -> None:
         """Take in the events of all rooms. Cheap where there are none."""
-        try:
-            events = self.transfers.take_events()
-        except InternalError as error:  # the control thread survives it, and so do other rooms
-            _log.error("prefixkv: %s", error)
-            return
-        for event in events:
+        for event in taken(self.transfers.take_events, _log):
             receive = self._rooms.get(event.key.room)
             if receive is None:
                 continue  # the event of a room that was refused

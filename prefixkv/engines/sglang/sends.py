@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeVar
 
 from prefixkv import PrefixKVError
-from prefixkv.spi import DeviceEvent, InternalError, PageIds, pages_for
+from prefixkv.engines.rank_group import taken
+from prefixkv.spi import DeviceEvent, PageIds, pages_for
 from prefixkv.transfer import Bootstrapped, KVPoll, PrefillTransfers, RoomEnded, SourceFree
 
 _log = logging.getLogger("prefixkv.sglang")
@@ -344,12 +345,7 @@ class RoomSends:
             room, (_, doubted, withdrawn) = self._doubted.popitem(last=False)
             if self._rooms.get(room) is doubted and not doubted.decode:
                 self.abort(doubted, withdrawn.reason)
-        try:
-            events = self.transfers.take_events()
-        except InternalError as error:  # the control thread survives it, and so do other rooms
-            _log.error("prefixkv: %s", error)
-            return
-        for event in events:
+        for event in taken(self.transfers.take_events, _log):
             send = self._rooms.get(event.key.room)
             if send is None or send.decode != event.key.decode:
                 continue  # the event of a room that was refused

@@ -126,20 +126,7 @@ class StepOrders:
     cleared: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return self.weights_version is not None or bool(
-            self.before
-            or self.opens
-            or self.refusals
-            or self.adds
-            or self.declines
-            or self.chunks
-            or self.abort_loads
-            or self.abort_sends
-            or self.offers
-            or self.withdrawals
-            or self.copies
-            or self.cleared
-        )
+        return self != StepOrders(bell=self.bell)
 
 
 NO_ORDERS = StepOrders()
@@ -174,14 +161,8 @@ class WorkerReport:
 
     @property
     def has_outcomes(self) -> bool:
-        return bool(
-            self.failed
-            or self.settled
-            or self.overdue
-            or self.promised
-            or self.unsent
-            or self.freed
-            or self.copied
+        return self != WorkerReport(
+            bells=self.bells, address=self.address, host_pages=self.host_pages
         )
 
     def aggregate(self, other: Self) -> Self:

@@ -245,7 +245,8 @@ class SchedulerSide:
         # 5. Another request loads the first block that is missing here: wait for it instead.
         # Looked up on each call, so the wait ends with the other load, however that ends.
         if self._options.join_flights or rid in loads.followers:
-            hashes = self._hashes(request, num_computed, num_computed + self._block_size)
+            end = min(num_computed + self._block_size, request.num_prompt_tokens)
+            hashes = self._hashes(request, num_computed, end)
             # One that does not ask prefill does not wait for it either: only for the same copy.
             if hashes and self._carrier(hashes[0], asks) not in (None, rid):
                 self._joined.add(rid)
@@ -261,14 +262,16 @@ class SchedulerSide:
         # 7. Prefill sends it sooner than host memory has it here.
         ask, _ = loads.wanted[rid]
         if hosted and not ask.nonce:
-            load_s = self._loads_in_s(hosted)
+            load_s = 0.0 if self._host is None else self._host.load_s(hosted // self._block_size)
             if not self.compute.is_worth_loading(missing, hosted, load_s, ask.prefill):
                 hosted = 0
         # 8. It is quicker to compute the rest here, or that is too little for a transfer. Asked
         # behind 5., since what is on its way is not missing.
         rest = missing - hosted
         is_small = rest <= self._options.recompute_below
-        if is_small or (self._may_compute(ask) and self.compute.is_here(rid, rest, ask.prefill)):
+        # Not where prefill has drawn the room: it has computed the prompt already.
+        may_compute = self.compute.is_on and not ask.nonce
+        if is_small or (may_compute and self.compute.is_here(rid, rest, ask.prefill)):
             return self._load_from_host(rid, num_computed, hosted)
         # 9. A server of both roles: loads together leave blocks to compute with (see `bind`).
         if loads.most_blocks is not None:
@@ -310,25 +313,11 @@ class SchedulerSide:
         copying = self._host.carrier(block_hash) if self._host is not None else None
         return self.flights.carrier(block_hash) if copying is None and asks else copying
 
-    def _loads_in_s(self, hosted: int) -> float:
-        return 0.0 if self._host is None else self._host.load_s(hosted // self._block_size)
-
-    def _may_compute(self, ask: LoadAsk) -> bool:
-        """Return whether measured cost decides where missing KV comes from. Not where prefill has
-        drawn the room: it has computed the prompt already."""
-        return self.compute.is_on and not ask.nonce
-
-    def _hashes_of_all(self, request: Any, num_blocks: int) -> list[Any]:
-        """Generated tokens included; fewer where vLLM has not made them."""
-        per_block = self._block_size // self._hash_size
-        num_blocks = min(num_blocks, len(request.block_hashes) // per_block)
-        return [request.block_hashes[(block + 1) * per_block - 1] for block in range(num_blocks)]
-
     def _hashes(self, request: Any, start: int, end: int) -> list[Any]:
         """Return the hash of each whole block of tokens `start` to `end`. The last ones may be
-        missing, where a hash depends on tokens after its block."""
+        missing: where a hash depends on tokens after its block, and where vLLM has not made it."""
         size, per_block = self._block_size, self._block_size // self._hash_size
-        end = min(end, request.num_prompt_tokens, len(request.block_hashes) * self._hash_size)
+        end = min(end, len(request.block_hashes) * self._hash_size)
         blocks = range(start // size, end // size)
         return [request.block_hashes[(block + 1) * per_block - 1] for block in blocks]
 
@@ -412,7 +401,7 @@ class SchedulerSide:
         self.compute.ended(rid)
         if self._host is not None:
             blocks = self._cached(request, pages)[: self._proved_len(request) // self._block_size]
-            hashes = self._hashes_of_all(request, len(blocks))
+            hashes = self._hashes(request, 0, len(blocks) * self._block_size)
             num_tokens = len(hashes) * self._block_size
             is_loading = self._host.is_loading(rid)
             self._host.finished(request, hashes, blocks[: len(hashes)], num_tokens)

@@ -8,15 +8,15 @@ as an exception: a room that cannot be opened is reported as a load that failed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from prefixkv import DecodeConfig, KVPool, Mesh, ModelConfig, PrefillConfig, PrefixKVError
-from prefixkv.engines.rank_group import Gather, decode_transfers, prefill_transfers
+from prefixkv.engines.rank_group import Gather, decode_transfers, prefill_transfers, taken
 from prefixkv.engines.vllm.host_worker import WorkerHost
 from prefixkv.engines.vllm.options import ANY_HOST, ConnectorOptions
 from prefixkv.engines.vllm.orders import (
@@ -31,7 +31,7 @@ from prefixkv.engines.vllm.orders import (
 )
 from prefixkv.engines.vllm.stats import Counters
 from prefixkv.engines.vllm.wakeup import WakeupSender
-from prefixkv.spi import DeviceEvent, HandshakeError, InternalError, MakeTransport, RequestError
+from prefixkv.spi import DeviceEvent, HandshakeError, MakeTransport, RequestError
 from prefixkv.transfer import (
     Bootstrapped,
     DecodeEvent,
@@ -47,7 +47,6 @@ from prefixkv.transfer import (
 )
 
 _log = logging.getLogger("vllm.prefixkv")
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -381,10 +380,10 @@ class WorkerSide:
     def take_results(self) -> Results:
         """Return the loads that are over since the last call. Takes in all events until now."""
         if self._decode is not None:
-            for event in _events(self._decode.take_events):
+            for event in taken(self._decode.take_events, _log):
                 self._take_decode_event(event)
         if self._prefill is not None:
-            for sent_event in _events(self._prefill.take_events):
+            for sent_event in taken(self._prefill.take_events, _log):
                 self._take_prefill_event(sent_event)
         if self._host is not None:
             self._take_copies(self._host)
@@ -540,12 +539,3 @@ class WorkerSide:
 def _any_port(bind: str) -> str:
     # Several ranks share one host.
     return bind.rpartition(":")[0] + ":*"
-
-
-def _events(take: Callable[[], list[T]]) -> list[T]:
-    # The control thread survives an internal error, and so do the other requests.
-    try:
-        return take()
-    except InternalError as error:
-        _log.error("prefixkv: %s", error)
-        return []

@@ -1,5 +1,5 @@
-"""One NIXL agent: created, its memory registered, destroyed. With `nixl/loop.py`, which drives it,
-the only user of nixl.
+"""One NIXL agent: created, its memory registered, destroyed; and a peer as it knows it. With
+`nixl/loop.py`, which drives it, the only user of nixl.
 
 - An error of one part says nothing about the others and keeps its type; `bare` takes its traceback.
 - A post refused with an error may have begun: NIXL hands its descriptors on one by one and stops at
@@ -14,14 +14,18 @@ import contextlib
 import logging
 import os
 import weakref
+from dataclasses import dataclass
 from typing import Any, Final
 
 from prefixkv.errors import MetadataError, TransferError
 from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLayout
-from prefixkv.transport.interfaces import ucx_options
-from prefixkv.transport.runs import Runs
+from prefixkv.protocol.ids import PeerId
+from prefixkv.transport.base import PeerMemory, RankMemory
+from prefixkv.transport.jobs import ActiveJob
+from prefixkv.transport.loop import LoopPeer
+from prefixkv.transport.nixl.ucx import ucx_options
+from prefixkv.transport.routes import Routes
+from prefixkv.transport.runs import Part, Runs
 
 # Read when the libraries load. Faults are expected here, and come back as typed exceptions.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
@@ -58,14 +62,11 @@ class NixlAgent:
     with a part that failed after it was posted here: such a part may still land until `destroy`.
     """
 
-    def __init__(
-        self, name: str, layout: KVLayout, staging: StagingArea | None = None,
-        state: StateLayout | None = None, interface: str = "",
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, memory: RankMemory, interface: str = "") -> None:
         """Create an agent and register the memory with UCX, which also brings the notifications.
         Staging area and state are on the layout's device. Raises what NIXL raises."""
         self.name = name
-        self._memory_type = memory_type_of(layout)
+        self._memory_type = memory_type_of(memory.layout)
         # No progress thread, which would burn a core; no default backend, since UCX needs options.
         self.api: Any = nixl_api.nixl_agent(
             name,
@@ -78,12 +79,8 @@ class NixlAgent:
         # UCX is there in any case: it carries the notifications, whatever else moves the bytes.
         with ucx_options(interface) as options:
             self.api.create_backend(_UCX, options)
-        ranges = [*layout.regions]
-        if staging is not None:
-            ranges.append((staging.base, staging.num_bytes))
-        if state is not None:
-            ranges += state.regions
-        regions = [(address, num_bytes, layout.device_id, "") for address, num_bytes in ranges]
+        device = memory.layout.device_id
+        regions = [(address, num_bytes, device, "") for address, num_bytes in memory.ranges]
         self.api.register_memory(regions, self._memory_type, backends=[_UCX])
         self.metadata = bytes(self.api.get_agent_metadata())
         self.lists: list[Any] = []  # dropped in `destroy`, before the agent
@@ -140,3 +137,65 @@ def memory_type_of(layout: KVLayout) -> str:
 def error_of(state: str) -> Exception | None:
     """Return the error that the state of a post stands for, None for DONE and PROC."""
     return None if state in ("DONE", "PROC") else TransferError(f"NIXL reports state {state}")
+
+
+# --- peers ----------------------------------------------------------------------------------------
+
+
+def nixl_name(peer: PeerId) -> str:
+    """Return the agent's name, with the incarnation: a restarted peer has another."""
+    return f"{peer.name}#{peer.incarnation}"
+
+
+class NixlPeer(LoopPeer):
+    """A peer with its descriptor lists, (ours, theirs) by `WriteJob.route`."""
+
+    def __init__(self, peer: PeerId, metadata: bytes, memory: PeerMemory) -> None:
+        super().__init__(peer, metadata, memory)
+        self.loaded = False  # NIXL has its metadata
+        self.lists: dict[str, tuple[Any, Any]] = {}
+        self.in_flight = 0  # posts of the present agent under way
+
+    def load(self, agent: NixlAgent, routes: Routes) -> None:
+        """Load the peer and prepare its lists. Raises HandshakeError, or what NIXL raises; `unload`
+        undoes what was done by then."""
+        name = nixl_name(self.peer)
+        agent.load(name, self.metadata)
+        self.loaded = True
+        for route, runs in routes.by_name().items():
+            self.lists[route] = agent.prepare(name, runs, self.memory.layout)
+        # Last: `routes` says that all lists are there.
+        self.routes = routes
+
+    def unload(self, agent: NixlAgent) -> None:
+        """Undo `load`, or as much of it as was done."""
+        self.routes = None
+        # Popped one by one, so that a list that cannot be released is not tried a second time. The
+        # lists go before the agent forgets the peer that they refer to.
+        while self.lists:
+            _, pair = self.lists.popitem()
+            for prepared in pair:
+                prepared.release()
+        if self.loaded:
+            self.loaded = False
+            with contextlib.suppress(FORGOTTEN):  # NIXL forgot it by itself
+                agent.api.remove_remote_agent(nixl_name(self.peer))
+
+    def detach_agent(self) -> list[Any]:
+        """Forget what the peer has of an agent that is destroyed elsewhere; return its lists, which
+        posts under way may still need."""
+        lists = [prepared for pair in self.lists.values() for prepared in pair]
+        self.lists.clear()
+        self.routes, self.loaded, self.in_flight, self.retry_at = None, False, 0, 0.0
+        return lists
+
+
+@dataclass(slots=True, eq=False)
+class Post:
+    """A part under way, and the agent that posted it."""
+
+    agent: NixlAgent
+    handle: Any
+    peer: NixlPeer
+    job: ActiveJob
+    part: Part

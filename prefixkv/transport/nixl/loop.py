@@ -1,4 +1,5 @@
-"""The transport thread's work: it owns a NIXL agent, posts jobs, checks posts, polls notifications.
+"""The transport over NIXL. Its thread makes every NIXL call: it owns an agent, posts jobs, checks
+posts, polls notifications, and waits at its inbox, so a call from outside wakes it at once.
 
 - NIXL gets no progress thread (it burns a core): ours polls while something is under way.
 - On shared memory the copy runs inside the post. So a post is bounded, and peers take turns.
@@ -18,30 +19,36 @@ from typing import Any, Final
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import InternalError, TransferTimeoutError
-from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import (
     Arrived,
+    PeerMemory,
     PeerUnreachable,
+    RankMemory,
     Settled,
     Sink,
     TransportEvent,
     WriteDrained,
     WriteFailed,
 )
-from prefixkv.transport.interfaces import warn_if_open
 from prefixkv.transport.jobs import ActiveJob
-from prefixkv.transport.loop import RECONNECT_S, TransportLoop, bare
+from prefixkv.transport.loop import (
+    RECONNECT_S,
+    ThreadedTransport,
+    TransportLoop,
+    bare,
+)
 from prefixkv.transport.nixl.agent import (
     CONNECTION_BROKEN,
     NEVER_POSTED,
     NixlAgent,
+    NixlPeer,
+    Post,
     error_of,
+    nixl_name,
 )
-from prefixkv.transport.nixl.peer import NixlPeer, Post, nixl_name
-from prefixkv.transport.routes import PeerMemory, routes_to
+from prefixkv.transport.nixl.ucx import warn_if_open
+from prefixkv.transport.routes import routes_to
 from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.transport")
@@ -84,15 +91,12 @@ def pause_s(config: TransportConfig, quiet_s: float, sending: bool) -> float:
 
 
 class NixlLoop(TransportLoop[NixlPeer]):
-    """The NIXL agent and all that hangs on it, with the memory of `layout`, `staging` and `state`
-    registered. Owned by the transport thread; nothing of it leaves."""
+    """The NIXL agent and all that hangs on it, with the memory registered. Owned by the transport
+    thread; nothing of it leaves."""
 
-    def __init__(
-        self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
-        staging: StagingArea | None = None, state: StateLayout | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, me: PeerId, memory: RankMemory, sink: Sink, config: TransportConfig) -> None:
         """Create the agent. Raises what NIXL raises."""
-        super().__init__(layout, sink, config, staging, state, config.post_descriptors)
+        super().__init__(memory, sink, config, config.post_descriptors)
         self._name = nixl_name(me)
         warn_if_open(config.interface)
         self._agent = self._new_agent(self._name)
@@ -221,7 +225,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         try:
             # Unloaded first, also what an attempt before has half done.
             peer.unload(self._agent)
-            routes = routes_to(peer.memory, self._layout, self._staging, self._state)
+            routes = routes_to(self._memory, peer.memory)
             peer.load(self._agent, routes)
         except Exception as error:
             self._lose(peer, bare(error))
@@ -374,8 +378,7 @@ class NixlLoop(TransportLoop[NixlPeer]):
         return [self._agent] if self._former_agent is None else [self._agent, self._former_agent]
 
     def _new_agent(self, name: str) -> NixlAgent:
-        interface = self._config.interface
-        return NixlAgent(name, self._layout, self._staging, self._state, interface)
+        return NixlAgent(name, self._memory, self._config.interface)
 
     def _renew(self) -> None:
         """If a job has failed undrained. If no agent can be created, the present one goes on, and
@@ -468,3 +471,16 @@ class NixlLoop(TransportLoop[NixlPeer]):
         if fenced:
             return None
         return InternalError("the NIXL agent outlived its transport: writes are not fenced")
+
+
+class NixlTransport(ThreadedTransport[NixlLoop]):
+    """The contract of `base.Transport`, over an agent of its own.
+
+    The memory, all of it on one device, is registered at the start, which may take .5 s, and has to
+    stay until `close()` has returned. The constructor raises what NIXL raises.
+    """
+
+    thread_name = "transport"
+
+    def _make_loop(self, memory: RankMemory, sink: Sink, config: TransportConfig) -> NixlLoop:
+        return NixlLoop(self._me, memory, sink, config)

@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from prefixkv.errors import HandshakeError
 from prefixkv.paging import Pages
-from prefixkv.transport.parts import Part
-from prefixkv.transport.runs import Positions, RunGroup, Runs, RunTable
+from prefixkv.transport.runs import Part, Positions, RunGroup, Runs, RunTable
 
 Int64s = npt.NDArray[np.int64]
 

@@ -26,7 +26,6 @@ from prefixkv.transport.shm.wire import (
     MAX_PACKET_BYTES,
     TOKEN_BYTES,
     ShmOffer,
-    boot_id,
     check_user,
     hand_over,
     listen,
@@ -68,7 +67,7 @@ class ShmListener:
             None  # monotonic: until then the listener is not watched
         )
         try:
-            self.offer = pack_offer(ShmOffer(*me, boot_id(), door, self._token))
+            self.offer = pack_offer(ShmOffer(*me, door, self._token))
             epoll.register(self._listener.fileno(), select.EPOLLIN)
         except BaseException:
             self._listener.close()

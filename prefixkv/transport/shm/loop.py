@@ -1,5 +1,8 @@
-"""The work of the shm transport's thread: it copies parts of jobs into memory of peers, and takes
-the tags of what peers have copied into ours.
+"""The transport over shared memory: for two sides on one host, with pools on the CPU. Its thread
+copies parts of jobs into memory of peers, and takes the tags of what peers have copied into ours.
+
+The memory that is written to has to be shared (`KVPool.create(shared=True)`,
+`memory.shared.shared_bytes`); that which is read from does not.
 
 A copy is made by this thread, between two looks at its inbox. So no write is ever under way when a
 command is obeyed: a job that is cancelled is drained at once, none ends undrained, and once the
@@ -17,21 +20,20 @@ from functools import partial
 from typing import Final
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import PeerLostError, TransferTimeoutError
-from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.errors import ConfigError, PeerLostError, TransferTimeoutError
 from prefixkv.memory.shared import blocks_of
-from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import (
     Arrived,
+    PeerMemory,
     PeerUnreachable,
+    RankMemory,
     Settled,
     Sink,
 )
 from prefixkv.transport.jobs import ActiveJob
-from prefixkv.transport.loop import RECONNECT_S, TransportLoop
-from prefixkv.transport.routes import PeerMemory, routes_to
+from prefixkv.transport.loop import RECONNECT_S, ThreadedTransport, TransportLoop
+from prefixkv.transport.routes import routes_to
 from prefixkv.transport.shm.door import ShmListener
 from prefixkv.transport.shm.peer import ShmLink, ShmPeer
 from prefixkv.wakeups import Inbox
@@ -42,34 +44,23 @@ _BLOCKS_A_PART: Final = 1 << 15  # 5 ms of 512 bytes each
 _LONGEST_PACED_S: Final = 5e-3  # of a wait for the rate, which may be for one large block
 _PATIENCE_S: Final = 2e-3  # of looks at what is not ready, before sleeps become longer
 
-Met = Callable[[PeerId, Exception | None], bool]
-
 
 class ShmLoop(TransportLoop[ShmPeer]):
     """The peers, jobs and sockets of one shm transport. Owned by the transport's thread."""
 
-    def __init__(
-        self, me: PeerId, layout: KVLayout, sink: Sink, config: TransportConfig,
-        staging: StagingArea | None, state: StateLayout | None, met: Met | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, me: PeerId, memory: RankMemory, sink: Sink, config: TransportConfig) -> None:
         """Open the door, if all memory is shared. OSError if the system lacks what this needs."""
-        super().__init__(layout, sink, config, staging, state, _BLOCKS_A_PART)
-        self._met = met
+        super().__init__(memory, sink, config, _BLOCKS_A_PART)
         self._epoll = select.epoll()
         self._settling: list[Hashable] = []  # tokens, answered in the next step
         # A door hands over whole blocks, so it is opened only if each range lies in a shared one.
-        ranges = [*layout.regions]
-        if staging is not None:
-            ranges.append((staging.base, staging.num_bytes))
-        if state is not None:
-            ranges += state.regions
-        blocks = blocks_of(ranges) if layout.device == "cpu" else None
+        blocks = blocks_of(memory.ranges) if memory.layout.device == "cpu" else None
         try:
-            self._door = ShmListener(me, blocks, ranges, self._epoll) if blocks else None
+            self._door = ShmListener(me, blocks, memory.ranges, self._epoll) if blocks else None
         except BaseException:
             self._epoll.close()
             raise
-        self.offer = b"" if self._door is None else self._door.offer
+        self.metadata = b"" if self._door is None else self._door.offer
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -166,8 +157,9 @@ class ShmLoop(TransportLoop[ShmPeer]):
 
     # --- commands ---------------------------------------------------------------------------------
 
-    def settle(self, token: Hashable) -> None:
-        """Answer in the next step, see `_tell_settled`."""
+    def settle(self, token: Hashable, for_s: float) -> None:
+        """Answer in the next step, see `_tell_settled`. No kernel holds a copy back, so `for_s` is
+        not needed."""
         self._settling.append(token)
 
     # --- peers ------------------------------------------------------------------------------------
@@ -190,8 +182,8 @@ class ShmLoop(TransportLoop[ShmPeer]):
         try:
             # First of all, so that a layout that does not fit is refused by its own reason, and not
             # as an unreachable door.
-            routes_to(peer.memory, self._layout, self._staging, self._state)
-            if self._layout.device != "cpu" or peer.memory.layout.device != "cpu":
+            routes_to(self._memory, peer.memory)
+            if self._memory.layout.device != "cpu" or peer.memory.layout.device != "cpu":
                 raise PeerLostError("shm copies between pools on the CPU")
             peer.link = ShmLink(peer.peer, peer.metadata, peer.memory, self._epoll)
         except Exception as error:
@@ -211,7 +203,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
             if not link.is_whole:
                 link.populate()
                 return True
-            routes = routes_to(peer.memory, self._layout, self._staging, self._state)
+            routes = routes_to(self._memory, peer.memory)
             peer.plans = link.plans(routes)
         except Exception as error:
             self._lose(peer, error)
@@ -220,8 +212,6 @@ class ShmLoop(TransportLoop[ShmPeer]):
         # order.
         peer.routes = routes
         self._jobs.start_parked(peer.outbox, routes)
-        if self._met is not None:
-            self._met(peer.peer, None)
         return True
 
     def _lose(self, peer: ShmPeer, error: Exception) -> None:
@@ -236,9 +226,6 @@ class ShmLoop(TransportLoop[ShmPeer]):
         # A peer that was connected may be back at once; one that could not be reached is left
         # alone.
         peer.retry_at = 0.0 if connected else time.monotonic() + RECONNECT_S
-        # Another transport may take it over, and then nothing is lost.
-        if not connected and self._met is not None and self._met(peer.peer, error):
-            return
         if not peer.removed and (waited or not connected):
             self.emit(PeerUnreachable(peer.peer, error))
 
@@ -287,3 +274,20 @@ class ShmLoop(TransportLoop[ShmPeer]):
 
 def _is_greeting(peer: ShmPeer) -> bool:
     return peer.link is not None and not peer.link.answered
+
+
+class ShmTransport(ThreadedTransport[ShmLoop]):
+    """The contract of `base.Transport`, by copies into mapped memory of peers. A job can be
+    cancelled between two parts, of `post_bytes`. `renew` is never needed.
+
+    The memory is offered to peers if all of it is shared. The constructor raises ConfigError where
+    the system has no such sockets.
+    """
+
+    thread_name = "shm"
+
+    def _make_loop(self, memory: RankMemory, sink: Sink, config: TransportConfig) -> ShmLoop:
+        try:
+            return ShmLoop(self._me, memory, sink, config)
+        except OSError as error:
+            raise ConfigError(f"the shm transport cannot start: {error}") from error

@@ -22,8 +22,9 @@ from typing import Final, NamedTuple
 from prefixkv.errors import HandshakeError, PeerLostError, TransferError
 from prefixkv.memory.shared import SharedBlock
 from prefixkv.protocol.ids import PeerId
+from prefixkv.transport.base import PeerMemory
 from prefixkv.transport.loop import LoopPeer
-from prefixkv.transport.routes import PeerMemory, Routes
+from prefixkv.transport.routes import Routes
 from prefixkv.transport.shm.copy import CopyPlan, Mapped, moved
 from prefixkv.transport.shm.wire import (
     MAGIC,
@@ -59,7 +60,7 @@ class ShmLink:
         self.mapped: list[Mapped] = []
         self._files: list[int] = []  # of the maps, until all is populated
         self._unpopulated: deque[_Stretch] = deque()
-        self._named = _ranges_of(memory)
+        self._named = memory.ranges
         # Tags that the socket did not take yet.
         self._unsent: deque[bytes] = deque()
         self.answered = False
@@ -225,15 +226,6 @@ class _Stretch(NamedTuple):
     offset: int
     num_bytes: int
     here: int
-
-
-def _ranges_of(memory: PeerMemory) -> list[tuple[int, int]]:
-    ranges = [*memory.layout.regions]
-    if memory.staging is not None:
-        ranges.append((memory.staging.base, memory.staging.num_bytes))
-    if memory.state is not None:
-        ranges += memory.state.layout.regions
-    return ranges
 
 
 class ShmPeer(LoopPeer):

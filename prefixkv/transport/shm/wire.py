@@ -7,8 +7,8 @@ connection says that a side is gone. (A socket and not /proc/PID/fd/N: the kerne
 end's user, nothing is looked up by a process id, it works between pid namespaces, and tags need a
 way in any case.)
 
-A peer is believed to run as the same user (SO_PEERCRED), on this boot and in this network
-namespace. Everything else is checked: sizes, counts, and that each file is sealed against
+A peer is believed to run as the same user (SO_PEERCRED); the handshake has compared the places.
+Everything else is checked: sizes, counts, and that each file is sealed against
 shrinking, so that no access to it can end this process.
 """
 
@@ -33,9 +33,8 @@ from prefixkv.memory.kv_layout import ADDRESS_END
 from prefixkv.memory.shared import SharedBlock
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import TAG_BYTES
-from prefixkv.transport.offers import SHM
 
-MAGIC: Final = SHM
+MAGIC: Final = b"pkvshm1|"
 TOKEN_BYTES: Final = 32
 MAX_BLOCKS: Final = 64  # of a peer; a pool of ours is one
 MAX_OTHER_RANGES: Final = 8193  # a staging area's, and the regions of a state
@@ -49,12 +48,11 @@ _BOOT: Final = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 class ShmOffer(msgspec.Struct, frozen=True, array_like=True):
-    """The way to a peer's door: the agent's name and incarnation, `boot` of the kernel, `door` of
-    the abstract socket, and the token to say there."""
+    """The way to a peer's door: the agent's name and incarnation, `door` of the abstract socket,
+    and the token to say there."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     incarnation: Annotated[int, msgspec.Meta(ge=0)]
-    boot: Annotated[str, msgspec.Meta(max_length=64)]
     door: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
@@ -84,8 +82,7 @@ def pack_offer(offer: ShmOffer) -> bytes:
 
 
 def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
-    """Return the offer in these bytes. Raises HandshakeError if it is none, or that of another peer
-    or machine; OSError if the kernel cannot be asked which boot this is."""
+    """Return the offer in these bytes. Raises HandshakeError if it is none, or of another peer."""
     if not raw.startswith(MAGIC):
         raise HandshakeError("shm offer", MAGIC, raw[: len(MAGIC)])
     try:
@@ -94,18 +91,17 @@ def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
         raise HandshakeError("shm offer", "an offer", str(error)) from None
     if (offer.name, offer.incarnation) != peer:
         raise HandshakeError("shm offer", peer, (offer.name, offer.incarnation), "is of another")
-    if offer.boot != (ours := boot_id()):
-        raise HandshakeError("boot", ours, offer.boot, "is another machine: shm reaches this one")
     return offer
 
 
-def boot_id() -> str:
-    """Return the kernel's id of this boot, "" if it has none. Raises OSError if it cannot be read
-    now, without descriptors, say."""
-    try:
-        return _BOOT.read_text().strip()
-    except (FileNotFoundError, PermissionError):
-        return ""
+def place_of() -> str:
+    """Return boot, network namespace and user of this process, "" for what the kernel does not
+    tell. Between equal places memory can be mapped."""
+    boot, space = "", 0
+    with contextlib.suppress(OSError):
+        boot = _BOOT.read_text().strip()
+        space = os.stat("/proc/thread-self/ns/net").st_ino
+    return f"{boot} net {space} user {os.geteuid()}"
 
 
 # --- sockets --------------------------------------------------------------------------------------

@@ -17,13 +17,13 @@ from typing import Any
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.namespace import Namespace
 from prefixkv.config import KVEventsConfig
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.kv_events import publisher as publisher_module
 from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.pages.manager import PageManager
 from prefixkv.protocol.commands import OpenRoom
 from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.request import Request
+from tests.support.timed import DecodeScheduler
 
 PAGE_SIZE = 16
 NUM_PAGES = 1500

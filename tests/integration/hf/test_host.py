@@ -43,7 +43,7 @@ def _right(world: World, reference: Reference, aborted: Collection[str] = ()) ->
 
 def _written(world: World) -> None:
     """Until what has ended is in host memory."""
-    host = world.decode.node.scheduler.host
+    host = world.decode.node.host
     assert host is not None
     world.until(lambda: not host.has_due and not len(host))
 

@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.sglang_serve import SIDES, Pair, make_model
-from prefixkv.engines.sglang.sends import GRACE_S
 from tests.support.patience import until
 
 PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
@@ -194,23 +192,6 @@ def refused(answer: Answer, *words: str) -> None:
 BATCH = [prompt(2), prompt(3)]
 
 
-@pytest.mark.parametrize(
-    ("ids", "room"),
-    [
-        (prompt(2), 2_000),
-        (prompt(2), [2_001, 2_002]),
-        (BATCH, 2_003),
-        (BATCH, [2_010, 2_011]),
-        (BATCH, [2_020, 2_021, 2_022, 2_023]),
-    ],
-)
-def test_several_samples_are_refused(servers: Servers, ids: Any, room: Any) -> None:
-    said = servers.generate(ids, room, sampling={"n": 2})
-    for answer in said:
-        refused(answer, "n is 2")
-        assert answer.status == 400
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_several_choices_are_refused_and_one_is_served(servers: Servers, path: str) -> None:
     words = " ".join(f"t{number}" for number in prompt(4))
@@ -283,56 +264,6 @@ def test_one_number_used_twice_at_once(
                     refused(answer, "another request's", "PromptMismatch", "another promise")
 
 
-def test_one_number_used_one_after_the_other(servers: Servers, expected: list[int]) -> None:
-    """Once both have answered, the number is free. As soon as decode has, it is free or refused."""
-    room = next(NEXT_ROOM)
-    for _ in range(4):
-        said = servers.generate(PROBE, room)
-        assert (said.decode.ids, said.prefill.status) == (expected, 200)
-    waiting = []
-    for number in range(10):
-        ids = prompt(10 + number % 3)
-        prefill, decode = servers.both("/generate", servers.body(ids, room, output=1))
-        waiting.append(prefill)
-        answer = decode.result()
-        if answer.status != 200:
-            refused(answer, "another request's", "another promise", "Mismatch", "not over yet")
-    for prefill in waiting:
-        answer = prefill.result()
-        if answer.status != 200:
-            refused(answer, "another request's", "another promise", "Mismatch", "Aborted")
-
-
-def test_an_abort_of_one_of_two(servers: Servers) -> None:
-    """The first waits for decode's pages. The second fails alone, the first is aborted, and then
-    the number is free."""
-    first = prompt(21, 400)
-    right = servers.right(first)
-    for number in range(10):  # the blocker may have ended before the abort comes
-        blocker, room, rid = prompt(20, BLOCKER), next(NEXT_ROOM), f"waits {number}"
-        around = servers.begun(servers.body(blocker, next(NEXT_ROOM), BLOCKER_OUTPUT))
-        waits = servers.both("/generate", servers.body(first, room, rid=rid))
-        servers.until_logged(rid)
-        second = servers.generate(prompt(22), room)
-        waited, aborted_s = not waits[1].done(), time.monotonic()
-        for side in ("prefill", "decode"):
-            servers.ask(side, "/abort_request", {"rid": rid})
-        texts = [future.result().text for future in waits]
-        assert not any("timed out" in text for text in texts), texts
-        # For a moment prefill tells decode's word about the first from one about the next.
-        soon = time.monotonic() - aborted_s < GRACE_S / 2
-        again = servers.generate(first, room)
-        assert [future.result().status for future in around] == [200, 200]
-        if all("bort" in text for text in texts) and (soon or again.prefill.status == 200):
-            break
-    else:
-        raise AssertionError(f"the first was never aborted while it waited: {texts}, {again}")
-    assert waited
-    for answer in second:
-        refused(answer, f"room {room} is another request's")
-    assert (again.decode.ids, again.prefill.status) == (right, 200), again
-
-
 @pytest.mark.parametrize("length", [POOL - RESERVED + 1, POOL - 7, POOL + 100])
 def test_a_prompt_that_can_never_fit_decodes_pool(servers: Servers, length: int) -> None:
     """The first would fit without what is reserved for output; the last exceeds the pool."""
@@ -358,11 +289,6 @@ def test_one_body_sent_again_after_it_failed(servers: Servers, expected: list[in
     said = [future.result() for future in servers.both("/generate", body)]
     assert [answer.status for answer in said] == [200, 200], said
     assert said[1].ids == right
-
-
-def test_a_prompt_beyond_the_context(servers: Servers) -> None:
-    for answer in servers.generate(prompt(32, CONTEXT + 1), next(NEXT_ROOM)):
-        refused(answer, "context length")
 
 
 def test_one_bad_prompt_of_a_batch(servers: Servers) -> None:

@@ -34,10 +34,9 @@ from benchmarks.vllm_servers import (
     transfer_config,
 )
 from prefixkv.engines.vllm.stats import GAUGES
-from tests.integration.vllm.test_vllm import PATIENCE_S, PYTHON, prompt_of, until
+from tests.integration.vllm.test_vllm import BLOCK_BYTES, PYTHON, prompt_of, until
+from tests.support.patience import PATIENCE_S
 
-BLOCK: Final = 32  # tokens
-BLOCK_BYTES = TINY.kv_bytes(BLOCK)
 DECODE_LEN = 512  # tokens; prefill takes longer prompts
 ENDED_S = 25.0
 """After an answer, for the last of it to end on both servers; below the half minute that the
@@ -248,7 +247,6 @@ class Rooms:
             "prefill": Gate(self.prefill.port),
             "decode": Gate(self.decode.port),
         }
-        self.model, self.request_log = model, folder / "requests.jsonl"  # the proxy's log
         self.port, self.status_port = free_port(), free_port()
         self._proxy: subprocess.Popen[str] | None = None
         self._salts = 0
@@ -267,7 +265,6 @@ class Rooms:
             "--prefill", f"{gates['prefill']}=tcp://127.0.0.1:{self.kv_port}",
             "--decode", f"{gates['decode']}=decode-0",
             "--port", str(self.port), "--status-port", str(self.status_port),
-            "--request-log", str(self.request_log),
         ]  # fmt: skip
         self._proxy = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
         assert self._proxy.stdout is not None

@@ -19,7 +19,7 @@ from tests.integration.vllm.test_vllm import PYTHON
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    """What the short profile says: about a minute of one core."""
+    """What the short profile says: less than a minute of one core."""
     assert PYTHON, "PREFIXKV_ENGINE_PYTHON is the interpreter of `benchmarks env vllm`"
     done = subprocess.run(
         [PYTHON, "-m", "tests.integration.vllm.liveness.explore"],
@@ -36,15 +36,15 @@ def results() -> list[dict[str, Any]]:
 def test_every_request_ends_and_leaves_nothing_behind(results: list[dict[str, Any]]) -> None:
     explored = results[0]
     assert explored["failures"] == 0
-    assert explored["cases"] > 1220
+    assert explored["cases"] > 600
     assert explored["repeatable"]
     for both in ("loaded, and might be computed", "computed, and might be loaded"):
-        assert explored[both] > 20
+        assert explored[both] > 10
     # Of host memory: loads, some beside a room, that end well, fail, or lose their client.
-    assert explored["host loads"] > 80
-    assert explored["host writes"] > 800
+    assert explored["host loads"] > 40
+    assert explored["host writes"] > 400
     for one in ("host loads beside a room", "host copies failed", "left in a host load"):
-        assert explored[one] > 10
+        assert explored[one] > 5
 
 
 def test_each_mutant_is_found(results: list[dict[str, Any]]) -> None:

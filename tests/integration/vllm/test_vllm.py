@@ -9,14 +9,10 @@ start are skipped aloud. The tests run in the order in which they stand: the las
 
 from __future__ import annotations
 
-import http.client
 import itertools
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,13 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import openai
 import pytest
 
 from benchmarks.ports import free_port
 from benchmarks.vllm_servers import (
-    MODEL,
-    REPOSITORY,
     TINY,
     NotStartedError,
     Server,
@@ -40,7 +33,6 @@ from benchmarks.vllm_servers import (
     transfer_config,
 )
 from tests.support import patience
-from tests.support.patience import PATIENCE_S
 
 PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
 until = partial(patience.until, pause_s=0.1)  # a look reads a server's metrics
@@ -189,112 +181,6 @@ def test_three_conversations_of_three_turns(pair: Pair) -> None:
     pair.settled()
 
 
-def test_a_burst_with_one_new_prompt_brings_it_once(pair: Pair) -> None:
-    """8 requests: 16 blocks and 1 for the first, 1 for each of the others."""
-    head = prompt_of(50, 16 * BLOCK)
-    prompts = [head + prompt_of(60 + i, 20) for i in range(8)]
-    alone = [token_ids(one.result()) for one in [pair.alone(prompt) for prompt in prompts]]
-    before = pair.bytes_sent()
-    answers = [pair.ask(prompt) for prompt in prompts]
-    assert [token_ids(one.result()) for one in answers] == alone
-    pair.settled()
-    pair.has_sent(16 + 8, before)
-
-
-def test_a_client_that_leaves_while_decode_waits(pair: Pair) -> None:
-    """Prefill is never asked. Decode's blocks come back, and prefill's room is told."""
-    load, send = pair.params()
-    prompt = prompt_of(70, 400)
-    client = http.client.HTTPConnection("127.0.0.1", pair.decode.port)
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "kv_transfer_params": load}
-    headers = {"content-type": "application/json"}
-    client.request("POST", "/v1/completions", json.dumps(body), headers)
-    until(lambda: pair.decode.metrics()["vllm:kv_cache_usage_perc"] > 0)
-    client.close()
-    # The blocks come back with prefill's word that it will not write: from then on it knows.
-    until(lambda: pair.decode.metrics()["vllm:kv_cache_usage_perc"] == 0)
-    failed = pair.prefill.counter("sends_failed")
-    pair.prefill.complete(prompt, 1, send)
-    until(lambda: pair.prefill.counter("sends_failed") == failed + 1)
-    pair.settled()
-    assert token_ids(pair.ask(prompt).result()) == token_ids(pair.alone(prompt).result())
-
-
-def test_another_salt_is_another_prompt(pair: Pair) -> None:
-    """The digest has the salt: decode is told why, and computes the prompt itself."""
-    load, send = pair.params()
-    prompt = prompt_of(80, 200)
-    pair.start(pair.prefill, prompt, 1, send, cache_salt="one")
-    answer = pair.decode.complete(prompt, OUT, load, cache_salt="other")
-    assert "PromptMismatch" in answer["kv_transfer_params"]["prefixkv"]["error"]
-    assert token_ids(answer) == token_ids(pair.alone(prompt).result())
-    pair.settled()
-
-
-def test_the_proxy_and_the_openai_client(pair: Pair) -> None:
-    """`prefixkv proxy` as docs/vllm.md has it: streaming, two turns, several answers, a client that
-    leaves."""
-    port, status = free_port(), free_port()
-    command = [
-        sys.executable, "-m", "prefixkv.cli.main", "proxy",
-        "--prefill", f"{pair.prefill.url}=tcp://127.0.0.1:{pair.kv_port}",
-        "--decode", f"{pair.decode.url}=decode-0",
-        "--port", str(port), "--status-port", str(status),
-    ]  # fmt: skip
-    proxy = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-    try:
-        assert proxy.stdout is not None
-        assert f"http://127.0.0.1:{port}/v1" in proxy.stdout.readline()
-        client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=PATIENCE_S
-        )
-        assert [one.id for one in client.models.list()] == [MODEL]
-        more: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True}
-        prompt = prompt_of(80, 10 * BLOCK)
-        for turn in range(2):
-            alone = token_ids(pair.alone(prompt).result())
-            before = pair.bytes_sent()
-            said: list[int] = []
-            with client.completions.create(
-                model=MODEL, prompt=prompt, max_tokens=OUT, temperature=0, stream=True,
-                extra_body=more,
-            ) as stream:  # fmt: skip
-                for piece in stream:
-                    said += piece.choices[0].token_ids or []  # type: ignore[attr-defined]
-            assert said == alone
-            pair.settled()
-            # The first turn's prompt and its answer but for the last token are 10 whole blocks.
-            blocks = 2 if turn else 10
-            pair.has_sent(blocks, before)
-            prompt = prompt + said + prompt_of(81, 40)
-        before = pair.bytes_sent()
-        fresh = prompt_of(82, 3 * BLOCK + 5)
-        several = client.completions.create(
-            model=MODEL, prompt=fresh, max_tokens=OUT, n=2, extra_body={**more, "top_k": 1}
-        )
-        alone = token_ids(pair.alone(fresh).result())
-        assert [choice.token_ids for choice in several.choices] == [alone] * 2  # type: ignore[attr-defined]
-        pair.has_sent(4, before)
-        with pytest.raises(openai.NotFoundError):
-            client.completions.create(model="another", prompt="w5", max_tokens=1)
-        stream = client.completions.create(
-            model=MODEL, prompt=prompt_of(83, 300), max_tokens=3000, stream=True, extra_body=more
-        )
-        first = next(iter(stream)).choices[0]  # long before the last
-        assert first.finish_reason is None
-        stream.close()
-        pair.settled()
-    finally:
-        proxy.send_signal(signal.SIGTERM)
-        with proxy:  # its pipe is closed
-            assert proxy.wait(PATIENCE_S) == 0
-
-
-def test_parameters_that_are_wrong_are_named(pair: Pair) -> None:
-    answer = pair.decode.complete(prompt_of(81, 50), 2, {"do_remote_prefill": True, "room": "x"})
-    assert "room is 'x'" in answer["kv_transfer_params"]["prefixkv"]["error"]
-
-
 def test_a_working_set_that_is_too_large_for_decode(pair: Pair) -> None:
     """12 prompts of 30 blocks, 255 blocks: the policy names what goes, and no token is wrong."""
     prompts = [prompt_of(200 + i, 30 * BLOCK - 4) for i in range(12)]
@@ -305,7 +191,7 @@ def test_a_working_set_that_is_too_large_for_decode(pair: Pair) -> None:
             assert [token_ids(one.result()) for one in asked] == alone[i : i + 2]
     pair.settled()
     assert pair.decode.counter("evicted_by_policy") > 300
-    assert pair.decode.counter("requests_in_error") == 2  # of the two tests before this
+    assert pair.decode.counter("requests_in_error") == 0
 
 
 def test_an_operator_can_ask_the_workers(pair: Pair) -> None:
@@ -315,21 +201,6 @@ def test_an_operator_can_ask_the_workers(pair: Pair) -> None:
     assert pair.decode.post("/collective_rpc", fence) == {"results": [None]}
     prompt = prompt_of(85, 100)
     assert token_ids(pair.ask(prompt).result()) == token_ids(pair.alone(prompt).result())
-
-
-def test_a_reset_of_the_cache_ends_what_is_under_way(pair: Pair) -> None:
-    """As before a change of weights: decode waits for a prefill that is never asked."""
-    prompt = prompt_of(86, 300)
-    load, _ = pair.params()
-    asked = pair.start(pair.decode, prompt, OUT, load)
-    until(lambda: pair.decode.metrics()["vllm:kv_cache_usage_perc"] > 0)
-    until(
-        lambda: [pair.decode.post("/reset_prefix_cache?reset_external=true", {}), asked.done()][1]
-    )
-    answer = asked.result()
-    assert "the cache is being reset" in answer["kv_transfer_params"]["prefixkv"]["error"]
-    assert token_ids(answer) == token_ids(pair.alone(prompt).result())
-    pair.settled()
 
 
 def test_prefill_is_killed_in_mid_transfer_and_comes_back(pair: Pair) -> None:

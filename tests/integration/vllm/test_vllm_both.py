@@ -6,11 +6,7 @@ As in `test_vllm`, tokens are compared with those that a server computes from no
 
 from __future__ import annotations
 
-import http.client
 import itertools
-import json
-import random
-import time
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -121,19 +117,6 @@ def test_an_adapter_has_blocks_of_its_own(both: Both) -> None:
     assert said[0] != said[1] != said[2] != said[0]
 
 
-def test_prompts_of_two_adapters_are_not_one(both: Both) -> None:
-    """Prefill is asked for another adapter than decode: the digests differ, nothing is sent."""
-    load, send = both.params(0)
-    prompt = prompt_of(306, 200)
-    before = both.servers[0].counter("sends_failed")
-    asked = both.threads.submit(both.servers[0].complete, prompt, 1, send, model=ADAPTERS[0])
-    with pytest.raises(urllib.error.HTTPError):
-        both.servers[1].complete(prompt, OUT, load, model=ADAPTERS[1])
-    asked.result()
-    until(lambda: both.servers[0].counter("sends_failed") == before + 1)
-    both.settled()
-
-
 def test_a_load_that_fails_is_an_error(both: Both) -> None:
     """Nobody listens there. vLLM ends the request, the server goes on."""
     load, _ = both.params(0)
@@ -145,34 +128,3 @@ def test_a_load_that_fails_is_an_error(both: Both) -> None:
         assert answer.code == 500
     both.settled()
     assert both.ask(0, prompt) == both.alone(0, prompt)
-
-
-def test_clients_that_leave_at_any_moment(both: Both) -> None:
-    """Of either server, or of both. What others ask meanwhile has the right tokens, and in the end
-    no block is in use."""
-    draw = random.Random(5)
-
-    def leave(server: Server, prompt: list[int], params: dict[str, Any], after_s: float) -> None:
-        client = http.client.HTTPConnection("127.0.0.1", server.port)
-        body = {
-            "model": MODEL, "prompt": prompt, "max_tokens": 50, "ignore_eos": True,
-            "kv_transfer_params": params,
-        }  # fmt: skip
-        headers = {"content-type": "application/json"}
-        client.request("POST", "/v1/completions", json.dumps(body), headers)
-        time.sleep(after_s)
-        client.close()
-
-    for i in range(30):
-        prompt = prompt_of(400 + i, draw.randrange(200, 1500))
-        load, send = both.params(0)
-        moments = draw.uniform(0.0, 0.4), draw.uniform(0.0, 0.4)
-        leaving = [both.threads.submit(leave, both.servers[1], prompt, load, moments[0])]
-        if i % 3:
-            leaving.append(both.threads.submit(leave, both.servers[0], prompt, send, moments[1]))
-        if not i % 5:
-            other = prompt_of(500 + i, 400)
-            assert both.ask(0, other) == both.alone(1, other)
-        for one in leaving:
-            one.result()
-    both.settled()

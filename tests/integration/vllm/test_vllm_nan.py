@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.ports import free_port
 from benchmarks.vllm_servers import Server, token_ids, transfer_config
-from tests.integration.vllm.test_vllm import BLOCK, OUT, PYTHON, Pair, prompt_of, started
+from tests.integration.vllm.test_vllm import OUT, PYTHON, Pair, prompt_of, started
 
 COUNTING = {"VLLM_COMPUTE_NANS_IN_LOGITS": "1", "VLLM_SERVER_DEV_MODE": "1"}
 TOKEN = 7
@@ -90,14 +90,6 @@ def test_nan_on_prefill_fails_its_half_alone(pair: Counting, num_tokens: int, at
     check_later(pair, prompt)
 
 
-def test_nan_of_an_offer_has_no_room(pair: Counting) -> None:
-    prompt = prompt_with(501, LONG, 290)
-    with pair.spoilt(pair.prefill):
-        fails(pair.start(pair.prefill, prompt, 1, {"do_remote_decode": True}))
-    pair.settled()
-    check_later(pair, prompt)
-
-
 @pytest.mark.parametrize(("num_tokens", "at"), [(LONG, 0), (LONG, 299), (SHORT, 5)])
 def test_nan_on_decode_is_an_error(pair: Counting, num_tokens: int, at: int) -> None:
     """Where it computes the prompt, and where prefill has sent it: its last token is computed."""
@@ -112,15 +104,3 @@ def test_nan_on_decode_is_an_error(pair: Counting, num_tokens: int, at: int) -> 
             fails(pair.ask(prompt))
     pair.settled()
     check_later(pair, prompt)
-
-
-def test_nan_in_the_middle_of_an_answer_ends_it(pair: Counting) -> None:
-    """Nothing of the answer is kept, and the prompt is right."""
-    prompt = prompt_of(801, 2 * BLOCK)
-    asked = {"logit_bias": {str(TOKEN): 100}}  # every token of the answer is the spoilt one
-    with pair.spoilt(pair.decode):
-        fails(pair.start(pair.decode, prompt, OUT, **asked))
-    pair.settled()
-    check_later(pair, prompt)
-    again = token_ids(pair.start(pair.decode, prompt, OUT, **asked).result())
-    assert again == [TOKEN] * OUT

@@ -2,24 +2,19 @@
 for each event, through `prefixkv proxy` and two real vLLM servers.
 
 In each row the answer is one vLLM's, nothing is held afterwards on the servers or the proxy,
-and the next request is answered as ever. `rooms` has what is compared with what. The last test
-kills prefill.
+and the next request is answered as ever. `rooms` has what is compared with what.
 """
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.vllm_servers import MODEL, NotStartedError
-from tests.integration.vllm.bench import Count, Load, logged, vllm_bench_serve
 from tests.integration.vllm.rooms import (
-    BLOCK,
     DECODE_LEN,
     NAMES,
     PATHS,
@@ -29,7 +24,7 @@ from tests.integration.vllm.rooms import (
     is_same,
     new_prompt,
 )
-from tests.integration.vllm.test_vllm import PYTHON, until
+from tests.integration.vllm.test_vllm import BLOCK, PYTHON, until
 
 TOKENS, BLOCKS = 70, 3  # of a row's prompt
 OUT = 4
@@ -265,12 +260,6 @@ def test_several_prompts_are_brought_each(
     check_body(rooms, "completions", body, Row("several", blocks=2 + 3 + 1))
 
 
-def test_a_list_of_one_prompt_is_one(rooms: Rooms) -> None:
-    check_body(
-        rooms, "completions", body_of("completions", prompt=[new_prompt(TOKENS)]), Row("one")
-    )
-
-
 @pytest.mark.parametrize(
     "more",
     [{"prompt_logprobs": 1}, {"use_beam_search": True, "n": 2}, {"echo": True, "logprobs": 1}],
@@ -356,16 +345,6 @@ def test_the_client_leaves_between_the_two_answers(rooms: Rooms, api: str, more:
 
 
 @APIS
-def test_prefills_answer_comes_late(rooms: Rooms, api: str) -> None:
-    """Decode's is the client's; prefill's request is ended."""
-    for more in ({}, {"stream": True}):
-        rooms.before["prefill"].answers.clear()
-        client = rooms.ask(PATHS[api], body_of(api, **more))
-        check_answer(rooms, api, client)
-        rooms.before["prefill"].open()
-
-
-@APIS
 @pytest.mark.parametrize("more", [{}, {"n": 3, **SAMPLES}])
 def test_the_client_leaves_in_the_middle_of_a_stream(rooms: Rooms, api: str, more: Json) -> None:
     for _ in range(10):  # a small model may have said everything before it is looked at
@@ -425,43 +404,6 @@ def test_many_leave_at_once(rooms: Rooms) -> None:
     until(lambda: rooms.decode.metrics()["vllm:generation_tokens_total"] > before, pause_s=0.02)
     for client in clients:
         client.leave()
-    check_after(rooms)
-
-
-# --- vLLM's own load generator -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("api", PATHS)
-def test_vllm_bench_serve(rooms: Rooms, api: str, tmp_path: Path) -> None:
-    """Streams at its defaults, all at once: no error, and it counts the tokens that the proxy's
-    request log and decode count."""
-    load = Load(num_prompts=12, prefix_len=2 * BLOCK, own_len=100, answer_len=12, seed=len(api))
-    rooms.settled()
-
-    def counted_by_decode() -> tuple[float, float]:
-        found = rooms.decode.metrics()
-        return found["vllm:prompt_tokens_total"], found["vllm:generation_tokens_total"]
-
-    sent, before, ids = rooms.blocks_sent(), counted_by_decode(), f"bench-{api}-"
-    told = vllm_bench_serve(api, rooms.port, PATHS[api], load, rooms.model, tmp_path, id_prefix=ids)
-    assert told == Count(12, 12 * load.prompt_len, 12 * load.answer_len)
-
-    def lines() -> list[dict[str, Any]]:
-        return logged(rooms.request_log, ids)
-
-    until(lambda: len(lines()) >= told.requests, state=lines)
-    assert [(line["outcome"], line["stream"]) for line in lines()] == [("finished", True)] * 12
-    ours = Count(
-        len(lines()), sum(line["prompt_tokens"] for line in lines()),
-        sum(line["output_tokens"] for line in lines()),
-    )  # fmt: skip
-    assert ours == told
-    rooms.settled()
-    after = counted_by_decode()
-    assert (after[0] - before[0], after[1] - before[1]) == (told.prompt, told.answer)
-    # All came by rooms: the blocks of each prompt's own words, and the prefix for one of them.
-    own = -(-load.own_len // BLOCK)
-    rooms.has_sent(sent + 2 + 12 * own)
     check_after(rooms)
 
 
@@ -538,28 +480,3 @@ def test_a_conversation_whose_turns_lack_little_is_decodes_alone(rooms: Rooms) -
     talk.turn(BELOW)  # a token more
     rooms.has_sent(sent + 7 + 1)
     assert of_decode(rooms) == (requests + 4, tokens + 4 * BELOW)
-
-
-def test_a_conversation_goes_on_when_prefill_is_killed(rooms: Rooms) -> None:
-    """In the middle of a request that it has got, and afterwards."""
-    talk = Conversation(rooms)
-    talk.turn(100)
-    alone = rooms.proxy_metrics()["prefixkv_proxy_recomputed_total"]
-    rooms.prefill.signal(signal.SIGSTOP)
-    body = talk.say(BELOW - 1)  # decode needs no word of prefill
-    talk.hear(body, rooms.ask(PATHS["completions"], body))
-    assert rooms.proxy_metrics()["prefixkv_proxy_recomputed_total"] == alone
-    body = talk.say(50)
-    client = rooms.ask(PATHS["completions"], body)
-    rooms.until_gauge("decode", "loads_waiting")
-    rooms.prefill.signal(signal.SIGKILL)
-    rooms.before["prefill"].close()
-    talk.hear(body, client)
-    for num_tokens in (BELOW - 1, 50):
-        for stream in (False, True):
-            body = talk.say(num_tokens, stream=stream)
-            talk.hear(body, rooms.ask(PATHS["completions"], body))
-    # Of these that of the killed server at least; a little is computed before the proxy knows.
-    assert rooms.proxy_metrics()["prefixkv_proxy_recomputed_total"] > alone
-    until(lambda: rooms.decode.metrics()["vllm:kv_cache_usage_perc"] == 0)
-    until(lambda: rooms.gauge("decode", "held_blocks") == 0)

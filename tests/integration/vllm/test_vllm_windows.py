@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -169,20 +168,4 @@ def test_prefill_draws_the_room(pair: WindowPair) -> None:
     assert loaded(answer) == (256, 0)
     pair.compare(answer, prompt)
     assert len(token_ids(asked)) == (1 if pair.family.window == 2 else 40)
-    pair.settled()
-
-
-def test_what_ends_early_leaves_nothing(pair: WindowPair) -> None:
-    """A prompt of one token needs no room; a refused one is computed; a client leaves."""
-    for prompt in ([17], prompt_of(900, 200)):
-        load, _ = pair.params()
-        send = {"do_remote_decode": True, "room": load["room"], "decode": "decode-0"}
-        other = prompt if len(prompt) == 1 else prompt[::-1]  # another prompt: a mismatch
-        prefill: Future[Any] = pair.start(pair.prefill, other, 1, send)
-        answer = pair.decode.complete(prompt, 8, load, logprobs=1)
-        pair.compare(answer, prompt)
-        prefill.result()
-    load, _ = pair.params()
-    with pytest.raises(TimeoutError):
-        pair.decode.complete(prompt_of(901, 200), 8, load, timeout_s=1.0)
     pair.settled()

@@ -25,7 +25,8 @@ import numpy as np
 from prefixkv.config import ControlConfig
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
-from prefixkv.control.heartbeat import PeerClock
+from prefixkv.control.handshake import OurSide
+from prefixkv.control.lives import PeerClock
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.mesh import Mesh, writers_to
 from prefixkv.protocol import commands, events, messages
@@ -33,6 +34,7 @@ from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, ModelDigest, Promise, Topology
 from prefixkv.protocol.timers import Backoff, Timers, Wait
 from prefixkv.transport import base as transport
+from tests.support.control_effects import effects_of
 from tests.support.mesh_pools import mesh_layout
 
 
@@ -137,8 +139,7 @@ def new_prefill(rank: int, life: int, num_ranks: int) -> PrefillControl:
     endpoints = ("", *map(address, range(1, num_ranks))) if rank == 0 else ()
     topology = Topology(PAGE_SIZE, num_ranks)
     me = prefill_id(rank, life)
-    what = me, _DIGEST, topology, TIMING, endpoints, rank
-    return PrefillControl(*what)
+    return PrefillControl(me, OurSide(_DIGEST, topology, rank, option_names={}), TIMING, endpoints)
 
 
 def new_decode(worker: int, rank: int, life: int, num_ranks: int) -> DecodeControl:
@@ -180,7 +181,7 @@ class _JobIds:
 def _tidy(control: Any) -> None:
     """Take out of a control object what only tells how it came to be."""
     control.counters.clear()
-    control._out.begin()
+    control._out = []
     if isinstance(control, PrefillControl):
         control._peers._stamp = _Unnumbered(control.me)  # type: ignore[assignment]
         rooms = control._rooms
@@ -200,7 +201,7 @@ _SHARED: dict[Any, Any] = {}  # bodies that state after state holds
 
 def _effects(control: Any, what: Any, now_s: float) -> list[Any]:
     try:
-        return control.on(what, now_s)
+        return effects_of(control, what, now_s)
     except Exception as error:
         raise ControlError(f"{type(what).__name__} raised {error!r}") from error
 
@@ -218,10 +219,10 @@ def leftovers(control: Any) -> dict[str, Any]:
     if isinstance(control, PrefillControl):
         peers = control._peers.all()
         left |= {
-            "jobs": dict(control._rooms.jobs), "unclaimed": set(control._rooms.unclaimed),
-            "aborts": control._aborts.all(),
+            "jobs": dict(control._rooms.jobs), "awaited": control._tombs.awaited(),
             "parked": [peer.id for peer in peers if peer.num_parked],
-            "rooms of peers": [peer.id for peer in peers if peer.rooms],
+            "promised": [peer.id for peer in peers if peer.num_promised],
+            "rooms of peers": [peer.id for peer in peers if control._rooms.of(peer.id)],
         }  # fmt: skip
     else:
         links = control._links.all()
@@ -235,7 +236,10 @@ def leftovers(control: Any) -> dict[str, Any]:
 # --- digests --------------------------------------------------------------------------------------
 
 # `deaths`: no process is named here, so none is ever looked at.
-_SKIPPED = {"counters", "news", "_out", "_actions", "_stamp", "_job_ids", "_timing", "deaths"}
+_SKIPPED = {
+    "counters", "news", "_out", "_say", "_todo", "_stamp", "_job_ids", "_timing", "timing",
+    "deaths",
+}  # fmt: skip
 _ATOMS = (type(None), bool, int, str, bytes)
 
 
@@ -393,7 +397,9 @@ class Actors:
             number = self._ids[digest] = len(self._states)
             raw = io.BytesIO()
             _Pickler(raw, 5).dump(control)
-            wakes = [at_s - now_s for at_s in control._timers._wake_s.values()]
+            wakes = [at_s - now_s for at_s in control.timers._wake_s.values()]
+            if isinstance(control, PrefillControl):
+                wakes.append(control._tombs.due_s - now_s)
             wake_s = min(wakes, default=FAR_S)
             soon = None if wake_s > FAR_S / 2 else max(wake_s, 0.0)
             self._states.append(_State(raw.getvalue(), now_s, soon))
@@ -458,7 +464,7 @@ class Actors:
         left = self._left.get(number)
         if left is None:
             control, now_s = self.load(number)
-            control.on(effects.Tick(), now_s + PAST_DEADLINES_S)
+            effects_of(control, effects.Tick(), now_s + PAST_DEADLINES_S)
             left = self._left[number] = leftovers(control)
         return left
 

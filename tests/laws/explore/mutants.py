@@ -15,9 +15,9 @@ from typing import Any
 
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.decode.rooms import ReceiverRooms
-from prefixkv.control.heartbeat import PeerClock
+from prefixkv.control.lives import PeerClock
 from prefixkv.control.prefill.control import PrefillControl
-from prefixkv.control.prefill.rooms import SenderRoom, SenderRooms
+from prefixkv.control.prefill.rooms import SenderRooms
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.sender_machine import SenderMachine
 
@@ -58,13 +58,14 @@ MUTANTS = (
         " and room.ticket == body.ticket", "", "again: lose, slow",
     ),
     _M(
-        "a late promise is of the number's next use", _P._may_speak,
-        "(key, ticket) not in peer.past", "True", "again: slow",
+        "a late promise is of the number's next use", _P._take_promise,
+        "self._tombs.over((key, peer.id, ticket))", "None", "again: slow",
     ),
     _M(
         "a promise of a use that is over is forgotten as it is acknowledged late",
-        SenderRoom.drop_claims,
-        "peer.past.add((self.key, self.ticket), answered=answered)", "pass", "again: slow, stall",
+        SenderRooms.drop,
+        "self._tombs.bury(use, _end(room), answered=reader.answered)", "pass",
+        "again: slow, stall",
     ),
     _M(
         "Drained is said before the writes have ended", _S.drained,
@@ -93,15 +94,15 @@ MUTANTS = (
     ),
     _M(
         "Drained of an earlier use is believed", _D._room_of,
-        "room.machine.ticket != body.ticket", "False", "again: abort 2, slow",
+        "room.ticket != body.ticket", "False", "again: abort 2, slow",
     ),
     _M(
         "a notification of an earlier use counts", _D._arrived,
-        "room.machine.ticket != tag.ticket", "False", "again, late notifications: abort",
+        "room.ticket != tag.ticket", "False", "again, late notifications: abort",
     ),
     _M(
-        "a failed write counts as drained", _P._take_input,
-        "what.error, what.drained, now_s", "what.error, True, now_s", "fail",
+        "a failed write counts as drained", _P._write_failed,
+        "failed.error, failed.drained)", "failed.error, True)", "fail",
     ),
     _M(
         "a renewed agent's kernels are not waited for", _D._take_drained,
@@ -137,7 +138,7 @@ MUTANTS = (
     ),
     _M(
         "what kernels hold of a room that is over is not waited for", _P._refuse_promise,
-        "drained = not self._rooms.may_need_settle", "drained = True", "heard: lose 4, fail",
+        "drained=not self._rooms.may_need_settle", "drained=True", "heard: lose 4, fail",
     ),
     _M(
         "prefill waits for a decode worker that is silent", _S._tick_open,
@@ -149,6 +150,6 @@ MUTANTS = (
     ),
     _M(
         "rooms of a peer that is gone go at once", SenderRooms.on,
-        " and not room.in_flight", "", "restart",
+        "is_gone and not room.in_flight", "is_gone", "restart",
     ),
 )  # fmt: skip

@@ -11,15 +11,15 @@ import msgspec
 import pytest
 
 from prefixkv.control.prefill.control import PrefillControl
+from prefixkv.decode.inflight import DecodeTransferQueue
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
-from prefixkv.decode.refusals import Refusals
+from prefixkv.decode.rooms import Rooms
 from prefixkv.decode.scheduler import DecodeScheduler
-from prefixkv.decode.transfer_queue import DecodeTransferQueue
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
 from prefixkv.prefill.request import PrefillState
 from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
-from prefixkv.protocol.commands import SendChunk
+from prefixkv.protocol.commands import AbortRoom, SendChunk
 from prefixkv.protocol.events import RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from tests.laws.liveness.world import Prefill, World
@@ -31,8 +31,8 @@ def _computes_before_the_promise(patch: Patch) -> None:
     """Prefill takes pages at once, and holds them until decode asks."""
     add, take = PrefillScheduler.add, PrefillScheduler.take_commands
 
-    def taken(self: Any, request: Any, now_s: float) -> Any:
-        req = add(self, request, now_s)
+    def taken(self: Any, request: Any) -> Any:
+        req = add(self, request)
         self.bootstrapped.add(req, 0)
         return req
 
@@ -60,13 +60,13 @@ def _computes_in_order_of_arrival(patch: Patch) -> None:
             return []
         return pop(self, now_s, limit)
 
-    def told(self: Any, now_s: float, limit: int | None = None) -> Any:
+    def told(self: Any, limit: int | None = None) -> Any:
         unpromised = PrefillState.BOOTSTRAPPING
         self.bootstrapped.came = [*self.requests.values()]
         self.bootstrapped.waits_for_promise = lambda: [
             req for req in self.requests.values() if req.state is unpromised
         ]
-        return scheduled(self, now_s, limit)
+        return scheduled(self, limit)
 
     patch(PrefillBootstrapQueue, "pop_bootstrapped", in_order)
     patch(PrefillScheduler, "pop_bootstrapped", told)
@@ -132,12 +132,13 @@ def _pages_wake_no_request(patch: Patch) -> None:
 
 
 def _refusals_are_lost(patch: Patch) -> None:
-    patch(Refusals, "send", lambda self, key, prefill, error, digest: None)
-    patch(PrefillScheduler, "refuse", lambda self, request, reason: None)
+    patch(Rooms, "refuse", lambda self, key, prefill, error, digest: None)
+    patch(PrefillScheduler, "_decline", lambda self, request, reason: None)
 
 
 def _aborts_are_lost(patch: Patch) -> None:
-    patch(PrefillControl, "_abort", lambda self, command, now_s: [])
+    inputs = {**PrefillControl.INPUTS, AbortRoom: lambda self, command, now_s: None}
+    patch(PrefillControl, "INPUTS", inputs)
 
 
 def _offers_stay(patch: Patch) -> None:
@@ -149,7 +150,7 @@ def _offers_end_unsaid(patch: Patch) -> None:
     """A decode worker that comes for an offer that was withdrawn hears nothing."""
 
     def close(self: Any, key: RoomKey, error: Exception, now_s: float) -> list[Any]:
-        ended = self._offers._open.pop(key.numbers, None) is not None
+        ended = self._offers.pop(key.numbers, None) is not None
         offered = RoomKey(*key.numbers)
         return [RoomEnded(offered, KVPoll.FAILED, error), SourceFree(offered)] if ended else []
 

@@ -27,7 +27,6 @@ import msgspec
 
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.pages.manager import PageManager
@@ -41,6 +40,7 @@ from tests.laws.liveness.arrivals import Ask, LivenessError
 from tests.support.sim import Storm
 from tests.support.sim_engines import ROWS, DecodeEngine, PairSim, PrefillEngine
 from tests.support.sim_rank import TIMING, SimRank
+from tests.support.timed import DecodeScheduler
 
 RESENDS_S = 3 * TIMING.resend_s  # below every deadline
 NEVER_S = 1e9

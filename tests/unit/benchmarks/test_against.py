@@ -18,13 +18,11 @@ from benchmarks.against import (
     Plan,
     Side,
     driver_of,
-    parts_of,
     row_of,
-    rows_of,
     tree_of,
 )
 from benchmarks.against.today import CALLS, Order
-from prefixkv.errors import ConfigError, InternalError
+from prefixkv.errors import ConfigError
 
 OLD = "76518cc8"
 
@@ -77,26 +75,10 @@ def test_the_bound_is_broken_beyond_what_equal_sides_differ_by(
     assert row.as_json()["verdict"] == verdict
 
 
-def test_an_admission_has_two_figures_and_each_is_of_a_round_s_calls() -> None:
-    calls = [1e-6] * 98 + [9e-6] * 2
-    sides = {side: [{"admission": calls, "add": calls}] * 3 for side in against.SIDES}
-    rows = {row.name: row for row in rows_of(sides)}
-    assert list(rows) == ["admission, P50", "admission, P99", "add, P50"]
-    assert rows["admission, P50"].ours_s == pytest.approx(1e-6)
-    assert rows["admission, P99"].ours_s == pytest.approx(9e-6)
-
-
 def test_rounds_are_shared_by_the_starts_and_pairs_get_fewer() -> None:
     plan = Plan(["match", "goodput"], rounds=10, starts=3)
     assert [plan.rounds_of("match", start) for start in range(3)] == [4, 3, 3]
     assert [plan.rounds_of("goodput", start) for start in range(3)] == [1, 1, 0]
-
-
-def test_a_part_of_an_unknown_name_is_refused() -> None:
-    assert parts_of([]) == list(against.PARTS)
-    assert parts_of(["evict"]) == ["evict"]
-    with pytest.raises(ConfigError, match="nonsense"):
-        parts_of(["nonsense"])
 
 
 # --- both trees -----------------------------------------------------------------------------------
@@ -175,12 +157,3 @@ def test_the_old_tree_is_measured_call_by_call() -> None:
         finally:
             for side in sides:
                 side.close()
-
-
-def test_what_a_side_cannot_measure_is_said() -> None:
-    side = Side(ROOT, seed=0)
-    try:
-        with pytest.raises(InternalError, match="nonsense failed"):
-            side.measure(Order("nonsense", calls=1))
-    finally:
-        side.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +11,9 @@ import pytest
 
 from benchmarks.chaos_clients import Call, Conversation, Ledger, Sizes, system_prompts
 from benchmarks.chaos_pages import TARGET_CANARY, WatchedAllocator
-from benchmarks.chaos_proxy import Proxy
-from benchmarks.chaos_worker import cut_sockets
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.pages.manager import PageManager
-from tests.support.patience import PATIENCE_S, until
 
 # --- pages ----------------------------------------------------------------------------------------
 
@@ -33,23 +28,6 @@ def write(allocator: WatchedAllocator, page: int, value: int = 7) -> None:
     data = allocator._pool.read_pages([page])
     data[0, 1, 2] = value  # a part of it
     allocator._pool.write_pages([page], data)
-
-
-def test_pages_in_use_may_be_written(watched: WatchedAllocator) -> None:
-    pages = watched.alloc(3)
-    for page in pages.tolist():
-        write(watched, page)
-    watched.scan()
-    watched.free(pages[:1])
-    watched.cache(pages[1:])
-    watched.uncache(pages[1:])
-    watched.hold(pages[1:], "room")
-    for page in pages[1:].tolist():
-        write(watched, page)
-    watched.release("room")
-    watched.scan()
-    assert not watched.num_findings
-    assert watched.free_pages == 8
 
 
 @pytest.mark.parametrize("how", ["free", "release", "never used"])
@@ -98,97 +76,6 @@ def test_under_the_scheduler_s_books_what_a_request_leaves_is_filled(
     page_manager.release("room")
     watched.scan()
     assert watched.num_findings == 0
-
-
-# --- wires ----------------------------------------------------------------------------------------
-
-
-class Echo:
-    """A server that sends back what it gets."""
-
-    def __init__(self) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.got = b""
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while True:
-            conn, _ = self.listener.accept()
-            with conn:
-                while data := conn.recv(100):
-                    if data == b"end":
-                        return
-                    self.got += data
-                    conn.sendall(data)
-
-    def close(self) -> None:
-        with socket.create_connection(self.listener.getsockname()) as conn:
-            conn.sendall(b"end")
-        self._thread.join()
-        self.listener.close()
-
-
-@pytest.fixture
-def wire() -> Iterator[tuple[Proxy, Echo]]:
-    proxy, echo = Proxy(), Echo()
-    proxy.point_to(echo.endpoint)
-    yield proxy, echo
-    proxy.close()
-    echo.close()
-
-
-def receive(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count and (more := sock.recv(count - len(data))):
-        data += more
-    return data
-
-
-def connect(proxy: Proxy) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE_S)
-
-
-def test_a_proxy_passes_on_and_its_connections_can_be_cut(wire: tuple[Proxy, Echo]) -> None:
-    proxy, _ = wire
-    for _ in range(2):
-        with connect(proxy) as client:
-            client.sendall(b"hello")
-            assert receive(client, 5) == b"hello"
-            proxy.cut()
-            assert client.recv(1) == b""
-
-
-def test_a_stalled_proxy_keeps_what_it_has_and_passes_it_on_later(wire: tuple[Proxy, Echo]) -> None:
-    proxy, echo = wire
-    with connect(proxy) as client:
-        client.sendall(b"a")
-        assert client.recv(1) == b"a"
-        proxy.stall(forth=False, back=True)
-        client.sendall(b"b")
-        until(lambda: echo.got == b"ab")
-        proxy.stall(forth=True, back=False)
-        client.sendall(b"c")
-        client.settimeout(0.05)
-        with pytest.raises(TimeoutError):
-            client.recv(1)
-        assert echo.got == b"ab"
-        proxy.heal()
-        client.settimeout(PATIENCE_S)
-        assert receive(client, 2) == b"bc"
-
-
-def test_data_sockets_are_cut_and_control_sockets_are_not(wire: tuple[Proxy, Echo]) -> None:
-    proxy, echo = wire
-    with connect(proxy) as control, socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname()) as data:
-            ports = {proxy.port, int(echo.endpoint.rpartition(":")[2])}
-            assert cut_sockets(ports, 0.0, random.Random(1)) == 0
-            assert cut_sockets(ports, 1.0, random.Random(1)) >= 1
-            assert data.recv(1) == b""
-        control.sendall(b"x")
-        assert control.recv(1) == b"x"
 
 
 # --- what was asked, and what became of it --------------------------------------------------------
@@ -240,13 +127,3 @@ def test_anything_else_is_a_violation(what: Callable[[Booked], Any]) -> None:
     booked = Booked()
     what(booked)
     assert len(booked.ledger.violations) == 1
-
-
-def test_what_a_dead_worker_had_is_lost_with_it() -> None:
-    booked = Booked()
-    assert booked.ledger.lost(booked.prefill) == []
-    assert not booked.ledger.idle
-    assert booked.ledger.lost(booked.decode) == [booked.call]
-    assert booked.ledger.idle
-    assert booked.ledger.free_rooms == [booked.call.room]
-    assert booked.ledger.outcomes["lost with its worker"] == 1

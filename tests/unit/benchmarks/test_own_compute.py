@@ -1,81 +1,14 @@
-"""First tokens beside a replay's hits, each queue by hand; and what the rule is told."""
+"""What own compute's rule is told."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import pytest
-
-from benchmarks.own_compute.queues import Queues, RequestTokens, Speeds, prefill_workers
+from benchmarks.own_compute.queues import Queues, RequestTokens, Speeds
 from benchmarks.own_compute.rule import Node
 from prefixkv.cli.replay import Trace
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.sources import Sources
-
-SPEEDS = Speeds(
-    prefill_tokens_per_s=1000, link_bytes_per_s=5000, host_bytes_per_s=20_000,
-    own_tokens_per_s=100,
-)  # fmt: skip
-"""A second for a thousand tokens; with ten bytes a token two on the link, and half a second to load
-them from the host."""
-TRACE = Trace("t", [], page_size=1, block_tokens=100, bytes_per_token=10)
-
-
-def first_tokens(
-    *requests: tuple[float, int, int, int], speeds: Speeds = SPEEDS, own: bool = False
-) -> tuple[list[float], Queues]:
-    """Of requests of (time, tokens, found by the device, found by the host behind that): seconds
-    from each one's time to its first token, and the queues behind them."""
-    queues, waited_s = Queues(TRACE, speeds, 1), []
-    for at_s, tokens, device, host in requests:
-        one = RequestTokens(at_s, tokens, device, [host], counted=True)
-        is_own = own and tokens - device - host <= 50
-        waited_s.append(queues.serve(one, host, is_own, device).first_token_s - at_s)
-    return waited_s, queues
-
-
-def test_one_request_passes_prefill_and_link() -> None:
-    """1,000 tokens: computed after 1 s, sent after 2, which is later."""
-    assert first_tokens((0.0, 1000, 0, 0))[0] == [2.0]
-    # On a faster link the last block of 100 tokens goes when all is computed.
-    fast = replace(SPEEDS, link_bytes_per_s=10_000)
-    assert first_tokens((0.0, 1000, 0, 0), speeds=fast)[0] == [pytest.approx(1.1)]
-
-
-def test_what_the_host_has_is_computed_but_not_sent() -> None:
-    """Prefill lacks what decode's pool lacks: .4 s; 300 tokens are loaded in .15 s and 100 sent
-    behind those .4 s."""
-    assert first_tokens((0.0, 1000, 600, 300))[0] == [pytest.approx(0.6)]
-    slow = replace(SPEEDS, host_bytes_per_s=3000)
-    assert first_tokens((0.0, 1000, 600, 300), speeds=slow)[0] == [pytest.approx(1.0)]
-
-
-def test_what_is_little_is_computed_by_decode_behind_its_load() -> None:
-    """50 tokens missing behind the host's: loaded after .15 s, computed in .5."""
-    waited_s, queues = first_tokens((0.0, 1000, 650, 300), own=True)
-    assert waited_s == [pytest.approx(0.65)]
-    assert (queues.prefill_s, queues.link_s) == (0, 0)
-
-
-def test_each_queue_is_first_come_first_served() -> None:
-    """The second comes .1 s later: its link is free after 2 s, and ends after 4. A hit of 990
-    passes both by own compute; where prefill computes it, it waits for the link behind them."""
-    requests = ((0.0, 1000, 0, 0), (0.1, 1000, 0, 0), (0.2, 1000, 990, 0))
-    speeds = replace(SPEEDS, prefill_tokens_per_s=100_000)
-    waited_s, queues = first_tokens(*requests, speeds=speeds)
-    assert waited_s[2] == pytest.approx(4.02 - 0.2)
-    assert queues.link_s == pytest.approx(4.02)
-    waited_s, queues = first_tokens(*requests, speeds=speeds, own=True)
-    assert waited_s[2] == pytest.approx(0.1)
-    assert queues.own_s == pytest.approx(0.1)
-
-
-def test_as_many_prefill_workers_as_keep_them_seven_tenths_busy() -> None:
-    """Eleven seconds of work in ten: 1.1 of a worker's time."""
-    assert prefill_workers(11_000, 10.0, 1000, 11) == 2
-    assert prefill_workers(11_000, 0.001, 1000, 11) == 11
-
 
 # --- the rule -------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks import pair, transfer
-from benchmarks.pair import Watch, WorkerError, run_pair, turn_about
+from benchmarks import transfer
+from benchmarks.pair import Watch, WorkerError, run_pair
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import InternalError, OutOfPagesError
 from prefixkv.pages.manager import PageManager
@@ -91,20 +91,6 @@ def test_it_goes_on_until_enough_repetitions_were_left_alone():
         (1, 0.0, 4),
         (3, 0.05, 4),
     ]
-
-
-def test_the_least_disturbed_are_kept_when_none_is_left_alone():
-    rows = _Disturbed([1.0, 0.5, 2.0]).least_disturbed(_numbers(), 2, patience_s=0.0)
-    assert [row["number"] for row in rows] == [1, 0]
-    load = pair.load_of(rows)
-    assert load == {
-        "repetitions": 2, "of_so_many_taken": 2, "foreign_cores_median": 0.75,
-        "foreign_cores_most": 1.0
-    }  # fmt: skip
-
-
-def test_each_side_begins_in_its_turn():
-    assert [turn_about("ab", number)[0] for number in range(3)] == ["a", "b", "a"]
 
 
 def test_bytes_that_differ_are_an_error() -> None:

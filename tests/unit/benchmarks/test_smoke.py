@@ -17,7 +17,6 @@ import pytest
 import benchmarks
 from benchmarks import gpu
 from benchmarks.__main__ import BENCHMARKS, run
-from benchmarks.burst import ENDS
 from benchmarks.radix import Bench
 from benchmarks.turns import MODES, SIZES, unequal, verified
 from benchmarks.workloads import generate
@@ -25,13 +24,6 @@ from benchmarks.workloads import generate
 # Options with a name of their own.
 RENAMED = ("json_file", "traces", "unequal_ranks", "with_generated")
 ROOT = Path(benchmarks.__path__[0]).parent
-
-
-def test_it_lists_each_with_one_line() -> None:
-    command = [sys.executable, "-m", "benchmarks"]
-    listed = subprocess.check_output(command, text=True, cwd=ROOT).splitlines()
-    assert [line.split()[0] for line in listed[2:]] == list(BENCHMARKS)
-    assert max(map(len, listed)) <= 100
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -127,13 +119,6 @@ def test_each_call_of_a_life_is_measured_warm_and_cold(tmp_path: Path) -> None:
     calls = ["add", "admission", "commit", "finish"]
     assert [row["call"] for row in rows] == [*calls, *(f"{call}, cold" for call in calls)]
     assert all(0 < row["us_p50"] <= row["us_p99"] and row["samples"] == 100 for row in rows)
-
-
-@pytest.mark.slow
-def test_a_burst_is_computed_and_sent_once(tmp_path: Path) -> None:
-    rows = rows_of("burst --quick", tmp_path, status=None)
-    assert [row["the_first"] for row in rows] == [*ENDS, ENDS[0]]
-    assert [(row["ran"], row["pages_wrong"]) for row in rows] == [(8, 0), (7, 0), (7, 0), (8, 0)]
 
 
 CASES = list(unequal(quick=True))

@@ -10,7 +10,6 @@ import sys
 import time
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
@@ -18,62 +17,8 @@ from benchmarks.pair import WorkerError
 from benchmarks.turns import passes
 from benchmarks.turns.options import StandInOptions
 from benchmarks.turns.report import Measured
-from benchmarks.turns.workload import Clients, arrival_times
-from prefixkv.cli.chats.workload import Workload, chat
 from prefixkv.errors import ConfigError
 from tests.support.patience import PATIENCE_S
-
-CHAT = {"system_tokens": 40, "user_tokens": 10, "output_tokens": 6}
-
-
-def play(workload: Workload, concurrency: int = 100) -> tuple[Clients, list[Any]]:
-    """Every call of a workload with its answer, each taking a second: (time sent, call)."""
-    clients = Clients(workload, arrival_times(workload, 1, None), concurrency)
-    now_s, sent, running = 0.0, [], []  # type: float, list[Any], list[Any]
-    while not clients.done:
-        calls = clients.take(now_s)
-        sent += [(now_s, call) for call in calls]
-        running += [(now_s + 1.0, call) for call in calls]
-        assert clients.open == len(running) <= concurrency
-        now_s = min(end_s for end_s, _ in running)
-        for one in [one for one in running if one[0] <= now_s]:
-            running.remove(one)
-            clients.answer(one[1], [len(one[1].tokens) % 1000] * one[1].output_len, now_s)
-    return clients, sent
-
-
-def test_a_prompt_is_all_that_was_said_before_and_the_new_text() -> None:
-    workload = chat(1, 3, 4, **CHAT)
-    clients, sent = play(workload, concurrency=2)
-    assert clients.finished == 12
-    for session, turns in enumerate(workload.sessions):
-        said = np.empty(0, dtype=np.int32)
-        for number, turn in enumerate(turns):
-            call = next(c for _, c in sent if (c.session, c.turn) == (session, number))
-            said = np.concatenate([said, *(run.tokens() for run in turn.text)])
-            assert np.array_equal(call.tokens, said)
-            said = np.append(said, [len(said) % 1000] * turn.output_len)
-
-
-def test_arrivals_keep_to_the_offered_rate() -> None:
-    due = arrival_times(chat(1, 40, 25, **CHAT), 9, rate=20.0)
-    assert all(np.all(np.diff(times) > 0) for times in due)
-    every = np.sort(np.concatenate(due))
-    assert 1000 / every[-1] == pytest.approx(20, rel=0.1)
-    gaps = np.diff(every)
-    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.15)  # as Poisson arrivals have it
-
-
-def test_a_failed_call_ends_its_session() -> None:
-    workload = chat(1, 2, 3, **CHAT)
-    clients = Clients(workload, arrival_times(workload, 1, None), 8)
-    first, second = clients.take(0.0)
-    clients.fail(first)
-    assert clients.failed == 3
-    assert clients.answer(second, [1], 1.0)
-    (again,) = clients.take(1.0)
-    clients.fail(again)
-    assert (clients.failed, clients.finished, clients.done) == (5, 1, True)
 
 
 def test_both_sides_share_one_load_and_no_salt() -> None:
@@ -94,11 +39,6 @@ def test_both_sides_share_one_load_and_no_salt() -> None:
     assert rows[0]["hit_rate_by_turn"] == {3: 0.4}
     with pytest.raises(WorkerError, match="no request was answered"):
         list(passes(lambda plan, heard: Measured(requests=40, failed=40, duration_s=1.0)))
-
-
-def test_what_must_not_be_is_said() -> None:
-    wrong = Measured(pages_mismatched=3, prefill_pages_at_end={"held": 1, "cached": 5})
-    assert wrong.complaints() == ["3 pages mismatched", "1 prefill pages left held"]
 
 
 def test_pools_too_small_and_too_large_are_refused() -> None:

@@ -29,22 +29,3 @@ def test_a_name_and_a_seed_are_one_trace(name):
     assert generate(name, workloads.SEED + 1)[:500] != trace[:500]
     assert all(one["timestamp"] <= next_["timestamp"] for one, next_ in pairwise(trace))
     assert all(len(entry["hash_ids"]) * BLOCK_TOKENS == entry["input_length"] for entry in trace)
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_equal_blocks_mean_an_equal_prefix(name):
-    above: dict[int, int] = {}
-    for entry in generate(name):
-        for upper, lower in pairwise([-1, *entry["hash_ids"]]):
-            assert above.setdefault(lower, upper) == upper
-
-
-def test_agents_come_back_and_a_flood_does_not():
-    shares = {}
-    for name in ("agents", "flood"):
-        trace = generate(name)
-        ends = {entry["hash_ids"][-1] for entry in trace}
-        begun = [block for entry in trace for block in entry["hash_ids"][:-1] if block in ends]
-        shares[name] = len(set(begun)) / len(ends)
-    assert shares["agents"] > 0.9
-    assert shares["flood"] < 0.25

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 
 import benchmarks.policies.gated  # noqa: F401  makes it known by name
 from prefixkv.cache.events import Cleared, Inserted, TakenOut
@@ -17,11 +16,9 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import (
     CallerError,
-    ConfigError,
     InternalError,
     LockError,
     PageStateError,
-    TokenError,
 )
 
 
@@ -64,25 +61,6 @@ def test_only_whole_pages_are_cached_and_matched():
     assert cached(cache, "aabbc") == 4
     assert cached(cache, "aabbcx") == 4
     assert cached(cache, "a") == cached(cache, "") == 0
-
-
-def test_insert_says_what_was_there_and_gives_the_trees_pages():
-    cache = filled("abcd")
-    result = cache.insert(tokens("abxy"), [10, 11, 12, 13])
-    assert result.prefix_len == 2
-    assert result.pages.tolist() == [0, 1, 12, 13]
-    assert cache.match_prefix(tokens("abcdz")).pages.tolist() == [0, 1, 2, 3]
-
-
-def test_prompts_that_share_all_but_the_last_token_share_all_but_the_last_page():
-    shared = list(range(100, 100 + 63))
-    cache = RadixCache(page_size=16)
-    cache.insert([*shared, 1], np.arange(4))
-    assert cache.match_prefix([*shared, 2]).prefix_len == 48
-    assert cache.insert([*shared, 2], np.arange(4, 8)).prefix_len == 48
-    assert cache.num_pages == 5
-    assert cache.num_nodes == 3
-    cache.check_invariants()
 
 
 def test_looking_does_not_fragment():
@@ -138,12 +116,6 @@ def test_an_empty_namespace_leaves_nothing_behind():
         cache.unlock(cache.lock(cache.match_prefix([2], namespace=("empty", name))))
     cache.evict(100)
     assert not cache._roots
-
-
-def test_torch_tokens_and_pages():
-    cache = RadixCache(page_size=2)
-    cache.insert(torch.arange(8), torch.arange(4, dtype=torch.int32))
-    assert cache.match_prefix(torch.arange(8, dtype=torch.int32)).pages.tolist() == [0, 1, 2, 3]
 
 
 def test_arrays_that_come_in_are_copied_and_arrays_that_go_out_are_the_callers():
@@ -214,49 +186,7 @@ def test_the_partial_pages_id_is_ignored():
     assert cache.num_pages == 2
 
 
-def test_a_page_that_left_the_tree_may_come_back():
-    cache = RadixCache(page_size=1, pool_pages=4)
-    cache.insert([1, 2], [0, 1])
-    cache.insert([1, 2, 3], [0, 1, 2])  # the trees own pages for the part that is there
-    lock = cache.lock(cache.match_prefix([1]))
-    cache.reset()
-    fails_unchanged(cache, PageStateError, cache.insert, [5], [0])  # an orphan's
-    cache.insert([5], [2])
-    cache.unlock(lock)
-    cache.insert([6], [0])
-    cache.check_invariants()
-
-
-@pytest.mark.parametrize(
-    "wrong", [[1, -1], [1, 2**31], [1, 2.5], [1, True], np.array([1, -1], np.int32)]
-)
-def test_wrong_tokens_change_nothing(wrong):
-    cache = filled("abc")
-    fails_unchanged(cache, TokenError, cache.insert, wrong, [10, 11])
-
-
-def test_wrong_settings():
-    for settings in ({"page_size": 0}, {"policy": "newest"}, {"pool_pages": -1}):
-        with pytest.raises(ConfigError):
-            RadixCache(**settings)
-
-
 # --- locks ----------------------------------------------------------------------------------------
-
-
-def test_a_lock_protects_a_prefix_and_no_more():
-    cache = filled("abcdef")
-    match = cache.match_prefix(tokens("abcx"))
-    assert match.unprotected_pages == 3
-    with cache.lock(match) as lock:
-        assert lock.prefix_len == 3
-        assert (cache.protected_pages, cache.evictable_pages) == (3, 3)
-        assert cache.match_prefix(tokens("abcd")).unprotected_pages == 1
-        assert cache.match_prefix(tokens("ab")).unprotected_pages == 0
-        assert sorted(cache.evict(100).tolist()) == [3, 4, 5]
-        assert cache.evict(1).tolist() == []
-    assert not lock.held
-    assert cache.evictable_pages == 3
 
 
 def test_double_unlock_changes_nothing():
@@ -302,13 +232,6 @@ def test_an_insertion_goes_on_only_from_a_lock_that_is_held_in_this_tree():
     other.unlock(foreign)
 
 
-def test_unlocked_inside_its_with_block():
-    cache = filled("abc")
-    with cache.lock(cache.match_prefix(tokens("abc"))) as lock:
-        cache.unlock(lock)
-    assert cache.protected_pages == 0
-
-
 def test_a_stale_match_locks_what_is_there_now():
     cache = filled("abcd")
     short = cache.match_prefix(tokens("abcdef"))
@@ -352,30 +275,6 @@ def test_a_grown_key_does_not_change_the_match_that_was_made_of_it():
         assert lock.prefix_len == 2
 
 
-def test_an_empty_lock_is_a_lock_like_any_other():
-    cache = RadixCache(page_size=1)
-    lock = cache.lock(cache.match_prefix([1]))
-    assert (lock.prefix_len, lock.pages.tolist(), cache.stats().num_locks) == (0, [], 1)
-    cache.insert([1], [0])
-    assert cache.evict(1).tolist() == [0]
-    assert cache.unlock(lock).tolist() == []
-    with pytest.raises(LockError):
-        cache.unlock(lock)
-
-
-def test_insert_under_a_locked_partial_node():
-    cache = filled("abcdef")
-    lock = cache.lock(cache.match_prefix(tokens("abc")))
-    assert cache.insert(tokens("abxy"), [10, 11, 12, 13]).prefix_len == 2
-    cache.check_invariants()
-    assert (cache.protected_pages, cache.num_nodes) == (3, 4)
-    assert lock.pages.tolist() == [0, 1, 2]
-    assert sorted(cache.evict(99).tolist()) == [3, 4, 5, 12, 13]
-    cache.check_invariants()
-    assert cache.num_nodes == 1
-    cache.unlock(lock)
-
-
 def test_locking_stops_at_the_first_node_that_is_held():
     cache = RadixCache(page_size=1)
     locks = []
@@ -409,65 +308,7 @@ def test_reset_that_forgets_locks_gives_everything_back():
     cache.check_invariants()
 
 
-def test_reset_under_locks():
-    cache = filled("abcd", "abxy", "q")
-    one, two = (
-        cache.lock(cache.match_prefix(tokens("abc"))),
-        cache.lock(cache.match_prefix(tokens("abxy"))),
-    )
-    free = cache.lock(cache.match_prefix([]))
-    assert sorted(cache.reset().tolist()) == [3, 8]
-    cache.check_invariants()
-    assert (cache.num_pages, cache.num_nodes, cache.protected_pages, cache.orphan_pages) == (
-        0,
-        0,
-        0,
-        5,
-    )
-    assert cached(cache, "abc") == 0
-    assert one.pages.tolist() == [0, 1, 2]
-    cache.insert(tokens("abc"), [10, 11, 12])
-    assert cache.unlock(one).tolist() == [2]
-    with two:
-        pass
-    assert sorted(two.freed.tolist()) == [0, 1, 6, 7]
-    assert cache.unlock(free).tolist() == []
-    with pytest.raises(LockError):
-        cache.unlock(one)
-    assert cached(cache, "abc") == 3
-    cache.check_invariants()
-
-
 # --- eviction -------------------------------------------------------------------------------------
-
-
-def test_eviction_takes_exactly_what_is_asked_from_the_end():
-    cache = filled("abcdefgh")
-    assert cache.evict(1).tolist() == [7]
-    assert sorted(cache.evict(2).tolist()) == [5, 6]
-    assert cached(cache, "abcdefgh") == 5
-    assert len(cache.evict(99)) == 5
-    assert len(cache.evict(1)) == 0
-    fails_unchanged(cache, CallerError, cache.evict, -1)
-    assert cache.evict(0).dtype == np.int32
-
-
-def test_a_prompt_outlives_what_followed_it_and_a_used_prefix_what_was_not_used():
-    cache = filled("abcdef", "xyz")
-    cache.unlock(cache.lock(cache.match_prefix(tokens("abc"))))
-    assert sorted(cache.evict(3).tolist()) == [3, 4, 5]
-    assert sorted(cache.evict(3).tolist()) == [6, 7, 8]
-    assert cached(cache, "abc") == 3
-
-
-def test_recency_of_a_branch_passes_to_its_stem():
-    cache = filled("ab")
-    cache.insert(tokens("xy"), [10, 11])
-    cache.insert(tokens("abc"), [0, 1, 2])
-    cache.insert(tokens("mn"), [20, 21])
-    cache.insert(tokens("xyz"), [10, 11, 12])
-    assert sorted(cache.evict(3).tolist()) == [0, 1, 2]  # all of abc was last used with its c
-    assert sorted(cache.evict(2).tolist()) == [20, 21]
 
 
 @pytest.mark.slow
@@ -506,22 +347,6 @@ def test_a_broken_law_is_reported_with_the_state():
 
 
 # --- wants and events -----------------------------------------------------------------------------
-
-
-def test_pages_that_a_request_waits_for_go_last():
-    cache = filled("abc", "xyz", "mno")
-    number = cache.want(cache.match_prefix(tokens("ab!")))
-    assert sorted(cache.evict(7).tolist()) == [2, 3, 4, 5, 6, 7, 8]
-    assert cached(cache, "ab") == 2
-    assert cache.evict(1).tolist() == [1]  # soft
-    cache.insert(tokens("ab!"), [0, 20, 21])  # inserted while somebody waits for it
-    cache.insert(tokens("pq"), [30, 31])
-    assert sorted(cache.evict(2).tolist()) == [30, 31]
-    cache.insert(tokens("pq"), [30, 31])
-    cache.unwant(number)
-    assert sorted(cache.evict(3).tolist()) == [0, 20, 21]
-    fails_unchanged(cache, CallerError, cache.unwant, number)
-    fails_unchanged(cache, LockError, cache.want, filled("abc").match_prefix(tokens("a")))
 
 
 def test_a_listener_that_comes_late_or_falls_behind_gets_the_tree_as_it_is(monkeypatch):

@@ -114,33 +114,6 @@ def test_a_key_grows_and_keeps_what_was_taken_of_it():
     key.check()
 
 
-def test_growth_is_checked_once(monkeypatch):
-    looked_at = []
-    monkeypatch.setattr(
-        "prefixkv.cache.radix_key.check_packed",
-        lambda data, start=0: looked_at.append(len(data) - start),
-    )
-    key = RadixKey(list(range(1000)))
-    key.check()
-    key.append(1)
-    key.check()
-    key.check()
-    assert looked_at == [4000, 4]
-
-
-def test_what_was_checked_where_it_came_in_is_not_looked_at_again(monkeypatch):
-    key, slow = RadixKey([1, 2]), RadixKey([1, 2])
-    key.check()
-    key.extend_checked([3, 2**31 - 1])
-    slow.extend([3, 2**31 - 1])
-    monkeypatch.setattr("prefixkv.cache.radix_key.check_packed", None)
-    key.check()
-    assert key.data == slow.data
-    key.extend_checked([5])
-    key.check()
-    assert len(key) == 5
-
-
 @pytest.mark.parametrize("how", ["extend", "extend_checked", "extend_packed"])
 def test_what_came_before_it_is_looked_at_still(how):
     key = RadixKey(np.array([1, -1], np.int32))
@@ -166,33 +139,9 @@ def test_a_key_of_a_key_is_independent():
     assert RadixKey(key, namespace="b").namespace == "b"
 
 
-def test_a_key_of_a_key_need_not_be_checked_again(monkeypatch):
-    key = RadixKey(TOKENS, "lora")
-    key.check()
-    monkeypatch.setattr("prefixkv.cache.radix_key.check_packed", None)
-    again = RadixKey(key)
-    again.check()
-    assert (again.data, again.namespace) == (key.data, "lora")
-
-
 def test_a_key_of_a_key_that_was_not_checked_is_checked():
     with pytest.raises(TokenError):
         RadixKey(RadixKey(np.array([1, -1], np.int32))).check()
-
-
-def test_wider_arrays_are_checked_as_they_are_packed_and_not_again(monkeypatch):
-    looked_at = []
-    monkeypatch.setattr(
-        "prefixkv.cache.radix_key.check_packed", lambda *given: looked_at.append(given)
-    )
-    key = RadixKey(np.arange(10))
-    key.extend(array.array("q", range(10)))
-    key.check()
-    assert looked_at == []
-    key.extend(np.arange(3, dtype=np.int32))
-    assert len(looked_at) == 1
-    key.check()
-    assert len(looked_at) == 1
 
 
 @pytest.mark.parametrize("bad", [-1, -(2**31), -(2**40), 2**31, 2**32, 2**62])

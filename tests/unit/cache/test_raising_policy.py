@@ -180,19 +180,3 @@ def test_after_what_no_policy_may_say_the_cache_is_lru(said: Any) -> None:
     assert "Error" in line
     order = [cache.evict(1).tolist() for _ in range(6)]
     assert order[-3:] == [[5], [6], [7]]
-
-
-def test_an_eviction_takes_no_page_that_a_lock_holds() -> None:
-    """Whatever is asked for, in whatever state of the queue: locked before and after it was an
-    evictable leaf."""
-    cache = RadixCache(page_size=1, policy="lru")
-    cache.insert([1, 2, 3], [10, 11, 12])
-    cache.insert([1, 5], [10, 20])
-    lock = cache.lock(cache.match_prefix([1, 2]))  # within a leaf that stands in the queue
-    inner = cache.lock(cache.match_prefix([1, 2, 3]))
-    assert cache.evict(10).tolist() == [20]
-    cache.unlock(inner)
-    assert cache.evict(10).tolist() == [12]
-    cache.check_invariants()
-    cache.unlock(lock)
-    assert sorted(cache.evict(10).tolist()) == [10, 11]

@@ -135,24 +135,10 @@ def test_figures_and_the_last_conversation_are_those_of_the_answers():
     assert found["ratios"] == pytest.approx({"ttft_p50": 0.35 / 0.15, "bytes_sent": 4.0})
     assert found["last_conversation"] == [
         {"prompt": [0, 120], "hit_on_decode": [0, 96], "on_the_way": [96, 96],
-         "from_host": [96, 96], "sent": [96, 120], "hit_on_prefill": [0, 80],
-         "computed": [80, 120]},
+         "sent": [96, 120], "hit_on_prefill": [0, 80], "computed": [80, 120]},
     ]  # fmt: skip
     del report.played[False]
     assert report.as_json()["ratios"] == {"ttft_p50": None, "bytes_sent": None}
-
-
-def test_what_came_from_host_memory_has_a_row_and_a_column_where_there_is_any():
-    report = both()
-    report.wrong = {True: 0, False: 0}
-    turn = answer(120, [6, 7], 96, 80, 0.2, shared=10)
-    turn.host_tokens = 64
-    report.played[True] = Played(((turn,),), 2.0)
-    found = report.as_json()
-    assert [run["host_tokens"] for run in found["runs"].values()] == [64, 0]
-    (ranges,) = found["last_conversation"]
-    of_decode = ("hit_on_decode", "on_the_way", "from_host", "sent")
-    assert [ranges[name] for name in of_decode] == [(0, 32), (32, 42), (42, 106), (106, 120)]
 
 
 def test_passes_that_differ_by_no_more_than_those_of_one_kind_are_alike():

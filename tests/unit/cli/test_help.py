@@ -54,7 +54,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("of", "run", "path"), CASES, ids=lambda one: str(one)[:40])
+@pytest.mark.parametrize(
+    ("of", "run", "path"), CASES, ids=lambda one: getattr(one, "__name__", str(one))
+)
 def test_each_option_has_help_that_is_whole(
     of: str, run: Any, path: tuple[str, ...], capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

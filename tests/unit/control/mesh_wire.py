@@ -12,8 +12,8 @@ import msgspec
 from prefixkv.config import ControlConfig
 from prefixkv.control.decode.control import DecodeControl, DecodeInput
 from prefixkv.control.effects import FrameReceived, SendFrame, Tick
+from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl, PrefillInput
-from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.protocol import messages
@@ -27,6 +27,8 @@ from prefixkv.protocol.messages import (
     Promise,
     Topology,
 )
+from prefixkv.staging.sender import StagingSlots
+from tests.support.control_effects import effects_of
 from tests.support.mesh_pools import mesh_layout
 from tests.unit.control import wire
 from tests.unit.control.wire import add_room as add_wire_room
@@ -87,7 +89,7 @@ class _Opposite:
             (effect.to, messages.decode(effect.raw).body)
             if isinstance(effect, SendFrame)
             else effect
-            for effect in self.control.on(what, self.now_s)
+            for effect in effects_of(self.control, what, self.now_s)
         ]
 
     def after(self, seconds: float) -> list[Any]:
@@ -172,7 +174,8 @@ class Readers(_Opposite):
     ) -> None:  # fmt: skip
         super().__init__()
         me, topology, endpoints = PeerId(f"p/{rank}", 5), Topology(page_size, tp), ADDRESSES[1:tp]
-        self.control = PrefillControl(me, digest, topology, timing, ("", *endpoints), rank, staging)
+        ours = OurSide(digest, topology, rank)
+        self.control = PrefillControl(me, ours, timing, ("", *endpoints), staging)
 
     def on(self, what: PrefillInput) -> list[Any]:
         return super().on(what)

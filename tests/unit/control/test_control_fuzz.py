@@ -717,10 +717,11 @@ def test_the_effects_seen_here_are_all_there_are() -> None:
     decode = {
         "SendFrame", "Connect", "Disconnect", "Expect", "Settle", "Scatter", "RoomEnded",
         "RoomDrained", "RoomOverdue", "Examine", "PrefillReady", "PrefillAway", "PrefillLost",
+        "Raised",
     }  # fmt: skip
     prefill = {
         "SendFrame", "AddPeer", "RemovePeer", "WriteJob", "Cancel", "Renew", "Gather",
-        "Examine", "Bootstrapped", "RoomEnded", "SourceFree",
+        "Examine", "Bootstrapped", "RoomEnded", "SourceFree", "Raised",
     }  # fmt: skip
     assert {effect.__name__ for effect in members(DecodeEffect)} == decode
     assert {effect.__name__ for effect in members(PrefillEffect)} == prefill

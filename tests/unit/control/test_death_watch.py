@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from prefixkv.config import ControlConfig
-from prefixkv.control.death_watch import EXAMINE_S
 from prefixkv.control.effects import Examine, FrameReceived, Reached, RemovePeer, Tick, Unreached
+from prefixkv.control.handshake import OurSide
+from prefixkv.control.lives import EXAMINE_S
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.errors import PeerLostError
 from prefixkv.protocol.commands import Fence
@@ -254,7 +255,9 @@ def test_a_decode_worker_that_was_replaced_holds_nothing_here() -> None:
 
 def test_prefill_says_which_process_it_is() -> None:
     peer = LocalDecode()
-    peer.control = PrefillControl(PREFILL, DIGEST, TOPOLOGY, ON, (ADDRESS,), life=OTHER_LIFE)
+    peer.control = PrefillControl(
+        PREFILL, OurSide(DIGEST, TOPOLOGY, life=OTHER_LIFE), ON, (ADDRESS,)
+    )
     [reply] = [body for body in peer.say(peer.hello) if hasattr(body, "endpoints")]
     assert reply.life == OTHER_LIFE
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from prefixkv.control import former_lives as module
-from prefixkv.control.former_lives import IncarnationHistory, nonce
+from prefixkv.control import lives as module
+from prefixkv.control.lives import IncarnationHistory, nonce
 from prefixkv.errors import FormerLifeError
 from prefixkv.protocol.ids import PeerId
 

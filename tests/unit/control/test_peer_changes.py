@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from prefixkv.control import peer_changes as module
-from prefixkv.control.death_watch import merged_lost_peers
+from prefixkv.control import lives as module
 from prefixkv.control.effects import ConnectFailed, RemovePeer, Unreached
-from prefixkv.control.peer_changes import PeerChange, PeerChanges
+from prefixkv.control.lives import PeerChange, PeerChanges, merged_lost_peers
 from prefixkv.errors import ConfigError, PeerLostError
 from prefixkv.protocol.commands import AbortRoom, Fence
 from prefixkv.protocol.events import RoomEnded, decode_error, encode_error

@@ -23,7 +23,6 @@ from prefixkv.protocol.receiver_machine import (
     RoomTick,
     SendToRank,
 )
-from prefixkv.protocol.refusal_machine import RefusalMachine
 from tests.unit.control.wire import (
     ADDRESS,
     HELLO,
@@ -36,6 +35,7 @@ from tests.unit.control.wire import (
     newer,
     promise,
 )
+from tests.unit.protocol.rooms import refusal
 
 WHY = "no room for it"
 ENOUGH = AbortRoom(KEY, WHY)
@@ -112,14 +112,14 @@ def test_a_number_that_is_used_again_before_that_is_not_refused_any_more() -> No
     "event", [ChunkLanded(0, 0, 0), PromiseAcked(0), DrainedSaid(1), RoomTick()]
 )
 def test_what_means_nothing_to_a_refusal_changes_nothing(event: Any) -> None:
-    machine = RefusalMachine(KEY, 9, "why", TIMING, 0.0)
+    machine = refusal()
     assert machine.on(PeerReady((0,)), 0.0) == [SendToRank(0, Abort(*KEY.numbers, "why", 9))]
     assert machine.on(event, 0.1) == []
     assert not machine.over
 
 
 def test_each_rank_is_told_and_each_must_answer() -> None:
-    machine = RefusalMachine(KEY, 9, "why", TIMING, 0.0)
+    machine = refusal()
     assert [say.rank for say in machine.on(PeerReady((0, 1)), 0.0)] == [0, 1]
     assert machine.on(DrainedSaid(0), 0.1) == []
     assert [say.rank for say in machine.on(RoomTick(), TIMING.resend_s)] == [1]

@@ -125,7 +125,7 @@ GOOD = msgspec.structs.replace(HELLO, digest=WITH_STATE, state=MEMORY)
 def test_a_room_with_state() -> None:
     peer = DecodePeer(hello=GOOD)
     added = peer.say(GOOD)[0]
-    assert added.state == StateLink(MEMORY, (StateBlock(0, 0, 0, 0, 8),))
+    assert added.memory.state == StateLink(MEMORY, (StateBlock(0, 0, 0, 0, 8),))
     peer.say(msgspec.structs.replace(wire.promise(prefix_len=4), state_slot=3))
     peer.on(add_room())
     pages, state = peer.chunk(1, [30, 31], last=True, state_slot=2)

@@ -13,14 +13,16 @@ import numpy as np
 from prefixkv.config import ControlConfig
 from prefixkv.control.decode.control import DecodeControl, DecodeInput
 from prefixkv.control.effects import Expect, FrameReceived, SendFrame, Tick
+from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl, PrefillInput
-from prefixkv.control.prefill.writes import StagingSlots
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import AddRoom, OpenRoom, SendChunk
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, Promise, Topology
+from prefixkv.staging.sender import StagingSlots
 from prefixkv.transport.base import WriteDone, WriteFailed
+from tests.support.control_effects import effects_of
 from tests.unit.protocol.rooms import (
     DECODE,
     PAGE_SIZE,
@@ -85,7 +87,7 @@ class _Opposite:
     def on(self, what: Any) -> list[Any]:
         """What follows from an input, with a frame's body in place of the frame."""
         out = []
-        for effect in self.control.on(what, self.now_s):
+        for effect in effects_of(self.control, what, self.now_s):
             if isinstance(effect, SendFrame):
                 body = messages.decode(effect.raw).body
                 self.said.append(body)
@@ -199,19 +201,14 @@ class DecodePeer(_Opposite):
         hello: Hello = HELLO,
         topology: Topology = TOPOLOGY,
         staging: StagingSlots | None = None,
+        weights_version: str = "",
         **more: Any,
     ) -> None:
         super().__init__(DECODE)
         self.hello = hello
-        self.control = PrefillControl(
-            PREFILL,
-            hello.digest,
-            topology,
-            timing,
-            (ADDRESS,),
-            staging=staging,
-            **more,
-        )
+        ours = OurSide(hello.digest, topology, **more)
+        what = (ADDRESS,), staging, weights_version
+        self.control = PrefillControl(PREFILL, ours, timing, *what)
 
     def raw(self, body: Any, by: PeerId | None = None, seq: int | None = None) -> bytes:
         """To this life of prefill."""

@@ -10,8 +10,6 @@ import pytest
 
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.room_numbers import RoomNumbers
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.errors import TransferError
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
@@ -25,6 +23,7 @@ from prefixkv.protocol.commands import (
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
+from tests.support.timed import DecodeScheduler
 
 PAGE_SIZE = 4
 BROKEN = TransferError("broken")
@@ -172,7 +171,7 @@ class Desk:
     def at_rest(self) -> None:
         assert_at_rest(self.scheduler)
         assert not self.scheduler.num_deferred
-        assert repr(self.scheduler.rooms) == repr(RoomNumbers())
+        assert repr(self.scheduler.rooms) == "Rooms(live set(), undrained {})"
         assert (self.scheduler.budget.active, self.scheduler.budget.private_pages) == (0, 0)
 
     def _checked(self, result: Any) -> Any:

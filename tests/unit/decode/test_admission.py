@@ -9,15 +9,12 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prefixkv import admission
 from prefixkv.admission import AdmissionPolicy, admission_names, register_admission
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.prealloc_queue import MAX_LOOKS
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import (
     AdmissionTimeoutError,
@@ -27,9 +24,9 @@ from prefixkv.errors import (
     TransferTimeoutError,
 )
 from prefixkv.pages.manager import PageManager
-from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import AbortRoom, OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import RoomKey
+from tests.support.timed import DecodeScheduler
 from tests.unit.decode.desk import PAGE_SIZE, Desk
 
 POLICIES = ["fifo", "hit_aware", "priority"]
@@ -46,18 +43,9 @@ def blocked_desk(num_pages: int = 16, free: int = 2, **settings: Any) -> tuple[D
 
 def test_policies_are_named_and_an_unknown_one_is_refused_where_it_is_named() -> None:
     assert set(POLICIES) <= set(admission_names())
-    with pytest.raises(ConfigError, match="admission 'luck' is not one of fifo, hit_aware"):
+    with pytest.raises(ConfigError, match="admission: 'luck' is not one of fifo, hit_aware"):
         Desk(admission="luck")
     assert isinstance(Desk(admission=AdmissionPolicy()).scheduler.waiting._policy, AdmissionPolicy)
-
-
-def test_fewest_new_pages_go_first_and_those_that_do_not_fit_are_overtaken() -> None:
-    desk, hog = blocked_desk(24, 0)
-    for rid, tokens in (("a", 16), ("b", 4), ("c", 12), ("d", 4)):
-        desk.add(rid, tokens, max_new=1)
-    assert desk.admit() == []
-    desk.finish(hog)
-    assert desk.admit() == ["b", "d", "c", "a"]
 
 
 def test_what_is_cached_counts_not_what_is_asked_for() -> None:
@@ -93,17 +81,6 @@ def test_one_of_your_own_is_registered_by_a_decorator(monkeypatch: pytest.Monkey
         desk.add(rid, tokens, max_new=1)
     desk.finish(hog)
     assert desk.admit() == ["d", "b", "c", "a"]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_request_admitted_before_comes_first_of_all(policy: str) -> None:
-    desk = Desk(16, admission=policy)
-    old = desk.start("o", 4, max_new=20, outputs=1)
-    back = desk.start("r", 9, max_new=20, outputs=3)
-    desk.add("a", 4, max_new=1, priority=9)
-    desk.retract(back)
-    assert desk.admit()[0] == "r"
-    assert old.state is DecodeState.RUNNING
 
 
 def test_a_policy_that_raises_leaves_nothing_of_the_request() -> None:
@@ -310,14 +287,6 @@ def test_an_engine_that_only_sleeps_wakes_when_the_patience_of_the_oldest_ends()
     assert late.prefix_len == 32
 
 
-def test_without_patience_it_is_first_come_first_served() -> None:
-    desk, hog = blocked_desk(24, 0, patience_s=0.0)
-    for rid, tokens in (("a", 16), ("b", 4), ("c", 12)):
-        desk.add(rid, tokens, max_new=1)
-    desk.finish(hog)
-    assert desk.admit() == ["a", "b", "c"]
-
-
 # --- estimates ------------------------------------------------------------------------------------
 
 
@@ -399,45 +368,6 @@ def test_a_request_that_may_outgrow_the_pool_is_not_admitted(policy: str) -> Non
     desk.transferred()
     desk.finish(in_transfer)
     assert desk.admit() == ["g"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(1, 40), st.integers(1, 6), st.integers(-1, 1), st.sampled_from("abc")
-        ),
-        min_size=1,
-        max_size=12,
-    ),
-    st.integers(6, 14),
-)
-def test_everybody_is_admitted_in_the_end(
-    policy: str, arrivals: list[tuple[int, int, int, str]], num_pages: int
-) -> None:
-    """Whatever comes, whatever it shares: with somebody finishing at each step, the queue runs
-    dry."""
-    desk = Desk(num_pages, rows=4, admission=policy, patience_s=3.0)
-    for number, (length, max_new, priority, kind) in enumerate(arrivals):
-        if pages_for(length + max_new, PAGE_SIZE) <= num_pages:
-            tokens = [ord(kind) * 1000 + place for place in range(length)]
-            desk.add(f"{kind}{number}", tokens, max_new, priority=priority)
-    running: list[DecodeRequest] = []
-    for _ in range(10 * len(arrivals)):
-        desk.now_s += 1.0
-        desk.admit()
-        for req in list(desk.scheduler.requests.values()):
-            if (
-                req.state is DecodeState.PREALLOCATED
-                and desk.scheduler.arriving.get(req.room_key) is not None
-            ):
-                desk.succeed(req.room_key)
-        running += [desk.scheduler.requests[rid] for rid in desk.transferred()]
-        if running:
-            desk.finish(running.pop(0))
-    assert not desk.scheduler.requests
-    desk.at_rest()
 
 
 @pytest.mark.parametrize(
@@ -629,6 +559,6 @@ def test_what_is_idle_has_nothing_to_pop_and_no_room_that_a_peer_may_write_for()
 def test_many_deadlines_cost_nothing_while_none_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = DecodeScheduler(PageManager(8, PAGE_SIZE, 4), waiting_timeout_s=9.0)
     due: list[Callable[[float], Any]] = []
-    monkeypatch.setattr(scheduler.waiting._deadlines, "due", lambda now_s: due.append(now_s) or [])
+    monkeypatch.setattr(scheduler.waiting._late, "due", lambda now_s: due.append(now_s) or [])
     scheduler.pop_preallocated(0.0)
     assert not due

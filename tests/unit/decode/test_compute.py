@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from prefixkv.config import ComputeConfig
-from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.sources import Source, Sources
+from prefixkv.decode.workers import Workers
 from prefixkv.errors import (
     AdmissionTimeoutError,
     CallerError,
@@ -125,7 +125,7 @@ def test_what_decode_has_computed_prefill_has_to_compute_too_until_it_has(
         desk.transferred()
         desk.token(req)
         desk.finish(req)
-    assert not desk.scheduler.choice.unsent.has_any
+    assert not desk.scheduler.choice.has_unsent
     desk.at_rest()
 
 
@@ -182,7 +182,7 @@ def test_where_prefill_was_told_it_is_refused_there() -> None:
 def test_no_share_of_prefills_is_taken() -> None:
     desk = Alone()
     desk.compute("a")
-    assert desk.scheduler.shares.pages("p") == 0
+    assert desk.scheduler.workers.pages("p") == 0
 
 
 def test_what_wants_more_of_prefill_than_kv_is_not_computed() -> None:
@@ -392,7 +392,7 @@ def test_an_end_out_of_range_is_refused(end: int) -> None:
 
 def _gone(**more: Any) -> Alone:
     """A desk whose prefill worker answers, until `down`."""
-    desk = Alone(fails_over=True, below=0, lanes=Lanes(gated=True), **more)
+    desk = Alone(fails_over=True, below=0, workers=Workers(gated=True), **more)
     warm = desk.add("w")
     desk.commands()
     desk.up()
@@ -439,7 +439,7 @@ def test_what_waits_and_what_is_on_its_way_is_computed_when_prefill_goes() -> No
 
 
 def test_the_pages_of_what_is_computed_here_come_back_though_its_worker_is_away() -> None:
-    desk = Alone(lanes=Lanes(gated=True))
+    desk = Alone(workers=Workers(gated=True))
     req = desk.add("a", 8, max_new=1)
     big = desk.add("B", 64, max_new=1, prefill="q", may_compute=False)
     for address in "pq":
@@ -456,11 +456,30 @@ def test_the_pages_of_what_is_computed_here_come_back_though_its_worker_is_away(
     assert desk.admit() == ["B"]
 
 
+def test_one_that_carries_on_alone_and_lacks_too_much_by_then_is_asked_of_its_worker() -> None:
+    """Of its 12 tokens 8 are cached when its transfer fails, and none when it is admitted again."""
+    desk = _gone(ask="both", down_below=8)
+    req = desk.add("w2", 12)
+    assert desk.admit() == ["w2"]
+    desk.fail(req.room_key, drained=True)
+    assert req.is_alone
+    desk.scheduler.flush()
+    desk.commands()
+    assert desk.admit() == ["w2"]
+    assert [type(one) for one in desk.commands()] == [OpenRoom]
+    assert [ask.rid for ask in desk.scheduler.pop_needs_prefill()] == ["w2"]
+    assert desk.scheduler.workers.pages("p") == 3
+    desk.succeed(req.room_key)
+    assert desk.transferred() == ["w2"]
+    assert desk.scheduler.workers.pages("p") == 0
+
+
 def test_what_waits_goes_back_to_prefill_when_it_answers_again() -> None:
     desk = _gone(ask="both", rows=1)
     first, second = desk.add("a"), desk.add("b")
     desk.down()
     assert desk.admit() == ["a"]
+    assert desk.scheduler.waiting.why(second, 0.0).endswith("for pages, to be computed here")
     assert desk.local() == ["a"]
     desk.up()
     desk.computed(first, 8)
@@ -560,7 +579,7 @@ def test_without_the_policy_a_transfer_that_failed_fails() -> None:
 
 
 def test_without_the_policy_a_small_part_is_computed_while_prefill_does_not_answer() -> None:
-    desk = Alone(below=8, lanes=Lanes(gated=True))
+    desk = Alone(below=8, workers=Workers(gated=True))
     near, far = desk.add("a", 8), desk.add("b", 9)
     assert desk.admit() == []
     desk.down()
@@ -598,7 +617,7 @@ def test_without_the_policy_a_prompt_that_did_not_reach_prefill_fails_at_once() 
 
 
 def test_a_request_may_name_no_prefill_worker_where_decode_carries_on() -> None:
-    desk = Alone(fails_over=True, below=0, lanes=Lanes(gated=True))
+    desk = Alone(fails_over=True, below=0, workers=Workers(gated=True))
     req = desk.add("a", prefill="")
     assert desk.admit() == ["a"]
     assert desk.local() == ["a"]
@@ -660,7 +679,7 @@ def test_what_is_sent_elsewhere_before_it_is_admitted_is_asked_for_there(
     moves: str, named: str, ask: str
 ) -> None:
     """Nothing else brings it there. Also where it named no prefill worker, or none that answers."""
-    desk = Alone(num_pages=16, fails_over=True, ask=ask, below=4, lanes=Lanes(gated=True))
+    desk = Alone(num_pages=16, fails_over=True, ask=ask, below=4, workers=Workers(gated=True))
     hog = desk.add("h", 60, max_new=1, prefill="q", cacheable=False)
     desk.up("q")
     assert desk.admit() == ["h"]

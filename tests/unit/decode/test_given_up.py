@@ -7,7 +7,7 @@ import pytest
 
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import AbortedError, CallerError, NotFiniteError
-from tests.laws.lock_machine import Event
+from tests.support.spelled import Event
 from tests.unit.decode.desk import AbortRoom, Desk
 from tests.unit.decode.test_compute import Alone
 from tests.unit.decode.test_host_tier import HostDesk

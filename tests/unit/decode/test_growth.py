@@ -13,7 +13,7 @@ from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import RequestError
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
-from tests.laws.lock_machine import Event
+from tests.support.spelled import Event
 from tests.unit.decode.desk import PAGE_SIZE, Desk
 
 

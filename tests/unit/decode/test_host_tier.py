@@ -15,10 +15,10 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import ComputeConfig
 from prefixkv.decode import host_tier
 from prefixkv.decode.host_tier import HOST
-from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.services import FRESH_S
 from prefixkv.decode.sources import Sources
+from prefixkv.decode.workers import Workers
 from prefixkv.errors import OutOfPagesError
 from prefixkv.pages.windows import WindowSpec
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
@@ -437,7 +437,7 @@ def test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended() -> None:
     held_by = RoomKey(load.number, 0, HOST)
     assert desk.pages.allocator.held_by(held_by).tolist() == sorted(pages)
     assert desk.host.cache.protected_pages == 4, "the copy reads them"
-    assert desk.scheduler.prospects.unproved().held == 0, "they come back by themselves"
+    assert desk.scheduler.waiting.unproved().held == 0, "they come back by themselves"
     assert desk.pop_failed() == [req]
     assert not desk.scheduler.idle, "a copy goes on"
     desk.end_copy()
@@ -862,8 +862,8 @@ def test_host_memory_counts_where_decode_is_alone() -> None:
 def test_host_memory_counts_where_the_prefill_worker_goes_while_it_waits(has_it: bool) -> None:
     """Of 22 tokens it lacks 6, with what host memory has: so it need not wait for the worker."""
     config = ComputeConfig(below=0, down_below=8)
-    lanes = Lanes(gated=True, patience_s=30.0)
-    desk = HostDesk(sources=Sources(config, fails_over=True), lanes=lanes)
+    workers = Workers(gated=True, patience_s=30.0)
+    desk = HostDesk(sources=Sources(config, fails_over=True), workers=workers)
     warm = desk.add("a", prompt("a" if has_it else "x", 16))
     desk.scheduler.prefill_ready("p", 0, desk.now_s)
     assert desk.admit() == ["a"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixkv.decode.request import DecodeRequest, DecodeState
+from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import OutOfPagesError
 from prefixkv.protocol.ids import RoomKey
 from tests.unit.decode.desk import Desk, OpenRoom
@@ -76,30 +76,6 @@ def test_twice_the_pool_runs_to_its_end(policy: str, reserve_tokens: int) -> Non
     engine.run(most_steps=100)
     assert len(engine.finished) == 8
     assert 1 <= engine.retractions <= 4, "four of the eight, once each, under every policy"
-    desk.at_rest()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_large_one_runs_among_a_stream_of_small_ones(policy: str) -> None:
-    """Small ones keep coming for as long as it has not been admitted, and more than the pool
-    takes."""
-    desk = Desk(32, rows=16, admission=policy, reserve_tokens=4, patience_s=20.0)
-    engine = Engine(desk)
-    large, arrivals = None, 0
-    while large is None or large.state in (DecodeState.QUEUED, DecodeState.PREALLOCATED):
-        for _ in range(2):
-            arrivals += 1
-            desk.add(f"{chr(300 + arrivals)}", 12, max_new=8, priority=1)
-        if engine.steps == 5:
-            large = desk.add("L", 100, max_new=24)
-        engine.step()
-        assert engine.steps < 200, "it starves"
-    waited = engine.steps - 5
-    engine.run(most_steps=3000)
-    assert waited <= 30, "its patience of 20 s, and what ran then"
-    assert len(engine.finished) == arrivals + 1
-    assert engine.retractions <= 8
     desk.at_rest()
 
 

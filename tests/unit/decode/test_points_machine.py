@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from prefixkv.cache.checkpoints import Checkpoint, Checkpoints
-from prefixkv.decode.flight_ends import FlightEnds
+from prefixkv.decode.ending import FlightEnds
 from prefixkv.decode.prealloc_queue import DecodePreallocQueue
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from tests.laws.decode_points_machine import (
     BOTH,
     FEW_PAGES,
-    HOST_KINDS,
     KINDS,
     STATES,
     WINDOWS,
@@ -27,7 +26,7 @@ from tests.laws.decode_points_machine import (
 
 def test_checkpoints_are_what_the_model_says() -> None:
     seen: Counter[str] = Counter()
-    for seed, kind in enumerate([*KINDS, *HOST_KINDS]):
+    for seed, kind in enumerate(KINDS):
         seen.update(run(seed, **kind))
     assert min(seen.values()) > 7, seen
 

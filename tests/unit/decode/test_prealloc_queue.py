@@ -183,10 +183,10 @@ def test_the_reserve_keeps_room_for_those_admitted_before() -> None:
 # --- what waits is evicted last -------------------------------------------------------------------
 
 
-def waiting_behind_a_hog(admission: str, protect: bool = True) -> tuple[Desk, DecodeRequest]:
+def waiting_behind_a_hog(admission: str) -> tuple[Desk, DecodeRequest]:
     """8 pages: "a" and then "b" left 2 each in the tree, a hog has 3, and "a" has come again, with
     more than there is room for."""
-    desk = Desk(8, policy="lru", admission=admission, protect_waiting=protect)
+    desk = Desk(8, policy="lru", admission=admission)
     for rid in "ab":
         desk.finish(desk.start(rid, 8, max_new=1))
     desk.start("H", 11, max_new=1)
@@ -203,13 +203,6 @@ def test_what_a_waiting_request_has_cached_is_evicted_last(admission: str) -> No
     assert desk.prefix_of(waits) == 8
     desk.pages.cache.evict(1)
     assert desk.prefix_of(waits) == 4, "softly: nothing else was left"
-
-
-def test_without_protection_the_policy_alone_decides() -> None:
-    desk, waits = waiting_behind_a_hog("hit_aware", protect=False)
-    assert desk.pages.cache.num_wants == 0
-    desk.pages.cache.evict(2)
-    assert desk.prefix_of(waits) == 0
 
 
 def test_what_comes_in_the_same_pass_is_protected_from_its_evictions() -> None:
@@ -248,7 +241,7 @@ def test_a_request_admitted_from_free_pages_says_nothing(monkeypatch: pytest.Mon
 
 
 def test_requests_named_to_the_cache_in_a_pass_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixkv.decode.wants.MAX_WANTS", 2)
+    monkeypatch.setattr("prefixkv.decode.prealloc_queue.MAX_WANTS", 2)
     desk = Desk(8)
     desk.start("H", 27, max_new=1)
     for number in range(5):

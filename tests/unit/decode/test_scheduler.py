@@ -1,5 +1,5 @@
 """The decode scheduler, call by call. Random orders of the same calls are in
-`test_lock_leaks.py`."""
+`test_scheduler_fuzz.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefixkv.errors import (
 )
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
-from tests.laws.lock_machine import Event
+from tests.support.spelled import Event
 from tests.unit.decode.desk import BROKEN, AbortRoom, Desk, OpenRoom, RefuseRoom
 
 # --- add ------------------------------------------------------------------------------------------

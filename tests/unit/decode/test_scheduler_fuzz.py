@@ -10,9 +10,10 @@ from tests.laws.scheduler_machine import SchedulerSim, run
 RUNS = 14
 
 
-def _run_of(seed: int) -> SchedulerSim:
+def _run_of(seed: int, steps: int = 400, has_host: bool = False) -> SchedulerSim:
     chance = random.Random(seed)
-    return run(chance.getrandbits(64), [chance.getrandbits(32) for _ in range(400)])
+    spelled = [chance.getrandbits(32) for _ in range(1 + steps)]
+    return run(spelled[0], spelled[1:], has_host)
 
 
 @pytest.mark.slow
@@ -32,6 +33,18 @@ def test_nothing_is_left_after_a_storm() -> None:
         "skipped_tokens",
     ):
         assert totals[what], (what, totals)
+
+
+@pytest.mark.parametrize("runs", [4, pytest.param(24, marks=pytest.mark.slow)])
+def test_what_comes_from_host_memory_is_what_was_written(runs: int) -> None:
+    """With windows and states too, which no copy has."""
+    totals: Counter[str] = Counter()
+    for seed in range(runs):
+        sim = _run_of(seed, 300, has_host=True)
+        totals.update(sim.copies.counts)
+        totals["with more"] += bool(sim.num_slots or sim.window)
+    assert min(totals[what] for what in ("loads", "writes", "with more")) > 2, totals
+    assert runs < 24 or totals["failed"], totals
 
 
 @pytest.mark.slow

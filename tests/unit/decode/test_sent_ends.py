@@ -9,11 +9,11 @@ import pytest
 
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.digest import prompt_digest
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
+from tests.support.timed import DecodeScheduler
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom
 
 SLOTS = 4

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from prefixkv.decode.lanes import Lanes
-from prefixkv.decode.shares import PrefillShares
+from prefixkv.decode.workers import Workers
 from prefixkv.errors import AdmissionTimeoutError
-from prefixkv.protocol.ids import RoomKey
 from tests.unit.decode.desk import Desk
 
-READY = ["a", "b"]
 
-
-def desk(ready: list[str] = READY, most: int = 8, **settings: object) -> Desk:
-    return Desk(16, shares=PrefillShares(most, lambda: ready), **settings)
+def desk(most: int = 8, **settings: object) -> Desk:
+    return Desk(16, workers=Workers(share_pages=most), **settings)
 
 
 @pytest.mark.parametrize("admission", ["hit_aware", "fifo"])
@@ -46,7 +42,7 @@ def test_what_came_back_by_success_counts_no_more() -> None:
     d.finish(second)
     d.add("x", 12, 4, prefill="a")
     assert d.admit() == ["x"]
-    assert d.scheduler.shares.pages("a") == 3
+    assert d.scheduler.workers.pages("a") == 3
 
 
 def test_what_waits_for_its_share_is_looked_at_as_soon_as_some_of_it_is_back() -> None:
@@ -62,14 +58,12 @@ def test_what_waits_for_its_share_is_looked_at_as_soon_as_some_of_it_is_back() -
 
 
 def test_alone_a_worker_may_have_all() -> None:
-    ready = ["a", "a's second rank"]
-    d = desk(ready)
+    d = desk()
     for rid in "uvw":
         d.add(rid, 12, 4, prefill="a")
     assert d.admit() == ["u", "v", "w"]
     d.add("x", 8, 4, prefill="b")
     d.add("y", 4, 4, prefill="a")
-    ready.append("b")
     assert d.admit() == ["x"], "it is above its share from now on"
 
 
@@ -109,34 +103,6 @@ def test_a_retracted_request_waits_for_its_share_and_holds_up_none() -> None:
     d.finish(oldest)
 
 
-def test_an_address_that_no_request_names_is_no_other_worker() -> None:
-    shares = PrefillShares(1, lambda: ["a", "a/1"])
-    shares.name("a")
-    shares.promise(RoomKey(1, 0), "a", 1)
-    assert not shares.refuses("a", 1)
-    shares.name("a/1")
-    assert shares.refuses("a", 1)
-    for i in range(2000):
-        shares.name(f"n{i}")
-    assert not shares.refuses("a", 1), "the names that were told longest ago are forgotten"
-
-
-def test_ready_workers_are_queried_once_per_pass() -> None:
-    asked: list[int] = []
-
-    def ready() -> list[str]:
-        asked.append(1)
-        return READY
-
-    d = Desk(16, shares=PrefillShares(4, ready))
-    for rid in "uvwxyz":
-        d.add(rid, 12, 4, prefill="a")
-    d.add("b", 4, 4, prefill="b")
-    asked.clear()
-    d.admit()
-    assert len(asked) == 1
-
-
 def test_a_request_that_waits_for_a_share_goes_at_once_where_another_worker_has_one() -> None:
     d = desk()
     for rid in "uvw":
@@ -151,18 +117,18 @@ def test_a_request_that_waits_for_a_share_goes_at_once_where_another_worker_has_
 
 
 def test_a_share_binds_no_more_when_the_other_worker_goes_away() -> None:
-    answering = ["a", "b"]
-    d = Desk(16, lanes=Lanes(gated=True), shares=PrefillShares(4, lambda: answering))
+    d = Desk(16, workers=Workers(gated=True, share_pages=4))
     lost = d.add("u", 12, 4, prefill="a")
     d.add("x", 4, 1, prefill="b")
-    for address in answering:
+    for address in "ab":
         d.scheduler.prefill_ready(address, 0, 0.0)
     assert sorted(d.admit()) == ["u", "x"]
     d.fail(lost.room_key)
-    d.add("w", 8, 1, prefill="a")
+    waits = d.add("w", 8, 1, prefill="a")
     assert d.admit() == []
     assert d.scheduler.waiting.aside()["share"] == 1
-    answering.remove("b")
+    why = "waited 0.000 s for pages: prefill worker a has 3 pages, its share of the pool"
+    assert d.scheduler.waiting.why(waits, 0.0) == why
     d.scheduler.prefill_away("b", 0.0)
     assert d.admit() == ["w"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from prefixkv.decode.request import DecodeRequest, DecodeState
@@ -497,45 +496,3 @@ def test_a_flush_sends_those_that_wait_to_ask_for_kv_of_the_new_weights(
         assert desk.pages.cache.num_pages == 0
         desk.finish(a)
     end_well(desk, [b, c, late])
-
-
-# --- an abort wherever it may come ----------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["fail", "retry"])
-@pytest.mark.parametrize("seed", range(20))
-def test_aborts_and_failures_in_any_order_leave_nothing(seed: int, policy: str) -> None:
-    """A burst with branches, and everything that may happen to it, until nobody is left."""
-    chance = np.random.default_rng(seed)
-    desk = Desk(64, rows=16, max_retries=int(policy == "retry"))
-    for at in range(12):
-        prompt = tokens(*chance.integers(1, 3, chance.integers(0, 4)).tolist())
-        desk.add(f"r{at}", prompt[: len(prompt) - int(chance.integers(0, 3))])
-    open_rooms: dict[RoomKey, bool] = {}  # True: aborted
-    for _ in range(400):
-        desk.admit()
-        for command in desk.commands():
-            if isinstance(command, OpenRoom):
-                open_rooms[RoomKey(command.promise.room, command.promise.generation)] = False
-            elif command.key in open_rooms:
-                open_rooms[command.key] = True
-        act = chance.random()
-        if act < 0.35 and open_rooms:
-            key = sorted(open_rooms)[chance.integers(len(open_rooms))]
-            failed = open_rooms.pop(key) or chance.random() < 0.2
-            (desk.fail if failed else desk.succeed)(key)
-            if failed:
-                desk.drain(key)
-        elif act < 0.4 and desk.scheduler.requests:
-            rids = sorted(desk.scheduler.requests)
-            desk.abort(desk.scheduler.requests[rids[chance.integers(len(rids))]])
-        elif act < 0.41:
-            desk.scheduler.flush()
-        for rid in desk.transferred():
-            desk.finish(desk.scheduler.requests[rid])
-        if not desk.scheduler.requests and not open_rooms:
-            break
-    assert not desk.scheduler.requests
-    assert not open_rooms
-    desk.at_rest()

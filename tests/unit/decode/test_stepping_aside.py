@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from prefixkv.decode.admission_order import MAX_WALK
-from prefixkv.decode.aside import MAX_BACK
-from prefixkv.decode.lanes import Lanes
 from prefixkv.decode.request import DecodeRequest, DecodeState
-from prefixkv.decode.shares import PrefillShares
+from prefixkv.decode.waiting import MAX_BACK, MAX_WALK
+from prefixkv.decode.workers import Workers
 from prefixkv.errors import (
     AdmissionTimeoutError,
     OutOfPagesError,
@@ -22,7 +20,7 @@ from prefixkv.errors import (
 )
 from prefixkv.protocol.commands import MeetPrefill
 from prefixkv.protocol.ids import RoomKey
-from tests.laws.lock_machine import Event
+from tests.support.spelled import Event
 from tests.unit.decode.desk import Desk, OpenRoom, RefuseRoom
 
 POLICIES = ["hit_aware", "fifo", "priority"]
@@ -238,7 +236,7 @@ def test_a_retry_with_a_deadline_of_its_own_has_that_one() -> None:
 
 def gated(num_pages: int = 16, **settings: Any) -> Desk:
     """Prefill workers are met first."""
-    settings = {"lanes": Lanes(gated=True, patience_s=30.0), "patience_s": 5.0, **settings}
+    settings = {"workers": Workers(gated=True, patience_s=30.0), "patience_s": 5.0, **settings}
     return Desk(num_pages, rows=256, **settings)
 
 
@@ -439,7 +437,7 @@ def test_a_request_is_not_sent_to_a_worker_that_could_never_hold_it() -> None:
 def test_many_that_wait_for_their_worker_s_share_hold_up_no_other_worker_s(admission: str) -> None:
     desk = Desk(
         16, rows=256, admission=admission, patience_s=0.0,
-        shares=PrefillShares(8, lambda: ["a", "b"]),
+        workers=Workers(share_pages=8),
     )  # fmt: skip
     for number in range(2 * MAX_WALK):
         desk.add(f"{chr(300 + number)}", 12, 4, prefill="a")
@@ -454,7 +452,7 @@ def test_one_that_waits_for_its_worker_s_share_is_not_overtaken_there_for_ever(
 ) -> None:
     desk = Desk(
         32, rows=32, admission=admission, patience_s=10.0,
-        shares=PrefillShares(16, lambda: ["a", "b"]),
+        workers=Workers(share_pages=16),
     )  # fmt: skip
     desk.add("b", 4, 1, prefill="b")
     small: list[DecodeRequest] = [desk.add("first", 16, 1, prefill="a")]

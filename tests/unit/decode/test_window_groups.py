@@ -9,13 +9,13 @@ import pytest
 
 from prefixkv.config import ComputeConfig
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
 from prefixkv.protocol.commands import OpenRoom
 from prefixkv.protocol.messages import Promise
+from tests.support.timed import DecodeScheduler
 from tests.unit.decode.desk import PAGE_SIZE, Desk
 
 WINDOW = 6  # and a step of one token: three pages

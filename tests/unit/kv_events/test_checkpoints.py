@@ -10,8 +10,6 @@ import pytest
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoints
 from prefixkv.cache.events import (
     Change,
-    CheckpointEvicted,
-    CheckpointSaved,
     CheckpointStored,
     Cleared,
     EventBatch,
@@ -156,41 +154,7 @@ def test_another_tier_that_is_emptied_keeps_what_the_first_has() -> None:
     assert len(follower.held["CPU"]) == host.cache.num_pages
 
 
-def test_without_the_setting_nothing_is_said_of_them() -> None:
-    told = Told(0)
-    stream = EventStream(2, BlockEvents(2, "GPU"), 0, FIRST, 1000, 1 << 20)
-    changes: list[Change] = []
-    told.hand_over = lambda more: bool(changes.extend(more)) or True  # type: ignore[method-assign]
-    for _ in range(120):
-        told.step()
-        told.feed.pass_on()
-    kinds = {type(change) for change in changes}
-    assert {CheckpointSaved, CheckpointEvicted} <= kinds
-    follower = Follower(2)
-    follower.next_seq = FIRST
-    told.cache.drain_changes()
-    for batch in stream.publish([*changes], 1.0):
-        assert b"group" not in batch.payload
-        assert follower.take(*batch)
-
-
 # --- the embedded router --------------------------------------------------------------------------
-
-
-def _batch(told: Told) -> EventBatch:
-    return EventBatch.decode(told.feed.take(snapshot=True).encode())
-
-
-def test_batches_travel_with_checkpoints() -> None:
-    told = Told(2)
-    while not len(told.points):
-        told.step()
-    batch = _batch(told)
-    assert batch.at_checkpoints
-    assert sum(isinstance(event, CheckpointStored) for event in batch.events) == len(told.points)
-    plain = EventBatch("w", 1, 0, ())
-    assert b"at_checkpoints" not in plain.encode()
-    assert EventBatch.decode(plain.encode()) == plain
 
 
 def test_a_worker_that_is_expected_to_save_one_counts_in_full() -> None:
@@ -210,19 +174,6 @@ def test_a_worker_that_is_expected_to_save_one_counts_in_full() -> None:
         assert index.depth(None, keys) == 8
         index.expire(6.0)
         assert index.depth(None, keys) == depth
-
-
-def test_a_worker_with_a_checkpoint_is_chosen_before_one_with_more_pages() -> None:
-    router = BoundedAffinityRouter()
-    keys = page_keys(RadixKey(range(40)).data, 2)
-    for name, pages, depth in (("a", 20, 2), ("b", 10, 10)):
-        cache = RadixCache(page_size=2, policy="lru", pool_pages=POOL)
-        points = Checkpoints(cache, POOL, SLOTS)
-        cache.insert(range(2 * pages), range(pages))
-        points.save(depth - 1, depth, points.take())
-        router.add_worker(name)
-        assert router.apply(EventFeed(cache, name, 1, at_checkpoints=True).take())
-    assert router.route(keys, 0.0).worker == "b"
 
 
 def test_a_worker_that_tells_of_a_page_without_those_before_it_does_no_harm() -> None:

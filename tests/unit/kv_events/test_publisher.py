@@ -270,26 +270,6 @@ def test_a_port_in_use_is_named_and_nothing_is_left_open(make: Make, name: str) 
     again.insert(1)
 
 
-def test_a_thread_that_cannot_be_started_leaves_nothing_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[Any] = []
-    context = zmq.Context
-
-    def note() -> Any:
-        made.append(context())
-        return made[-1]
-
-    def fail(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(zmq, "Context", note)
-    monkeypatch.setattr(threading.Thread, "start", fail)
-    with pytest.raises(RuntimeError, match="new thread"):
-        KVEventPublisher(KVEventsConfig(), PeerId("d", 1), "m", 4)
-    assert [one.closed for one in made] == [True]
-
-
 def test_a_name_that_makes_no_topic_is_refused() -> None:
     config = KVEventsConfig(FREE, FREE, FREE)
     for worker, model in (("a@b", "m"), ("a", "m@1")):
@@ -306,13 +286,6 @@ def test_an_address_that_others_may_reach_needs_an_isolated_network(name: str) -
         KVEventPublisher(*what)
     assert threading.active_count() == threads
     KVEventPublisher(*what, network_is_isolated=True).close()
-
-
-def test_without_the_other_two_sockets_events_are_published_all_the_same(make: Make) -> None:
-    worker = make(Worker, replay_endpoint="", snapshot_endpoint="")
-    assert worker.publisher.replay_endpoint == worker.publisher.snapshot_endpoint == ""
-    worker.insert(1)
-    assert worker.published()
 
 
 # --- those who do not read, come back, or have gone -----------------------------------------------
@@ -336,24 +309,6 @@ def test_a_subscriber_that_does_not_read_misses_events_and_sees_it(
     worker.feed.pass_on()
     agrees(worker, slow, range(0))
     assert slow.num_gaps >= 1
-
-
-def test_a_client_that_does_not_read_its_answers_gets_them_all_later(make: Make) -> None:
-    worker = make(Worker, heartbeat_s=NEVER_S)
-    subscriber = make(Subscriber, worker.publisher, PAGE_SIZE)
-    late = make(Subscriber, worker.publisher, PAGE_SIZE)
-    first = worker.published()
-    for seed in range(60):
-        worker.insert(seed, num_pages=4_000)  # 80 KB a batch: beyond what the kernel holds
-        until(lambda: worker.publisher.idle)
-    late.dealer.setsockopt(zmq.RCVHWM, 1)
-    late.dealer.send_multipart([b"", first.to_bytes(8)])
-    for _ in range(3):
-        assert len(subscriber.replay(first)) == 60  # others are served meanwhile
-    seqs = []
-    while (frames := late.receive(late.dealer))[2] != END:
-        seqs.append(int.from_bytes(frames[2]))
-    assert seqs == list(range(first, first + 60))
 
 
 def test_no_more_clients_wait_than_a_bound_and_the_oldest_one_makes_room(
@@ -458,14 +413,6 @@ def test_a_publisher_too_far_behind_restarts_with_a_snapshot(make: Make) -> None
         until(lambda: worker.publisher.idle)
         worker.insert(seed + 3)
         agrees(worker, subscriber, range(seed, seed + 4))
-
-
-def test_a_publisher_that_keeps_up_is_never_too_far_behind(make: Make) -> None:
-    worker = make(Worker, max_backlog_pages=4)
-    for seed in range(6):
-        worker.insert(seed)
-        worker.published()
-    assert worker.publisher.stats()["overruns"] == 0
 
 
 def test_a_defect_in_making_events_is_no_lie(make: Make, caplog: pytest.LogCaptureFixture) -> None:

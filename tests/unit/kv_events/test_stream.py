@@ -131,24 +131,6 @@ def test_a_follower_knows_both_tiers(seed: int) -> None:
     assert not tiers.stream.num_pages
 
 
-@pytest.mark.parametrize("tier", [0, 1])
-def test_the_end_of_one_tier_is_not_that_of_the_other(tier: int) -> None:
-    tiers = TwoTiers(3)
-    worlds = tiers.pool, tiers.host
-    for world in worlds:
-        world.cache.insert([1, 1, 0, 0], [0, 1])
-        world.cache.insert([1, 1, 0, 1], [0, 2])
-    tiers.publish()
-    follower = tiers.follower()
-    follower.restart(*tiers.stream.snapshot(1.0))
-    worlds[tier].cache.reset()
-    for batch in tiers.stream.publish(worlds[tier].cache.drain_changes(), 1.0, tier):
-        assert follower.take(*batch)
-        assert "AllBlocksCleared" not in str(batch.payload)
-    tiers.agrees(follower)
-    assert len(follower.held[tiers.media[1 - tier]]) == 3
-
-
 def test_a_long_tier_that_ends_is_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefixkv.kv_events.stream.BATCH_PAGES", 2)
     tiers = TwoTiers(3)

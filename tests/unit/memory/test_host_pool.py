@@ -65,13 +65,6 @@ def test_pages_side_by_side_are_one_stretch() -> None:
     pool.close()
 
 
-def test_a_chunk_holds_one_page_at_least() -> None:
-    pool = HostPool(layout("mla"), 3, chunk_bytes=1)
-    assert pool.page_bytes == 2 * 4 * 8 * 2
-    assert len(list(pool.stretches(np.arange(3, dtype=np.int32)))) == 3
-    pool.close()
-
-
 @pytest.mark.parametrize("page", [-1, 3])
 def test_a_page_that_is_not_there_is_refused(page: int) -> None:
     pool = HostPool(layout(), 3)
@@ -100,14 +93,6 @@ def test_more_than_the_host_has_is_refused_before_anything_is_taken(
         HostPool(layout(), MAX_INDEX)
 
 
-def test_as_much_as_the_host_has_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for free, num_pages in ((1023, 3), (1024, 4)):
-        monkeypatch.setattr(host_pool, "free_host_bytes", lambda free=free: free)
-        HostPool(layout(), num_pages).close()
-        with pytest.raises(ConfigError, match=f"1280 bytes, the host has {free} free"):
-            HostPool(layout(), 5)
-
-
 @pytest.mark.parametrize(
     ("available", "limit", "free"),
     [(1000, "max", 1000 << 10), (1000, str(5 << 20), 300), (1, str(6 << 20), 1 << 10),
@@ -123,11 +108,6 @@ def test_the_container_may_have_less_than_the_system(
     (tmp_path / "memory.current").write_text(f"{(5 << 20) - 100}\n")
     (tmp_path / "memory.stat").write_text("anon 77\ninactive_file 200\nactive_file 9000\n")
     assert free_host_bytes(str(meminfo), str(tmp_path)) == free
-
-
-def test_a_system_without_a_container_says_what_is_available(tmp_path: Path) -> None:
-    assert (free_host_bytes(group=str(tmp_path)) or 0) > 1 << 20
-    assert free_host_bytes(str(tmp_path / "none"), str(tmp_path)) is None
 
 
 GB = 1 << 30
@@ -319,50 +299,6 @@ def test_a_fork_that_outlives_its_parent_keeps_no_share(folder: Path) -> None:
         with host_shares.locked() as shares:
             assert shares.num_bytes == 0
         assert not [*folder.glob("share-*")]
-
-
-def test_a_fork_changes_nothing_of_its_parents_shares(folder: Path) -> None:
-    share, others = entered(77), folder / "theirs"
-
-    def in_child() -> None:
-        # It may get the number of what it has inherited.
-        files = [others.open("w+b") for _ in range(8)]
-        share.keep(5)
-        share.close()
-        share.close()
-        assert all(not os.fstat(one.fileno()).st_size for one in files)
-        mine = entered(3)
-        mine.close()
-
-    with forked(in_child), host_shares.locked() as shares:
-        assert shares.num_bytes == 77
-    share.close()
-    assert not [*folder.glob("share-*")]
-
-
-def test_a_share_that_is_closed_as_its_pages_are_touched(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another thread closes the pool: what it says meanwhile goes to no other file."""
-    share = entered(77)
-    closing = threading.Thread(target=share.close)
-    pwrite = os.pwrite
-
-    def slow(fd: int, data: bytes, offset: int) -> int:
-        closing.start()
-        closing.join(0.2)
-        return pwrite(fd, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", slow)
-    share.keep(5)
-    closing.join(WAIT_S)
-    assert not [*folder.glob("share-*")]
-    share.keep(6)
-
-
-def entered(num_bytes: int) -> host_shares.HostShare:
-    with host_shares.locked() as shares:
-        return shares.enter(num_bytes)
 
 
 def test_a_folder_of_another_user_is_not_trusted(

@@ -54,18 +54,6 @@ def bytes_of(layout: KVLayout) -> list[int]:
     ]
 
 
-def test_sizes_of_a_known_model() -> None:
-    """Llama-3-8B: 32 layers, 8 KV heads of 128, bfloat16; pages of 16 tokens."""
-    layout = changed(
-        page_size=16, num_layers=32, num_kv_heads=8, head_dim=128, slabs=GOOD.slabs[:1] * 64
-    )
-    assert layout.head_bytes == 256
-    assert layout.token_bytes == 2048
-    assert layout.kv_bytes_per_token == 131072
-    assert layout.slab_page_bytes == 32768
-    assert layout.page_bytes == 2 * 1024 * 1024
-
-
 def test_a_layout_travels_as_it_is() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(GOOD), type=KVLayout) == GOOD
     GOOD.validate()
@@ -223,16 +211,6 @@ def test_the_name_of_a_format_fits_into_a_handshake() -> None:
     changed(opaque="x" * 256).validate()
     with pytest.raises(ConfigError, match=r"name of opaque pages is 258, must be in \[0, 256\]"):
         changed(opaque="\u00e9" * 129).validate()
-
-
-def test_k_and_v_in_one_slab_are_opaque() -> None:
-    with pytest.raises(ConfigError, match='attention is "fused", which only opaque pages are'):
-        changed(attention="fused", num_layers=4).validate()
-
-
-def test_a_slab_across_two_adjacent_regions() -> None:
-    with pytest.raises(ConfigError, match=r"slab 0 is .* not inside one region"):
-        changed(regions=((0x10000, 0x100), (0x10100, 0x900), (0x20000, 0xA00))).validate()
 
 
 @given(data=st.data())

@@ -8,7 +8,6 @@ import itertools
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -144,17 +143,6 @@ def test_pages_copied_between_layouts_keep_their_kv(dtype: str, attention: str) 
         assert not there[[0, 2, 3]].any()
 
 
-@pytest.mark.parametrize("head_dim", [1, 3, 4, 6, 8])
-def test_heads_of_any_width(head_dim: int) -> None:
-    """The copies go by words of 1 to 8 bytes."""
-    pool = make("uint8", head_dim=head_dim)
-    fill(pool)
-    before = pool.read_pages(range(PAGES))
-    pool.write_pages([0, 1], before[[1, 0]])
-    assert torch.equal(pool.read_pages([1, 0, 2, 3, 4]), before)
-    assert torch.equal(before[2, 1], pool.v(0)[2])
-
-
 def test_the_pool_keeps_an_engines_tensors_alive() -> None:
     k, v = ENGINES["a tensor a layer"]("uint8")
     expected = k[1].clone()
@@ -239,12 +227,6 @@ def test_on_a_gpu_a_pool_and_written_pages_are_there_on_return() -> None:
     assert torch.equal(pool.read_pages(range(64)), data.cpu())
 
 
-def test_the_same_tensor_as_k_and_v() -> None:
-    k = bad(SHAPE)
-    with pytest.raises(ConfigError, match="slabs 0 and 1 overlap"):
-        KVPool.from_tensors([k], [k])
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -317,9 +299,3 @@ def test_a_pool_asks_for_huge_pages() -> None:
         elif line.startswith("VmFlags:") and "hg" in line.split() and inside[0] < inside[1]:
             asked += inside[1] - inside[0]
     assert asked >= num_bytes - 2 * (2 << 20)
-
-
-def test_a_pool_on_the_cpu_adds_nothing_to_the_layout_that_travels() -> None:
-    """msgspec leaves a default out by identity, so the pool's "cpu" has to be that very one."""
-    pool = KVPool.create(4, 4, num_layers=1, num_kv_heads=1, head_dim=8)
-    assert b"device" not in msgspec.msgpack.encode(pool.layout)

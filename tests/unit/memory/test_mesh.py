@@ -91,21 +91,6 @@ def test_replicas_share_the_readers_out_evenly() -> None:
             assert len(loads) == 1
 
 
-@pytest.mark.parametrize("mesh", SMALL)
-def test_equal_meshes_pair_rank_with_rank(mesh: Mesh) -> None:
-    for rank in range(mesh.num_ranks):
-        assert writers_to(mesh, mesh, rank) == readers_of(mesh, rank, mesh) == (rank,)
-        assert sent_share(mesh, rank, mesh, rank) == mesh.shard(rank)
-
-
-def test_mla_has_one_sender_a_stage() -> None:
-    four, one = Mesh(4, 1, 4, 2), Mesh(4, 1)
-    assert writers_to(four, one, 0) == (0, 4)
-    assert readers_of(four, 1, one) == ()
-    assert readers_of(one, 0, four) == tuple(range(8))
-    assert [writers_to(four, Mesh(4, 1, 2), reader) for reader in (0, 1)] == [(0, 4), (2, 6)]
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 

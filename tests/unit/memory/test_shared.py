@@ -44,16 +44,6 @@ def test_a_block_can_neither_shrink_nor_grow() -> None:
         fcntl.fcntl(block.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
 
-def test_a_mapping_of_the_descriptor_has_the_same_bytes() -> None:
-    memory = shared_bytes(100)
-    block = block_of(memory.data_ptr(), 100)
-    assert block is not None
-    with mmap.mmap(block.fd, block.num_bytes) as theirs:
-        theirs[7:10] = b"abc"
-        memory[10] = ord("d")
-        assert theirs[7:11] == b"abcd" == bytes(memory[7:11].tolist())
-
-
 @pytest.mark.slow
 def test_memory_and_descriptor_go_with_the_last_tensor() -> None:
     memory = shared_bytes(100)
@@ -89,14 +79,6 @@ def test_a_size_below_one_is_refused(num_bytes: int) -> None:
         shared_bytes(num_bytes)
 
 
-def test_blocks_are_named_once_and_by_address() -> None:
-    memories = [shared_bytes(mmap.PAGESIZE) for _ in range(20)]
-    ranges = [(memory.data_ptr() + at, 1) for at in (0, 7) for memory in memories]
-    blocks = blocks_of(ranges)
-    assert blocks is not None
-    assert [block.address for block in blocks] == sorted(m.data_ptr() for m in memories)
-
-
 def test_where_there_are_no_descriptors_left_is_a_capacity_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -109,6 +91,7 @@ def test_where_there_are_no_descriptors_left_is_a_capacity_error(
 
 
 def test_more_than_there_is_is_a_capacity_error() -> None:
+    gc.collect()  # other tests' memory
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CapacityError, match="shared memory of"):
         shared_bytes(1 << 60)

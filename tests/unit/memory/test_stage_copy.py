@@ -22,12 +22,12 @@ from prefixkv.memory import stage_copy
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh, Shard, sent_share
-from prefixkv.memory.stage_copy import CpuCopy, StagingCopy, staging_copy
+from prefixkv.memory.stage_copy import StagingCopy, staging_copy
 from prefixkv.memory.stage_plan import StagePlan
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.paging import unit_pages
 from prefixkv.staging.cut import LeaseCut
-from tests.support.engine_tensors import DTYPES, ENGINES, distinct
+from tests.support.engine_tensors import DTYPES
 from tests.support.mesh_pools import ORDERS, mesh_layout, shards
 from tests.support.rank_memory import Memory
 
@@ -139,39 +139,6 @@ def test_kv_of_any_dtype_moves_between_our_layouts(
     to.scatter(np.array([1, 2, 0], np.int32), stage)
     assert torch.equal(target.read_pages([1, 2, 0]), data[[4, 0, 5]])
     assert not target.read_pages([3, 4, 5]).any()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("name", ENGINES)
-def test_an_engines_own_tensors(make: Make, device: str, name: str, dtype: str) -> None:
-    with torch.device(device):
-        k, v = ENGINES[name](dtype)
-    pool = KVPool.from_tensors(k, v)
-    whole = Shard.whole(pool.layout)
-    copy = make(pool.layout, whole, 4)
-    expected = pool.read_pages([3, 1])
-    stage = torch.empty(copy.num_bytes(2), dtype=torch.uint8, device=device)
-    copy.gather(np.array([3, 1], np.int32), stage)
-    by_slab = stage.view(len(pool.layout.slabs), 2, 4, whole.num_heads, -1)
-    assert torch.equal(by_slab.transpose(0, 1).cpu(), expected)
-    copy.scatter(np.array([0, 4], np.int32), stage)
-    assert torch.equal(pool.read_pages([0, 4]), expected)
-    assert torch.equal(pool.read_pages([3, 1]), expected)
-
-
-def test_layers_that_lie_differently(make: Make, device: str) -> None:
-    shapes = (2, 5, 4, 2, 8), (2, 5, 4, 3, 8), (2, 5, 2, 4, 8)
-    with torch.device(device):
-        dense, padded, heads_first = (distinct(shape, "bfloat16") for shape in shapes)
-    layers = [dense, padded[..., :2, :], heads_first.transpose(2, 3)]
-    pool = KVPool.from_tensors([layer[0] for layer in layers], [layer[1] for layer in layers])
-    copy = make(pool.layout, Shard.whole(pool.layout), 4)
-    expected = pool.read_pages([3, 1])
-    stage = torch.empty(copy.num_bytes(2), dtype=torch.uint8, device=device)
-    copy.gather(np.array([3, 1], np.int32), stage)
-    assert torch.equal(stage.view(6, 2, 4, 2, -1).transpose(0, 1).cpu(), expected)
-    copy.scatter(np.array([0, 4], np.int32), stage)
-    assert torch.equal(pool.read_pages([0, 4, 3, 1]), torch.cat([expected, expected]))
 
 
 MESHES = [
@@ -359,13 +326,6 @@ def test_a_part_has_to_lie_in_the_pool(part: Shard, unit_tokens: int, message: s
         StagePlan.of(layout, part, unit_tokens)
 
 
-def test_only_devices_that_copy() -> None:
-    layout = KVPool.create(2, 4, 1, 1, 8).layout
-    assert isinstance(staging_copy(layout, Shard.whole(layout), 4, "cpu"), CpuCopy)
-    with pytest.raises(ConfigError, match="device is 'meta'"):
-        staging_copy(layout, Shard.whole(layout), 4, "meta")
-
-
 def test_rows_are_as_long_as_they_are_contiguous() -> None:
     def row_bytes(order: str, part: Shard) -> int:
         return StagePlan.of(mesh_layout(order, 7, 4, 3, 4, "mha", 16)[0], part, 4).row_bytes
@@ -432,24 +392,6 @@ def test_parts_that_are_scattered_together(
             stages.append((copy, torch.from_numpy(new).to(device)))
         stage_copy.scatter_together(stages, units)
         assert np.array_equal(memory.bytes(), expected)
-
-
-def test_steps_take_turns_between_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_copy, "_STEP_BYTES", 1)
-    memory = Memory(mesh_layout("layer_major", 7, 4, 1, 2, "mha", 8), "cpu")
-    units = np.array([5, 0], np.int32)
-    stages = [
-        torch.full((2 * 2 * 4 * 8,), value, dtype=torch.uint8) for value in (1, 2)
-    ]  # K and V of two unit pages
-    steps = [
-        staging_copy(memory.layout, Shard(0, 1, head, 1), 4).scatter_steps(units, stage)
-        for head, stage in enumerate(stages)
-    ]
-    before = memory.bytes()
-    next(steps[0])
-    (changed,) = np.nonzero(memory.bytes() != before)
-    assert 0 < len(changed) <= 4 * 8  # of K, of one unit page
-    assert [len(list(each)) for each in steps] == [3, 4]
 
 
 def test_nothing_is_copied_where_one_of_several_stages_does_not_fit() -> None:

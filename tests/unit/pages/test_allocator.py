@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.errors import ConfigError, InternalError, OutOfPagesError, PageStateError
+from prefixkv.errors import ConfigError, InternalError, PageStateError
 from prefixkv.pages import free_runs
 from prefixkv.pages.allocator import PageAllocator, PageState
 from prefixkv.pages.free_runs import FreeRuns
@@ -18,29 +18,6 @@ TestAllocator = AllocatorMachine.TestCase
 def test_pool_size_out_of_range(num_pages: int) -> None:
     with pytest.raises(ConfigError, match=str(num_pages)):
         PageAllocator(num_pages)
-
-
-def test_prefers_the_shortest_run_that_fits() -> None:
-    allocator = PageAllocator(30)
-    allocator.alloc(30)
-    for start, length in [(0, 9), (10, 4), (15, 6), (22, 3)]:
-        allocator.free(range(start, start + length))
-    assert allocator.alloc(4).tolist() == [10, 11, 12, 13]
-    assert allocator.alloc(5).tolist() == [15, 16, 17, 18, 19]
-    # None is long enough for 12: the longest whole, then the shortest that does for the rest.
-    assert allocator.alloc(12).tolist() == [*range(9), 22, 23, 24]
-    assert allocator.free_runs() == [(20, 1)]
-
-
-@pytest.mark.parametrize("left", [0, 1, 3])
-def test_one_page_too_many(left: int) -> None:
-    allocator = PageAllocator(8)
-    allocator.alloc(8 - left)
-    with pytest.raises(OutOfPagesError) as caught:
-        allocator.alloc(left + 1)
-    assert (caught.value.needed, caught.value.free) == (left + 1, left)
-    allocator.check_invariants()
-    assert len(allocator.alloc(left)) == left
 
 
 @pytest.mark.parametrize(
@@ -91,37 +68,6 @@ def test_an_owner_that_cannot_be_hashed_changes_nothing() -> None:
     assert allocator.owned_pages == 2
 
 
-def test_an_owner_of_no_pages_lives_until_its_release() -> None:
-    allocator = PageAllocator(4)
-    allocator.hold([], "room")
-    assert allocator.owners() == ["room"]
-    assert allocator.quarantine("room") == 0
-    assert allocator.release("room") == 0
-    assert allocator.owners() == []
-
-
-@pytest.mark.parametrize("page", [-1, 4])
-def test_state_outside_the_pool(page: int) -> None:
-    with pytest.raises(PageStateError, match=f"page {page} "):
-        PageAllocator(4).state(page)
-
-
-def test_state_names_each_state() -> None:
-    allocator = PageAllocator(5)
-    pages = allocator.alloc(4)
-    allocator.cache(pages[:1])
-    allocator.hold(pages[1:2], "a")
-    allocator.hold(pages[2:3], "b")
-    allocator.quarantine("b")
-    assert [allocator.state(page).name for page in range(5)] == [
-        "CACHED",
-        "HELD",
-        "QUARANTINED",
-        "OWNED",
-        "FREE",
-    ]
-
-
 @pytest.mark.parametrize("break_it", ["state", "count", "owner", "run", "filed"])
 def test_check_invariants_sees(break_it: str) -> None:
     allocator = PageAllocator(20)
@@ -164,17 +110,6 @@ def test_adding_back_any_pages_gives_maximal_runs(loop_below: int, data: st.Data
         assert runs.runs() == runs_of(np.flatnonzero(free | back).tolist())
 
 
-def test_runs_that_merge_leave_nothing_behind() -> None:
-    num_pages = 64
-    runs = FreeRuns(num_pages)
-    for _ in range(300):
-        runs.take(num_pages)
-        runs.add(np.arange(0, num_pages, 2, dtype=np.int32))
-        runs.add(np.arange(1, num_pages, 2, dtype=np.int32))
-    runs.check_invariants(np.ones(num_pages, bool))
-    assert runs._by_length == {num_pages: {0: None}}
-
-
 @pytest.mark.parametrize(
     ("pages", "fault"),
     [
@@ -192,29 +127,3 @@ def test_what_looks_like_a_run_and_is_none(pages: list[int], fault: str) -> None
                 call(ids)
     allocator.check_invariants()
     assert allocator.owned_pages == 8
-
-
-@pytest.mark.parametrize("pages", [[0, 1, 2], [2, 1, 0]], ids=["a run", "no run"])
-@pytest.mark.parametrize("other", [0, 1, 2])
-def test_one_page_in_another_state_is_found_wherever_it_stands(
-    pages: list[int], other: int
-) -> None:
-    allocator = PageAllocator(4)
-    allocator.alloc(3)
-    allocator.cache([other])
-    for call in (allocator.free, allocator.cache, allocator.owned):
-        for ids in (pages, np.array(pages, np.int32).tobytes()):
-            with pytest.raises(PageStateError, match=f"page {other} is CACHED, must be OWNED"):
-                call(ids)
-    with pytest.raises(PageStateError, match="is OWNED, must be CACHED"):
-        allocator.uncache(pages)
-    allocator.check_invariants()
-    assert allocator.owned_pages == 2
-
-
-def test_rising_pages_with_a_gap_leave_what_lies_in_it() -> None:
-    allocator = PageAllocator(8)
-    allocator.alloc(8)
-    allocator.free([3, 5])
-    assert allocator.pages_in(PageState.FREE).tolist() == [3, 5]
-    allocator.check_invariants()

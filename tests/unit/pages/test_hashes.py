@@ -132,13 +132,6 @@ def test_a_next_turn_hashes_only_what_is_new() -> None:
     assert depths == [8]
 
 
-def test_namespaces_share_no_hash() -> None:
-    desk, tokens = Desk(), [1, 2, 3, 4]
-    for namespace in NAMESPACES:
-        desk.turn(tokens, namespace)
-    assert desk.known_pages == 0
-
-
 def test_a_hash_of_another_path_is_found() -> None:
     desk = Desk()
     desk.turn([1, 2, 3, 4])

@@ -10,14 +10,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prefixkv.cache.eviction.plain import LeastRecentlyUsed
-from prefixkv.cache.eviction.policy import Use
-from prefixkv.cache.eviction.queues import LeafRank
-from prefixkv.cache.node import Mark
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import (
     CapacityError,
-    InternalError,
     OutOfPagesError,
     PageStateError,
     UserErrors,
@@ -141,91 +136,6 @@ def test_the_tree_is_given_no_page_that_is_not_the_request_s_own(
     assert pages.num_locked == 0
 
 
-@pytest.mark.parametrize("being_read", [False, True])
-def test_duplicates_are_repointed_and_freed_when_nothing_reads_them(being_read: bool) -> None:
-    manager = PageManager(12, PAGE_SIZE, 4)
-    (first, first_key), (second, second_key) = (
-        opened(manager, [1, 2, 3, 4]),
-        opened(manager, [1, 2, 3, 4, 5, 6]),
-    )
-    own = manager.pages(second).tolist()
-    manager.cache_unfinished(first, first_key, 0.0)
-    manager.cache_unfinished(second, second_key, 0.0, being_read=being_read)
-    assert manager.pages(second).tolist() == manager.pages(first).tolist() + own[2:]
-    assert (second.num_locked, second.num_own) == (3, 0)
-    kept = [manager.allocator.state(page) for page in own]
-    assert kept == [PageState.OWNED if being_read else PageState.FREE] * 2 + [PageState.CACHED]
-    manager.drop(second)
-    assert [manager.allocator.state(page) for page in own] == [PageState.FREE] * 2 + [
-        PageState.CACHED
-    ]
-
-
-def test_a_lock_of_its_own_deeper_prefix_replaces_the_one_before() -> None:
-    manager = PageManager(8, PAGE_SIZE, 4)
-    pages, key = opened(manager, [1, 2, 3, 4], num_pages=4)
-    manager.cache_unfinished(pages, key, 0.0)
-    key.extend([5, 6, 7])
-    manager.cache_unfinished(pages, key, 0.0)
-    assert (manager.cache.stats().num_locks, manager.cache.protected_pages, pages.num_own) == (
-        1,
-        3,
-        1,
-    )
-
-
-@pytest.mark.parametrize("tokens", [[1], [1, 2, 3]])
-def test_nothing_new_to_cache_changes_nothing(tokens: list[int]) -> None:
-    manager = PageManager(8, PAGE_SIZE, 4)
-    opened_pages, key = opened(manager, tokens)
-    manager.cache_unfinished(opened_pages, key, 0.0)
-    lock, version, before = opened_pages.lock, manager.version, states(manager)
-    manager.cache_unfinished(opened_pages, key, 0.0)
-    assert (opened_pages.lock, manager.version, states(manager)) == (lock, version, before)
-
-
-def test_what_was_joined_is_anothers_until_it_has_settled() -> None:
-    manager = PageManager(12, PAGE_SIZE, 4)
-    cached, cached_key = opened(manager, [1, 2])
-    manager.cache_finished(cached, cached_key, 0.0)
-    owner, owner_key = opened(manager, [1, 2, 3, 4, 5, 6, 7])
-    key = key_of([1, 2, 3, 4, 5, 6, 8, 8])
-    joiner = manager.open(key, manager.match(key), 1, 0.0, owner, 3)
-    row = manager.pages(owner).tolist()
-    assert manager.pages(joiner).tolist()[:3] == row[:3]
-    assert (joiner.num_locked, joiner.num_joined, joiner.num_shared, joiner.num_own) == (1, 2, 3, 1)
-    with pytest.raises(InternalError, match="2 pages of another request"):
-        manager.cache_unfinished(joiner, key, 0.0)
-    with pytest.raises(InternalError, match="3 pages were joined"):
-        manager.lock_joined(joiner, key, 0.0)
-    manager = PageManager(12, PAGE_SIZE, 4)
-    owner, owner_key = opened(manager, [3, 4, 5, 6])
-    joiner = manager.open(key_of([3, 4, 5]), manager.match(key_of([3, 4, 5])), 1, 0.0, owner, 1)
-    manager.cache_unfinished(owner, owner_key, 0.0)
-    manager.lock_joined(joiner, key_of([3, 4, 5]), 0.0)
-    assert (joiner.num_locked, joiner.num_joined, joiner.lock.prefix_len) == (1, 0, PAGE_SIZE)
-    manager.drop(owner)
-    assert manager.cache.protected_pages == 1
-    manager.drop(joiner)
-    assert states(manager) == {"FREE": 10, "CACHED": 2}
-
-
-@pytest.mark.parametrize("end", ["drop", "hold"])
-def test_a_request_that_ends_before_it_has_settled_gives_up_its_own_pages_alone(end: str) -> None:
-    manager = PageManager(12, PAGE_SIZE, 4)
-    owner, owner_key = opened(manager, [1, 2, 3, 4])
-    key = key_of([1, 2, 3, 4, 5, 6])
-    joiner = manager.open(key, manager.match(key), 1, 0.0, owner, 2)
-    if end == "drop":
-        manager.drop(joiner)
-    else:
-        manager.hold(joiner, "room")
-        assert states(manager) == {"FREE": 9, "OWNED": 2, "HELD": 1}
-        manager.release("room")
-    assert states(manager) == {"FREE": 10, "OWNED": 2}
-    manager.cache_finished(owner, owner_key, 0.0)
-
-
 def test_a_request_that_joins_is_one_visitor_of_all_that_it_found() -> None:
     """Policies count who used a page: the pages cached before, those that were on their way, and
     its own."""
@@ -255,62 +165,6 @@ def test_with_caching_off_nothing_is_matched_or_kept() -> None:
     assert states(manager) == {"FREE": 8}
 
 
-def test_opening_takes_nothing_when_it_cannot_take_all() -> None:
-    manager = PageManager(6, PAGE_SIZE, 2)
-    pages, key = opened(manager, [1, 2, 3, 4])
-    manager.cache_finished(pages, key, 0.0)
-    running, _ = opened(manager, [9] * 4)
-    with pytest.raises(OutOfPagesError) as caught:
-        manager.open(key, manager.match(key), 3, 0.0)
-    assert (caught.value.needed, caught.value.free, caught.value.evictable) == (3, 2, 0)
-    assert (manager.cache.stats().num_locks, manager.table.free_rows, manager.evicted_pages) == (
-        1,
-        1,
-        0,
-    )
-    opened(manager, [8])
-    with pytest.raises(CapacityError, match="rows"):
-        opened(manager, [7])
-    manager.check_invariants()
-    assert manager.pages(running).size == 2
-
-
-class Failing(LeastRecentlyUsed):
-    """A host's own policy, with a mistake in it."""
-
-    fails_in = ""  # once
-
-    def stumble(self, where: str) -> None:
-        if self.fails_in == where:
-            self.fails_in = ""
-            raise ZeroDivisionError
-
-    def mark(self, use: Use) -> Mark:
-        self.stumble("mark")
-        return super().mark(use)
-
-    def rank(self, history: Mark) -> LeafRank:
-        self.stumble("rank")
-        return super().rank(history)
-
-
-@pytest.mark.parametrize("where", ["mark", "rank"])
-def test_a_policy_that_raises_stands_in_no_request_s_way(where: str) -> None:
-    policy = Failing()
-    manager = PageManager(6, PAGE_SIZE, 2, policy=policy)
-    for tokens in [1, 2, 3, 4], [5, 6, 7, 8]:
-        manager.cache_finished(*opened(manager, tokens), 0.0)
-    key = key_of([1, 2, 3, 4])
-    policy.fails_in = where
-    pages = manager.open(key, manager.match(key), 3, 0.0)
-    assert (pages.num_locked, pages.num_own, manager.errors.num) == (2, 3, 1)
-    assert (manager.cache.stats().num_locks, manager.table.free_rows) == (1, 1)
-    manager.check_invariants()
-    manager.errors.raise_due()  # nothing: it was logged
-    manager.drop(pages)
-    manager.check_invariants()
-
-
 def test_what_is_held_comes_back_by_release_only() -> None:
     manager = PageManager(8, PAGE_SIZE, 4)
     pages, key = opened(manager, [1, 2, 3, 4])
@@ -324,18 +178,6 @@ def test_what_is_held_comes_back_by_release_only() -> None:
     assert (manager.quarantine("room"), manager.holds("room")) == (1, True)
     assert (manager.release("other"), manager.release("room"), manager.release("room")) == (0, 1, 0)
     assert states(manager) == {"FREE": 6, "CACHED": 2}
-
-
-def test_who_owns_nothing_holds_nothing() -> None:
-    manager = PageManager(8, PAGE_SIZE, 4)
-    pages, key = opened(manager, [1, 2])
-    manager.cache_unfinished(pages, key, 0.0)
-    manager.hold(pages, "room")
-    assert (manager.holds("room"), manager.quarantine("room"), manager.release("room")) == (
-        False,
-        0,
-        0,
-    )
 
 
 def test_after_a_flush_those_that_run_cache_nothing_and_their_pages_come_back() -> None:

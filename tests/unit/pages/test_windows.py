@@ -138,44 +138,6 @@ def test_a_short_request_takes_no_more_pages_than_it_may_come_to_have() -> None:
         assert one.own_pages(WindowStart(20, end_pages, shared), 0) == wanted
 
 
-def test_a_checkpoint_takes_pages_only_as_far_as_the_request_goes_on() -> None:
-    one = group(window=9, step=4, num_pages=30, shared=True)
-    one.open(0, 0, 4)
-    one.slide(0, 12)
-    # Of its four pages, 1 to 4, the checkpoint would keep 1 and 2, and has 3 and 4 behind it.
-    assert [one.num_replaced(0, 3, end_pages) for end_pages in (3, 4, 5, 6, 7, 20)] == [
-        0, 0, 0, 1, 2, 2,
-    ]  # fmt: skip
-    kept = one.share(0, 3, 6)
-    assert len(kept) == 2
-    assert len(one.row(0).ids) == 5
-    assert one.num_replaced(0, 3, 6) == 0, "they are no request's own"
-
-
-def test_a_request_that_runs_has_the_same_pages_all_the_time() -> None:
-    one = group()
-    one.open(0, 0, one.row_pages)
-    first = sorted(one.row(0).ids.tolist())
-    for num_tokens in range(200):
-        one.slide(0, num_tokens)
-        begin, ids = one.row(0)
-        assert sorted(ids.tolist()) == first
-        assert begin == one.first_page(num_tokens)
-        one.check_invariants()
-    assert one.close(0).tolist() != []
-
-
-def test_an_id_stays_at_its_page_number_while_the_window_sees_it() -> None:
-    one = group(window=13, step=8)
-    one.open(1, 6, one.row_pages)
-    where: dict[int, int] = {}
-    for num_tokens in range(6, 150, 3):
-        one.slide(1, num_tokens)
-        begin, ids = one.row(1)
-        for number in range(begin, (num_tokens - 1) // 4 + 1):
-            assert where.setdefault(number, int(ids[number - begin])) == int(ids[number - begin])
-
-
 def test_mistakes_raise_and_change_nothing() -> None:
     one = group(num_pages=6)
     one.open(0, 0, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixkv.errors import AbortedError, CallerError, NotFiniteError, TransferTimeoutError
+from prefixkv.errors import AbortedError, NotFiniteError, TransferTimeoutError
 from prefixkv.prefill.request import PrefillRequest, PrefillState
 from prefixkv.protocol.commands import AbortRoom
 from tests.laws.auditor import assert_at_rest
@@ -137,12 +137,3 @@ def test_no_state_is_kept(how: str) -> None:
     assert len(worker.points) == 0
     assert worker.pages.cache.num_pages == 0
     worker.check()
-
-
-def test_an_error_is_an_exception() -> None:
-    desk = Desk()
-    desk.computing("a")
-    for error in (None, "NaN", NotFiniteError):
-        with pytest.raises(CallerError):
-            desk.scheduler.fail("a", error, 0.0)  # type: ignore[arg-type]
-    assert desk.scheduler.requests["a"].state is PrefillState.COMPUTING

@@ -9,11 +9,10 @@ import pytest
 
 from prefixkv.errors import TransferError
 from prefixkv.pages.manager import PageManager
-from prefixkv.prefill.journal import timeline
-from prefixkv.prefill.request import PrefillRequest
-from prefixkv.prefill.scheduler import PrefillScheduler
+from prefixkv.prefill.request import PrefillRequest, timeline
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
+from tests.support.timed import PrefillScheduler
 
 PAGE_BYTES = 100
 

@@ -21,13 +21,13 @@ from prefixkv.errors import (
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
 from prefixkv.paging import pages_for
-from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.prefill.scheduler import AbortRoom, AddRoom, PrefillScheduler, SendChunk
-from prefixkv.protocol.commands import DeclineRoom
+from prefixkv.prefill.request import PrefillRequest, PrefillState, SendPlan
+from prefixkv.protocol.commands import AbortRoom, AddRoom, DeclineRoom, SendChunk
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
-from tests.laws.lock_machine import Event
+from tests.support.spelled import Event
+from tests.support.timed import PrefillScheduler
 
 PAGE_SIZE = 4
 BROKEN = TransferError("broken")
@@ -62,6 +62,12 @@ class Desk:
                 Request(rid, tokens, **{"room": self.num_rooms, "decode": "d", **fields}), 0.0
             )
         )
+
+    def promised(self, rid: str, tokens: int | list[int] = 10, **fields: Any) -> PrefillRequest:
+        """Decode has promised its pages, and has none of it."""
+        req = self.add(rid, tokens, **fields)
+        self.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
+        return req
 
     def bootstrap(self, req: PrefillRequest, decode_prefix_len: int = 0) -> list[str]:
         self.scheduler.room_bootstrapped(req.room_key, decode_prefix_len, "", 0.0)
@@ -258,7 +264,7 @@ def test_a_chunk_that_cannot_be_is_refused_and_changes_nothing() -> None:
     st.lists(
         st.tuples(
             st.lists(st.integers(0, 1), min_size=1, max_size=16),
-            st.integers(0, 4),
+            st.integers(0, 16),
             st.integers(1, 8),
         ),
         min_size=1,
@@ -271,13 +277,15 @@ def test_decode_gets_each_page_it_lacks_once_from_the_pages_the_engine_computed(
     """Also when the request's own pages turn out to be duplicates on the way."""
     desk = Desk(30)
     reqs = []
-    for number, (tokens, decode_pages, step) in enumerate(prompts):
-        decode_prefix_len = min(decode_pages, len(tokens) // PAGE_SIZE) * PAGE_SIZE
+    for number, (tokens, decode_tokens, step) in enumerate(prompts):
+        decode_prefix_len = min(decode_tokens, len(tokens))  # it may have a page in part
         req = desk.computing(f"r{number}", tokens, decode_prefix_len)
         reqs.append((req, req.pages.tolist(), decode_prefix_len, step))
     for req, row, decode_prefix_len, step in reqs:
         for end in range(0, req.num_tokens, step):
-            desk.send(req, end)
+            first = decode_prefix_len // PAGE_SIZE
+            whole = max(0, end // PAGE_SIZE - max(first, (end - step) // PAGE_SIZE))
+            assert desk.send(req, end) == whole, "all that is whole, nothing else"
         desk.send(req, req.num_tokens, last=True)
         chunks = [
             command for command in desk.scheduler.take_commands() if isinstance(command, SendChunk)
@@ -294,6 +302,12 @@ def test_decode_gets_each_page_it_lacks_once_from_the_pages_the_engine_computed(
     for req, *_ in reqs:
         desk.done(req)
     assert_at_rest(desk.scheduler)
+
+
+@pytest.mark.parametrize("prefix_len", [-4, 12])
+def test_a_prefix_that_is_no_prefix_is_refused(prefix_len: int) -> None:
+    with pytest.raises(RequestError, match=f"is {prefix_len}, the request has 10 tokens"):
+        SendPlan(10, prefix_len, 4)
 
 
 # --- the queue ------------------------------------------------------------------------------------
@@ -553,21 +567,6 @@ def test_an_event_that_raises_keeps_its_pages_and_stops_nothing_else() -> None:
     assert desk.scheduler.pop_bootstrapped(0.0) == []
     assert desk.pages.errors.num == 1
     desk.scheduler.check_invariants()
-
-
-def test_a_usable_prefix_that_raises_means_none() -> None:
-    def broken(req: PrefillRequest, prefix_len: int) -> int:
-        raise OSError("no state")
-
-    desk = Desk()
-    desk.scheduler.bootstrapped._usable_prefix = broken
-    first = desk.computing("a", list(range(8)))
-    desk.scheduler.send_chunk(first, 8, 0.0, last=True)
-    again = desk.add("b", [*range(8), 9])
-    assert desk.bootstrap(again) == ["b"]
-    assert (again.prefix_len, desk.pages.errors.num) == (0, 1)
-    with pytest.raises(OSError, match="no state"):
-        desk.scheduler.pop_bootstrapped(0.0)
 
 
 def test_the_audit_sees_a_lock_that_is_of_no_request() -> None:

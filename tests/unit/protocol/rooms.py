@@ -13,10 +13,11 @@ import pytest
 
 from prefixkv.config import ControlConfig
 from prefixkv.digest import prompt_digest
-from prefixkv.errors import InternalError, TransferTimeoutError
+from prefixkv.errors import AbortedError, InternalError, TransferTimeoutError
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.machine import Table, diagrams
 from prefixkv.protocol.messages import Promise
+from prefixkv.protocol.receiver_machine import ReceiverMachine
 
 PAGE_SIZE = 4
 KEY = RoomKey(7, 0)
@@ -39,6 +40,12 @@ def promise(room: int = 7, generation: int = 0, *, fill_len: int = 10, prefix_le
             pages: Sequence[int] = (3, 9)) -> Promise:  # fmt: skip
     """By default a prompt of 10 tokens, 4 of them cached: pages 3 and 9 are promised."""
     return Promise(room, generation, fill_len, prefix_len, ids(pages), digest=PROMPT)
+
+
+def refusal() -> ReceiverMachine:
+    """The room as one that decode refuses."""
+    nothing = Promise(*KEY.numbers, 0, 0, b"", 9)
+    return ReceiverMachine(nothing, TIMING, 0.0, refused=AbortedError("why"))
 
 
 def check_deadline(laws: Any, tick: Any, deadline_s: float) -> None:

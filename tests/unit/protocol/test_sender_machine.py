@@ -84,7 +84,7 @@ def is_fault(machine: SenderMachine, event: Any) -> bool:
             return machine.added and machine.poll is not KVPoll.FAILED
         case SendChunk():
             return machine.added and machine.poll is KVPoll.BOOTSTRAPPING and not event.clip
-        case JobEnded():
+        case JobEnded() | JobDrained():
             return machine.poll not in (KVPoll.TRANSFERRING, KVPoll.FAILED)
     return False
 
@@ -277,10 +277,10 @@ def finish(laws: Laws) -> None:
 
 def test_the_table_names_every_event_in_every_state_but_our_own_faults() -> None:
     faults = {
-        KVPoll.BOOTSTRAPPING: {JobEnded},
-        KVPoll.WAITING_FOR_INPUT: {Added, JobEnded},
+        KVPoll.BOOTSTRAPPING: {JobEnded, JobDrained},
+        KVPoll.WAITING_FOR_INPUT: {Added, JobEnded, JobDrained},
         KVPoll.TRANSFERRING: {Added},
-        KVPoll.SUCCESS: {Added, JobEnded},
+        KVPoll.SUCCESS: {Added, JobEnded, JobDrained},
     }
     check_table(SenderMachine.TABLE, SenderEvent, faults)
 

@@ -3,7 +3,6 @@ one drain in time."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,16 +108,6 @@ def test_every_order_of_two_ranks_words_ends_right(first: int, second: int) -> N
         assert len(rooms) == 0
 
 
-def test_rooms_are_kept_apart_and_a_number_may_come_again() -> None:
-    rooms = RankRooms(2)
-    assert rooms.on(0, success(0)) == ([], [])
-    assert rooms.on(1, RoomEnded(OTHER, KVPoll.SUCCESS)) == ([], [])
-    assert len(rooms) == 2
-    for _ in range(2):
-        assert rooms.on(1, success(1))[0] == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux0")]
-        assert rooms.on(0, success(0)) == ([], [])
-
-
 @pytest.mark.parametrize("second", range(4))
 @pytest.mark.parametrize("first", range(4))
 def test_a_rank_that_dies_is_done_with_its_rooms(first: int, second: int) -> None:
@@ -138,13 +127,6 @@ def test_a_rank_that_dies_is_done_with_its_rooms(first: int, second: int) -> Non
             assert not any(end.poll is KVPoll.SUCCESS for end in ends)
             assert not len(rooms)
             assert rooms.awaited() == {}
-
-
-def test_the_abort_that_follows_a_failure_names_rank_and_reason() -> None:
-    _, [command] = RankRooms(3).on(2, failure(2))
-    assert isinstance(command, AbortRoom)
-    assert command.key == KEY
-    assert command.reason == "rank 2 failed: decode rank 2: rank 2 broke"
 
 
 def test_another_ranks_error_is_of_the_class_that_it_was() -> None:
@@ -237,13 +219,6 @@ def test_an_error_comes_back_cut_and_as_one_that_a_transfer_may_have(
     assert there_and_back(RoomEnded(KEY, KVPoll.FAILED, error), DecodeEvent).error == Alike(back)
 
 
-def test_nothing_else_travels_in_place_of_an_error() -> None:
-    with pytest.raises(NotImplementedError, match="set does not travel"):
-        encode_error({1})
-    with pytest.raises(NotImplementedError, match="does not travel"):
-        decode_error(set, ("TransferError", "why"))
-
-
 @given(st.integers(1, 3), st.lists(st.one_of(*EVENTS.values()), max_size=5))
 def test_news_come_back_in_order_with_their_rank(rank: int, said: list[Any]) -> None:
     rooms = RankRooms(4)
@@ -283,35 +258,6 @@ def refuses(raw: bytes, match: str | None = None) -> None:
 )
 def test_news_that_are_not_the_next_of_a_rank_are_refused(raw: bytes, match: str) -> None:
     refuses(raw, match)
-
-
-ENDED = b"\x93\x01\x01\x91\x95\xa5ended\x92\x07\x01\x04"  # up to its error
-DEEP = b"\x91" * 100_000
-ENDLESS = msgspec.msgpack.encode(["PeerLostError", "x", "p", math.inf])
-HOSTILE = {
-    "nothing": b"",
-    "junk": b"junk",
-    "nested deeply": DEEP,
-    "an error that is nested deeply": ENDED + DEEP,
-    "an error of one word": ENDED + b"\x91\xa1x\xc4\x00",
-    "an error that is a number": ENDED + b"\x05\xc4\x00",
-    "an error of an endless number": ENDED
-    + b"\x94\xadPeerLostError\xa1x\xa1p\xcb\x7f\xf0"
-    + bytes(6),
-    "an error whose text is no UTF-8": ENDED + b"\x92\xa1x\xa2\xff\xfe\xc4\x00",
-    "a tag that is no UTF-8": b"\x93\x01\x01\x91\x92\xa2\xff\xfe\x92\x07\x01",
-    "a poll that is none": ENDED[:-1] + b"\x09\xc0\xc4\x00",
-}
-
-
-@pytest.mark.parametrize("raw", HOSTILE.values(), ids=HOSTILE)
-def test_bytes_that_are_no_news_are_the_callers_mistake(raw: bytes) -> None:
-    refuses(raw, "no message of a rank")
-
-
-@given(st.binary(max_size=80))
-def test_random_bytes_are_the_callers_mistake(raw: bytes) -> None:
-    refuses(raw)
 
 
 GOOD = pack_rank_events(1, 1, [success(1), failure(1), DRAINED, OVERDUE])

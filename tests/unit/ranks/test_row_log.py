@@ -3,10 +3,8 @@ several; what is damaged, left out or of other sizes changes nothing."""
 
 from __future__ import annotations
 
-import pathlib
 import random
-import sys
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -21,7 +19,6 @@ from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.windows import WindowSpec, WindowStart
 from prefixkv.paging import pages_for
 from prefixkv.prefill.request import PrefillRequest
-from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -38,7 +35,7 @@ from prefixkv.protocol.host_copy import HostCopy
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import Request
-from tests.support.processes import Command
+from tests.support.timed import PrefillScheduler
 
 PAGE_SIZE = 4
 ROWS = 4
@@ -46,30 +43,6 @@ KEY = RoomKey(7, 1, "decode-0")
 SPEC = WindowSpec("last", 6, 20, 8)
 DECODE = RankSizes("decode", 16, PAGE_SIZE, ROWS, ROWS, 8, (SPEC,))
 PREFILL = RankSizes("prefill", 16, PAGE_SIZE, ROWS, 3, 0, (SPEC,))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_in_processes_of_their_own_have_equal_rows(
-    world: int, tmp_path: pathlib.Path
-) -> None:
-    """gloo carries the log; whole page tables are compared at the end of each run."""
-    environ = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.support.rank_process"]
-    arguments = [str(world), str(tmp_path / "rendezvous"), "3"]
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(Command(*command, str(rank), *arguments, **environ))
-            for rank in range(world)
-        ]
-        for rank in ranks:
-            assert rank.ended(600) == 0, rank.shown()
-    sent = int(ranks[0].out[0].split()[3])
-    assert sent > 100
-    for rank in range(1, world):
-        words = ranks[rank].out[0].split()
-        assert (int(words[1]), int(words[3])) == (rank, sent)
-        assert int(words[-3]) >= 3
 
 
 class Ranks:
@@ -155,22 +128,6 @@ def test_a_row_that_is_overwritten_is_told() -> None:
     ranks.pages.grow_many([four], 5.0)
     ranks.follow()
     assert ranks.follower.pages(four.row).tolist() == ranks.pages.pages(four).tolist()
-
-
-def test_a_row_that_is_freed_and_taken_again_between_two_messages_is_another() -> None:
-    """Also where it has as many pages, or more."""
-    for num_pages in (2, 3):
-        ranks = Ranks()
-        one, _ = ranks.open(range(8), 2)
-        blocks, _ = ranks.open(range(50, 54), 1)
-        ranks.follow()
-        ranks.pages.hold(one, RoomKey(1, 0))
-        two, _ = ranks.open(range(20, 20 + 4 * num_pages), num_pages)
-        assert two.row != blocks.row
-        assert two.slot != -1
-        ranks.follow()
-        assert ranks.follower.pages(two.row).tolist() == ranks.pages.pages(two).tolist()
-        assert ranks.follower.state_slot(two.row) == two.slot
 
 
 def test_what_has_not_changed_is_not_told_again() -> None:
@@ -448,45 +405,6 @@ def test_a_stop_that_comes_while_it_computes_is_told() -> None:
     assert first.stops == [4, 8]
     follower.apply(take(log, scheduler))
     assert follower.request("a").stops == [4, 8]
-
-
-def test_of_prefill_s_requests_only_what_has_changed_is_told() -> None:
-    scheduler, log, follower = leading()
-    reqs = [begin(scheduler, f"r{room}", [room] * 11, room) for room in (1, 2)]
-
-    def told() -> tuple[list[Any], list[Any]]:
-        raw = take(log, scheduler)
-        follower.apply(raw)
-        assert is_like(follower, scheduler)
-        message = msgspec.msgpack.decode(raw)
-        return message[1], [view[0] for view in message[3]]
-
-    rows, views = told()
-    assert ([row[0] for row in rows], views) == ([0, 1], ["r1", "r2"])
-    assert told() == ([], [])
-    # A chunk moves its window on, and its stops: not its pages.
-    scheduler.send_chunk(reqs[0], 8, 0.0)
-    ((row, _, ids, _, windows),), views = told()
-    assert (row, ids, len(windows), views) == (0, b"", 1, ["r1"])
-    # So does one that ends at no stop.
-    longer = begin(scheduler, "longer", [7] * 15, 4)
-    told()
-    for end, moves in ((8, False), (11, True)):
-        scheduler.send_chunk(longer, end, 0.0)
-        assert longer.stops == [12]
-        assert len(told()[0]) == moves
-    # Where another request has computed the same pages meanwhile, the row gets those.
-    twin = scheduler.add(Request("twin", [2] * 11, room=3, decode="decode-0"), 0.0)
-    scheduler.room_bootstrapped(twin.room_key, 0, "decode-0", 0.0)
-    assert scheduler.pop_bootstrapped(0.0) == [], "it waits for the other"
-    assert scheduler.pop_bootstrapped(9.0) == [twin], "for no longer than that"
-    told()
-    for req in (reqs[1], twin):
-        scheduler.send_chunk(req, 8, 9.0)
-    scheduler.pop_bootstrapped(9.0)
-    assert twin.pages[0] == reqs[1].pages[0]
-    starts = {row[0]: (row[1], len(row[2])) for row in told()[0]}
-    assert starts == {reqs[1].row: (3, 0), twin.row: (0, 12)}
 
 
 def test_an_id_that_comes_again_in_the_same_row_has_its_pages_told() -> None:

@@ -78,33 +78,6 @@ def polled(channel: Any, want: int = 1, patience_s: float = PATIENCE_S) -> list[
     return frames
 
 
-def test_frames_go_both_ways_and_each_keeps_its_sender(ends: Ends) -> None:
-    router = ends.router()
-    one, two = ends.dealer(router.endpoint), ends.dealer(router.endpoint)
-    one.send(router.endpoint, b"I am one")
-    two.send(router.endpoint, b"I am two")
-    routes = {raw: route for route, credential, raw in polled(router, 2) if credential == ""}
-    assert routes.keys() == {b"I am one", b"I am two"}
-    router.send(routes[b"I am two"], b"hello two")
-    router.send(routes[b"I am one"], b"hello one")
-    assert polled(one) == [(router.endpoint, b"hello one")]
-    assert polled(two) == [(router.endpoint, b"hello two")]
-    assert not router.counters
-    assert not one.counters
-
-
-def test_one_dealer_tells_its_routers_apart(ends: Ends) -> None:
-    routers = [ends.router(), ends.router()]
-    dealer = ends.dealer(routers[0].endpoint)
-    dealer.connect(routers[1].endpoint)
-    for i, router in enumerate(routers):
-        dealer.send(router.endpoint, b"to %d" % i)
-        ((route, _, raw),) = polled(router)
-        assert raw == b"to %d" % i
-        router.send(route, b"from %d" % i)
-        assert polled(dealer) == [(router.endpoint, b"from %d" % i)]
-
-
 @pytest.mark.parametrize("side", ["router", "dealer"])
 def test_poll_ends_when_the_descriptor_is_written(ends: Ends, side: str) -> None:
     router = ends.router()
@@ -144,15 +117,6 @@ def test_a_poll_takes_a_bounded_share_of_a_flood(ends: Ends) -> None:
         assert 1 <= len(some) <= 256
         frames += some
     assert [int(frame.raw) for frame in frames] == list(range(1000))
-
-
-def test_large_frames_come_whole_however_fast_they_come(ends: Ends) -> None:
-    router = ends.router()
-    greedy = ends.raw(zmq.DEALER, router.endpoint, sndhwm=0)
-    for _ in range(4):
-        greedy.send(bytes(MAX_FRAME_BYTES))
-    assert [len(raw) for _, _, raw in polled(router, 4)] == [MAX_FRAME_BYTES] * 4
-    assert not router.counters
 
 
 def test_a_socket_that_is_not_read_holds_few_frames_and_loses_none(ends: Ends) -> None:
@@ -466,17 +430,6 @@ class Guarded:
         self.router = ends.router(ControlConfig(curve=self.server), address or lasting_address())
 
 
-def test_a_key_on_the_list_gets_in_and_is_seen(ends: Ends) -> None:
-    guarded = Guarded(ends)
-    router = guarded.router
-    dealer = ends.dealer(router.endpoint, ControlConfig(curve=guarded.known))
-    dealer.send(router.endpoint, b"hi")
-    ((route, credential, raw),) = polled(router)
-    assert (raw, credential) == (b"hi", guarded.known.public_key)
-    router.send(route, b"welcome")
-    assert polled(dealer) == [(router.endpoint, b"welcome")]
-
-
 @pytest.mark.parametrize(
     "who", ["unknown key", "no key", "stolen public key", "wrong server key", "null with zap"]
 )
@@ -552,33 +505,6 @@ def test_both_ends_name_an_unknown_key_and_let_it_in_once_it_is_listed(ends: End
         frames.extend(router.poll(0.01))
 
     until(lambda: bool(frames), step=hello)
-
-
-@pytest.mark.parametrize("server", [True, False])
-def test_both_ends_name_keys_that_one_of_them_lacks(ends: Ends, server: bool) -> None:
-    guarded = Guarded(ends)
-    router = guarded.router if server else ends.router()
-    dealer = ends.dealer(router.endpoint, ControlConfig(curve=None if server else guarded.known))
-    theirs, ours = failures(router, dealer)
-    with_keys, without = (theirs, ours) if server else (ours, theirs)
-    both = "(set keys on both sides, or on neither)"
-    assert str(with_keys.error) == f"curve differs {both}: ours 'keys', theirs 'no keys'"
-    assert str(without.error) == f"curve differs {both}: ours 'no keys', theirs 'keys'"
-    assert ours.address == router.endpoint
-    assert theirs.address == f"a client of {router.endpoint}"
-
-
-def test_both_ends_name_a_wrong_server_key(ends: Ends) -> None:
-    guarded = Guarded(ends)
-    address, wrong = guarded.router.endpoint, keys().public_key
-    mine = replace(guarded.known, server_key=wrong)
-    theirs, ours = failures(guarded.router, ends.dealer(address, ControlConfig(curve=mine)))
-    assert str(theirs.error) == (
-        "server_key of the client is not our public_key: "
-        f"ours {short_key(guarded.server_key)!r}, theirs 'another'"
-    )
-    assert str(ours.error).startswith(f"server_key is not the public key of {address}")
-    assert short_key(wrong) in str(ours.error)
 
 
 def test_what_ends_a_connection_without_a_greeting_is_not_called_a_wrong_key(ends: Ends) -> None:

@@ -131,16 +131,14 @@ def test_what_was_said_before_an_exception_is_heard(
     pair: NodePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rooms say an end once: lost with another room's fault, their requests would hang."""
-    control = pair.decode.transfers.thread.control
-    on = control.on
+    control: Any = pair.decode.transfers.thread.control
+    put_out = control.INSIDE[RoomEnded]
 
-    def broken(what: Any, now_s: float) -> Any:
-        effects = on(what, now_s)
-        if any(isinstance(effect, RoomEnded) for effect in effects):
-            raise ZeroDivisionError("on purpose")
-        return effects
+    def broken(control: Any, ended: RoomEnded, now_s: float) -> None:
+        put_out(control, ended, now_s)
+        raise ZeroDivisionError("on purpose")
 
-    monkeypatch.setattr(control, "on", broken)
+    monkeypatch.setattr(control, "INSIDE", {**control.INSIDE, RoomEnded: broken})
     pair.submit("r", tokens_of(1, 10))
     raised = 0
 
@@ -264,7 +262,7 @@ def test_the_transport_expects_no_write_for_a_full_hit(
 ) -> None:
     """It would poll for nothing, beside the threads that the request goes through."""
     expected: list[int] = []
-    transport = pair.decode.transfers.thread.transport
+    transport = pair.decode.transfers.thread.transports
     expect = transport.expect
 
     def noted(num: int) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import zmq
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from prefixkv.cache.eviction.adaptive import Adaptive
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
@@ -24,11 +21,10 @@ from prefixkv.protocol.receiver_machine import RoomDrained
 from prefixkv.request import Request
 from prefixkv.runtime.control_thread import ControlFailed
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
-from prefixkv.testing.pattern import make_pools
-from tests.support.junk import JUNK
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import tokens_of
 from tests.support.patience import lasting_address, returned, until
+from tests.support.patterns import make_pools
 from tests.unit.runtime.conftest import QUICK
 
 MESH = Mesh(2, 2, 2)
@@ -50,7 +46,7 @@ def test_wait_ends_when_a_request_has_waited_too_long_and_not_before_there_is_so
         assert decode.pop_preallocated() == []
 
         def wait() -> bool:
-            while not decode.pop_preallocated() and not decode.scheduler.has_results:
+            while not decode.pop_preallocated() and not decode.has_results:
                 decode.wait()
             return True
 
@@ -147,97 +143,3 @@ def test_ranks_that_differ_are_no_group(
     config = DecodeConfig() if kind is DecodeGroup else PrefillConfig()
     with pytest.raises(ConfigError, match=wrong):
         kind(pools, config, MESH, states=slots(*states))
-
-
-class JunkWorld:
-    """Two groups with a request that waits, one that is computed in part and one that runs."""
-
-    def __init__(self) -> None:
-        self.pair = MeshPair(MESH, MESH)
-        pair = self.pair
-        pair.submit("runs", tokens_of(1, 20), room=1)
-        pair.until(lambda: "runs" in pair.arrived)
-        pair.hold = True
-        for room, rid in ((2, "waits"), (3, "computes")):
-            pair.submit(rid, tokens_of(room, 20), room=room)
-        pair.until(lambda: len(pair.computing) == 2)
-        pair.compute(pair.on_prefill("computes"))
-        runs, computes = pair.arrived["runs"], pair.on_prefill("computes")
-        again = Request("runs", tokens_of(1, 20), 4, room=4, prefill=pair.prefill.endpoint)
-        self.odd = [runs, computes, again, "computes", "runs", [runs, runs], 20]
-        decode, prefill = pair.decode, pair.prefill
-        self.calls: dict[str, tuple[Any, list[Any]]] = {
-            "decode.add": (decode.add, [again]),
-            "decode.refuse": (decode.refuse, [again, "no"]),
-            "decode.append_many": (decode.append_many, [[runs], [7]]),
-            "decode.finish": (decode.finish, [runs, None]),
-            "decode.retract": (decode.retract, ["runs", None]),
-            "decode.retarget": (decode.retarget, ["runs", "tcp://q:1"]),
-            "decode.flush": (decode.flush, ["2"]),
-            "prefill.add": (prefill.add, [again]),
-            "prefill.refuse": (prefill.refuse, [again, "no"]),
-            "prefill.pop_bootstrapped": (prefill.pop_bootstrapped, [1]),
-            "prefill.send_chunk": (prefill.send_chunk, [computes, 20, True, b"", None, -1]),
-            "prefill.pop_failed": (prefill.pop_failed, [None]),
-            "prefill.abort": (prefill.abort, ["computes"]),
-            "prefill.flush": (prefill.flush, ["2"]),
-        }
-
-    def seen(self) -> Any:
-        pair = self.pair
-        nodes = [pair.decode, pair.prefill]
-        return [
-            [(rid, req.state) for rid, req in node.scheduler.requests.items()] for node in nodes
-        ] + [
-            [node.stats()[name] for name in ("locks", "pages_free", "pages_owned", "pages_held")]
-            for node in nodes
-        ]
-
-
-@pytest.mark.slow
-def test_a_call_of_a_group_that_raises_has_changed_no_rank() -> None:
-    """Junk in the place of an argument, again and again in one world: it is as if the call had not
-    been made. A world in which one was taken goes."""
-    with ExitStack() as worlds:
-
-        def begun() -> JunkWorld:
-            world = JunkWorld()
-            worlds.enter_context(world.pair)
-            return world
-
-        def end(world: JunkWorld) -> None:
-            """The story runs to its end, on every rank."""
-            pair = world.pair
-            pair.hold = False
-            pair.until(lambda: {"waits", "computes"} <= pair.arrived.keys())
-            assert pair.failed == {}
-            assert pair.mismatches == 0
-            for rid in ("runs", "waits", "computes"):
-                pair.finish(rid)
-            pair.until(pair.at_rest)
-
-        world, raised = begun(), 0
-
-        @settings(max_examples=150, deadline=None)
-        @given(name=st.sampled_from(sorted(world.calls)), place=st.integers(0, 5), data=st.data())
-        def junk(name: str, place: int, data: st.DataObject) -> None:
-            nonlocal world, raised
-            call, args = world.calls[name]
-            place %= len(args)
-            odd = st.integers(0, len(world.odd) - 1).map(world.odd.__getitem__)
-            args = [*args[:place], data.draw(st.one_of(JUNK, odd)), *args[place + 1 :]]
-            before = world.seen()
-            try:
-                call(*args)
-            except Exception:
-                raised += 1
-                assert world.seen() == before, (name, args)
-                world.pair.decode.audit()
-                world.pair.prefill.audit()
-            else:
-                worlds.close()
-                world = begun()
-
-        junk()
-        assert raised > 50
-        end(world)

@@ -43,7 +43,7 @@ from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.runtime.prefill_rank import PrefillRank
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from tests.support.junk import JUNK, Broken, OwnError
-from tests.support.node_pair import make_pool, tokens_of
+from tests.support.node_pair import make_pool, scheduling, tokens_of
 from tests.support.patience import until
 from tests.support.picture import picture
 
@@ -299,7 +299,7 @@ class Groups:
         self.prefill.audit()
         others = [rank.follower for rank in (*self.decode.others, *self.prefill.others)]
         rows = [(follower.page_table, follower._rows, follower._views) for follower in others]
-        return picture(self.decode.scheduler, self.prefill.scheduler, rows)
+        return picture(scheduling(self.decode), scheduling(self.prefill), rows)
 
     def calls(self) -> dict[str, tuple[list[Any], dict[str, Any]]]:
         """Calls that a group does otherwise than a node, or hands on to its ranks; as they stand

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from prefixkv.config import HostConfig
 from prefixkv.errors import ClosedError, ConfigError, PageStateError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_pool import KVPool
@@ -98,9 +99,8 @@ class World:
         self.results: Results = SimpleQueue()
         # Somewhat less than another page.
         piece_bytes = (piece_pages + 1) * self.page_bytes - 1
-        self.copies = HostCopies(
-            layout, self.host, threads, self.results.put, piece_bytes=piece_bytes, name="here"
-        )
+        config = HostConfig(copy_threads=threads, piece_bytes=piece_bytes)
+        self.copies = HostCopies(layout, self.host, config, self.results.put, name="here")
 
     def fill(self, page: int, tag: int) -> None:
         self.pool.write_pages([page], self.bytes_of(tag))
@@ -246,19 +246,6 @@ def test_a_write_has_its_turns_beside_loads_that_follow_each_other(
     world.close()
 
 
-def test_a_write_that_waits_for_the_device_delays_no_load() -> None:
-    world, event = World(), Event()
-    gate = Gate(world.copies)
-    world.copies.submit(write(99, pages(20), pages(20)), event)
-    for number in range(30):
-        world.copies.submit(load(number, pages(0), pages(0)))
-        assert world.take(1)[0].number == number
-    event.is_over = True
-    assert world.take(1)[0].number == 99
-    assert gate.calls == [*(30 * [("load", [0])]), ("write", [20])]
-    world.close()
-
-
 def test_an_order_that_fails_ends_after_its_pieces_that_run() -> None:
     world = World(threads=2)
     for page in range(4):
@@ -283,15 +270,6 @@ def test_an_order_that_fails_ends_after_its_pieces_that_run() -> None:
     assert world.holds(12, 3)
     world.close()
     assert world.results.empty()
-
-
-def test_a_failed_order_with_no_other_piece_ends_at_once() -> None:
-    world = World(piece_pages=8)
-    world.copies.submit(write(1, pages(0, 40), pages(0, 1)))
-    (done,) = world.take(1)
-    assert (done.number, done.num_bytes) == (1, 0)
-    assert "host page 40" in str(done.error)
-    world.close()
 
 
 def test_close_waits_for_what_runs_and_ends_the_rest() -> None:
@@ -327,24 +305,6 @@ def test_close_waits_for_what_runs_and_ends_the_rest() -> None:
     assert world.results.empty()
 
 
-def test_an_order_that_is_cut_off_ends_after_its_piece_that_runs() -> None:
-    world = World()
-    gate = Gate(world.copies, 20)
-    world.copies.submit(write(1, pages(20, 21), pages(0, 1)))
-    until(lambda: len(gate.calls) == 1)
-    closer = threading.Thread(target=world.copies.close)
-    closer.start()
-    until(lambda: world.copies._closed)
-    gate.let_go()
-    closer.join(WAIT_S)
-    (done,) = world.take(1)
-    assert isinstance(done.error, ClosedError)
-    assert done.num_bytes == world.page_bytes
-    assert gate.ended == [[20]]
-    world.close()
-    assert world.results.empty()
-
-
 def test_an_order_of_unequal_or_no_pages_is_refused() -> None:
     world = World()
     for host, device in ((pages(0, 1), pages(0)), (pages(), pages())):
@@ -372,12 +332,10 @@ def test_other_settings_are_refused() -> None:
 
     def made(**changes: Any) -> HostCopies:
         return HostCopies(**{
-            "layout": pool.layout, "pool": host, "num_threads": 1, "sink": sink.put, **changes
+            "layout": pool.layout, "pool": host, "config": HostConfig(), "sink": sink.put, **changes
         })  # fmt: skip
 
     for changes, message in (
-        ({"num_threads": 0}, "num_threads is 0"),
-        ({"piece_bytes": -1}, "piece_bytes is -1"),
         ({"layout": KVPool.create(2, 4, 2, 1, 8).layout}, "host pages have 128 bytes"),
         ({"device": "meta"}, "device is 'meta'"),
     ):
@@ -396,7 +354,8 @@ def test_on_cuda_a_copy_is_over_when_it_is_reported() -> None:
     data = torch.randint(0, 256, (64, 16, 16, 4, 128), dtype=torch.uint8)
     pool.write_pages(range(64), data)
     results: Results = SimpleQueue()
-    copies = HostCopies(layout, host, 2, results.put, "cuda:0", piece_bytes=4 * layout.page_bytes)
+    config = HostConfig(piece_bytes=4 * layout.page_bytes)
+    copies = HostCopies(layout, host, config, results.put, "cuda:0")
     rows = np.random.default_rng(1).permutation(64).astype(np.int32)
     copies.submit(write(1, rows, np.arange(64, dtype=np.int32)))
     assert results.get(timeout=WAIT_S).error is None

@@ -30,7 +30,7 @@ def agrees(node: Any, namespace: Namespace | None = None) -> int:
     """What a router that comes now knows is what the node's tree has; how many pages that is."""
     node.stats()
     until(lambda: node.kv_events.idle)
-    cache = node.scheduler.pages.cache
+    cache = node.pages.cache
     with closing(Subscriber(node.kv_events, PAGE_SIZE)) as subscriber:
         subscriber.follow_until(node.kv_events._stream.next_seq)
         assert len(subscriber.follower.blocks) == cache.num_pages
@@ -61,9 +61,9 @@ def test_routers_know_what_is_in_host_memory(make_pair: MakePair) -> None:
     decode = {"kv_events": EVENTS, "host_memory": host, "reserve_tokens": 0}
     pair = make_pair(pool={"num_pages": 40}, decode=decode)
     node, index = pair.decode, WorkerIndex(1000)
-    assert node.scheduler.host is not None
+    assert node.host is not None
     assert node.kv_events is not None
-    caches = {"GPU": node.scheduler.pages.cache, "CPU": node.scheduler.host.cache}
+    caches = {"GPU": node.pages.cache, "CPU": node.host.cache}
     prompts = [tokens_of(seed, 50) for seed in range(1, 8)]  # more than the pool has pages
 
     def all_agree() -> None:
@@ -110,7 +110,7 @@ def test_a_node_tells_without_being_asked_for_anything_else(make_pair: MakePair)
     with closing(Subscriber(publisher, PAGE_SIZE)) as subscriber:
         pair.submit("a", tokens_of(1, 40), max_new_tokens=2)
         pair.run("a")
-        cache = pair.decode.scheduler.pages.cache
+        cache = pair.decode.pages.cache
         assert cache.num_pages >= 10
         while len(subscriber.follower.blocks) < cache.num_pages:
             subscriber.follow()
@@ -139,7 +139,7 @@ def test_a_namespace_that_has_no_words_is_refused_on_both_sides(make_pair: MakeP
         pair.prefill.add(Request("a", prompt, room=1, decode="decode-0", namespace="l"))
     # One that is not cached is not told of.
     where = {"prefill": "tcp://127.0.0.1:1", "namespace": "l"}
-    pair.decode._check_namespace(Request("b", prompt, room=2, cacheable=False, **where))
+    pair.decode._check_new(Request("b", prompt, room=2, cacheable=False, **where), 1, "")
 
 
 def test_a_namespace_with_words_travels_to_both(make_pair: MakePair) -> None:

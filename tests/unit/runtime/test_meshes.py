@@ -5,6 +5,7 @@ layouts, page sizes, and whether slices are staged or written one by one.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,8 @@ from prefixkv.config import Backend, DecodeConfig, PrefillConfig, TransportConfi
 from prefixkv.errors import AbortedError
 from prefixkv.memory.mesh import Mesh
 from prefixkv.protocol.commands import AbortRoom
+from prefixkv.runtime.rank_spec import RankSpec
+from prefixkv.transport.shm.loop import ShmTransport
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import tokens_of
 
@@ -90,17 +93,26 @@ def test_every_byte_arrives_on_every_rank(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [0, 8 * LEASE], ids=["sliced", "staged"])
-def test_auto_takes_shm_on_every_rank_staged_or_not(num_bytes: int) -> None:
+@pytest.mark.parametrize("near", [4, 2, 0])
+def test_auto_takes_a_transport_for_each_rank_and_stages_by_both(
+    num_bytes: int, near: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The staging memory is shared too."""
-    with MeshPair(mesh(4), mesh(1), **backend("auto", num_bytes)) as pair:  # type: ignore[arg-type]
+
+    def place(spec: RankSpec) -> str:
+        return "near" if spec.mesh.num_ranks == 1 or spec.rank < near else "far"
+
+    monkeypatch.setattr(RankSpec, "place", property(place))
+    options: Any = backend("auto", num_bytes)
+    with MeshPair(mesh(4), mesh(1), **options) as pair:
         serve(pair)
         assert (pair.prefill.stats()["staging_pieces_written"] > 0) == bool(num_bytes)
-        ways = {
-            peer.backend
+        ways = [
+            way
             for node in (pair.prefill, *pair.prefill.others)
-            for peer in node.transfers.thread.transport._peers.values()
-        }
-        assert ways == {"shm"}
+            for way in node.transfers.thread.transports._of.values()
+        ]
+        assert [isinstance(way, ShmTransport) for way in ways] == [rank < near for rank in range(4)]
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def test_aborts_of_both_sides_at_once(pair: NodePair) -> None:
         if rng.random() < 0.5:
             (pair.decode if rng.random() < 0.5 else pair.prefill).abort(victim)
     pair.until(lambda: len(pair.d.ended) == len(rids))
-    for rid in pair.prefill.scheduler.requests.copy():
+    for rid in pair.prefill.requests.copy():
         if (
             pair.d.ended[rid.partition(".")[0]] is not None
         ):  # decode ended it before prefill had ever heard of it
@@ -129,7 +129,7 @@ def test_a_room_is_in_use_until_all_that_will_be_said_of_it_was_said(
     """Also when it held no pages: a word on the old request would end the new one."""
     stage(pair)
     pair.p.hold = False
-    room = pair.decode.scheduler.requests["r"].room
+    room = pair.decode.requests["r"].room
     lossy(pair, "prefill", messages.Drained, monkeypatch)
     pair.decode.abort("r")
     for _ in range(20):

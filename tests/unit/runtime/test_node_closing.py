@@ -142,7 +142,7 @@ def test_decode_closes_and_prefill_lets_go(
     pair: NodePair, monkeypatch: pytest.MonkeyPatch, patient_farewells: None
 ) -> None:
     proceed = transferring(pair)
-    transport = pair.prefill.transfers.thread.transport
+    transport = pair.prefill.transfers.thread.transports
     remove, removed = transport.remove_peer, []
     monkeypatch.setattr(transport, "remove_peer", lambda peer: [removed.append(peer), remove(peer)])
     pair.decode.close()
@@ -165,7 +165,7 @@ def test_a_node_whose_agent_lives_on_claims_no_fence(
     """Its writes may still land: decode's pages stay held, until somebody who knows says
     otherwise."""
     transferring(pair)
-    transport = pair.prefill.transfers.thread.transport
+    transport = pair.prefill.transfers.thread.transports
     real = transport.close
 
     def close() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixkv.errors import AbortedError, AdmissionTimeoutError, DrainingError, RequestError
+from prefixkv.errors import AdmissionTimeoutError, DrainingError, RequestError
 from prefixkv.request import Request
 from tests.support.node_pair import NodePair, tokens_of
 from tests.support.node_stages import queued
@@ -35,7 +35,7 @@ def test_a_node_that_is_drained_serves_what_it_has_and_takes_nothing_new(pair: N
 
 def test_drain_waits_but_not_while_the_engine_has_something_to_do(pair: NodePair) -> None:
     assert pair.decode.drain(timeout_s=10.0), "nothing lives here"
-    pair.decode.scheduler.draining = False
+    pair.decode.draining = False
     proceed = queued(pair)
     pair.decode.abort("big")
     pair.decode.abort("r")
@@ -59,19 +59,3 @@ def test_a_request_that_waits_too_long_for_pages_fails_on_both_sides(
     proceed()
     pair.run("big")
     assert pair.d.ended["big"] is None
-
-
-def test_prefill_is_told_of_a_request_that_add_has_refused(pair: NodePair) -> None:
-    pair.p.add("r", tokens_of(1, 30), 5)
-    request = Request(
-        "r", tokens_of(1, 30), max_new_tokens=10_000, room=5, prefill=pair.prefill.endpoint
-    )
-    with pytest.raises(RequestError, match="2508 pages"):
-        pair.decode.add(request)
-    pair.decode.refuse(request, "it is too long")
-    pair.until(lambda: "r" in pair.p.failed)
-    assert isinstance(pair.p.failed["r"], AbortedError)
-    assert "it is too long" in str(pair.p.failed["r"])
-    pair.settle()
-    pair.submit("next", tokens_of(1, 30), room=5)
-    pair.run("next")

@@ -32,7 +32,7 @@ from prefixkv.protocol import messages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.peer_log import REPEAT_S
+from prefixkv.runtime.logs import REPEAT_S
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.transport.base import Arrived
 from tests.support.node_pair import NodePair, left, make_pool, tokens_of
@@ -103,21 +103,6 @@ def test_a_prefill_address_that_is_none(address: str) -> None:
             assert address in str(error)
         until(lambda: not left(node))
         assert node.peers() == {}
-
-
-def test_a_prefill_that_comes_late() -> None:
-    """Decode knocks until somebody opens."""
-    address = lasting_address()
-    with lone_decode(QUICK) as decode:
-        decode.add(Request("r", tokens_of(1, 10), max_new_tokens=1, room=1000, prefill=address))
-        decode.pop_preallocated()
-        until(lambda: address in decode.peers())
-        with PrefillNode(make_pool(), PrefillConfig(bind=address, control=QUICK)) as prefill:
-            pair = NodePair(decode, prefill)
-            pair.d.prompts["r"], pair.d.prefix_lens["r"] = tokens_of(1, 10), []
-            pair.p.add("r", tokens_of(1, 10), 1000)
-            pair.run("r")
-            pair.check_at_rest()
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])
@@ -372,8 +357,15 @@ def test_a_request_whose_prefill_is_not_there_is_served_by_another_one(make_pair
         node.retarget("call", pair.prefill.endpoint)
         served: set[str] = set()
         while len(served) < 2:
-            until(lambda: (node.pop_preallocated(), node.scheduler._asks)[1])
-            [ask] = node.pop_needs_prefill()
+            asks: list[Any] = []
+            until(
+                lambda asks=asks: (
+                    node.pop_preallocated(),
+                    asks.extend(node.pop_needs_prefill()),
+                    asks,
+                )[2]
+            )
+            [ask] = asks
             rid = ask.rid
             served.add(rid)
             assert (ask.prefill, ask.generation) == (pair.prefill.endpoint, 1)
@@ -381,7 +373,7 @@ def test_a_request_whose_prefill_is_not_there_is_served_by_another_one(make_pair
                 Request(rid, ask.tokens, room=ask.room, generation=1, decode=ask.decode)
             )
             until(pair.prefill.pop_bootstrapped)
-            pair.prefill.send_chunk(pair.prefill.scheduler.requests[rid], len(tokens), last=True)
+            pair.prefill.send_chunk(pair.prefill.requests[rid], len(tokens), last=True)
             popped: list[Any] = []
             until(lambda popped=popped: popped.extend(node.pop_transferred()) or popped)
             node.finish(popped[0])

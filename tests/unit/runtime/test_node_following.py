@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.errors import AbortedError
 from prefixkv.memory.mesh import Mesh
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import NodePair, tokens_of
@@ -49,20 +48,6 @@ def test_a_burst_is_computed_once(pair: NodePair) -> None:
     assert all(pair.d.ended[rid] is None for rid in RIDS)
     assert computed(pair) == SYSTEM_TOKENS + len(RIDS) * SUFFIX_TOKENS
     assert pair.prefill.stats()["overtaken"] == 0
-
-
-def test_when_the_first_is_aborted_one_goes_on_and_the_others_wait_for_it(pair: NodePair) -> None:
-    pair.p.compute(pair.p.computing["r0"])
-    assert pair.prefill.abort("r0")
-    pair.until(lambda: "r0" in pair.p.failed)
-    assert isinstance(pair.p.failed["r0"], AbortedError)
-    pair.p.hold = False
-    pair.run(*RIDS)
-    pages = pair.prefill.stats()["evicted_pages"]
-    assert pages == 0
-    # What had begun on prefill before decode asked for it again finds its own prompt computed.
-    most = SYSTEM_TOKENS + len(RIDS) * SUFFIX_TOKENS + 2 * len(RIDS) * SUFFIX_TOKENS
-    assert computed(pair) <= most < len(RIDS) * SYSTEM_TOKENS
 
 
 def test_the_engine_sleeps_while_one_waits_and_wakes_when_the_prefix_is_there(
@@ -112,7 +97,7 @@ def test_several_ranks_compute_a_burst_once_and_what_the_limit_left_is_news() ->
         while len(popped) < 2:
             pair.decode.pop_preallocated()
             popped += [req.rid for req in pair.prefill.pop_bootstrapped(limit=0)]
-            if len(pair.prefill.scheduler.bootstrapped) == 2 or popped:
+            if len(pair.prefill.bootstrapped) == 2 or popped:
                 assert pair.prefill.wait(0.0)
                 popped += [req.rid for req in pair.prefill.pop_bootstrapped(limit=1)]
         for rid in popped:

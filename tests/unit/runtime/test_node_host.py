@@ -69,20 +69,6 @@ def test_next_turns_find_in_host_memory_what_the_pool_forgot(make_pair: MakePair
     assert pair.decode.stats()["host_pages_cached"] <= stats["host_pages"] == 512
 
 
-def test_what_is_in_host_memory_is_forgotten_with_the_weights(make_pair: MakePair) -> None:
-    pair = make_pair(pool={"num_pages": 64}, decode={"reserve_tokens": 0, "host_memory": HOST})
-    chats(pair, 3, 1)
-    pair.until(lambda: pair.decode.stats()["host_pages_cached"] > 30)
-    pair.decode.flush()
-    pair.prefill.flush()
-    stats = pair.decode.stats()
-    assert stats["host_pages_cached"] == 0
-    pair.submit("again", tokens_of(1, 50))
-    pair.run("again")
-    assert pair.d.prefix_lens["again"] == [0]
-    pair.check_at_rest()
-
-
 @pytest.mark.parametrize("page_sizes", [(4, 4), (8, 4)], ids=["whole", "parts of pages"])
 def test_every_rank_copies_its_own_part(page_sizes: tuple[int, int]) -> None:
     """Two ranks of decode, each with half of the heads: all bytes of both are checked."""

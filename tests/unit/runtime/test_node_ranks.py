@@ -42,7 +42,7 @@ def test_after_each_pass_another_rank_has_the_rows_of_rank_0(seed: int) -> None:
         def exchange() -> None:
             nonlocal rows_compared
             other.apply(decode.take_log())
-            held = {req.row: req for req in decode.scheduler.requests.values() if req.row >= 0}
+            held = {req.row: req for req in decode.requests.values() if req.row >= 0}
             for row, req in held.items():
                 assert other.pages(row).tolist() == req.pages.tolist()
             rows_compared += len(held)

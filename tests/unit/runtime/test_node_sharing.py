@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prefixkv.errors import AbortedError, TransferError
+from prefixkv.errors import TransferError
 from tests.support.node_pair import NodePair, tokens_of
 from tests.unit.runtime.conftest import MakePair
 
@@ -64,22 +64,6 @@ def test_the_system_prompt_is_sent_once(burst: NodePair) -> None:
 
 
 @pytest.mark.usefixtures("_any_wire")
-def test_and_once_if_the_first_is_aborted_on_its_way(burst: NodePair) -> None:
-    assert burst.decode.abort("r0")
-    burst.until(lambda: "r0" in burst.d.ended)
-    assert isinstance(burst.d.ended["r0"], AbortedError)
-    burst.submit("r0 again", tokens_of(1, SYSTEM_PAGES * PAGE_SIZE), max_new_tokens=1)
-    go_on(burst)
-    assert all(burst.d.ended[rid] is None for rid in RIDS[1:])
-    assert sent_pages(burst) == SYSTEM_PAGES + len(RIDS) * SUFFIX_PAGES, (
-        "the room of the first went on for the others"
-    )
-    stats = burst.decode.stats()
-    assert (stats["flights_adopted"], stats.get("flight_fallbacks", 0)) == (1, 0)
-    burst.run("r0 again")
-
-
-@pytest.mark.usefixtures("_any_wire")
 def test_if_the_first_fails_another_brings_what_all_lack(burst: NodePair) -> None:
     assert burst.prefill.abort("r0")
     prefill_has_heard(burst, RIDS)
@@ -88,22 +72,3 @@ def test_if_the_first_fails_another_brings_what_all_lack(burst: NodePair) -> Non
     assert all(burst.d.ended[rid] is None for rid in RIDS[1:])
     assert sent_pages(burst) == 2 + SYSTEM_PAGES + (len(RIDS) - 1) * SUFFIX_PAGES
     assert burst.decode.stats()["flight_fallbacks"] == len(RIDS) - 1
-
-
-def test_when_all_are_aborted_nothing_is_left(burst: NodePair) -> None:
-    for rid in RIDS:
-        assert burst.decode.abort(rid)
-    burst.run(*RIDS)
-    assert all(isinstance(burst.d.ended[rid], AbortedError) for rid in RIDS)
-    assert sent_pages(burst) == 2
-
-
-def test_a_flush_in_the_middle_sends_the_new_weights_kv_to_those_that_waited(
-    burst: NodePair,
-) -> None:
-    burst.decode.flush()
-    prefill_has_heard(burst, RIDS[1:])
-    go_on(burst)
-    assert all(burst.d.ended[rid] is None for rid in RIDS)
-    assert burst.decode.stats()["flight_fallbacks"] == len(RIDS) - 1
-    assert sent_pages(burst) == 2 * SYSTEM_PAGES + len(RIDS) * SUFFIX_PAGES

@@ -17,7 +17,6 @@ from prefixkv.errors import (
     AuxTooLargeError,
     ConfigError,
     PromptMismatchError,
-    RequestError,
 )
 from prefixkv.memory.mesh import Mesh
 from prefixkv.protocol.ids import PeerId
@@ -39,7 +38,6 @@ from tests.support.node_pair import (
 )
 from tests.support.node_stages import Gate
 from tests.support.patience import NEVER_S, SkippableClock, until
-from tests.support.wires import wired
 from tests.unit.runtime.conftest import QUICK, MakePair
 
 PAGE_SIZE = 4
@@ -121,18 +119,6 @@ def test_turns_of_a_conversation(
     )  # 37 tokens of users' text, and the pages they share
 
 
-@pytest.mark.parametrize("orders", [("layer_major", "page_major"), ("page_major", "layer_major")])
-def test_pools_of_two_layouts_work_together(orders: tuple[str, str]) -> None:
-    with (
-        PrefillNode(make_pool(order=orders[0]), wired(PrefillConfig(control=QUICK))) as prefill,
-        DecodeNode(make_pool(order=orders[1]), wired(DecodeConfig(control=QUICK))) as decode,
-    ):
-        pair = NodePair(decode, prefill)
-        pair.submit("r", tokens_of(1, 33))
-        pair.run("r")
-        pair.check_at_rest()
-
-
 @pytest.mark.usefixtures("_any_wire")
 def test_many_at_once_in_a_small_pool(make_pair: MakePair) -> None:
     """More requests than the pool holds: admission waits, cached pages are evicted, runners are
@@ -172,7 +158,7 @@ def test_a_retracted_request_whose_pages_are_gone_is_sent_again(make_pair: MakeP
     pair.until(lambda: "victim" in pair.d.running)
     pair.decode.retract("victim")
     pair.d.running.pop("victim")
-    while pair.decode.scheduler.pages.cache.evictable_pages:  # somebody else needs the room
+    while pair.decode.pages.cache.evictable_pages:  # somebody else needs the room
         pair.decode.flush()
     assert victim.output == [first_token(tokens_of(2, 20))]
     pair.until(lambda: "victim" in pair.d.running)
@@ -181,20 +167,6 @@ def test_a_retracted_request_whose_pages_are_gone_is_sent_again(make_pair: MakeP
     pair.d.hold_running = False
     pair.run("first", "victim")
     assert len(pair.d.outputs["victim"]) == 6
-
-
-def test_equal_tokens_in_two_namespaces_share_nothing(pair: NodePair) -> None:
-    prompt = tokens_of(1, 16)
-    for rid, namespace in (("a", "lora-1"), ("b", "lora-2"), ("c", "lora-1")):
-        room = ord(rid)
-        request: dict[str, Any] = {"room": room, "namespace": namespace}
-        pair.decode.add(
-            Request(rid, prompt, max_new_tokens=1, prefill=pair.prefill.endpoint, **request)
-        )
-        pair.prefill.add(Request(rid, prompt, decode="decode-0", **request))
-        pair.d.prompts[rid], pair.d.prefix_lens[rid] = prompt, []
-        pair.run(rid)
-    assert [pair.d.prefix_lens[rid] for rid in "abc"] == [[0], [0], [16]]
 
 
 def test_with_the_cache_off_nothing_is_matched_or_kept(make_pair: MakePair) -> None:
@@ -206,21 +178,6 @@ def test_with_the_cache_off_nothing_is_matched_or_kept(make_pair: MakePair) -> N
     stats = pair.decode.stats()
     assert (stats["pages_cached"], stats["pages_free"]) == (0, 64)
     assert sent_bytes(pair) == page_bytes(pair, 8)
-
-
-def test_a_flush_on_both_sides_while_a_request_runs(pair: NodePair) -> None:
-    pair.d.hold_running = True
-    pair.submit("old", tokens_of(1, 16))
-    pair.until(lambda: "old" in pair.d.running)
-    assert pair.decode.flush() == 0  # all of it is locked
-    pair.until(lambda: pair.p.sent == ["old"] and not left(pair.prefill))
-    assert pair.prefill.flush() == 4
-    pair.d.hold_running = False
-    pair.run("old")
-    assert pair.decode.stats()["pages_free"] == 64
-    pair.submit("new", tokens_of(1, 16))
-    pair.run("new")
-    assert pair.d.prefix_lens["new"] == [0]
 
 
 # --- the payload ----------------------------------------------------------------------------------
@@ -266,7 +223,7 @@ def test_nothing_is_sent_before_it_is_ready(pair: NodePair) -> None:
     pair.submit("r", tokens_of(1, 20))
     pair.until(lambda: pair.prefill.stats().get("writes_done", 0) == 1 and gate.asked.is_set())
     assert sent_bytes(pair) == page_bytes(pair, 2)
-    req = pair.prefill.scheduler.requests["r"]
+    req = pair.prefill.requests["r"]
     late = req.pages[2:4].copy()
     good = pair.prefill.pool.read_pages(late)
     pair.prefill.pool.write_pages(late, good ^ 0xFF)
@@ -355,34 +312,6 @@ def test_no_call_waits_for_a_write(make_pair: MakePair) -> None:
     assert sent_bytes(pair) == 0
     pair.p.pattern.fill(req.pages, 0, PrefixHasher().prefixes(tokens))
     gate.open = True
-    pair.run("r")
-
-
-def test_what_is_refused_changes_nothing(pair: NodePair) -> None:
-    pair.p.hold = True
-    address = pair.prefill.endpoint
-    pair.submit("r", tokens_of(1, 8), room=7)
-    for request in (
-        Request("r", [1, 2], room=8, prefill=address),
-        Request("s", [1, 2], room=7, prefill=address),
-        Request("s", [1, 2], room=8),
-        Request("s", list(range(300)), room=8, prefill=address),
-        Request("s", [1, 2], room=8, prefill=address, decode="decode-1"),
-    ):
-        with pytest.raises(RequestError):
-            pair.decode.add(request)
-    for request in (
-        Request("r", [1], room=8, decode="decode-0"),
-        Request("s", [1], room=7, decode="decode-0"),
-        Request("s", list(range(300)), room=8, decode="decode-0"),
-        Request("s", [1], room=8),
-    ):
-        with pytest.raises(RequestError):
-            pair.prefill.add(request)
-    assert pair.decode.stats()["requests"] == pair.prefill.stats()["requests"] == 1
-    assert not pair.decode.abort("nobody")
-    assert not pair.prefill.abort("nobody")
-    pair.p.hold = False
     pair.run("r")
 
 

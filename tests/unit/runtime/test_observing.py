@@ -8,26 +8,24 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 import prefixkv
-from prefixkv.cache.events import EventBatch, page_keys
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.runtime import metrics
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.runtime.prefill_node import PrefillNode
-from prefixkv.serving.router import BoundedAffinityRouter
-from tests.laws.lock_machine import Event
 from tests.support.node_pair import NodePair, make_pool, tokens_of
+from tests.support.spelled import Event
 from tests.unit.decode.desk import Desk
 from tests.unit.runtime.conftest import QUICK, MakePair
 
@@ -135,7 +133,7 @@ def test_a_scrape_says_what_happened(make_pair: MakePair, monkeypatch: pytest.Mo
 
 def test_queues_by_what_is_waited_for() -> None:
     desk = Desk(num_pages=9)
-    node: Any = SimpleNamespace(scheduler=desk.scheduler)
+    node: Any = desk.scheduler
 
     def queues() -> dict[str, float]:
         return {queue: length for (queue,), length in metrics._decode_queues(node) if length}
@@ -154,30 +152,6 @@ def test_queues_by_what_is_waited_for() -> None:
     assert queues() == {"pages": 1, "running": 2}
     desk.finish(first, after=Event())
     assert queues() == {"pages": 1, "running": 1, "device": 1}
-
-
-def test_evictions_retractions_and_aborts_are_counted(make_pair: MakePair) -> None:
-    pair = make_pair(pool={"num_pages": 24}, decode={"reserve_tokens": 0})
-    for number in range(4):
-        submit(pair, f"r{number}", tokens_of(10 + number, 40))
-        pair.run(f"r{number}")
-    pair.p.hold = True
-    submit(pair, "aborted", tokens_of(1, 20))
-    pair.until(lambda: "aborted" in pair.p.computing)
-    pair.decode.abort("aborted")
-    pair.p.hold = False
-    pair.run("aborted")
-    scrape = Scrape(pair)
-    assert scrape.get("decode", "evicted_pages_total") == pair.decode.stats()["evicted_pages"] > 0
-    assert (
-        scrape.get("decode", "eviction_seconds_count") == pair.decode.evictions.cumulative()[-1] > 0
-    )
-    assert scrape.get("decode", "eviction_seconds_sum") > 0
-    assert (
-        scrape.get("decode", "transfers_total", peer=pair.prefill.endpoint, outcome="aborted") == 1
-    )
-    assert scrape.get("decode", "requests_total", outcome="aborted") == 1
-    assert scrape.get("decode", "retractions_total") == scrape.get("decode", "retries_total") == 0
 
 
 def test_scrapes_from_another_thread_while_requests_run(pair: NodePair) -> None:
@@ -320,28 +294,24 @@ def test_every_counter_is_in_the_stats_from_the_start(pair: NodePair) -> None:
     assert [node.stats().keys() for node in (pair.decode, pair.prefill)] == fresh
 
 
-def test_a_router_follows_a_node(pair: NodePair) -> None:
-    router = BoundedAffinityRouter(expect_s=0)
-    router.add_worker("elsewhere")
-    router.add_worker(pair.decode.peer_id.name)
+class Broken:
+    """A user's collector beside ours, in one registry."""
 
-    def told() -> EventBatch:
-        return EventBatch.decode(pair.decode.take_cache_events().encode())
+    def collect(self) -> Iterator[Metric]:
+        raise ZeroDivisionError
 
-    prompt = tokens_of(1, 40)
-    assert router.apply(told())
-    submit(pair, "a", prompt)
-    pair.run("a")
-    assert router.apply(told())
-    keys = page_keys(prompt.tobytes(), PAGE_SIZE)
-    route = router.route(keys, 0.0)
-    assert (route.worker, route.matched_pages) == (pair.decode.peer_id.name, 10)
-    told()  # lost
-    submit(pair, "b", tokens_of(2, 40))
-    pair.run("b")
-    assert not router.apply(told())
-    assert router.apply(pair.decode.take_cache_events(snapshot=True))
-    assert router.route(page_keys(tokens_of(2, 40).tobytes(), PAGE_SIZE), 0.0).matched_pages == 10
-    pair.decode.flush()
-    assert router.apply(told())
-    assert router.route(keys, 0.0).matched_pages == 0
+
+def test_a_collector_beside_ours_that_raises_fails_its_scrape_alone(pair: NodePair) -> None:
+    registry, broken = CollectorRegistry(), Broken()
+    registry.register(NodeCollector(pair.decode, pair.prefill))
+    registry.register(broken)  # type: ignore[arg-type]
+    submit(pair, "r", tokens_of(1, 10))
+    pair.until(lambda: bool(pair.decode.scheduler.requests))
+    with pytest.raises(ZeroDivisionError):
+        generate_latest(registry)
+    pair.run("r")
+    assert pair.d.ended["r"] is None
+    assert pair.decode.stats()["user_errors"] == pair.prefill.stats()["user_errors"] == 0
+    registry.unregister(broken)  # type: ignore[arg-type]
+    wanted = b'prefixkv_requests_total{node="decode-0",outcome="finished"} 1.0'
+    assert wanted in generate_latest(registry)

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.errors import HandshakeError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
@@ -98,27 +97,3 @@ def test_opaque_pages_arrive_byte_for_byte(serve: Serve, padding: int) -> None:
             others = [page for page in range(PAGES) if page not in pages]
             assert torch.equal(there[others], before[others])
         decode.node.abort("r")
-
-
-@pytest.mark.parametrize(
-    ("page_sizes", "tags", "field", "values"),
-    [
-        ((32, 64), ("amx", "amx"), "page_size", (64, 32)),
-        ((64, 32), ("amx", "amx"), "page_size", (32, 64)),
-        ((32, 32), ("amx", "avx2"), "opaque", ("avx2", "amx")),
-        ((32, 32), ("amx", ""), "opaque", ("", "amx")),
-        ((32, 32), ("", "amx"), "opaque", ("amx", "")),
-    ],
-)
-def test_pools_whose_pages_mean_something_else_are_refused_by_name(
-    serve: Serve, page_sizes: tuple[int, int], tags: tuple[str, str], field: str,
-    values: tuple[Any, Any],
-) -> None:  # fmt: skip
-    with ExitStack() as stack:
-        prefill = Worker(stack, PrefillNode, page_sizes[0], tags[0])
-        decode = Worker(stack, DecodeNode, page_sizes[1], tags[1])
-        req = serve(prefill, decode, 100)
-        assert isinstance(req.error, HandshakeError)
-        assert (req.error.field, req.error.ours, req.error.theirs) == (field, *values)
-        for there, before in zip(decode.blocks, decode.before, strict=True):
-            assert torch.equal(there, before)

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from prefixkv.control.peer_changes import PeerChange
+from prefixkv.control.lives import PeerChange
 from prefixkv.protocol.ids import PeerId
-from prefixkv.runtime import peer_log
-from prefixkv.runtime.peer_log import LINES, REPEAT_S, WINDOW_S, PeerLog
+from prefixkv.runtime import logs as peer_log
+from prefixkv.runtime.logs import LINES, REPEAT_S, WINDOW_S, PeerLog
 
 P = PeerId("p", 0x3F2A)
 

@@ -21,9 +21,9 @@ from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.runtime.prefill_rank import PrefillRank
 from prefixkv.testing.hashing import PrefixHasher
-from prefixkv.testing.pattern import make_pools, pattern_in
 from tests.support.node_pair import tokens_of
 from tests.support.patience import until
+from tests.support.patterns import make_pools, pattern_in
 from tests.support.processes import Child, children, obey
 from tests.unit.runtime.conftest import QUICK
 
@@ -219,5 +219,5 @@ def test_two_processes_with_one_cache_go_on_from_the_same_checkpoints() -> None:
                 for node in (prefill, there.decode):
                     node.audit()
                     assert node.stats()["pages_owned"] == 0
-                assert not prefill.scheduler.requests
+                assert not prefill.requests
                 _rank_is_killed(there, name)

@@ -41,9 +41,9 @@ def test_a_worker_that_stalls_has_its_share_of_the_pool_and_another_serves(
         for i, rid in enumerate(served):
             submit(rid, 20 + i)
         step_until(*served)
-        in_power = pair.decode.scheduler.shares.pages(pair.prefill.endpoint)
+        in_power = pair.decode.workers.pages(pair.prefill.endpoint)
         assert 0 < in_power <= NUM_PAGES // 2
-        assert pair.decode.scheduler.waiting
+        assert pair.decode.waiting
         pair.p.hold = False
         step_until(*stalled)
         assert set(pair.d.ended.values()) == {None}

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,7 +17,7 @@ import pytest
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import PeerLostError
 from prefixkv.protocol.messages import ProcessLife
-from prefixkv.runtime import prover
+from prefixkv.runtime import death
 from prefixkv.runtime.death import HeldLife
 from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support import node_process
@@ -61,11 +60,11 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What this process's nodes have found out of others, one look after the other."""
     found: list[bool] = []
 
-    def look(life: ProcessLife, is_dead: Callable[[ProcessLife], bool] = prover.is_dead) -> bool:
+    def look(life: ProcessLife, is_dead: Callable[[ProcessLife], bool] = death.is_dead) -> bool:
         found.append(is_dead(life))
         return found[-1]
 
-    monkeypatch.setattr(prover, "is_dead", look)
+    monkeypatch.setattr(death, "is_dead", look)
     return found
 
 
@@ -109,8 +108,7 @@ def test_a_prefill_that_stands_still_is_looked_at_and_never_fenced(
     there.submit("r", 1, 1, "stop")
     there.until(lambda: there.child.stopped)
     for _ in range(3):
-        clock.skip(NEVER_S, [there.node])
-        there.until(looked_again(verdicts))
+        there.until_silence_shows(clock, looked_again(verdicts))
     assert not any(verdicts)
     assert there.node.stats()["peers_proved_dead"] == 0
     assert there.node.stats()["pages_quarantined"] == 32
@@ -141,32 +139,11 @@ def test_a_prefill_whose_fork_lives_is_not_fenced_before_that_has_ended(
         there.submit("r", 1, 1, "kill")
         there.until(lambda: not there.child.process.is_alive())
         for _ in range(3):
-            clock.skip(NEVER_S, [there.node])
-            there.until(looked_again(verdicts))
+            there.until_silence_shows(clock, looked_again(verdicts))
         assert not any(verdicts)
         assert left(there.node)["pages_quarantined"] == 32
     there.until(lambda: "r" in there.d.ended and not left(there.node))
     assert there.node.stats()["peers_proved_dead"] == 1
-
-
-@pytest.mark.slow
-def test_where_it_is_switched_off_no_process_is_named_or_looked_at(
-    start: Start, stack: ExitStack, clock: SkippableClock, verdicts: list[bool]
-) -> None:
-    there = WithPrefillChild(start, stack, replace(QUICK, prove_death=False))
-    assert there.node.transfers.thread._prover is not None
-    assert there.node.transfers.thread._prover.life is None
-    there.submit("r", 1, 1, "kill")
-    there.until(lambda: not there.child.process.is_alive())
-    for _ in range(2):
-        clock.skip(NEVER_S, [there.node])
-        there.until(lambda: "r" in there.d.ended)
-    there.until(lambda: there.node.stats()["pages_quarantined"])
-    assert verdicts == []
-    assert there.node.stats()["peers_proved_dead"] == 0
-    there.node.fence(*there.child.peer_id)
-    there.until(lambda: not left(there.node))
-    assert there.node.stats()["peers_proved_dead"] == 0
 
 
 @pytest.mark.slow
@@ -210,7 +187,7 @@ def _serve_liar(pipe: Any, life: ProcessLife, *args: Any) -> None:
             super().__init__()
             self.life = life
 
-    prover.HeldLife = Liar  # type: ignore[misc]
+    death.HeldLife = Liar  # type: ignore[misc]
     node_process.serve(pipe, *args)
 
 
@@ -251,13 +228,13 @@ def test_a_node_that_poses_as_a_dead_process_is_fenced_alone(
     honest.until(lambda: liar.stopped)
     assert "lied" not in d.ended
     os.kill(liar.pid, 0)  # it lives
-    clock.skip(NEVER_S, [honest.node])
-    honest.until(lambda: "lied" in d.ended)
-    honest.until(lambda: honest.node.stats()["peers_proved_dead"] == 1)
+    honest.until_silence_shows(
+        clock, lambda: "lied" in d.ended and honest.node.stats()["peers_proved_dead"] == 1
+    )
     liar.resume()
     until(lambda: liar.call("stats")["refused_by_peers"])
-    assert honest.node.peers()[honest.child.endpoint][0] == honest.child.peer_id
     honest.child.call("abort", "true")
     honest.until(lambda: not left(honest.node))
     honest.run("again", 3)
+    assert honest.node.peers()[honest.child.endpoint][0] == honest.child.peer_id
     assert honest.node.stats()["peers_proved_dead"] == 1

@@ -12,8 +12,7 @@ import pytest
 from prefixkv.config import ControlConfig
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import ProcessLife
-from prefixkv.runtime.death import HeldLife
-from prefixkv.runtime.prover import Prover
+from prefixkv.runtime.death import HeldLife, Prover
 from tests.support.patience import until
 
 

@@ -22,9 +22,10 @@ from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.junk import JUNK, Broken, OwnError
-from tests.support.node_pair import left, make_pool, tokens_of
+from tests.support.node_pair import left, make_pool, scheduling, tokens_of
 from tests.support.patience import PATIENCE_S, until
 from tests.support.picture import picture
+from tests.support.timed import CONTROL
 
 EXAMPLES = int(os.environ.get("PREFIXKV_JUNK_EXAMPLES", "60"))  # more for a long run
 PATIENT = ControlConfig(heartbeat_s=60.0, suspect_after_s=600.0, forget_after_s=900.0)
@@ -127,8 +128,7 @@ class Story:
         self.decode.audit()
         self.prefill.audit()
         sides = (
-            (node.scheduler, node.transfers._undelivered, node.weights_version)
-            for node in (self.decode, self.prefill)
+            (scheduling(node), node.transfers._undelivered) for node in (self.decode, self.prefill)
         )
         return picture(*sides)
 
@@ -209,7 +209,8 @@ _ODD = st.builds(_Odd, st.integers(0, 11))
 _WITHOUT_ARGUMENTS = {
     "audit", "awaited_ranks", "close", "fileno", "lost_peers", "peers", "stats",
 }  # fmt: skip
-_KEEPS_WHAT_IT_IS_GIVEN = {"on_ended"}  # any function is a listener: what one raises is its own
+# Any function is a listener: what one raises is its own.
+_NOT_TRIED = _WITHOUT_ARGUMENTS | CONTROL | {"on_ended"}
 # A number, a version and a request are arguments that these take: no more is tried then. What a
 # limit lets `pop_bootstrapped` return would be lost to the story.
 _TAKES = {
@@ -237,7 +238,7 @@ def test_every_public_call_is_tried(story: Story) -> None:
         f"{side}.{name}"
         for side, kind in (("decode", DecodeNode), ("prefill", PrefillNode))
         for name, _ in inspect.getmembers(kind, inspect.isfunction)
-        if not name.startswith("_") and name not in _WITHOUT_ARGUMENTS | _KEEPS_WHAT_IT_IS_GIVEN
+        if not name.startswith("_") and name not in _NOT_TRIED
     }
     assert public == story.calls().keys()
 
@@ -291,22 +292,6 @@ def test_whatever_is_handed_over(story: Story, data: st.DataObject) -> None:
         story.step()
         story.decode.wait(0.002)
     for _ in range(6):
-        _hand_over(story, data)
-    story.finish()
-
-
-@pytest.mark.slow
-@settings(
-    max_examples=EXAMPLES, deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
-@given(data=st.data())
-def test_whatever_is_handed_over_at_length(story: Story, data: st.DataObject) -> None:
-    story.begin()
-    for _ in range(data.draw(st.integers(0, 6))):
-        story.step()
-        story.decode.wait(0.002)
-    for _ in range(10):
         _hand_over(story, data)
     story.finish()
 

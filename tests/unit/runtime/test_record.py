@@ -318,34 +318,6 @@ def test_a_nodes_record_replays_to_the_hits_it_had(tmp_path):
     assert result.hit_tokens == had == 2 * (1024 + 2048)
 
 
-def test_short_prompts_recorded_by_pages_replay_to_the_hits_they_had(tmp_path):
-    """Of prompts alone, which go on from no answer: a replay knows an answer only once it is in a
-    prompt. Nothing has 512 tokens."""
-    hits = {}
-    for block_tokens in (16, 512):
-        path = tmp_path / f"{block_tokens}.jsonl"
-        config = DecodeConfig(record=path, record_block_tokens=block_tokens, policy="lru")
-        pool = {"num_pages": 64, "page_size": 16}
-        with (
-            DecodeNode(make_pool(**pool), config) as decode,
-            PrefillNode(make_pool(**pool), PrefillConfig()) as prefill,
-        ):
-            pair = NodePair(decode, prefill)
-            # Partial pages too, and at last a shorter one again.
-            asked = [(seed, length) for length in (40, 75, 100) for seed in (1, 2)] + [(1, 60)]
-            for num, (seed, length) in enumerate(asked):
-                pair.submit(str(num), tokens_of(seed, length))
-                pair.run(str(num))
-            pair.check_at_rest()
-            pair.until(lambda node=decode: node.stats()["recorded"] == 7)
-            had = decode.stats()["skipped_tokens"]
-        trace = read_trace(path)
-        assert trace.block_tokens == block_tokens
-        hits[block_tokens] = replay_policy(trace, "lru", 64).hit_tokens
-        assert had == 2 * (32 + 64) + 48
-    assert hits == {16: had, 512: 0}
-
-
 def test_a_node_refuses_a_record_that_cannot_be_written_and_leaves_nothing(tmp_path):
     before = threading.active_count()
     with pytest.raises(ConfigError, match="record"):

@@ -99,7 +99,7 @@ def test_two_nodes_say_no_salt(
     registry.register(NodeCollector(pair.decode, pair.prefill))
     scrape = generate_latest(registry).decode()
     said += [scrape, repr(pair.decode.stats()), repr(pair.prefill.stats()), caplog.text]
-    said += [node.scheduler.pages.cache.dump() for node in (pair.decode, pair.prefill)]
+    said += [node.pages.cache.dump() for node in (pair.decode, pair.prefill)]
     (record,) = tmp_path.iterdir()
     until(record.read_text)
     said.append(record.read_text())

@@ -3,14 +3,11 @@ without it."""
 
 from __future__ import annotations
 
-import threading
-
 import msgspec
 import pytest
 
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
-from prefixkv.control.effects import FrameReceived
-from prefixkv.errors import AbortedError, ConfigError, RequestError
+from prefixkv.errors import ConfigError, RequestError
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
@@ -20,7 +17,7 @@ from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import make_pool, tokens_of
-from tests.support.state_memory import SHARDED, TENSORS, WHOLE, StateMemory
+from tests.support.state_memory import SHARDED, TENSORS, StateMemory
 from tests.support.state_workers import StatePair, owner_of
 from tests.unit.runtime.conftest import QUICK
 
@@ -67,90 +64,6 @@ def test_state_arrives_with_the_last_chunk_on_every_rank(sizes: tuple[int, int],
     options = staging() if mode == "staged" else QUICKLY
     with StatePair(mesh(sizes[0]), mesh(sizes[1]), **options) as pair:
         turns(pair)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tensors", [(SHARDED,), (WHOLE,)], ids=["sharded", "whole"])
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
-def test_sharded_or_whole_alone(sizes: tuple[int, int], tensors: tuple[StateTensor, ...]) -> None:
-    with StatePair(mesh(sizes[0]), mesh(sizes[1]), tensors=tensors, **QUICKLY) as pair:
-        turns(pair, rooms=1)
-
-
-def test_stages_without_state_of_their_own() -> None:
-    with StatePair(mesh(1, 2), mesh(2, 1), **QUICKLY) as pair:  # layers 2 and 3 have none
-        assert not pair.sources[1].held
-        turns(pair, rooms=1)
-
-
-def test_no_more_requests_are_admitted_than_there_are_slots() -> None:
-    with StatePair(ONE, ONE, slots=(6, 2), **QUICKLY) as pair:
-        for number in range(5):
-            pair.submit(str(number), tokens_of(number, 20), room=number + 1)
-        done = 0
-        while done < 5:
-            pair.until(lambda: bool(pair.arrived))
-            held = [
-                req.state_slot
-                for req in pair.decode.scheduler.requests.values()
-                if req.state_slot >= 0
-            ]
-            assert len(held) == len(set(held)) <= 2
-            pair.finish(next(iter(pair.arrived)))
-            done += 1
-        pair.check()
-
-
-def test_a_retracted_request_has_its_state_sent_again_though_all_its_kv_is_cached() -> None:
-    with StatePair(ONE, ONE, **QUICKLY) as pair:
-        pair.submit("old", tokens_of(1, 8), room=1)
-        pair.until(lambda: "old" in pair.arrived)
-        req = pair.submit("young", tokens_of(2, 16), room=2)
-        pair.until(lambda: "young" in pair.arrived)
-        pair.decode.append_many([pair.arrived["old"], req], [1, 1])
-        pair.targets[0].fill(req.state_slot, 4711)  # as far as it had come
-        del pair.arrived["young"]
-        pair.decode.retract("young")
-        assert req.state_slot == -1
-        pair.until(lambda: "young" in pair.arrived)
-        assert pair.asked == ["young"]
-        assert (pair.prefix_lens["young"], req.fill_len) == (16, 16), "no KV was wanted"
-        assert pair.has_state(req)
-        pair.until(lambda: "young.1" in pair.sent)
-        pair.decode.finish(pair.arrived["old"])
-        pair.decode.finish(req)
-        pair.check()
-
-
-def test_an_abort_in_flight_keeps_the_slot_until_prefill_says_that_it_is_drained() -> None:
-    with StatePair(ONE, ONE, slots=(6, 1), **QUICKLY) as pair:
-        pair.hold = True
-        pair.submit("gone", tokens_of(1, 30), room=1)
-        pair.until(lambda: "gone" in pair.computing)
-        control, go_on = pair.prefill.transfers.control, threading.Event()
-        on = control.on
-
-        def deaf(what: object, now_s: float) -> object:
-            if isinstance(what, FrameReceived):
-                go_on.wait()
-            return on(what, now_s)  # type: ignore[arg-type]
-
-        control.on = deaf  # type: ignore[method-assign, assignment]
-        try:
-            pair.decode.abort("gone")
-            pair.submit("next", tokens_of(2, 30), room=2)
-            for _ in range(20):
-                pair.step()
-                stats = pair.decode.stats()
-                assert (stats["slots_held"], stats["slots_free"]) == (1, 0)
-            assert isinstance(pair.failed["gone"], AbortedError)
-        finally:
-            go_on.set()
-        pair.hold = False
-        pair.until(lambda: "next" in pair.arrived)
-        pair.until(lambda: "gone" in pair.prefill_failed)
-        pair.finish("next")
-        pair.check()
 
 
 def test_prefill_goes_on_from_its_own_prefix_only_as_far_as_the_engine_has_the_state() -> None:

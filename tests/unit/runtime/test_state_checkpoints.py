@@ -27,9 +27,9 @@ from prefixkv.runtime.groups import PrefillGroup
 from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.serving.router import WorkerIndex
-from prefixkv.testing.pattern import make_pools
 from tests.support.node_pair import left, make_pool
 from tests.support.patience import until
+from tests.support.patterns import make_pools
 from tests.unit.kv_events.follower import Subscriber
 
 TENSORS = (StateTensor("sum", 0, 1, (1,), "float32"),)
@@ -160,7 +160,7 @@ def test_sockets_tell_routers_of_checkpoints() -> None:
             for turn in range(3):
                 said += [turn] * 30
                 pair.serve(said)
-            points = pair.prefill.scheduler.pages.checkpoints
+            points = pair.prefill.pages.checkpoints
             assert points is not None
             follower = subscriber.follower
             while len(follower.checkpoints) != 2 or follower.matched(said) != 88:
@@ -201,15 +201,6 @@ def test_what_few_checkpoints_cost_is_counted() -> None:
         assert stats["cut_tokens"] == stats["checkpoints"] == stats["checkpoint_slots"] == 0
 
 
-def test_without_checkpoints_every_turn_is_computed_from_its_beginning() -> None:
-    with Pair(checkpoints=0) as pair:
-        said = [5] * 30
-        for turn in range(3):
-            pair.serve(said)
-            said = said + [turn] * 12
-        assert pair.computed == [30, 42, 54]
-
-
 @pytest.mark.parametrize(
     ("more", "why"),
     [
@@ -225,179 +216,6 @@ def test_checkpoints_that_cannot_be_are_refused_by_name(more: dict[str, Any], wh
     pool = make_pool(8, device="cpu")
     with pytest.raises(ConfigError, match=f"checkpoints: 4: .*{why}"):
         PrefillNode(pool, PrefillConfig(checkpoints=4), **more)
-
-
-# --- decode computes ------------------------------------------------------------------------------
-
-
-class Alone:
-    """A decode node whose engine computes everything, of the same model; no prefill is there."""
-
-    def __init__(self, checkpoints: int, step: int = 1, slots: int = 3, pages: int = 64) -> None:
-        pool = make_pool(pages, device="cpu")
-        pools = StatePool.create(TENSORS, slots + checkpoints)
-        self.state = pools.view("sum", 0)
-        config = DecodeConfig(
-            reserve_tokens=0, compute=ComputeConfig(), failure_policy="local",
-            checkpoints=checkpoints, checkpoint_tokens=step,
-        )  # fmt: skip
-        self.node = DecodeNode(pool, config, state=pools)
-        self.prefixes: list[int] = []  # where computing went on
-        self.running: list[DecodeRequest] = []
-        self._rooms = 0
-
-    def add(self, tokens: Sequence[int], most: int = 20) -> DecodeRequest:
-        self._rooms += 1
-        return self.node.add(Request(f"r{self._rooms}", tokens, most, room=self._rooms))
-
-    def arrive(self) -> None:
-        """Compute what is to be computed, as a whole."""
-        self.node.pop_preallocated()
-        for req in self.node.pop_local():
-            tokens, done = req.key.tokens().tolist(), req.prefix_len
-            self.prefixes.append(done)
-            assert (req.checkpoint_slot >= 0) == (done > 0)
-            before = self.state[req.checkpoint_slot] if done else 0.0
-            self.state[req.state_slot] = before
-            for at in req.stops.copy():
-                if (slot := self.node.save_state(req, at)) >= 0:
-                    self.state[slot] = state_of(tokens[:at])
-            self.state[req.state_slot] = state_of(tokens[done:], float(before))
-            self.node.computed(req, req.fill_len)
-        for req in self.node.pop_transferred():
-            assert float(self.state[req.state_slot]) == state_of(req.key.tokens().tolist())
-            self.running.append(req)
-            if not req.resumed:
-                self.node.append_many([req], [7])
-
-    def keep(self) -> None:
-        for source, slot in self.node.save_states(self.running):
-            self.state[slot] = self.state[source]
-
-    def steps(self, num: int) -> None:
-        for _ in range(num):
-            self.keep()
-            for req in self.running:
-                self.state[req.state_slot] = state_of(
-                    req.output[-1:], float(self.state[req.state_slot])
-                )
-            self.node.append_many(self.running, [len(req.output) for req in self.running])
-
-    def finish(self, req: DecodeRequest) -> list[int]:
-        self.keep()
-        self.running.remove(req)
-        self.node.finish(req)
-        return req.tokens.tolist()
-
-    def __enter__(self) -> Alone:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.node.audit()
-        self.node.close()
-
-
-@pytest.mark.parametrize("step", [1, 8])
-def test_decode_goes_on_from_what_an_answer_has_left(step: int) -> None:
-    with Alone(checkpoints=4, step=step) as alone:
-        said = [5] * 30
-        depth, last = max(4, step), 0
-        for turn in range(4):
-            req = alone.add(said)
-            alone.arrive()
-            alone.steps(6 + turn)
-            kept = (len(said) + 6 + turn) // depth * depth
-            said = [*alone.finish(req), turn, turn]
-            assert alone.prefixes[-1] == last, alone.prefixes
-            last = kept
-        stats = alone.node.stats()
-        assert stats["cut_tokens"] <= 3 * (depth - 4)
-        assert stats["checkpoints"] > 0
-        # Weights that move: nothing is left, and what runs leaves nothing.
-        runs = alone.add(said)
-        alone.arrive()
-        alone.node.flush()
-        alone.steps(4)
-        alone.finish(runs)
-        assert alone.node.stats()["checkpoints"] == 0
-        alone.add(said)
-        alone.arrive()
-        assert alone.prefixes[-1] == 0
-
-
-def test_a_retracted_request_goes_on_where_it_was() -> None:
-    """At a page boundary it lacks nothing; else what came behind the last one."""
-    with Alone(checkpoints=4) as alone:
-        oldest, other = alone.add([1] * 10, 40), alone.add([2] * 10, 40)
-        alone.arrive()
-        for num in (6, 3):
-            alone.steps(num)
-            alone.keep()
-            alone.running.remove(other)
-            alone.node.retract(other.rid)
-            alone.arrive()
-            # The KV of the newest token is not written yet; of 16 tokens all is there.
-            assert alone.prefixes[-1] == other.kv_len // 4 * 4
-        assert (other.kv_len, other.retractions) == (19, 2)
-        assert alone.node.stats()["computed_tokens"] == 20 + 0 + 3
-        for req in (oldest, other):
-            alone.finish(req)
-
-
-def test_a_branch_is_saved_and_what_is_cached_behind_a_checkpoint_is_computed_again() -> None:
-    with Alone(checkpoints=4) as alone:
-        system = [3] * 12
-        for number, prefix in enumerate((0, 0, 12)):
-            req = alone.add([*system, *[number] * 9])
-            alone.arrive()
-            assert alone.prefixes[-1] == prefix
-            alone.finish(req)
-        assert alone.node.stats()["cut_tokens"] == 12, "of the second one"
-
-
-def test_slots_are_few_and_an_abort_gives_its_own_back() -> None:
-    with Alone(checkpoints=1) as alone:
-        first, second = alone.add([1] * 10), alone.add([2] * 10)
-        alone.arrive()
-        # Each prompt's end wanted a checkpoint, and one is kept.
-        assert alone.node.stats()["checkpoints"] == 1
-        alone.steps(3)  # both pass a page boundary: one has the slot
-        assert alone.node.stats()["checkpoints"] == 0
-        alone.running.remove(first)
-        assert alone.node.abort(first.rid)
-        assert alone.node.pop_failed() == [first]
-        alone.steps(4)
-        alone.finish(second)
-        assert alone.node.stats()["checkpoints"] == 1
-
-
-def test_a_prompt_leaves_a_token_to_sample_from() -> None:
-    """One of whole pages that is cached as a whole: its end's checkpoint is for longer ones."""
-    with Alone(checkpoints=4) as alone:
-        for prompt, prefix in (([1] * 12, 0), ([1] * 12, 0), ([1] * 13, 12)):
-            req = alone.add(prompt)
-            alone.arrive()
-            assert alone.prefixes[-1] == prefix
-            alone.finish(req)
-
-
-def test_a_checkpoint_that_is_waited_for_is_not_given_away() -> None:
-    with Alone(checkpoints=1) as alone:
-        other = alone.add([2] * 3)  # less than a page: it saves nothing when it comes
-        first = alone.add([1] * 10)
-        alone.arrive()
-        said = alone.finish(first)
-        assert alone.node.stats()["checkpoints"] == 1
-        again = alone.add(said)
-        alone.node.pop_preallocated()
-        assert again.checkpoint_slot >= 0
-        alone.steps(3)
-        assert other.kv_len == 6
-        assert not other.saved, "the only slot is locked"
-        alone.arrive()
-        assert alone.prefixes[-1] == 8
-        for req in (other, again):
-            alone.finish(req)
 
 
 @pytest.mark.parametrize(

@@ -15,18 +15,12 @@ from prefixkv.control import heartbeat as liveness
 from prefixkv.errors import (
     AbortedError,
     AuxTooLargeError,
-    ClosedError,
-    InternalError,
     PageStateError,
-    PeerLostError,
-    PromptMismatchError,
     RequestError,
-    TransferError,
 )
 from prefixkv.paging import PageIds
 from prefixkv.protocol import messages
 from prefixkv.runtime import decode_transfers
-from prefixkv.runtime.control_thread import ControlFailed
 from prefixkv.runtime.transfers import secret_number
 from prefixkv.transfer import (
     Bootstrapped,
@@ -271,19 +265,6 @@ def test_an_aborted_room_gives_its_pages_back_with_proof_and_its_number_is_used_
     assert (got == wanted).all()
 
 
-def test_each_side_tells_the_other_that_it_refuses(pair: Pair) -> None:
-    pair.add(room=1)
-    pair.decode.refuse(1, 0, pair.prefill.endpoint, "no room here")
-    pair.until(lambda: bool(pair.ends(1)) and bool(pair.heard(RoomDrained, 1)))
-    assert "no room here" in str(pair.ends(1)[0].error)
-    pair.prefill.refuse(2, 0, "the prompt is too long", decode=DECODE)
-    pair.open(room=2)
-    pair.until(lambda: bool(pair.heard(RoomDrained, 2)))
-    decode_end = next(end for end in pair.ends(2) if isinstance(end.error, TransferError))
-    assert "the prompt is too long" in str(decode_end.error) or len(pair.ends(2)) == 2
-    assert any("the prompt is too long" in str(end.error) for end in pair.ends(2))
-
-
 def test_prefill_refuses_what_decode_has_promised_already(pair: Pair) -> None:
     pair.open()
     until(lambda: pair.prefill.stats()["rooms"] == 1)
@@ -334,41 +315,6 @@ def test_a_chunk_may_name_its_generation(pair: Pair) -> None:
     pair.check_arrived()
 
 
-def test_numbers_travel_as_ints_or_not_at_all(pair: Pair) -> None:
-    room, tokens = np.int64(7), np.int32(NUM_TOKENS)
-    pair.decode.open(room, 0, tokens, 0, np.array(DST), pair.prefill.endpoint, PROMPT)  # type: ignore[arg-type]
-    pair.prefill.add(room, 0, tokens, DECODE, PROMPT)  # type: ignore[arg-type]
-    pair.send(NUM_TOKENS)
-    pair.until(lambda: len(pair.ends()) == 2)
-    assert [end.poll for end in pair.ends()] == [KVPoll.SUCCESS] * 2
-    for numbers in ((-1, 0), (2**64, 0), (8, -1), (8, 2**31), (0.5, 0), (True, 0)):
-        for call in (
-            lambda where: pair.decode.open(*where, NUM_TOKENS, 0, DST, "tcp://p", PROMPT),
-            lambda where: pair.decode.abort(*where),
-            lambda where: pair.prefill.add(*where, NUM_TOKENS, DECODE, PROMPT),
-            lambda where: pair.prefill.refuse(*where, decode=DECODE),
-        ):
-            with pytest.raises(RequestError):
-                call(numbers)
-    assert pair.decode.stats()["control_errors"] == pair.prefill.stats()["control_errors"] == 0
-
-
-@pytest.mark.parametrize("dead", ["prefill", "decode"])
-def test_a_fence_ends_what_a_dead_process_had(pair: Pair, dead: str) -> None:
-    pair.open()
-    pair.add()
-    pair.send(12)
-    pair.until(lambda: bool(pair.heard(Bootstrapped)))
-    if dead == "prefill":
-        pair.decode.fence(*pair.prefill.peer_id)
-        pair.until(lambda: bool(pair.heard(RoomDrained)))
-    else:
-        pair.prefill.fence(*pair.decode.peer_id)
-        pair.until(lambda: bool(pair.heard(SourceFree)))
-        assert pair.decode.peer_id not in pair.prefill.peers()
-    assert isinstance(pair.ends()[0].error, PeerLostError)
-
-
 def test_what_is_refused_changes_nothing(pair: Pair) -> None:
     where = pair.prefill.endpoint
     for prefix_len, pages in ((3, DST), (0, DST[1:]), (0, [*DST, 1]), (32, []), (-4, DST)):
@@ -416,20 +362,6 @@ def test_what_is_refused_changes_nothing(pair: Pair) -> None:
     pair.check_arrived()
 
 
-def test_an_error_is_raised_and_costs_no_event(pair: Pair) -> None:
-    pair.open()
-    pair.add()
-    until(lambda: len(pair.prefill.thread.events) == 1)
-    pair.prefill.thread.events.put(ControlFailed(ZeroDivisionError("on purpose")))
-    with pytest.raises(InternalError, match="on purpose"):
-        pair.prefill.take_events()
-    assert pair.prefill.pending
-    assert select.select([pair.prefill.fileno()], [], [], 0)[0], "the descriptor says so too"
-    assert pair.prefill.wait(0)
-    assert [type(event) for event in pair.prefill.take_events()] == [Bootstrapped]
-    assert pair.prefill.take_events() == []
-
-
 def test_an_engine_waits_with_its_own_poller(pair: Pair) -> None:
     poller = select.poll()
     poller.register(pair.decode.fileno(), select.POLLIN)
@@ -441,26 +373,6 @@ def test_an_engine_waits_with_its_own_poller(pair: Pair) -> None:
     assert pair.decode.wait(0)
     (end,) = pair.decode.take_events()
     assert end == RoomEnded(RoomKey(7, 0), KVPoll.SUCCESS, None, b"first")
-
-
-def test_stats_and_peers(pair: Pair) -> None:
-    pair.open()
-    pair.add()
-    pair.send(NUM_TOKENS)
-    pair.until(lambda: len(pair.ends()) == 2)
-    assert pair.decode.peers() == {pair.prefill.endpoint: (pair.prefill.peer_id, "ready")}
-    assert pair.prefill.peers() == {pair.decode.peer_id: "ready"}
-    pair.until(lambda: pair.prefill.stats()["rooms"] == pair.decode.stats()["rooms"] == 0)
-    assert pair.prefill.stats()["writes_done"] >= 1
-    assert pair.prefill.dropped_frames() == pair.decode.dropped_frames() == {}
-    pair.decode.thread.channel.counters["frames_not_sent: queue full"] += 2
-    assert pair.decode.dropped_frames() == {"frames_not_sent: queue full": 2}
-    assert pair.decode.stats()["frames_not_sent: queue full"] == 2
-    pair.decode.close()
-    again = lambda: pair.open(room=8)  # noqa: E731
-    for call in (again, pair.decode.take_events, pair.decode.fileno, pair.decode.wait):
-        with pytest.raises(ClosedError):
-            call()
 
 
 def test_a_prefill_worker_of_another_wire_version_fails_the_room_by_number(
@@ -486,49 +398,6 @@ def test_a_prefill_worker_of_another_wire_version_fails_the_room_by_number(
 # --- the same tokens ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("their_tokens", [NUM_TOKENS, NUM_TOKENS - 1])
-def test_another_prompt_fails_on_both_sides_with_nothing_written(
-    pair: Pair, their_tokens: int
-) -> None:
-    digest = prompt_digest(range(their_tokens), "another lora")
-    pair.prefill.add(7, 0, their_tokens, DECODE, digest)
-    pair.send_chunk(their_tokens, SRC, last=True)
-    pair.open()
-    pair.until(lambda: len(pair.ends()) == 2 and bool(pair.heard(RoomDrained)))
-    assert [type(end.error) for end in pair.ends()] == [PromptMismatchError] * 2
-    assert (pair.dst.read_pages(DST) == pair.before[DST]).all()
-    assert pair.prefill.bytes_sent == 0
-    pair.until(lambda: bool(pair.heard(SourceFree)))
-
-
-def test_two_decode_workers_with_one_number_get_each_its_own_kv(pair: Pair) -> None:
-    other_pool = make_pool(num_pages=64)
-    other_pages, prompt = [9, 8, 7, 6, 5, 4, 3, 2], prompt_digest([1])
-    other_src = [page + 20 if page < 20 else page - 20 for page in SRC]
-    with DecodeTransfers(other_pool, DecodeConfig(name="decode-1", control=QUICK)) as other:
-        where = pair.prefill.endpoint
-        other.open(7, 0, NUM_TOKENS, 0, other_pages, where, prompt)
-        until(lambda: bool(pair.prefill.peers()))  # its promise comes first
-        pair.open()
-        pair.add()
-        pair.prefill.add(7, 0, NUM_TOKENS, "decode-1", prompt)
-        pair.send(NUM_TOKENS)
-        pair.prefill.send_chunk(7, NUM_TOKENS, other_src, decode="decode-1", last=True, aux=b"b")
-        pair.until(lambda: any(end.aux == b"first" for end in pair.ends()))
-        pair.check_arrived()
-        said: list[Any] = []
-
-        def ended() -> bool:
-            said.extend(other.take_events())
-            return bool(said)
-
-        until(ended)
-        assert said == [RoomEnded(RoomKey(7, 0), KVPoll.SUCCESS, None, b"b")]
-        wanted, got = pair.src.read_pages(other_src), other_pool.read_pages(other_pages)
-        assert (got[:-1] == wanted[:-1]).all()
-        pair.until(lambda: len(pair.heard(SourceFree)) == 2)
-
-
 @pytest.mark.parametrize("decode", ["", None, 7])
 def test_the_decode_worker_has_to_be_named(pair: Pair, decode: Any) -> None:
     for call in (
@@ -538,19 +407,6 @@ def test_the_decode_worker_has_to_be_named(pair: Pair, decode: Any) -> None:
     ):
         with pytest.raises(RequestError, match="the decode worker's name is needed"):
             call()
-
-
-def test_a_digest_is_needed_on_both_sides(pair: Pair) -> None:
-    for digest in (b"short", None):
-        with pytest.raises(RequestError, match="digest"):
-            pair.prefill.add(7, 0, NUM_TOKENS, DECODE, digest)  # type: ignore[arg-type]
-        with pytest.raises(RequestError, match="digest"):
-            pair.decode.open(7, 0, NUM_TOKENS, 0, DST, "tcp://p", digest)  # type: ignore[arg-type]
-    pair.add()
-    pair.open()
-    pair.send(NUM_TOKENS)
-    pair.until(lambda: len(pair.ends()) == 2)
-    pair.check_arrived()
 
 
 def test_lives_and_tickets_are_drawn_at_random() -> None:

@@ -10,15 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
-from prefixkv.memory.mesh import Mesh
-from prefixkv.memory.state_layout import StateTensor
-from prefixkv.memory.state_pool import StatePool
-from prefixkv.request import Request
+from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.gpu import GPU
-from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import (
     DecodeDriver,
     drive_until,
@@ -118,64 +112,3 @@ def test_pages_come_back_once_the_steps_cuda_event_is_over(stack: ExitStack) -> 
     after.synchronize()
     drive_until(lambda: not left(there.node), [there.d])
     assert there.d.mismatches == 0
-
-
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)], ids=str)
-@pytest.mark.parametrize("page_sizes", [(4, 4), (4, 16), (16, 4)], ids=str)
-@pytest.mark.parametrize("staged", [True, False], ids=["staged", "sliced"])
-def test_unequal_ranks_in_vram(
-    sizes: tuple[int, int], page_sizes: tuple[int, int], staged: bool
-) -> None:
-    """Staging goes through Triton's kernels."""
-    transport = TransportConfig(staging_bytes=(24 << 10) if staged else 0, lease_bytes=16 << 10)
-    prefill, decode = (Mesh(4, 4, size) for size in sizes)
-    with MeshPair(
-        prefill, decode, orders=("layer_major", "page_major"), page_sizes=page_sizes, chunk=32,
-        num_pages=128, device="cuda", prefill_config=PrefillConfig(transport=transport),
-        decode_config=DecodeConfig(transport=transport),
-    ) as pair:  # fmt: skip
-        for turn, length in enumerate((61, 97)):
-            rids = [f"{seed}.{turn}" for seed in range(3)]
-            for seed, rid in enumerate(rids):
-                pair.submit(rid, tokens_of(seed, length + seed), 10 * turn + seed + 1)
-            pair.until(lambda rids=rids: set(rids) <= pair.arrived.keys() | pair.failed.keys())
-            assert not pair.failed
-            for rid in rids:
-                pair.finish(rid)
-            pair.until(lambda rids=rids: set(rids) <= set(pair.sent))
-        assert pair.mismatches == 0
-        pair.until(pair.at_rest)
-        pair.decode.audit()
-        pieces = pair.prefill.stats()["staging_pieces_written"]
-        assert (pieces > 0) == (staged and sizes[0] != sizes[1])
-
-
-def test_extra_state_in_vram_arrives() -> None:
-    tensors = (StateTensor("conv", 0, 2, (8,), "float32"),)
-    states = [StatePool.create(tensors, 2, device="cuda") for _ in range(2)]
-    states[0].view("conv", 0)[1] = torch.arange(16, device="cuda").view(2, 8) + 1
-    torch.cuda.synchronize()
-    pools = [make_pool(device="cuda") for _ in range(2)]
-    with (
-        PrefillNode(pools[0], PrefillConfig(control=QUICK), state=states[0]) as prefill,
-        DecodeNode(pools[1], DecodeConfig(control=QUICK), state=states[1]) as decode,
-    ):
-        tokens = tokens_of(1, 10)
-        decode.add(Request("r", tokens, max_new_tokens=2, room=1, prefill=prefill.endpoint))
-        prefill.add(Request("r", tokens, room=1, decode=decode.peer_id.name))
-        arrived: list[Any] = []
-
-        def step() -> bool:
-            decode.pop_preallocated()
-            for req in prefill.pop_bootstrapped():
-                prefill.send_chunk(req, 10, last=True, state_slot=1)
-            assert not decode.pop_failed()
-            arrived.extend(decode.pop_transferred())
-            return bool(arrived)
-
-        until(step)
-        got = states[1].view("conv", 0)[arrived[0].state_slot]
-        assert torch.equal(got, states[0].view("conv", 0)[1])
-        decode.append_many(arrived, [1])
-        decode.finish(arrived[0])
-        until(prefill.pop_sent)

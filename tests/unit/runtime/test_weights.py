@@ -74,43 +74,6 @@ def test_what_runs_and_what_is_on_its_way_ends_on_both_sides(pair: NodePair) -> 
     works(pair, "after")
 
 
-def test_a_chunk_that_was_computed_before_prefill_moved_is_not_sent(pair: NodePair) -> None:
-    pair.p.hold = True
-    pair.submit("r", tokens_of(1, 21))
-    pair.until(lambda: "r" in pair.p.computing)
-    pair.p.compute(pair.p.computing["r"])
-    req = pair.p.computing["r"]
-    pair.prefill.flush(weights_version="v2")
-    assert pair.prefill.send_chunk(req, 16) == 0
-    pair.until(lambda: "r" in pair.d.ended and "r" in pair.p.failed)
-    assert moved(pair.d.ended["r"]) == moved(pair.p.failed["r"]) == ("0", "v2")
-    pair.p.hold = False
-    pair.decode.flush(weights_version="v2")
-    works(pair, "after")
-
-
-def test_what_waits_goes_on_under_the_new_version() -> None:
-    """On decode for pages, on prefill for the promise."""
-    with (
-        PrefillNode(make_pool(), PrefillConfig(control=PATIENT)) as prefill,
-        DecodeNode(make_pool(8), DecodeConfig(control=PATIENT, reserve_tokens=0)) as decode,
-    ):
-        pair = NodePair(decode, prefill)
-        pair.d.hold_running = True
-        pair.submit("runs", tokens_of(1, 21))
-        pair.until(lambda: "runs" in pair.d.running)
-        pair.submit("waits", tokens_of(2, 21))
-        pair.step()
-        prefill.flush(weights_version="v2")
-        decode.flush(weights_version="v2")
-        pair.d.hold_running = False
-        pair.run("runs", "waits")
-        assert moved(pair.d.ended["runs"]) == ("0", "v2")
-        assert pair.d.ended["waits"] is None
-        assert pair.d.prefix_lens["waits"] == [0]
-        pair.check_at_rest()
-
-
 @pytest.mark.parametrize("side", ["decode", "prefill"])
 def test_workers_that_begin_with_other_weights_are_told_at_once(side: str) -> None:
     old, new = ModelConfig(), ModelConfig(weights_version="2")
@@ -155,36 +118,3 @@ def test_what_is_no_version_changes_nothing(pair: NodePair, wrong: Any) -> None:
         assert node.weights_version == "0"
     with pytest.raises(ConfigError, match="weights_version"):
         ModelConfig(weights_version=wrong)
-
-
-def test_a_flush_to_the_version_that_is_there_only_empties_the_cache(pair: NodePair) -> None:
-    pair.d.hold_running = True
-    pair.submit("r", tokens_of(1, 21), 8)
-    pair.until(lambda: "r" in pair.d.running)
-    pair.decode.flush(weights_version="0")
-    pair.d.hold_running = False
-    pair.run("r")
-    assert pair.d.ended["r"] is None
-    assert pair.decode.stats()["pages_cached"] == 0
-
-
-class Busy:
-    """A device that is not done yet."""
-
-    done = False
-
-    def query(self) -> bool:
-        return self.done
-
-
-def test_pages_of_what_ran_come_back_when_the_device_is_done(pair: NodePair) -> None:
-    pair.d.hold_running = True
-    pair.submit("r", tokens_of(1, 21))
-    pair.until(lambda: "r" in pair.d.running)
-    event = Busy()
-    pair.decode.flush(weights_version="v2", after=event)
-    pair.until(lambda: "r" in pair.d.ended)
-    assert pair.decode.stats()["pages_owned"] > 0
-    event.done = True
-    pair.until(lambda: pair.decode.stats()["pages_owned"] == 0)
-    pair.check_at_rest()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import re
-import threading
 from typing import Any
 
 import numpy as np
@@ -21,21 +20,19 @@ from prefixkv.config import (
     PrefillConfig,
     TransportConfig,
 )
-from prefixkv.control.effects import FrameReceived
 from prefixkv.decode.host_tier import HostTier
 from prefixkv.digest import prompt_digest
-from prefixkv.errors import AbortedError, CallerError, PageStateError, RequestError
+from prefixkv.errors import CallerError, PageStateError, RequestError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
 from tests.support.patience import until
-from tests.support.window_engine import Model, WindowPair
+from tests.support.window_engine import WindowPair
 from tests.unit.runtime.conftest import QUICK
 
 QUICKLY: dict[str, Any] = {
@@ -143,46 +140,10 @@ def test_chats_with_small_pools_aborts_and_retractions(
             assert sum(node.stats()["staging_pieces_written"] for node in pair.prefills) > 0
         if seed == NO_CHECKPOINTS:
             return
-        points = pair.prefills[0].scheduler.pages.checkpoints
+        points = pair.prefills[0].pages.checkpoints
         assert points is not None
         assert points.evicted
         assert min(pair.computed.values()) < 12
-
-
-@pytest.mark.parametrize("sides", ["one rank each", "prefill 1, decode 2"])
-def test_what_the_pool_forgot_comes_from_host_memory_and_its_window_from_prefill(
-    sides: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the draft's pages, which lie elsewhere; on each rank."""
-    monkeypatch.setattr(HostTier, "load_s", lambda *_: 0.0)
-    host = HostConfig(num_pages=200, policy="lru")
-    config = DecodeConfig(reserve_tokens=0, host_memory=host)
-    with WindowPair(
-        decode=(18, 13), prefill=(30, 18), window=5, decode_config=config, **SIDES[sides]
-    ) as pair:
-        chats = [[7] * 9 + [chat] for chat in range(4)]
-        for turn in range(4):
-            for chat, before in enumerate(chats):
-                rid = f"{chat}.{turn}"
-                chats[chat] = pair.serve(rid, before, 4) + [turn] * 3
-                until(lambda: not pair.decode.stats()["host_copies"], step=pair.step)
-                # All whole pages of the turn before: its last token has no KV.
-                if turn:
-                    assert pair.hits[rid] == (len(before) - 4) // 4 * 4
-        assert pair.decode.stats()["host_hit_tokens"] > 40
-        pair.at_rest()
-
-
-def test_one_that_was_retracted_comes_back_with_its_window() -> None:
-    with WindowPair(decode=(13, 16), **QUICKLY) as pair:
-        for rid, length in (("a", 9), ("b", 17), ("c", 8)):
-            pair.submit(rid, list(range(length)), 16)
-        until(lambda: len(pair.done) == 3 or pair.failed, step=pair.step)
-        assert not pair.failed
-        for rid in "abc":
-            pair.check(rid)
-        assert pair.decode.stats()["retracted"] > 0
-        pair.at_rest()
 
 
 def test_only_what_decode_lacks_of_full_pages_is_sent_and_the_window_always() -> None:
@@ -193,37 +154,6 @@ def test_only_what_decode_lacks_of_full_pages_is_sent_and_the_window_always() ->
         full, draft = 2 * 8 * 4, 2 * 8 * 4 * 3
         # Token 41 sees 36 to 41: two pages, of which the last one is new in the other groups too.
         assert pair.prefill.bytes_sent - before == full + draft + 2 * (2 * 8 * 4 * 2)
-        pair.at_rest()
-
-
-def test_an_abort_in_flight_keeps_the_pages_of_every_group_until_prefill_is_drained() -> None:
-    with WindowPair(decode=(64, 4), **QUICKLY) as pair:
-        pair.hold = True
-        pair.submit("gone", list(range(30)))
-        until(lambda: bool(pair.computing), step=pair.step)
-        control, go_on = pair.prefill.transfers.control, threading.Event()
-        on = control.on
-
-        def deaf(what: object, now_s: float) -> object:
-            if isinstance(what, FrameReceived):
-                go_on.wait()
-            return on(what, now_s)  # type: ignore[arg-type]
-
-        control.on = deaf  # type: ignore[method-assign, assignment]
-        try:
-            pair.decode.abort("gone")
-            pair.submit("next", list(range(20, 50)), 3)
-            (group,) = pair.decode.scheduler.pages.windows
-            for _ in range(20):
-                pair.step()
-                assert (group.allocator.held_pages, group.allocator.free_pages) == (4, 0)
-            assert isinstance(pair.failed["gone"], AbortedError)
-            assert pair.decode.stats()["window_pages_held"] == 4
-        finally:
-            go_on.set()
-        pair.hold = False
-        until(lambda: "next" in pair.done, step=pair.step)
-        pair.check("next")
         pair.at_rest()
 
 
@@ -257,18 +187,6 @@ def test_a_chunk_waits_on_every_rank_until_it_is_computed() -> None:
         pair.check("a")
         assert sides[0].bytes_sent == sides[1].bytes_sent > 0
         pair.prefill.audit()
-        pair.at_rest()
-
-
-def test_a_flush_forgets_what_windows_kept() -> None:
-    with WindowPair(**QUICKLY) as pair:
-        said = pair.serve("a", list(range(30)))
-        assert pair.prefill.stats()["window_pages_cached"] > 0
-        pair.prefill.flush()
-        pair.decode.flush()
-        assert pair.prefill.stats()["window_pages_cached"] == 0
-        pair.serve("b", said)
-        assert pair.computed["b"] == len(said)
         pair.at_rest()
 
 
@@ -357,7 +275,7 @@ def test_what_groups_do_not_go_with_is_refused_by_name(make: Any, why: str) -> N
 
 def test_checkpoints_of_windows_need_no_extra_state() -> None:
     with PrefillNode(grouped(), PrefillConfig(checkpoints=2)) as node:
-        assert node.scheduler.num_slots == 0
+        assert node.num_slots == 0
 
 
 def test_a_group_that_there_is_not_has_no_pages() -> None:
@@ -411,47 +329,6 @@ def test_each_group_gets_its_own_bytes_in_the_right_place() -> None:
         pools = (pair.d_model.full, want_full), (pair.d_model.last, want_last)
         for pool, want in (*pools, (pair.d_model.draft, want_draft)):
             assert torch.equal(pool.read_pages(range(pool.layout.num_pages)), want)
-
-
-def test_two_ranks_a_side_get_their_own_bytes_in_every_group() -> None:
-    mesh = Mesh(1, 2, 2)
-    pools = [[grouped(), grouped()] for _ in range(2)]
-    randomly([*pools[0], *pools[1]], 6)
-    with (
-        PrefillGroup(pools[0], PrefillConfig(control=QUICK), mesh) as prefill,
-        DecodeGroup(pools[1], DecodeConfig(reserve_tokens=0, control=QUICK), mesh) as decode,
-    ):
-        address = {"prefill": prefill.endpoint, "decode": decode.peer_id.name}
-        request = Request("r", list(range(16)), 4, room=1, **address)
-        prefill.add(request)
-        req = decode.add(request)
-        source: dict[int, int] = {}
-        arrived: list[Any] = []
-
-        def step() -> None:
-            decode.pop_preallocated()
-            for one in prefill.pop_bootstrapped():
-                for end in (4, 8, 12, 16):
-                    first, ids = one.window_pages("sliding")
-                    source.update({first + at: page for at, page in enumerate(ids.tolist())})
-                    prefill.send_chunk(one, end, last=end == 16)
-            prefill.pop_sent()
-            arrived.extend(decode.pop_transferred())
-
-        until(lambda: bool(arrived), step=step)
-        first, ids = req.window_pages("sliding")
-        assert first == 1
-        other = decode.others[0].window_pages(req.row, "sliding")
-        assert (other.first_page, other.ids.tolist()) == (first, ids.tolist())
-        for mine, its in zip(*pools, strict=True):
-            want = mine.group("sliding").read_pages([source[number] for number in (1, 2, 3)])
-            assert torch.equal(its.group("sliding").read_pages(ids[:3].tolist()), want)
-        for token in range(3):
-            decode.append_many([req], [token])
-        decode.finish(req)
-        until(lambda: decode.scheduler.idle and not prefill.scheduler.requests, step=step)
-        decode.audit()
-        prefill.audit()
 
 
 def randomly(pools: list[KVPool], seed: int) -> None:
@@ -586,8 +463,3 @@ def test_wrong_window_pages_are_refused_and_change_nothing() -> None:
         said: list[Any] = []
         until(lambda: bool(said), step=lambda: said.extend(engine.decode.take_events()))
         assert said[0].poll is KVPoll.SUCCESS
-
-
-def test_the_engine_s_tensors_are_as_the_model_has_them() -> None:
-    model = Model(8, 6)
-    assert [group.window for group in model.pool.groups] == [10, 0]

@@ -4,7 +4,6 @@ full."""
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from prefixkv.errors import ConfigError
 from prefixkv.serving import request_file
-from prefixkv.serving.request_file import RequestFile, follow_node
+from prefixkv.serving.request_file import RequestFile
 from tests.support.patience import PATIENCE_S, until
 
 
@@ -143,17 +142,3 @@ def test_texts_are_bounded(tmp_path: Path) -> None:
     file.write({"error": "x" * 100_000})
     file.close()
     assert len(lines_of(tmp_path / "log")[0]["error"]) == request_file.MAX_CHARS
-
-
-def test_requests_of_a_node_are_followed_and_those_of_another_are_not(tmp_path: Path) -> None:
-    file = RequestFile(str(tmp_path / "log"))
-    logger = logging.getLogger("prefixkv.requests")
-    before = logger.level, logger.propagate
-    unfollow = follow_node(file, "d0", lambda rid: rid.partition("#")[0])
-    for node in ("d0", "d1"):
-        logger.info("%s", "{}", extra={"request": {"node": node, "rid": "r1#0/0"}})
-    unfollow()
-    logger.log(100, "%s", "{}", extra={"request": {"node": "d0", "rid": "r2#0/0"}})
-    file.close()
-    assert lines_of(tmp_path / "log") == [{"id": "r1", "node": "d0", "rid": "r1#0/0"}]
-    assert (logger.level, logger.propagate) == before

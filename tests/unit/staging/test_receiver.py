@@ -276,24 +276,6 @@ def test_arrivals_that_fit_no_lease_are_counted_and_change_nothing() -> None:
     assert len(arrive(staging, A, 0, 0, lease, part=1, parts=2)) == 1
 
 
-def test_the_end_of_a_scatter_frees_the_lease_and_the_next_is_granted() -> None:
-    staging = rooms_of(8, A, B, leases=1)
-    lease = asked_by_all(staging, A, 0, 0)
-    for rank in (0, 2):
-        assert ask(staging, B, rank, 0, 0) == []
-    all_arrive(staging, A, 0, lease)
-    assert grants(scattered(staging, lease)) == [(2, 0, 0, 0), (2, 2, 0, 0)]
-    assert scattered(staging, lease) == []
-
-
-def test_a_lease_that_no_copy_runs_for_cannot_have_been_scattered() -> None:
-    staging = rooms_of(8, A)
-    lease = asked_by_all(staging, A, 0, 0)
-    with pytest.raises(LeaseError, match=r"GRANTED.* still written"):
-        staging.on_scattered(lease, None)
-    all_arrive(staging, A, 0, lease)
-
-
 def test_a_room_succeeds_with_its_last_unit_whatever_the_order_of_scatters() -> None:
     staging = rooms_of(8, A)
     leases = [asked_by_all(staging, A, 0, 0), asked_by_all(staging, A, 1, 4)]
@@ -307,12 +289,6 @@ def test_a_room_succeeds_with_its_last_unit_whatever_the_order_of_scatters() -> 
     ended, _ = staging.pass_on(success(A))
     assert isinstance(ended, RoomEnded)
     assert "0 of 8" in str(ended.error), "nothing of its last use counts for it"
-
-
-def test_a_room_without_units_succeeds_at_once() -> None:
-    staging = StagingReceiver(area_of(LEASE))
-    assert open_room(staging, A, 0) == []
-    assert told(staging, success(A)) == []
 
 
 def test_a_scatter_that_failed_breaks_the_room_once() -> None:
@@ -398,16 +374,6 @@ def test_the_end_of_a_room_lets_those_behind_it_pass() -> None:
     assert grants(told(staging, RoomDrained(large))) == [(2, 0, 1, BLOCK_BYTES)]
 
 
-def test_the_last_arrival_frees_a_held_lease_and_nothing_is_scattered() -> None:
-    staging = rooms_of(8, A)
-    lease = asked_by_all(staging, A, 0, 0)
-    arrive(staging, A, 0, 0, lease)
-    assert told(staging, failure(A)) == []
-    assert arrive(staging, A, 2, 0, lease) == []
-    assert staging.leases.all() == []
-    assert told(staging, RoomDrained(A)) == []
-
-
 def test_a_copy_that_runs_keeps_a_failed_room_from_being_drained() -> None:
     staging = rooms_of(8, A)
     leases = [asked_by_all(staging, A, 0, 0), asked_by_all(staging, A, 1, 4)]
@@ -421,18 +387,11 @@ def test_a_copy_that_runs_keeps_a_failed_room_from_being_drained() -> None:
     assert staging.num_rooms == 0
 
 
-def test_words_of_unknown_rooms_change_nothing() -> None:
-    staging = rooms_of(8, A)
-    assert staging.pass_on(success(B)) == [success(B)]
-    staging.check_invariants()
-
-
 # --- ends that wait -------------------------------------------------------------------------------
 
 GOOD = RoomEnded(KEY, KVPoll.SUCCESS, aux=b"aux")
 BAD = RoomEnded(KEY, KVPoll.FAILED, TransferError("broke"))
 DRAINED = RoomDrained(KEY)
-OTHER = RoomKey(8, 0)
 
 
 def plan(page_size: int = 4, writers_page_size: int = 4) -> StagingPlan:
@@ -470,72 +429,11 @@ def scattered(staging: StagingReceiver, lease: int, error: Exception | None = No
     return out
 
 
-def test_success_is_held_back_until_the_last_unit_is_scattered() -> None:
-    staging = opened(fill_len=10)
-    leases = [landed(staging, piece, piece) for piece in range(3)]
-    assert scattered(staging, leases[0]) == []
-    assert staging.pass_on(GOOD) == []
-    assert staging.num_waiting == 1
-    assert scattered(staging, leases[1]) == []
-    assert scattered(staging, leases[2]) == [GOOD]
-    assert (staging.num_waiting, staging.num_rooms) == (0, 0)
-
-
-def test_success_that_comes_last_is_passed_on_at_once() -> None:
-    staging = opened(fill_len=4)
-    assert scattered(staging, landed(staging)) == []
-    assert staging.pass_on(GOOD) == [GOOD]
-    assert staging.num_rooms == 0
-
-
-def test_a_failure_is_told_at_once_and_drained_when_no_copy_runs() -> None:
-    staging = opened()
-    first, second = landed(staging, 0, 0), landed(staging, 1, 1)
-    assert staging.pass_on(BAD) == [BAD]
-    assert staging.pass_on(DRAINED) == []
-    assert scattered(staging, first) == []
-    assert scattered(staging, second, TransferError("also")) == [DRAINED]
-    assert (staging.num_waiting, staging.num_rooms) == (0, 0)
-
-
-def test_leases_that_nothing_was_copied_from_are_free_with_the_proof() -> None:
-    staging = opened()
-    granted(staging)
-    assert staging.pass_on(BAD) == [BAD]
-    assert staging.num_rooms == 1
-    assert staging.pass_on(DRAINED) == [DRAINED]
-    assert staging.num_rooms == 0
-
-
-def test_leases_that_come_free_are_granted_to_rooms_that_wait() -> None:
-    staging = opened()
-    other = Promise(*OTHER.numbers, 12, 0, promise().pages, 2)
-    staging.open(other, 4, plan())
-    for piece in range(2):
-        granted(staging, piece, piece)
-    for piece, first, count in ((0, 0, 1), (1, 1, 1), (2, 2, 1)):
-        for rank in (0, 1):
-            said = staging.on_ask(rank, LeaseAsk(*OTHER.numbers, rank, piece, first, count, 2))
-    assert said == [], "the area takes four pieces"
-    assert staging.pass_on(BAD) == [BAD]
-    ended, *grants = [*staging.pass_on(DRAINED)][::-1]
-    assert ended == DRAINED
-    assert [(grant.key, grant.grant.piece) for grant in grants] == [(OTHER, 2)] * 2
-
-
 def test_an_overdue_room_is_told_at_any_time() -> None:
     staging = opened()
     landed(staging)
     staging.pass_on(BAD)
     assert staging.pass_on(RoomOverdue(KEY)) == [RoomOverdue(KEY)]
-
-
-def test_a_copy_that_fails_before_the_machine_has_ended_breaks_it() -> None:
-    staging = opened()
-    error = TransferError("the copy")
-    assert scattered(staging, landed(staging), error) == [BreakRoom(KEY, error)]
-    assert staging.pass_on(BAD) == [BAD]
-    assert staging.pass_on(DRAINED) == [DRAINED]
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -560,17 +458,6 @@ def test_rooms_that_are_not_staged_pass() -> None:
     staging = StagingReceiver(AREA)
     for ending in (GOOD, BAD, DRAINED, RoomOverdue(KEY)):
         assert staging.pass_on(ending) == [ending]
-
-
-def test_a_number_may_come_again_after_either_end() -> None:
-    staging = opened(fill_len=4)
-    scattered(staging, landed(staging))
-    staging.pass_on(GOOD)
-    staging.open(promise(ticket=1), 4, plan())
-    granted(staging)
-    staging.pass_on(BAD)
-    staging.pass_on(DRAINED)
-    assert staging.open(promise(ticket=3), 4, plan()) == []
 
 
 def test_units_of_larger_pages_of_ours_and_of_the_writers() -> None:

@@ -224,10 +224,6 @@ def test_pieces_and_units_go_on_over_the_chunks_of_a_room_and_reader() -> None:
         desk.sender.write(5, A, TICKET + 1, P, 9, np.arange(1, dtype=np.int32), None, 0.0)
 
 
-def test_a_chunk_without_units_ends_at_once() -> None:
-    assert Desk().write(1, 0) == [JobEnded(1)]
-
-
 def test_the_window_bounds_what_is_asked_and_not_done() -> None:
     desk = Desk(window=2)
     assert len(asks(desk.write(1, 10))) == 2
@@ -251,17 +247,6 @@ def test_asks_are_repeated_until_granted_ever_more_seldom() -> None:
     assert desk.tick(desk.sender.wake_s) == []
     assert desk.sender.wake_s == float("inf")
     assert desk.sender.counters["asks_repeated"] == 3
-
-
-def test_a_first_ask_after_a_long_wait_is_repeated_soon_again() -> None:
-    desk = Desk(window=1)
-    desk.write(1, 8)
-    for _ in range(5):
-        desk.tick(desk.sender.wake_s)
-    post = desk.posted(0)
-    desk.sender.on_write_ended(post.write_id, None, True, 100.0)
-    assert desk.sender.wake_s <= 101.0
-    assert asks(desk.tick(101.0)) == [(1, 4, 4)]
 
 
 def test_grants_that_are_not_awaited_or_lie_outside_are_counted_and_ignored() -> None:
@@ -293,15 +278,6 @@ def test_nothing_is_asked_before_the_kv_is_ready_and_the_event_is_polled() -> No
     assert event.asked == 3
     desk.tick(7.0)
     assert event.asked == 3
-
-
-def test_a_chunk_waits_for_the_one_before_it_and_other_rooms_do_not() -> None:
-    desk, event = Desk(), Event()
-    desk.write(1, 4, ready=event)
-    assert desk.write(2, 4) == []
-    assert asks(desk.write(3, 4, key=B)) == [(0, 0, 4)]
-    event.answer = True
-    assert asks(desk.tick(RESEND_S / 2)) == [(0, 0, 4), (1, 4, 4)]
 
 
 def test_an_event_that_raises_fails_its_job() -> None:
@@ -345,13 +321,6 @@ def test_a_stuck_reader_leaves_half_of_the_slots_to_others() -> None:
     assert [type(action) for action in desk.checked(desk.sender.remove_peer(Q))] == [Gather]
 
 
-def test_a_lone_reader_may_have_all_slots() -> None:
-    desk = Desk(slots=4, window=9)
-    desk.sender.remove_peer(Q)
-    desk.write(1, 36)
-    assert [len(desk.grant(piece)) for piece in range(5)] == [1, 1, 1, 1, 0]
-
-
 # --- errors and cancels ---------------------------------------------------------------------------
 
 
@@ -386,16 +355,6 @@ def test_an_undrained_write_holds_its_slot_until_it_is_drained() -> None:
     assert desk.sender.on_write_drained(post.write_id) == []
 
 
-def test_a_write_drained_before_its_job_ended_is_said_after_the_end() -> None:
-    desk = Desk()
-    desk.write(1, 8)
-    posts = [desk.posted(0), desk.posted(1)]
-    error = OSError("no")
-    assert desk.ended(posts[0], error, drained=False) == [CancelStaged(posts[1].write_id)]
-    assert desk.checked(desk.sender.on_write_drained(posts[0].write_id)) == []
-    assert desk.ended(posts[1]) == [JobEnded(1, error, False), JobDrained(1)]
-
-
 def test_a_job_is_drained_with_the_last_of_its_writes() -> None:
     desk = Desk()
     desk.write(1, 8)
@@ -405,16 +364,6 @@ def test_a_job_is_drained_with_the_last_of_its_writes() -> None:
     assert desk.ended(posts[1], errors[1], drained=False) == [JobEnded(1, errors[0], False)]
     assert desk.checked(desk.sender.on_write_drained(posts[1].write_id)) == []
     assert desk.checked(desk.sender.on_write_drained(posts[0].write_id)) == [JobDrained(1)]
-
-
-def test_a_write_that_was_refused_is_drained_and_not_tried_again() -> None:
-    desk = Desk()
-    desk.write(1, 4)
-    error = OSError("refused")
-    assert desk.ended(desk.posted(0), error) == [JobEnded(1, error)]
-    assert desk.grant(0) == []
-    assert desk.tick(100.0) == []
-    assert desk.sender.free_slots == 4
 
 
 def test_a_cancelled_job_drops_what_is_not_under_way() -> None:
@@ -436,14 +385,6 @@ def test_a_cancelled_job_drops_what_is_not_under_way() -> None:
     assert desk.sender.cancel(1) == []
     assert [type(action) for action in desk.checked(desk.sender.cancel(2))] == [JobEnded]
     assert desk.sender.free_slots == 2
-
-
-def test_a_cancel_that_comes_too_late_is_no_error() -> None:
-    desk = Desk()
-    desk.write(1, 4)
-    post = desk.posted(0)
-    assert desk.sender.cancel(1) == [CancelStaged(post.write_id)]
-    assert desk.ended(post) == [JobEnded(1)]
 
 
 def test_the_jobs_of_a_peer_that_is_removed_end() -> None:
@@ -476,14 +417,3 @@ def test_a_room_that_is_over_is_forgotten_and_its_number_may_come_again() -> Non
     out = desk.sender.write(2, A, TICKET + 1, P, 0, np.arange(4, dtype=np.int32), None, 0.0)
     assert isinstance(out[0], SendLeaseAsk)
     assert (out[0].ask.piece, out[0].ask.ticket) == (0, TICKET + 1)
-
-
-def test_words_of_what_is_unknown_change_nothing() -> None:
-    desk = Desk()
-    desk.write(1, 4)
-    sender = desk.sender
-    nothing = [
-        *sender.on_gathered(7, None, 0.0), *sender.on_write_ended(7, None, True, 0.0),
-        *sender.on_write_drained(7), *sender.cancel(7), *sender.remove_peer(PeerId("who", 1)),
-    ]  # fmt: skip
-    assert desk.checked(nothing) == []

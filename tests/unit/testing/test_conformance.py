@@ -8,65 +8,74 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from prefixkv.config import ComputeConfig, HostConfig
-from prefixkv.errors import AbortedError, ClosedError, OutOfPagesError
+from prefixkv.errors import AbortedError, OutOfPagesError
 from prefixkv.testing import conformance
 from prefixkv.testing.sides import LAWS, AnswerLog, Prompt
-from prefixkv.testing.toy import ToyDecode, ToyModel, ToyPrefill, ToySides, toy_answer
-from prefixkv.testing.witness import fill_with_junk
+from prefixkv.testing.toy import ToyDecode, ToyPrefill, ToySides, toy_answer
 from tests.support.patience import PATIENCE_S
-from tests.support.processes import Child, children
-from tests.support.toy_process import TwoProcesses
 
 LOCAL = {"backend": "shm", "patience_s": PATIENCE_S}
 STALLS = {"backend": "shm", "patience_s": 5.0}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", conformance.scenarios(seeds=range(1)), ids=str)
-def test_the_toy_keeps_every_law(case: conformance.Case) -> None:
-    case.check(ToySides, patience_s=PATIENCE_S)
-
-
-@pytest.mark.parametrize(
-    "name", ["turns of a chat", "full hit", "tiny decode pool", "several tokens per step"]
-)
-def test_the_toy_keeps_the_laws_of_these(name: str) -> None:
-    conformance.Case(name, 0).check(ToySides, **LOCAL)
 
 
 class ComputingSides(ToySides):
     """A toy whose decode worker computes what lacks at most 9 tokens."""
 
     ask: Any = "late"
+    more: dict[str, Any] = {}
 
     def __init__(self, settings: Any) -> None:
         compute = ComputeConfig(below=9, chunk_tokens=5, ask=self.ask)
-        super().__init__(replace(settings, decode=replace(settings.decode, compute=compute)))
+        decode = replace(settings.decode, compute=compute, **self.more)
+        super().__init__(replace(settings, decode=decode))
 
 
 class ComputingSidesThatTellBoth(ComputingSides):
     ask = "both"
 
 
+class SidesWithBoth(ComputingSides):
+    """With host memory, and it carries on alone, of its own accord in every scenario."""
+
+    more = {"failure_policy": "local", "host_memory": HostConfig()}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [ComputingSides, ComputingSidesThatTellBoth])
 @pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
-def test_a_toy_that_computes_on_decode_keeps_every_law(
-    case: conformance.Case, make: type[ToySides]
+@pytest.mark.parametrize(
+    ("make", "page_size"),
+    [
+        (ToySides, 4), (ComputingSides, 4), (ComputingSidesThatTellBoth, 4), (SidesWithBoth, 4),
+        (ToySides, 16),  # for engines that have kernels for large pages only
+    ],
+)  # fmt: skip
+def test_the_toy_keeps_every_law(
+    make: type[ToySides], page_size: int, case: conformance.Case
 ) -> None:
-    case.check(make, patience_s=PATIENCE_S)
+    case.check(make, patience_s=PATIENCE_S, page_size=page_size)
 
 
-@pytest.mark.parametrize("make", [ComputingSides, ComputingSidesThatTellBoth])
-@pytest.mark.parametrize("name", ["turns of a chat", "full hit", "tiny decode pool"])
-def test_it_keeps_the_laws_of_these(name: str, make: type[ToySides]) -> None:
+TINY = "tiny decode pool"
+HOST, ALONE = "host memory", "decode carries on alone"
+SHOWN = [
+    (ToySides, "turns of a chat", "skipped_tokens"), (ToySides, "full hit", "skipped_tokens"),
+    (ToySides, TINY, "retracted"), (ToySides, "several tokens per step", "retracted"),
+    (ToySides, HOST, "host_hit_tokens"), (ToySides, ALONE, "failovers"),
+    (SidesWithBoth, HOST, "host_hit_tokens"), (SidesWithBoth, ALONE, "failovers"),
+    *((make, name, "computed_requests") for make in (ComputingSides, ComputingSidesThatTellBoth)
+      for name in ("turns of a chat", "full hit", TINY)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "name", "counter"), SHOWN)
+def test_it_keeps_the_laws_of_these_and_they_show_what_they_are_for(
+    make: type[ToySides], name: str, counter: str
+) -> None:
     made: list[ToySides] = []
 
     def make_one(settings: Any) -> ToySides:
@@ -74,7 +83,7 @@ def test_it_keeps_the_laws_of_these(name: str, make: type[ToySides]) -> None:
         return made[-1]
 
     conformance.Case(name, 0).check(make_one, **LOCAL)
-    assert made[0].decode.scheduler.counters["computed_requests"] > 0
+    assert made[0].decode.counters[counter] > 0
 
 
 class ForgetsTheFirstOfAChunk(ToyDecode):
@@ -90,42 +99,6 @@ def test_a_wrong_chunk_is_found() -> None:
 
     report = conformance.run(Sides, only=["turns of a chat"], **LOCAL)
     assert report.laws == {"law 8"}
-
-
-class SidesWithBoth(ToySides):
-    """A toy with host memory that carries on alone, of its own accord in every scenario."""
-
-    def __init__(self, settings: Any) -> None:
-        compute = ComputeConfig(below=9, chunk_tokens=5, ask="late")
-        decode = replace(
-            settings.decode, compute=compute, failure_policy="local", host_memory=HostConfig()
-        )
-        super().__init__(replace(settings, decode=decode))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
-def test_a_toy_with_host_memory_that_carries_on_alone_keeps_every_law(
-    case: conformance.Case,
-) -> None:
-    case.check(SidesWithBoth, patience_s=PATIENCE_S)
-
-
-@pytest.mark.parametrize("make", [ToySides, SidesWithBoth])
-@pytest.mark.parametrize("name", ["host memory", "decode carries on alone"])
-def test_the_toy_shows_host_memory_and_failover(name: str, make: type[ToySides]) -> None:
-    made: list[ToySides] = []
-
-    def make_one(settings: Any) -> ToySides:
-        made.append(make(settings))
-        return made[-1]
-
-    conformance.Case(name, 0).check(make_one, **LOCAL)
-    counters = made[0].decode.scheduler.counters
-    if name == "host memory":
-        assert counters["host_hit_tokens"] > 0
-    else:
-        assert counters["failovers"] > 0
 
 
 class LateDevice(ToyDecode):
@@ -198,35 +171,6 @@ def test_a_device_that_is_still_busy_is_told_of_by_after(name: str) -> None:
     report = conformance.run(make(LateDeviceThatSaysNothing), only=[name], **LOCAL)
     assert "law 8" in report.laws
     assert "was not computed (computing begins at prefix_len" in str(report)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["prefill restarts", "decode restarts", "turns of a chat", "aborts on prefill", "all of it"],
-)
-def test_prefill_may_be_a_process_that_is_killed(name: str) -> None:
-    made: list[TwoProcesses] = []
-
-    def make(settings: Any) -> TwoProcesses:
-        made.append(TwoProcesses(start, settings))
-        return made[-1]
-
-    with children(Child) as start:
-        conformance.Case(name, 0).check(make, patience_s=PATIENCE_S)
-    assert made[0].killed == (3 if name == "prefill restarts" else 0)
-
-
-def test_the_toy_runs_out_of_pages_where_pools_are_tiny() -> None:
-    """Else those scenarios would show nothing."""
-    made: list[ToySides] = []
-
-    def make(settings: Any) -> ToySides:
-        made.append(ToySides(settings))
-        return made[-1]
-
-    assert conformance.run(make, only=["tiny decode pool", "several tokens per step"], **LOCAL).ok
-    assert [one.decode.scheduler.counters["retracted"] > 0 for one in made] == [True, True]
 
 
 # --- engines with a fault -------------------------------------------------------------------------
@@ -366,14 +310,6 @@ class AsksAgain(ToyDecode):
         self.asked[before:] = [changed(request, **self.CHANGES) for request in again]
 
 
-class AsksAgainInNoNamespace(AsksAgain):
-    CHANGES = {"namespace": None}
-
-
-class AsksAgainForWhatIsKept(AsksAgain):
-    CHANGES = {"cacheable": True}
-
-
 class AsksAgainWithoutADeadline(AsksAgain):
     CHANGES = {"deadline_s": None}
 
@@ -399,11 +335,6 @@ class HasAConfigOfItsOwn(ToyPrefill):
     def __init__(self, settings: Any) -> None:
         own = replace(settings.prefill, follow_s=0.5, reserved_pages=0)
         super().__init__(replace(settings, prefill=own))
-
-
-class HasAnotherPool(ToyPrefill):
-    def __init__(self, settings: Any) -> None:
-        super().__init__(replace(settings, prefill_pages=settings.prefill_pages + 1))
 
 
 class TakesAuxOfAResumedOne(ToyDecode):
@@ -485,11 +416,6 @@ class StopsInTheMiddle(ToyPrefill):
             super().compute(req)
 
 
-class NeverComputes(ToyDecode):
-    def compute(self, req: Any) -> None:
-        pass
-
-
 class NeverTakesPrompts(ToyDecode):
     def step(self) -> bool:
         pop, self.node.pop_local = self.node.pop_local, list  # type: ignore[method-assign]
@@ -547,9 +473,6 @@ class Mutant:
         return sides_of(self.engine)
 
 
-TINY = "tiny decode pool"
-NOT_KEPT = "tiny pools, not cacheable"
-ALONE = "decode carries on alone"
 FINISHES_TWICE = Mutant(FinishesTwice, "one prompt", "calls", "decode's finish raised RequestError")
 MUTANTS = [
     Mutant(ForgetsFinish, "one prompt", "law 2", "was never finished", True),
@@ -563,15 +486,12 @@ MUTANTS = [
     Mutant(IgnoresRetraction, TINY, "order", "was not retracted", True),
     Mutant(NeverAsksAgain, TINY, "order", "never asked for", True),
     Mutant(AsksAgainWithThePromptOnly, TINY, "order", "with another tokens"),
-    Mutant(AsksAgainInNoNamespace, TINY, "order", "asked again with another namespace"),
-    Mutant(AsksAgainForWhatIsKept, NOT_KEPT, "order", "asked again with another cacheable"),
     Mutant(AsksAgainWithoutADeadline, TINY, "order", "no deadline_s, which its prompt has ("),
     Mutant(TellsPrefillToKeepIt, "not cacheable", "order", "prefill was given another cacheable"),
     Mutant(SetsNoDeadline, TINY, "order", "decode was given no deadline_s"),
     Mutant(SetsNoDeadline, TINY, "order", "prefill was given no deadline_s"),
     Mutant(NeverEndsAnAnswer, "one prompt", "law 7", "engine never ended its answer", True),
     Mutant(HasAConfigOfItsOwn, "one prompt", "calls", "prefill's node has follow_s=0.5, the"),
-    Mutant(HasAnotherPool, "one prompt", "calls", "prefill's pool has 65 pages besides"),
     Mutant(TakesAuxOfAResumedOne, TINY, "law 8", "the model says"),
     Mutant(ForgetsTheNamespace, "namespaces", "order", "decode was given another namespace"),
     Mutant(ForgetsTheNamespace, "namespaces", "cache", "first request of a namespace"),
@@ -584,7 +504,6 @@ MUTANTS = [
     Mutant(WritesAgainWhatItHasSent, "one prompt", "law 5", "after it was handed over"),
     Mutant(NeverPopsFailures, "aborts on prefill", "calls", "never calls pop_failed", True),
     Mutant(StopsInTheMiddle, "one prompt", "law 7", "was handed out to be computed", True),
-    Mutant(NeverComputes, ALONE, "law 7", "came out of pop_local, 0 of its", True),
     Mutant(NeverTakesPrompts, ALONE, "calls", "decode's engine never calls pop_local", True),
     Mutant(GivesUpWithPrefill, ALONE, "law 7", "it failed: AbortedError"),
     Mutant(SaysThatNoChatGoesOn, "host memory", "cache", "nothing of what was finished was copied"),
@@ -644,41 +563,6 @@ def test_an_engine_need_not_do_everything() -> None:
     assert report.passed == ["one prompt, seed 0"]
     assert report.skipped == {"several tokens per step, seed 0": "one token per step"}
     assert "not run: several tokens per step, seed 0: one token per step" in str(report)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", conformance.scenarios(), ids=str)
-def test_pages_may_be_larger(case: conformance.Case) -> None:
-    """For engines that have kernels for large pages only."""
-    seen: list[Any] = []
-
-    def make(settings: Any) -> ToySides:
-        seen.append(settings)
-        return ToySides(settings)
-
-    case.check(make, page_size=16, **LOCAL)
-    assert seen[0].page_size in (4, 8, 16, 32)
-
-
-def test_page_sizes_are_multiples_of_four() -> None:
-    for page_size in (0, 2, 6, -4):
-        with pytest.raises(ValueError, match="a multiple of 4 is needed"):
-            conformance.run(ToySides, page_size=page_size)
-
-
-def test_an_engine_that_raises_at_its_end_is_found() -> None:
-    class Sides(ToySides):
-        def close(self) -> None:
-            super().close()
-            raise OSError("a socket")
-
-    report = conformance.run(Sides, only=["one prompt"], **LOCAL)
-    assert [found.what for found in report.findings] == ["close raised OSError: a socket"]
-
-
-def test_a_scenario_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is no scenario 'none', there are 'one prompt', "):
-        conformance.run(ToySides, only=["none"])
 
 
 def test_the_command_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -748,23 +632,6 @@ def test_a_mistake_in_the_command_is_one_line_and_status_2(
     assert shown.err.count("\n") == 1
 
 
-def test_what_is_no_engine_is_closed_again() -> None:
-    with pytest.raises(conformance.SidesError, match="a range is needed"):
-        conformance.run(WithoutARange, only=["one prompt"], **LOCAL)
-    assert WithoutARange.made is not None
-    with pytest.raises(ClosedError):
-        WithoutARange.made.decode.pop_failed()
-
-
-def test_a_module_that_an_engine_misses_is_not_taken_for_a_wrong_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "an_engine_with_a_fault.py").write_text("import no_such_package\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        conformance.main(["an_engine_with_a_fault:Sides"])
-
-
 class LogsAndGoesOn(ToyDecode):
     def finish(self, req: Any) -> None:
         logging.getLogger("prefixkv.peers").warning("something of %s is lost", req.rid)
@@ -803,42 +670,5 @@ def test_what_is_logged_is_shown_with_a_finding_only(
     assert [record.message for record in caplog.records] == ["of somebody else"]
 
 
-def test_one_cause_is_told_once() -> None:
-    def found(what: str, seed: int = 0) -> conformance.Finding:
-        return conformance.Finding("law 7", "one prompt", seed, what)
-
-    report = conformance.ConformanceReport(
-        findings=[found("r0: token 4 is 17, the model says 3"),
-                  found("nothing happens any more"),
-                  found("r1: token 12 is 9, the model says 90"),
-                  found("r0: token 4 is 17, the model says 3", 1),
-                  found("r12: token 5 is 9, the model says 90")]
-    )  # fmt: skip
-    text = str(report)
-    assert text.count("the model says") == 2
-    assert text.count("    and 2 more of the kind: r1, r12\n") == 1
-    assert text.count("more of the kind") == 1
-    assert "0 passed, 2 broken" in text
-
-
 def faulty(settings: Any) -> ToySides:
     return FINISHES_TWICE.make(settings)
-
-
-# --- the toy --------------------------------------------------------------------------------------
-
-
-def test_the_toys_next_token_follows_from_all_that_it_reads() -> None:
-    model = ToyModel(8, 4)
-    fill_with_junk(model.pool, np.random.default_rng(1))
-    tokens, pages = np.arange(10, dtype=np.int32), np.array([5, 1, 7], np.int32)
-    right = model.forward(pages, tokens, 0)
-    assert [right] == toy_answer(tokens.tolist(), 1)
-    assert model.forward(pages, tokens, 9) == right
-    for page in pages.tolist():
-        for half in (model.pool.k(0), model.pool.v(0)):
-            before = half[page, 0].clone()
-            half[page, 0] ^= 1
-            assert model.forward(pages, tokens, 9) != right
-            half[page, 0] = before
-    assert model.forward(pages, tokens, 9) == right

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixkv.config import TransportConfig
-from prefixkv.errors import CallerError, InternalError
+from prefixkv.errors import InternalError
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol.ids import PeerId, RoomKey
-from prefixkv.transport.base import Arrived, PeerUnreachable, WriteDone, WriteDrained, WriteFailed
+from prefixkv.transport.base import Arrived, PeerUnreachable, RankMemory, WriteDone, WriteFailed
 from tests.support.fabric import FakeDisconnectError, FakeFabric
 from tests.support.transport_driver import Node, Staging
 from tests.support.transport_pools import Shape, make_pool
@@ -35,7 +35,7 @@ def make_node(
     pool = make_pool(order, 16, shape)
     pool.fill(len(name))
     node = Node(me, pool, None)
-    node.transport = fabric.transport(me, pool.layout, node.events.append, CONFIG, memory=pool)
+    node.transport = fabric.transport(me, RankMemory(pool.layout), node.events.append, CONFIG, pool)
     return node
 
 
@@ -117,64 +117,6 @@ def test_a_failed_write_may_still_land_with_the_bytes_of_that_moment() -> None:
     assert not target.of(Arrived)
 
 
-def test_a_failed_write_may_never_land() -> None:
-    fabric = FakeFabric(1)
-    writer, target = make_pair(fabric)
-    before = target.pool.pages()
-    hold = fabric.hold(lambda a: a.kind == "land")
-    fabric.fail(lambda a: a.job_id == 1, OSError(), at="check", lands=False)
-    writer.transport.write(writer.job(1, target, [3], [4]))
-    fabric.run()
-    hold.release()
-    fabric.run()
-    assert target.pool.pages() == before
-
-
-def test_a_write_refused_at_post_is_drained() -> None:
-    fabric = FakeFabric(1)
-    writer, target = make_pair(fabric)
-    before = target.pool.pages()
-    fabric.fail(lambda a: a.tag is not None and a.tag.part == 0, OSError("no"), at="post")
-    writer.transport.write(writer.job(1, target, [3, 5], [4, 6]))
-    fabric.run()
-    (end,) = writer.ends()
-    assert isinstance(end, WriteFailed)
-    assert end.drained
-    assert target.pool.pages() == before
-
-
-def test_a_held_completion_keeps_the_job_open() -> None:
-    fabric = FakeFabric(1)
-    writer, target = make_pair(fabric)
-    hold = fabric.hold(lambda a: a.kind == "complete" and a.tag is not None and a.tag.part == 1)
-    writer.transport.write(writer.job(1, target, [3, 5, 7], [4, 6, 8]))
-    fabric.run()
-    assert target.pool.page(6) == writer.pool.page(5)
-    assert not writer.ends()
-    assert fabric.in_flight(writer.me) == 1
-    assert sorted(t.part for t in target.tags()) == [0, 2]
-    hold.release()
-    hold.release()
-    fabric.run()
-    assert writer.ends() == [WriteDone(1, 3 * 256)]
-
-
-def test_the_guard_sees_a_landing_first_and_its_error_fails_the_run() -> None:
-    calls = []
-
-    def guard(peer: PeerId, room: RoomKey, pages: np.ndarray) -> None:
-        calls.append((peer, room, pages.tolist(), target.pool.page(9)))
-        raise AssertionError("not yours")
-
-    fabric = FakeFabric(1, guard=guard)
-    writer, target = make_pair(fabric)
-    before = target.pool.page(9)
-    writer.transport.write(writer.job(1, target, [3], [9], room=42))
-    with pytest.raises(AssertionError, match="not yours"):
-        fabric.run()
-    assert calls == [(target.me, RoomKey(42, 1), [9], before)]
-
-
 def test_closing_the_writer_is_a_fence_and_closing_the_target_is_none() -> None:
     fabric = FakeFabric(1)
     writer, target = make_pair(fabric)
@@ -221,63 +163,6 @@ def test_a_killed_process_says_and_does_nothing_more() -> None:
     assert again.pool.page(4) == writer.pool.page(3)
 
 
-def test_a_lost_peer_fails_what_waits_and_comes_back_with_a_later_write() -> None:
-    fabric = FakeFabric(1)
-    writer, target = make_pair(fabric)
-    fabric.lose(target.me)
-    for n in range(3):
-        writer.transport.write(writer.job(n, target, [n], [n]))
-    fabric.run()
-    assert [(e.job_id, e.drained) for e in writer.ends() if isinstance(e, WriteFailed)] == [
-        (0, True), (1, True), (2, True),
-    ]  # fmt: skip
-    assert len(writer.of(PeerUnreachable)) == 1
-    fabric.restore(target.me)
-    writer.transport.write(writer.job(3, target, [3], [3]))
-    fabric.run()
-    assert writer.ends(3) == [WriteDone(3, 256)]
-
-
-def test_notifications_wait_until_they_are_expected() -> None:
-    fabric = FakeFabric(1)
-    writer, target = make_pair(fabric)
-    target.transport.expect(0)
-    writer.transport.write(writer.job(1, target, [3], [4]))
-    fabric.run()
-    assert writer.ends()
-    assert not target.events
-    target.transport.expect(2)
-    fabric.run()
-    assert [t.room for t in target.tags()] == [1]
-
-
-def test_notifications_come_in_any_order_and_may_be_lost() -> None:
-    orders = set()
-    for seed in range(6):
-        fabric = FakeFabric(seed)
-        writer, target = make_pair(fabric)
-        writer.transport.write(writer.job(1, target, list(range(6)), list(range(6))))
-        fabric.run()
-        orders.add(tuple(t.part for t in target.tags()))
-    assert len(orders) > 1
-    fabric = FakeFabric(0, lose_notification=1.0)
-    writer, target = make_pair(fabric)
-    writer.transport.write(writer.job(1, target, [1], [1]))
-    fabric.run()
-    assert writer.ends() == [WriteDone(1, 256)]
-    assert not target.events
-
-
-def test_a_run_that_never_ends_and_a_second_self_are_refused() -> None:
-    fabric = FakeFabric(1)
-    writer, target = make_pair(fabric)
-    writer.transport.write(writer.job(1, target, [1], [1]))
-    with pytest.raises(InterruptedError):
-        fabric.run(max_steps=1)
-    with pytest.raises(CallerError):
-        make_node(fabric, "prefill")
-
-
 # --- staged writes --------------------------------------------------------------------------------
 
 
@@ -288,54 +173,12 @@ def staged_pair(fabric: FakeFabric) -> tuple[Node, Node]:
         node = Node(me, pool, None, staging=staging)
         config = TransportConfig(post_bytes=2 * BLOCK_BYTES)
         node.transport = fabric.transport(
-            me, pool.layout, node.events.append, config, staging.area, memory=node
+            me, RankMemory(pool.layout, staging.area), node.events.append, config, node
         )
         nodes.append(node)
     nodes[0].add(nodes[1])
     nodes[1].transport.expect(1)
     return nodes[0], nodes[1]
-
-
-def test_each_landing_in_staging_is_shown_to_its_guard_with_the_tag() -> None:
-    shown: list[tuple[PeerId, int, int, list[int]]] = []
-    refused: list[object] = []
-    fabric = FakeFabric(1, guard=lambda *args: refused.append(args))
-    fabric.staging_guard = lambda peer, tag, blocks: shown.append(
-        (peer, tag.room, tag.part, blocks.tolist())
-    )
-    writer, target = staged_pair(fabric)
-    writer.transport.write(writer.job(1, target, [0, 1, 2], [7, 3, 5], room=9, route="staging"))
-    fabric.run()
-    assert not refused
-    assert {(peer, room) for peer, room, *_ in shown} == {(target.me, 9)}
-    assert sorted((part, block) for _, _, part, blocks in shown for block in blocks) == [
-        (0, 3),
-        (0, 7),
-        (1, 5),
-    ]
-    writer.transport.write(writer.job(2, target, [0], [0]))
-    fabric.run()
-    assert len(refused) == 1, "pages go to the guard of pages"
-
-
-def test_a_staged_write_may_land_late_until_its_writer_is_renewed() -> None:
-    fabric = FakeFabric(1)
-    writer, target = staged_pair(fabric)
-    assert target.staging is not None
-    before = target.staging.memory.copy()
-    hold = fabric.hold(lambda a: a.kind == "land")
-    fabric.fail(lambda a: a.job_id == 1, OSError("late"), at="check")
-    writer.transport.write(writer.job(1, target, [1], [2], route="staging"))
-    fabric.run()
-    (end,) = writer.ends()
-    assert isinstance(end, WriteFailed)
-    assert not end.drained
-    writer.transport.renew()
-    fabric.run()
-    hold.release()
-    fabric.run()
-    assert writer.of(WriteDrained) == [WriteDrained(1)]
-    assert np.array_equal(target.staging.memory, before)
 
 
 @pytest.mark.parametrize("wrong", ["area", "block"])
@@ -350,7 +193,7 @@ def test_a_staged_write_that_lands_where_it_must_not_fails_the_run(wrong: str) -
     if wrong == "block":
         job.dst_pages[0] = 3
     else:
-        target.transport.staging = None
+        target.transport.memory = RankMemory(target.pool.layout)
     with pytest.raises(InternalError, match="lands at"):
         fabric.run()
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixkv.testing import hashing
-from prefixkv.testing.hashing import PrefixHasher, extend, splitmix64
+from prefixkv.testing.hashing import PrefixHasher, extend
 
 tokens_of = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
@@ -31,14 +31,3 @@ def test_long_prompts_and_their_extension():
     assert hashes.tolist() == by_hand(tokens.tolist())
     assert np.array_equal(extend(hashes[:-1], tokens[1:]), hashes[1:])
     assert len(np.unique(hashes)) == 5000
-
-
-def test_splitmix64_is_the_published_sequence():
-    # The generator started at 0 adds its constant before each output, so output i is the mix of i
-    # constants.
-    state = np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    assert splitmix64(state).tolist() == [
-        0xE220A8397B1DCDAF,
-        0x6E789E6AA1B965F4,
-        0x06C45D188009454F,
-    ]

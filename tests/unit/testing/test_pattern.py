@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.errors import CallerError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.testing.hashing import PrefixHasher, splitmix64
-from prefixkv.testing.pattern import KVPattern, MirroredPattern
+from prefixkv.testing.pattern import KVPattern
+from tests.support.patterns import MirroredPattern
 
 SHAPES = [  # dtype, attention, order, heads, head_dim
     ("bfloat16", "mha", "layer_major", 3, 16),
@@ -168,13 +168,3 @@ def test_wrong_pages_are_seen():
     assert pattern.mismatches(pages, hashes) == 1  # K of another layer
     pool.v(2)[1, 2, 0] = 0
     assert pattern.mismatches(pages, hashes) == 2  # one head of one token not written
-
-
-def test_too_few_pages_are_refused_before_anything_is_written():
-    pool = make_pool()
-    pattern = KVPattern(pool.layout, 9, pool)
-    with pytest.raises(CallerError, match="2 pages, 9 tokens need 3"):
-        pattern.fill(pages_of(1, 2), 0, hashes_of(9))
-    assert not as_bytes(pool).any()
-    with pytest.raises(CallerError, match="2 pages, 9 tokens need 3"):
-        pattern.mismatches(pages_of(1, 2), hashes_of(9))

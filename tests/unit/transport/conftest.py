@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.devices import TCP
-from tests.support.transport_driver import AutoDriver, Driver, FakeDriver, NixlDriver, ShmDriver
+from tests.support.transport_driver import Driver, FakeDriver, NixlDriver, ShmDriver
 
 
-@pytest.fixture(params=["fake", "shm", "auto-shared", "auto-private", "nixl", "nixl-tcp"])
+@pytest.fixture(params=["fake", "shm", "nixl", "nixl-tcp"])
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     if request.param == "nixl-tcp":
         monkeypatch.setenv("UCX_TLS", TCP)  # read when an agent is created
@@ -19,8 +19,6 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         made = FakeDriver()
     elif request.param == "shm":
         made = ShmDriver()
-    elif request.param.startswith("auto"):
-        made = AutoDriver(shared=request.param == "auto-shared")
     else:
         made = NixlDriver()
     try:

@@ -8,7 +8,14 @@ import pytest
 from prefixkv.config import TransportConfig
 from prefixkv.errors import AbortedError, ClosedError, HandshakeError, PageStateError, PeerLostError
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteDrained, WriteFailed
+from prefixkv.transport.base import (
+    PeerMemory,
+    PeerUnreachable,
+    Settled,
+    WriteDone,
+    WriteDrained,
+    WriteFailed,
+)
 from tests.support.transport_driver import NUM_PAGES, Driver, Gate, Node
 from tests.support.transport_pools import Shape
 
@@ -260,10 +267,12 @@ def test_metadata_of_another_peer_does_no_harm(driver: Driver) -> None:
     liar = driver.node("liar")
     writer.transport.write(writer.job(1, target, [0], [0]))
     driver.until(lambda: writer.ends(1))
-    writer.transport.add_peer(liar.me, target.transport.metadata, liar.pool.layout)
-    writer.transport.add_peer(PeerId("garbage", 1), b"\x00garbage", liar.pool.layout)
+    writer.transport.add_peer(liar.me, target.transport.metadata, PeerMemory(liar.pool.layout))
+    writer.transport.add_peer(PeerId("garbage", 1), b"\x00garbage", PeerMemory(liar.pool.layout))
     # NIXL would forget the peer whose name such metadata carries
-    writer.transport.add_peer(PeerId("cut", 1), target.transport.metadata[:-10], liar.pool.layout)
+    writer.transport.add_peer(
+        PeerId("cut", 1), target.transport.metadata[:-10], PeerMemory(liar.pool.layout)
+    )
     driver.until(lambda: len(writer.of(PeerUnreachable)) == 3)
     assert {e.peer.name for e in writer.of(PeerUnreachable)} == {"liar", "garbage", "cut"}
     after = expected(writer, target, [4], [5])

@@ -16,10 +16,9 @@ from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateLink, state_blocks
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.base import WriteDone
+from prefixkv.transport.base import PeerMemory, RankMemory, WriteDone
 from prefixkv.transport.nixl import agent as nixl_agent
 from prefixkv.transport.nixl.loop import NixlLoop
-from prefixkv.transport.routes import PeerMemory
 from prefixkv.transport.runs import paired_runs
 from tests.support.gpu import GPU
 from tests.support.state_memory import TENSORS, StateMemory
@@ -76,7 +75,7 @@ def test_nixl_is_told_where_our_memory_is_and_where_the_peers_is(
     state = StateMemory(TENSORS, 3, mesh), StateMemory(TENSORS, 3, mesh)
     events: list[object] = []
     config, area = TransportConfig(), staging[0].area
-    loop = NixlLoop(PeerId("us", 1), ours, events.append, config, area, state=state[0].layout)
+    loop = NixlLoop(PeerId("us", 1), RankMemory(ours, area, state[0].layout), events.append, config)
     link = StateLink(state[1].layout, state_blocks(TENSORS, mesh, 0, mesh, 0))
     memory = PeerMemory(theirs, staging=staging[1].area, state=link)
     loop.add_peer(PeerId("them", 2), THEIRS, memory)

@@ -12,7 +12,7 @@ from prefixkv.config import TransportConfig
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Shard
 from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed, window_route
-from tests.support.transport_driver import AutoDriver, Driver, Node, ShmDriver
+from tests.support.transport_driver import Driver, Node, ShmDriver
 
 CONFIG = TransportConfig(post_bytes=200)
 JOBS = {
@@ -25,7 +25,7 @@ GROUPS = ("", "pages"), ("draft", "pages"), ("last", window_route(0)), ("other",
 
 def grouped(driver: Driver, seed: int, window: int = 9, ranks: int = 1, **first: Any) -> KVPool:
     """Pools of unequal heads, full of random bytes: of one rank of one or two."""
-    is_shared = isinstance(driver, ShmDriver | AutoDriver)
+    is_shared = isinstance(driver, ShmDriver)
     of: dict[str, Any] = {"dtype": "uint8", "shared": is_shared}
     pool = KVPool.create(8, 4, 2, 2 // ranks, 8, **of, **first)
     last = KVPool.create(5, 4, 3, 4 // ranks, 4, **of)

@@ -11,7 +11,7 @@ import pytest
 
 from prefixkv.config import TransportConfig
 from prefixkv.errors import ConfigError
-from prefixkv.transport.interfaces import (
+from prefixkv.transport.nixl.ucx import (
     check_interface,
     net_devices,
     ucx_options,

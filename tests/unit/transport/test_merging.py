@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import prefixkv.transport.nixl.transport  # noqa: F401  (sets up logging before nixl is loaded)
+import prefixkv.transport.nixl.loop  # noqa: F401  (sets up logging before nixl is loaded)
 from prefixkv.memory.mesh import Shard
 from prefixkv.paging import unit_pages
-from prefixkv.transport.parts import Part, part_indices
-from prefixkv.transport.runs import paired_runs
+from prefixkv.transport.runs import Part, paired_runs, part_indices
 from tests.support.mesh_pools import elements, mesh_layout, moved
 
 LAYERS, HEADS, SLABS = 2, 2, 4

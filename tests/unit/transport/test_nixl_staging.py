@@ -12,7 +12,14 @@ import pytest
 
 from prefixkv.config import TransportConfig
 from prefixkv.memory.staging_area import BLOCK_BYTES
-from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteDrained, WriteFailed, WriteJob
+from prefixkv.transport.base import (
+    PeerMemory,
+    PeerUnreachable,
+    WriteDone,
+    WriteDrained,
+    WriteFailed,
+    WriteJob,
+)
 from prefixkv.transport.nixl import agent as nixl_agent
 from tests.support.patience import until
 from tests.support.transport_driver import NixlDriver, Node
@@ -111,7 +118,9 @@ def test_both_pairs_of_lists_go_with_their_peer(nixl_driver: NixlDriver) -> None
     written(nixl_driver, 1, writer, other, staged=True)
     assert num_lists() == 8
     layout = target.pool.layout
-    writer.transport.add_peer(target.me, target.transport.metadata, layout)  # without its area
+    writer.transport.add_peer(
+        target.me, target.transport.metadata, PeerMemory(layout)
+    )  # without its area
     written(nixl_driver, 2, writer, target, staged=False)
     assert num_lists() == 6
     writer.add(target)

@@ -9,7 +9,7 @@ import pytest
 from prefixkv.config import TransportConfig
 from prefixkv.errors import AbortedError, ConfigError
 from prefixkv.transport.base import WriteDone, WriteFailed
-from prefixkv.transport.pace import Pace
+from prefixkv.transport.loop import Pace
 from tests.support.transport_driver import NUM_PAGES, Driver, FakeDriver
 from tests.support.transport_pools import Shape
 

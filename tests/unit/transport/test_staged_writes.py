@@ -12,7 +12,7 @@ import pytest
 from prefixkv.config import TransportConfig
 from prefixkv.errors import AbortedError, ConfigError, PageStateError, PeerLostError
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
-from prefixkv.transport.base import PeerUnreachable, WriteDone, WriteFailed, WriteJob
+from prefixkv.transport.base import PeerMemory, PeerUnreachable, WriteDone, WriteFailed, WriteJob
 from tests.support.transport_driver import Driver, Gate, Node, Staging
 from tests.support.transport_pools import make_pool
 
@@ -144,7 +144,7 @@ def test_a_peer_may_come_to_have_staging(driver: Driver) -> None:
     other = driver.node("other", num_blocks=8)
     other.transport.expect(1)
     gate = Gate(driver)
-    writer.transport.add_peer(other.me, other.transport.metadata, other.pool.layout)
+    writer.transport.add_peer(other.me, other.transport.metadata, PeerMemory(other.pool.layout))
     writer.transport.write(writer.job(1, other, [0], [0], ready=gate))
     writer.add(other)
     writer.add(other)  # as it is known: nothing changes
@@ -179,7 +179,7 @@ def test_an_area_that_breaks_its_laws_or_is_not_there_makes_the_peer_unreachable
     for number, lie in enumerate(lies, 1):
         writer.transport.remove_peer(target.me)
         writer.transport.add_peer(
-            target.me, target.transport.metadata, target.pool.layout, None, lie
+            target.me, target.transport.metadata, PeerMemory(target.pool.layout, None, lie)
         )
         driver.until(lambda n=number: len(writer.of(PeerUnreachable)) == n)  # type: ignore[misc]
     errors = [event.error for event in writer.of(PeerUnreachable)]

@@ -9,9 +9,10 @@ import pytest
 
 from prefixkv.errors import TransferTimeoutError
 from prefixkv.protocol.ids import PeerId
-from prefixkv.transport.nixl import transport as nixl
-from prefixkv.transport.nixl.transport import NixlTransport
-from prefixkv.transport.shm.transport import ShmTransport
+from prefixkv.transport import loop as transport_loop
+from prefixkv.transport.base import RankMemory
+from prefixkv.transport.nixl.loop import NixlTransport
+from prefixkv.transport.shm.loop import ShmTransport
 from tests.support.patience import until
 from tests.support.transport_pools import make_pool, shared_zeros
 
@@ -28,13 +29,13 @@ def test_a_thread_that_cannot_be_made_leaves_no_descriptor(
     monkeypatch.setattr(threading.Thread, "start", fail)
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(RuntimeError, match="new thread"):
-        kind(PeerId("threadless", 1), pool.layout, lambda event: None)
+        kind(PeerId("threadless", 1), RankMemory(pool.layout), lambda event: None)
     assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_nixl_thread_that_starts_too_late_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool("layer_major", 4)
-    monkeypatch.setattr(nixl, "_START_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(transport_loop, "_START_TIMEOUT_S", 0.0)
     with pytest.raises(TransferTimeoutError, match="did not start"):
-        NixlTransport(PeerId("late", 1), pool.layout, lambda event: None)
+        NixlTransport(PeerId("late", 1), RankMemory(pool.layout), lambda event: None)
     until(lambda: not [one for one in threading.enumerate() if one.name.endswith("-late")])

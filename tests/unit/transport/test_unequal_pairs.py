@@ -16,8 +16,7 @@ from prefixkv.errors import ConfigError, HandshakeError
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.memory.mesh import Mesh, Shard, check_meshes
 from prefixkv.paging import page_floor, unit_pages
-from prefixkv.transport.parts import Part, cut_parts, part_indices
-from prefixkv.transport.runs import Positions, Runs, paired_runs
+from prefixkv.transport.runs import Part, Positions, Runs, cut_parts, paired_runs, part_indices
 from tests.support.mesh_pools import (
     BASE,
     STRIDED,

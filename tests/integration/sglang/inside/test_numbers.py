@@ -91,53 +91,6 @@ def test_a_second_request_of_a_number_fails_alone(pair: Pair) -> None:
     assert is_empty(pair)
 
 
-@pytest.mark.parametrize("room", [0, -1, -2, 2**63, 2**64, 2**70])
-def test_numbers_that_no_room_has_fail_by_name(pair: Pair, room: int) -> None:
-    """-1 and -2 are the numbers by which the tables know requests that have none of their own."""
-    made = [pair.sender(request(room)), receiver(pair, request(room))]
-    made += [pair.sender(request(room)), receiver(pair, request(room))]
-    for poller in made:
-        fails(pair, poller, "is not between 1 and")
-    serve(pair, pair.sender(request(9)), pair.receiver(request(9)), 9)
-    assert is_empty(pair)
-
-
-@pytest.mark.parametrize("announced", [True, False])
-def test_the_other_half_of_a_second_request_hears_of_it_too(pair: Pair, announced: bool) -> None:
-    """Decode refuses it while the first is there, and prefill gets it when the first is over."""
-    sender, first = pair.sender(request(9)), pair.receiver(request(9))
-    if announced:
-        first.send_metadata(ALL, 0, [], decode_prefix_len=0)
-        pair.until_polls(sender, KVPoll.WaitingForInput)
-    second = receiver(pair, request(9, 50))
-    fails(pair, second, "room 9 is another request's")
-    if not announced:
-        first.send_metadata(ALL, 0, [], decode_prefix_len=0)
-        pair.until_polls(sender, KVPoll.WaitingForInput)
-    sender.init(6, 0)
-    pair.write_row(0, room=9, token=1)
-    sender.send(ALL)
-    for poller in (first, sender):
-        pair.until_polls(poller, KVPoll.Success)
-        poller.clear()
-    other = pair.sender(request(9, 50))
-    fails(pair, other, "decode: room 9 is another request's")
-    serve(pair, pair.sender(request(9)), pair.receiver(request(9)), 9)
-    assert is_empty(pair)
-
-
-def test_an_abort_of_one_of_two_leaves_the_number_free(pair: Pair) -> None:
-    first, waits = pair.sender(request(9)), pair.receiver(request(9))
-    others = [pair.sender(request(9)), receiver(pair, request(9))]
-    waits.abort()
-    fails(pair, waits, "Aborted by AbortReq")
-    fails(pair, first, "Aborted by decode")
-    for other in others:
-        fails(pair, other, "room 9 is another request's")
-    serve(pair, pair.sender(request(9)), pair.receiver(request(9)), 9)
-    assert is_empty(pair)
-
-
 def test_a_request_that_sglang_drops_from_its_queue_frees_its_number(pair: Pair) -> None:
     """Its sender is neither polled nor cleared, and somebody may still hold the request."""
     req = request(9)
@@ -177,16 +130,6 @@ def test_prefill_hears_of_what_decode_refuses(pair: Pair, is_first: bool) -> Non
     assert len(pair.decode.receives) == 0
 
 
-def test_what_decode_refuses_of_a_number_in_use_ends_nothing(pair: Pair) -> None:
-    sender, first = pair.sender(request(9)), pair.receiver(request(9))
-    req = refused(9, "the prompt is too long")
-    req.bootstrap_host, req.bootstrap_port = pair.address.split(":")
-    pair.decode.decline(req)
-    pair.prefill.decline(req)
-    serve(pair, sender, first, 9)
-    assert is_empty(pair)
-
-
 @pytest.mark.parametrize("is_first", [True, False])
 def test_decode_hears_of_what_prefill_refuses(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, is_first: bool
@@ -201,12 +144,6 @@ def test_decode_hears_of_what_prefill_refuses(
         pair.prefill.decline(refused(9, "the prompt is too long"))
     fails(pair, first, "the prompt is too long")
     pair.until(lambda: is_empty(pair))
-
-
-def test_numbers_without_a_room_are_declined_to_no_worker(pair: Pair) -> None:
-    for side in (pair.prefill, pair.decode):
-        side.decline(refused(2**70, "no"))
-    assert is_empty(pair)
 
 
 def test_a_bootstrap_server_that_is_not_there_is_asked_now_and_then(
@@ -296,19 +233,6 @@ def test_a_room_that_is_begun_or_declined_is_heard_of(pair: Pair) -> None:
     for side in (pair.prefill, pair.decode):
         side.decline(refused(2**70, "no"))
         assert side.last_handled_rid == str(2**70)
-
-
-def test_what_decode_says_of_the_use_before_is_heard_first(pair: Pair) -> None:
-    """Nothing was polled meanwhile."""
-    sender, first = pair.sender(request(9)), pair.receiver(request(9))
-    sender.abort()
-    fails(pair, sender, "Aborted by AbortReq")
-    first.abort()
-    with pytest.raises(KVTransferError, match="Aborted by AbortReq"):
-        first.failure_exception()
-    first.clear()
-    until(lambda: pair.prefill.server_socket.poll(0))
-    serve(pair, pair.sender(request(9)), pair.receiver(request(9)), 9)
 
 
 def test_tickets_are_alike_on_all_ranks_and_differ_for_each_use() -> None:

@@ -51,28 +51,6 @@ def test_a_conversation_is_found_again_and_the_partial_page_is_not(
 
 
 @pytest.mark.parametrize("kind", [OURS, RUST])
-def test_what_two_requests_compute_at_once_is_kept_once(kind: str) -> None:
-    """Both miss, both compute the same; the second's pages are freed and its row shows the
-    first's."""
-    desk = Desk(kind, 4, 256)
-    left, right = (request(rid, range(50, 70)) for rid in "ab")
-    assert desk.admit(left)
-    assert desk.admit(right)
-    desk.checkpoint(left)
-    free = desk.allocator.available_size()
-    desk.checkpoint(right)
-    assert desk.allocator.available_size() == free + 20
-    rows = [desk.pool.req_to_token[req.kv.req_pool_idx, :20].tolist() for req in (left, right)]
-    assert rows[0] == rows[1]
-    desk.check()
-    for req in (left, right):
-        desk.finish(req)
-        desk.check()
-    assert desk.cache.protected_size() == 0
-    assert desk.cache.evictable_size() == 20
-
-
-@pytest.mark.parametrize("kind", [OURS, RUST])
 def test_extra_keys_and_salts_keep_equal_tokens_apart(kind: str) -> None:
     desk = Desk(kind, 4, 512)
     names = [(None, None), ("lora", None), (None, "tenant"), ("lora", "tenant"), (None, "")]
@@ -83,72 +61,6 @@ def test_extra_keys_and_salts_keep_equal_tokens_apart(kind: str) -> None:
     for number, (extra_key, salt) in enumerate(names):
         req = request(f"n{number}", range(20), extra_key=extra_key, cache_salt=salt)
         assert desk.match(req) == 16
-
-
-@pytest.mark.parametrize("kind", [OURS, RUST])
-def test_a_lock_holds_through_eviction_of_everything_else(kind: str) -> None:
-    desk = Desk(kind, 4, 256)
-    served(desk, "a", range(40))
-    served(desk, "b", range(500, 540))
-    held = request("c", range(41))
-    assert desk.match(held) == 40
-    held.lock = desk.cache.lock(held.last_node)
-    assert (desk.cache.protected_size(), desk.cache.evictable_size()) == (40, 40)
-    assert desk.evict(1000) == 40
-    assert desk.match(held) == 40
-    desk.cache.unlock(held.lock)
-    assert desk.evict(1000) == 40
-    assert desk.match(held) == 0
-    desk.check()
-
-
-def test_eviction_frees_exactly_the_pages_that_are_asked_for() -> None:
-    desk = Desk(OURS, 4, 256)
-    served(desk, "a", range(40))
-    free = desk.allocator.available_size()
-    assert desk.evict(5) == 8
-    assert desk.allocator.available_size() == free + 8
-    assert desk.evict(0) == 0
-    desk.check()
-
-
-@pytest.mark.parametrize("kind", [OURS, RUST])
-def test_a_retracted_request_gives_all_back_and_finds_its_prompt_again(kind: str) -> None:
-    desk = Desk(kind, 4, 128)
-    req = request("a", range(30))
-    assert desk.admit(req)
-    desk.checkpoint(req)
-    for token in range(10):
-        assert desk.decode(req, 300 + token)
-    desk.check()
-    desk.retract(req)
-    desk.check()
-    assert desk.cache.protected_size() == 0
-    assert desk.admit(req)
-    assert req.prefix_len == 28
-    desk.checkpoint(req)
-    assert desk.cache.protected_size() == 40
-    assert desk.decode(req, 7)
-    desk.finish(req)
-    desk.check()
-    assert desk.cache.protected_size() == 0
-
-
-@pytest.mark.parametrize("chunk", [1, 5, 16])
-@pytest.mark.parametrize("eagle", [False, True])
-def test_a_prompt_that_comes_in_chunks_grows_its_prefix(chunk: int, eagle: bool) -> None:
-    desk = Desk(OURS, 4, 256, eagle=eagle)
-    req = request("a", range(61))
-    assert desk.admit(req, first_chunk=chunk)
-    while True:
-        desk.checkpoint(req)
-        desk.check()
-        assert req.kv.cache_protected_len == (req.extend_end - eagle) // 4 * 4
-        if not desk.extend(req, chunk):
-            break
-    assert req.extend_end == 61
-    desk.finish(req)
-    assert desk.match(request("b", range(70))) == 60
 
 
 def test_a_blocked_head_is_one_visit_however_often_it_is_looked_at() -> None:
@@ -167,16 +79,6 @@ def test_a_blocked_head_is_one_visit_however_often_it_is_looked_at() -> None:
     assert desk.evict(16) == 16
     assert desk.match(request("f", range(17))) == 0
     assert desk.match(request("g", range(100, 117))) == 16
-
-
-def test_touching_a_prefix_keeps_it_and_is_no_visit() -> None:
-    desk = Desk(OURS, 4, 256)
-    served(desk, "a", range(16))
-    served(desk, "b", range(100, 116))
-    desk.cache.touch_prefix(RadixKey(array("q", range(16))))
-    desk.evict(16)
-    assert desk.match(request("c", range(17))) == 16
-    assert desk.match(request("d", range(100, 117))) == 0
 
 
 @pytest.mark.parametrize("kind", [OURS, RUST])

@@ -108,16 +108,6 @@ def test_a_prompt_crosses_in_two_chunks_with_its_row(pair: Pair) -> None:
     assert not pair.decode.request_status
 
 
-def test_of_two_prompts_neither_is_sent(pair: Pair) -> None:
-    sender = pair.sender(request(room=9))
-    receiver = pair.receiver(request(room=9, cache_salt="another"))
-    receiver.send_metadata([1, 2, 3, 4, 5, 6], 0, [], decode_prefix_len=0)
-    for poller in (sender, receiver):
-        pair.until_polls(poller, KVPoll.Failed)
-        with pytest.raises(KVTransferError, match="PromptMismatchError"):
-            poller.failure_exception()
-
-
 def test_decodes_second_request_for_its_output_is_another_prompt() -> None:
     first, again = request(1), request(1, output_ids=[5, 6], pd_rebootstrap_in_progress=True)
     assert prompt_of(again) == prompt_of(
@@ -125,31 +115,6 @@ def test_decodes_second_request_for_its_output_is_another_prompt() -> None:
     )
     assert prompt_of(first)[1] + 2 == prompt_of(again)[1]
     assert prompt_of(request(1, output_ids=[5, 6])) == prompt_of(first)  # retracted: not asked
-
-
-def test_a_request_that_prefill_aborts_ends_on_decode_too(pair: Pair) -> None:
-    sender, receiver = pair.sender(request(9)), pair.receiver(request(9))
-    receiver.send_metadata([1, 2, 3, 4, 5, 6], 0, [], decode_prefix_len=0)
-    pair.until_polls(sender, KVPoll.WaitingForInput)
-    sender.init(6, 0)
-    sender.send([1, 2])
-    sender.abort()
-    pair.until_polls(sender, KVPoll.Failed)
-    pair.until_polls(receiver, KVPoll.Failed)
-    with pytest.raises(KVTransferError, match="Aborted by AbortReq"):
-        sender.failure_exception()
-    sender.send([3, 4, 5, 6])  # SGLang may still hand over what it has computed
-    assert len(pair.prefill.sends) == 0
-
-
-def test_a_request_that_decode_aborts_before_it_has_pages_ends_on_prefill(pair: Pair) -> None:
-    sender, receiver = pair.sender(request(9)), pair.receiver(request(9))
-    receiver.abort()
-    assert receiver.poll() == KVPoll.Failed
-    pair.until_polls(sender, KVPoll.Failed)
-    with pytest.raises(KVTransferError, match="Aborted by decode"):
-        sender.failure_exception()
-    receiver.clear()
 
 
 def test_a_request_that_decode_never_gets_times_out(pair: Pair) -> None:
@@ -162,22 +127,6 @@ def test_a_request_that_decode_never_gets_times_out(pair: Pair) -> None:
     receiver = pair.receiver(request(9))  # it comes after all
     receiver.send_metadata([1, 2, 3, 4, 5, 6], 0, [], decode_prefix_len=0)
     pair.until_polls(receiver, KVPoll.Failed)
-
-
-def test_prefill_that_was_started_again_is_found_at_its_new_endpoint(pair: Pair) -> None:
-    """SGLang keeps what the registry said until some heartbeats have failed."""
-    receiver = pair.receiver(request(8))
-    pair.prefill.close()
-    pair.prefill = CLASSES[KVClassType.MANAGER](
-        pair.source.args, DisaggregationMode.PREFILL, SERVER
-    )
-    receiver.send_metadata([1, 2, 3, 4, 5, 6], 0, [], decode_prefix_len=0)
-    pair.until_polls(receiver, KVPoll.Failed)
-    with pytest.raises(KVTransferError, match="PeerLostError"):
-        receiver.failure_exception()
-    sender, receiver = pair.sender(request(9)), pair.receiver(request(9))
-    receiver.send_metadata([1, 2, 3, 4, 5, 6], 0, [], decode_prefix_len=0)
-    pair.until_polls(sender, KVPoll.WaitingForInput)
 
 
 def test_prefill_that_was_replaced_meanwhile_serves_the_first_request(pair: Pair) -> None:

@@ -18,7 +18,7 @@ from prefixkv.engines.vllm import worker as worker_module
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.page_copy import page_copy
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
-from prefixkv.runtime import decode_transfers, prefill_transfers
+from prefixkv.runtime import decode_transfers, prefill_transfers, transfers
 from prefixkv.runtime.channel import DealerChannel, RouterChannel
 from prefixkv.runtime.control_thread import ControlThread
 from prefixkv.wakeups import Inbox
@@ -76,7 +76,7 @@ class Thread(ControlThread[Any, Any]):
     def __init__(
         self,
         name: str,
-        transport: Any,
+        transports: Any,
         control: Any,
         channel: Any,
         copies: Any,
@@ -86,8 +86,8 @@ class Thread(ControlThread[Any, Any]):
         self.inbox, self.events = Inbox(), Inbox()
         self.num_errors = self.num_log_errors = 0
         self._closed, self._copies, self._prover = False, None, None
-        self.transport = transport(self.inbox.put)
-        self.control = control(self.transport.metadata)
+        self.transports = transports(self.inbox.put)
+        self.control = control(self.transports.offers)
         self.channel = channel(self.inbox.fd)
         self.world.threads.append(self)
 
@@ -226,9 +226,9 @@ class Copies:
 
 def put_in_place() -> None:
     """From now on transfer sides and connectors are made of these parts, in this process."""
-    parts = {"ControlThread": Thread, "Prover": _Prover}
-    vars(decode_transfers).update(parts, DealerChannel=_dealer)
-    vars(prefill_transfers).update(parts, RouterChannel=_router)
+    vars(transfers).update(ControlThread=Thread, Prover=_Prover)
+    vars(decode_transfers).update(DealerChannel=_dealer)
+    vars(prefill_transfers).update(RouterChannel=_router)
     vars(connector_module)["WakeupListener"] = Tower
     vars(worker_module)["WakeupSender"] = Bell
     vars(host_worker_module)["HostMemory"] = Copies

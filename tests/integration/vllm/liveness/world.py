@@ -97,10 +97,8 @@ class World:
     def wire(self, source: Any, to: Any) -> deque[bytes]:
         return self._wires.setdefault((source, to), deque())
 
-    def transport(
-        self, me: PeerId, layout: Any, sink: Any, config: Any, staging: Any, state: Any
-    ) -> Any:
-        return self.fabric.transport(me, layout, sink, config, staging, state)
+    def transport(self, me: PeerId, memory: Any, sink: Any, config: Any) -> Any:
+        return self.fabric.transport(me, memory, sink, config)
 
     def draw(self) -> int:
         self._tickets += 1

@@ -14,7 +14,6 @@ from prefixkv.cache.eviction import hazards as hazards_module
 from prefixkv.cache.eviction.adaptive import (
     NO_TRUNK,
     NUM_OWN,
-    ROWS,
     TRAITS,
     Adaptive,
     class_of,
@@ -26,10 +25,8 @@ from prefixkv.cache.eviction.hazards import (
     EDGES_S,
     LENGTHS_S,
     NUM_BINS,
-    UNTAUGHT,
     Hazards,
     gittins_indices,
-    rise_and_fall,
 )
 from prefixkv.cache.eviction.least_worth import LeastWorth
 from prefixkv.cache.eviction.queues import forget
@@ -42,44 +39,6 @@ SMALL = {"short_tokens": 1, "long_tokens": 3, "block_tokens": 1, "stride_blocks"
 def adaptive(**settings):
     chosen = Adaptive(**SMALL | {"trust": 1.0, "period": 1} | settings)
     return RadixCache(page_size=1, policy=chosen, pool_pages=10_000)
-
-
-def test_what_returns_is_kept_whatever_was_new():
-    """Long prompts return, short ones do not: the opposite of what `gated` takes as given."""
-    cache = adaptive()
-    now_s = 0.0
-    for at in range(40):
-        now_s += 60.0
-        cache.insert([1, at], [0, 1], now_s=now_s)
-        cache.insert([2, at, 5, 6, 7, 8], range(10, 16), now_s=now_s)
-        cache.insert([2, at, 5, 6, 7, 8, 9, 9, 9, 9], range(10, 20), now_s=now_s + 30)
-        cache.evict(100, now_s + 31)
-    now_s += 2000.0
-    cache.insert([2, 999, 5, 6, 7, 8], range(30, 36), now_s=now_s)
-    cache.insert([1, 999], [20, 21], now_s=now_s)
-    cache.insert([1, 998], [20, 23], now_s=now_s)
-    assert set(cache.evict(3, now_s + 10.0).tolist()) == {20, 21, 23}
-
-
-def test_a_return_is_counted_for_the_new_end_and_for_what_was_before_it():
-    assert TRAITS[1][1].kinds == (kind_of(1, 1),)
-    assert TRAITS[2][1].kinds == (kind_of(2, 1),)
-    assert TRAITS[5][0].kinds == (kind_of(2, 0), kind_of(5, 0))
-    assert TRAITS[7] is TRAITS[6], "the turns after the sixth are like it"
-    assert all(ROWS[one.number] == one.kinds for row in TRAITS[1:] for one in row)
-    cache = adaptive()
-    for turn in range(1, 5):
-        cache.insert([1] * turn, range(turn), now_s=10.0 * turn)
-    _, returns, _ = cache.policy.hazards.counts()
-    counted = {kind: sum(row) for kind, row in enumerate(returns) if sum(row)}
-    assert counted == {kind_of(1, 0): 1, kind_of(2, 0): 2, kind_of(3, 0): 1}
-    assert sum(row[bisect_right(EDGES_S, 10.0)] for row in returns) == 4, "each after 10 s"
-    (node,) = cache.nodes()
-    assert class_of(node) == kind_of(2, 0)  # the new end of a next turn
-    cache.evict(4, 41.0)
-    cache.insert([1] * 9, range(9), now_s=52.0)  # from its ghost
-    _, returns, _ = cache.policy.hazards.counts()
-    assert sum(row[bisect_right(EDGES_S, 12.0)] for row in returns) == 6
 
 
 def test_of_shared_pages_it_is_counted_how_soon_paths_part_from_them_again():
@@ -102,35 +61,6 @@ def test_of_shared_pages_it_is_counted_how_soon_paths_part_from_them_again():
     cache.evict(5, 291.0)
     cache.insert([*document, 200], [*range(5), 200], now_s=300.0)  # from its ghosts
     assert sum(cache.policy.hazards.counts()[1][longest + 2]) == 1
-
-
-def test_returns_are_seen_though_the_pages_are_gone_until_ghosts_are_forgotten():
-    for share, came_back in ((1.0, 1), (0.0, 0)):
-        cache = adaptive(ghosts=share)
-        cache.insert([1] * 6, range(6), now_s=0.0)
-        cache.evict(6, 1.0)
-        cache.insert([1] * 6 + [2], range(7), now_s=20.0)
-        hazards = cache.policy.hazards
-        _, returns, losses = hazards.counts()
-        assert (returns.sum(), losses.sum()) == (came_back, 1 - came_back)
-        cache.reset()
-        assert [table.sum() for table in hazards.counts()] == [0, 0, 0]
-
-
-def test_without_a_clock_the_oldest_goes():
-    cache = adaptive()
-    for at in range(3):
-        cache.insert([at] * 4, range(10 * at, 10 * at + 4))
-    assert sorted(cache.evict(5).tolist()) == [0, 1, 2, 3, 13]
-
-
-def test_pages_go_together_only_up_to_a_later_use():
-    cache = adaptive()
-    cache.insert([1] * 6, range(6))
-    cache.insert([2] * 6, range(10, 16))
-    with cache.lock(cache.match_prefix([1] * 3), visit=False):
-        pass
-    assert set(cache.evict(6).tolist()) == {3, 4, 5, 13, 14, 15}
 
 
 def test_what_stays_inherits_the_uses_of_pages_that_went_together():
@@ -167,18 +97,6 @@ def test_a_line_knows_its_oldest_and_its_newest_in_whatever_order_leaves_come():
         assert queue.broken_laws() == []
 
 
-@pytest.mark.parametrize(("fresh", "goes"), [(1.0, "newest"), (2.5, "oldest")])
-def test_of_a_fresh_leaf_and_one_past_the_peak_the_one_worth_less_goes(fresh, goes):
-    hazards = Hazards([[0]], trust=1.0, period=1, half_life_s=1e9)
-    hazards.worth, hazards.peak = [[fresh, 3.0, *[2.0] * (NUM_BINS - 2)]], [1]
-    queue = LeastWorth(hazards, lambda mark: 0)
-    leaves = {"oldest": TreeNode(b"", b"", 0, None), "newest": TreeNode(b"", b"", 0, None)}
-    leaves["oldest"].mark, leaves["newest"].mark = (1, 1, 0.0), (2, 1, 99.5)
-    for leaf in leaves.values():
-        queue.add(leaf)
-    assert queue.first(100.0) is leaves[goes]
-
-
 # --- the tables -----------------------------------------------------------------------------------
 
 
@@ -193,12 +111,6 @@ def test_the_index_is_the_best_ratio_over_all_times_to_keep():
             out *= 1 - chance[at]
             ratios.append(uses / seconds)
         assert found == pytest.approx(max(ratios))
-
-
-def test_an_untaught_cache_ranks_as_lru():
-    hazards = Hazards([[0]], trust=60.0, period=10, half_life_s=1e9)
-    assert hazards.peak == [0]
-    assert hazards.worth[0] == sorted(hazards.worth[0], reverse=True)
 
 
 @pytest.mark.parametrize("half_life_s", [1e9, 1005.0, 1025.0, 1065.0])
@@ -267,72 +179,6 @@ def test_worths_are_worked_out_in_parts(
     assert hazards.broken_laws() == []
 
 
-def test_a_class_of_which_nothing_was_seen_is_like_all_and_all_like_the_untaught_at_first():
-    hazards = Hazards([[0], [1]], trust=10.0, period=1, half_life_s=1e9)
-    for at in range(100):
-        if at:
-            hazards.returned(0, at * 10.0 - 10.0, at * 10.0 - 3.0)
-        hazards.start(0, at * 10.0)
-    entered, returns = (table.sum(0) for table in hazards.counts()[:2])
-    common = (returns + 50.0 * np.array(UNTAUGHT)) / (entered + 50.0)
-    index = gittins_indices(common[None])
-    (worth,) = rise_and_fall(index, index.argmax(1))
-    assert hazards.worth[1] == pytest.approx(worth)
-
-
-def test_ages_of_hours_are_told_apart():
-    """Sessions return after one hour and never after two: what is kept for longer is worth less."""
-    hazards = Hazards([[0]], trust=1.0, period=10, half_life_s=1e9)
-    for at in range(400):
-        hazards.start(0, at * 60.0)
-        if at >= 60:
-            hazards.returned(0, at * 60.0 - 3600.0, at * 60.0)
-    worth = hazards.worth[0]
-    assert worth[bisect_right(EDGES_S, 1800.0)] > 10 * worth[bisect_right(EDGES_S, 9000.0)]
-
-
-def test_those_still_out_count_as_not_having_returned():
-    hazards = Hazards([[0]], trust=1.0, period=1000, half_life_s=1e9)
-    for at in range(100):
-        hazards.start(0, at * 10.0)
-    for at in range(5):
-        hazards.returned(0, 10.0 * at, 10.0 * at + 3.0)
-    hazards.lost(0, 890.0)
-    (entered,), _, _ = hazards.counts()
-    assert entered[0] == 100
-    place = bisect_right(EDGES_S, 500.0)
-    old_enough = sum(990.0 - at * 10.0 >= BEGINS_S[place] for at in range(100))
-    assert entered[place] == old_enough - 5, "the young that ended say nothing of old ages"
-    assert entered[-1] == 0
-
-
-def test_what_was_learnt_fades_and_favours_neither_returns_nor_those_still_out():
-    hazards = Hazards([[0]], trust=1.0, period=10_000, half_life_s=1000.0)
-    for at in range(100):
-        hazards.start(0, at * 10.0)
-        if at % 2:
-            hazards.returned(0, at * 10.0, at * 10.0 + 5.0)
-    (entered,), (returns,), _ = hazards.counts()
-    assert (entered[0], returns.sum()) == (100, 50)
-    hazards.start(0, 3000.0)
-    (entered,), (returns,), _ = hazards.counts()
-    assert (entered[0], returns.sum()) == (100 / 8 + 1, 50 / 8)
-    place = bisect_right(EDGES_S, 5.0)
-    assert returns[place] / entered[place] == pytest.approx(0.5, abs=0.01)
-    hazards.returned(0, 20.0, 3000.0)
-    assert hazards.counts()[1].sum() == 51 / 8, "it counts what its start does"
-    hazards.start(0, 1e9)
-    assert hazards.counts()[0].sum() == 1
-
-
-def test_counts_are_halved_as_soon_as_a_half_life_is_over():
-    hazards = Hazards([[0]], trust=1.0, period=10_000, half_life_s=1000.0)
-    hazards.start(0, 999.0)
-    for now_s, entered in ((999.5, 2.0), (1000.0, 2.0), (1999.0, 3.0), (2000.0, 2.5)):
-        hazards.start(0, now_s)
-        assert hazards.counts()[0][0][0] == entered
-
-
 @pytest.mark.parametrize("how", ["returned", "lost"])
 @pytest.mark.parametrize("counted_at_once", [False, True])
 @pytest.mark.parametrize("next_s", [950.0, 1900.0])
@@ -356,18 +202,6 @@ def test_an_end_of_what_was_used_after_every_start_takes_off_the_last_of_them(
     assert entered[0, 0] == halved + 2.0  # the first as what it ended in
     assert entered[0, 1 : at + 1] == pytest.approx(1.0)
     assert not entered[0, at + 1 :].any()
-
-
-def test_after_a_change_of_the_workload_the_worths_follow():
-    """First all return within a second, then none does: worth falls again within the hour."""
-    hazards = Hazards([[0]], trust=20.0, period=100, half_life_s=900.0)
-    for at in range(3600):
-        hazards.start(0, 1.0 * at)
-        hazards.returned(0, 1.0 * at, at + 0.5)
-    good = hazards.worth[0][0]
-    for at in range(3600, 7200):
-        hazards.start(0, 1.0 * at)
-    assert hazards.worth[0][0] < 0.1 * good
 
 
 def test_what_is_remembered_is_bounded():

@@ -57,16 +57,6 @@ def test_a_promise_that_was_broken_is_the_end_of_a_session(policy):
 
 
 @each_policy
-def test_the_next_use_makes_a_hint_void(policy):
-    cache, results = make(policy, 2)
-    cache.hint(results[0], continues=False)
-    with cache.lock(cache.match_prefix([0] * 4), now_s=2.0):
-        pass
-    cache.hint(results[1], continues=False)
-    assert cache.evict(1, 3.0).tolist() == [13]
-
-
-@each_policy
 def test_a_hint_reaches_a_leaf_that_is_held_or_in_a_large_batch(policy):
     cache, results = make(policy, 200)
     with cache.lock(results[7], now_s=200.0) as lock:
@@ -77,30 +67,6 @@ def test_a_hint_reaches_a_leaf_that_is_held_or_in_a_large_batch(policy):
     assert taken == set(range(0, 200, 2))
     left = {page // 10 for page in cache.evict(396, 201.0).tolist()}
     assert left == set(range(1, 200, 2)) - {7}
-
-
-@each_policy
-def test_a_path_that_two_sessions_share_is_judged_by_its_last_use(policy):
-    cache = RadixCache(page_size=1, policy=policy)
-    short = cache.insert([1, 1], [0, 1], now_s=1.0)
-    cache.hint(short, continues=True)
-    long = cache.insert([1, 1, 2], [0, 1, 2], now_s=2.0)
-    cache.hint(long, continues=False)
-    cache.insert([3, 3], [3, 4], now_s=3.0)
-    assert sorted(cache.evict(3, 4.0).tolist()) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("policy", ["lfu", "fifo", "gated", "gittins", "adaptive"])
-def test_a_hint_at_a_page_on_the_way_of_a_use_reaches_the_leaf_that_it_ended_with(policy):
-    """Under these an insertion leaves a mark where its new pages begin too, so a hint there is of
-    its session."""
-    cache = RadixCache(page_size=1, policy=policy)
-    cache.insert([5, 5], [5, 6], now_s=1.0)
-    cache.insert([1, 1], [0, 1], now_s=2.0)
-    with cache.lock(cache.match_prefix([1, 1]), now_s=3.0):
-        cache.insert([1, 1, 2, 2], [0, 1, 2, 3], now_s=3.0)
-    cache.hint(cache.match_prefix([1, 1]), continues=False)
-    assert sorted(cache.evict(2, 4.0).tolist()) == [2, 3]
 
 
 def come_back_whatever_was_said(policy):
@@ -155,28 +121,6 @@ def test_a_return_from_what_was_evicted_is_counted():
         cache.hint(cache.insert(tokens, range(turn), now_s=10.0 * turn), False)
         cache.evict(turn, 10.0 * turn + 1.0)
     assert not cache._hints.believed
-
-
-def test_a_reset_forgets_what_was_said():
-    cache, results = make("lru", 2)
-    cache.hint(results[1], continues=False)
-    cache.reset()
-    cache.tick = 0  # uses are counted anew, so that ticks are the same
-    for at in range(2):
-        cache.insert([at] * 4, range(10 * at, 10 * at + 4), now_s=5.0)
-    assert cache.evict(1, 6.0).tolist() == [3]
-
-
-@each_policy
-def test_hints_go_on_after_everything_was_evicted(policy):
-    cache, results = make(policy, 2)
-    cache.hint(results[0], continues=True)
-    assert len(cache.evict(8, 2.0)) == 8
-    assert len(cache.evict(1, 2.0)) == 0
-    cache.reset()
-    again = [cache.insert([at] * 4, range(10 * at, 10 * at + 4), now_s=3.0 + at) for at in range(3)]
-    cache.hint(again[1], continues=False)
-    assert sorted(cache.evict(4, 6.0).tolist()) == [10, 11, 12, 13]
 
 
 def test_the_oldest_hints_are_forgotten(monkeypatch):

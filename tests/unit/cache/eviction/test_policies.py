@@ -73,26 +73,6 @@ def test_in_all_policies_a_prompt_outlives_what_followed_it():
         assert cache.match_prefix([1, 2, 3, 9]).prefix_len == 3, policy
 
 
-def test_a_request_is_one_visit_however_often_it_calls():
-    cache = RadixCache(page_size=1, policy="lfu")
-    cache.insert([1, 1], [0, 1])
-    cache.insert([1, 1], [0, 1])  # twice seen
-    with cache.lock(cache.match_prefix([2, 2])), cache.lock(cache.insert([2, 2], [2, 3])):
-        cache.insert([2, 2, 2], [2, 3, 4])  # once, in four calls
-    assert sorted(cache.evict(3).tolist()) == [2, 3, 4]
-
-
-def test_what_is_held_inherits_the_visits_of_all_that_was_evicted_below_it():
-    cache = RadixCache(page_size=1, policy="lfu")
-    for run in ([1, 2, 3, 4], [1, 2, 3], [1, 2, 3]):
-        cache.insert(run, range(len(run)))
-    with cache.lock(cache.match_prefix([1, 2])):  # the fourth visit of these two
-        assert sorted(cache.evict(100).tolist()) == [2, 3]
-    for _ in range(3):
-        cache.insert([9], [9])
-    assert cache.evict(1).tolist() == [9]
-
-
 def test_a_user_writes_and_registers_a_policy():
     @register_policy
     class ShortestFirst(Policy):

@@ -619,7 +619,7 @@ def test_what_follows_from_each_input(what: Any, follows: list[str]) -> None:
 def test_these_are_all_inputs_there_are_and_any_other_raises() -> None:
     assert {type(what) for what, _ in INPUTS.values()} == members(DecodeInput)
     for other in (AddRoom(KEY, 10, PROMPT), RoomDrained(KEY), promise(), KEY, None):
-        with pytest.raises(AssertionError, match="Expected code to be unreachable"):
+        with pytest.raises(InternalError, match="takes no"):
             PrefillPeer().on(other)  # type: ignore[arg-type]
 
 

@@ -75,7 +75,7 @@ def test_pages_of_all_groups_count_against_what_the_worker_has() -> None:
     peer = DecodePeer(hello=OF_GROUPS).known()
     rank = peer.control._peers.all()[0]
     peer.say(promised())
-    assert rank.claimed.num_undrained == 2 + 2
+    assert rank.num_promised == 2 + 2
     many = promised((b"\x00" * 4 * (NUM_PAGES + HAS),), room=8)
     (refused,) = peer.say(many)
     assert "the pool has 24" in refused.error

@@ -21,7 +21,7 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
 from tests.support.patience import until
 from tests.support.processes import Command
-from tests.unit.engines.sglang.conftest import PAGE, Memory, Servers, digest
+from tests.unit.engines.sglang.conftest import PAGE, Memory, digest
 
 
 @pytest.fixture
@@ -91,18 +91,6 @@ def test_pages_that_a_dead_process_held_come_back_when_the_operator_says_so(
     receives.transfers.close()
 
 
-def test_prefill_reads_it_too(servers: Servers, folder: Path) -> None:
-    send = servers.begin(1, 3)
-    servers.open(1, 3, [5, 6, 7])
-    servers.announce(1)
-    servers.until(lambda: send.poll is KVPoll.WAITING_FOR_INPUT)
-    decode = servers.receives.transfers.peer_id
-    (folder / FENCES).write_text(f"{decode.name} {decode.incarnation:X}")
-    FenceFolder(str(folder), "prefill-0").poll(servers.sends.transfers)
-    servers.until(lambda: send.poll is KVPoll.FAILED)
-    assert "was fenced" in send.error
-
-
 class Asked:
     """What is asked of transfers, and no more: which lives are fenced."""
 
@@ -140,32 +128,11 @@ def test_lines_are_taken_once_and_what_is_none_is_passed_over(
     assert [peer.incarnation for peer in asked.fenced] == [0x3F, 0x40, 0x41]
 
 
-def test_it_is_looked_at_once_a_second(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    place, asked = FenceFolder(str(tmp_path), "decode-0"), Asked()
-    place.poll(asked)
-    (tmp_path / FENCES).write_text("p 1\n")
-    place.poll(asked)
-    assert asked.fenced == []
-    place._next_s -= fences.POLL_EVERY_S
-    place.poll(asked)
-    assert asked.fenced == [PeerId("p", 1)]
-
-
 @pytest.mark.parametrize("mode", [0o750, 0o701, 0o777])
 def test_a_folder_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
     with pytest.raises(ConfigError, match=f"has mode {mode:o}"):
         FenceFolder(str(tmp_path), "decode-0")
-
-
-def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to(tmp_path)
-    for name, why in (("file", "no folder"), ("link", "no folder"), ("not", "No such file")):
-        with pytest.raises(ConfigError, match=why):
-            FenceFolder(str(tmp_path / name), "decode-0")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")

@@ -266,22 +266,6 @@ def test_when_what_was_to_bring_it_fails_the_next_one_does() -> None:
     assert queue.held("third") == []  # nobody brings it
 
 
-def test_a_small_part_is_not_waited_for() -> None:
-    """Of pages that are not in the tree; half of them is enough."""
-    queue = Queue()
-    queue.add("known", "st")
-    queue.coming.append(queue.requests["known"])
-    queue.come("known")
-    queue.add("first", "stabcd")
-    queue.add("less", "stabcdwxyz12345")
-    queue.add("half", "stabcdwxyz")
-    queue.add("one page", "stauvw")
-    queue.add("shorter", "stab")
-    queue.add("cached", "st")
-    queue.admit("first")
-    assert queue.held("less", "half", "one page", "shorter", "cached") == ["half", "shorter"]
-
-
 def test_prompts_that_begin_alike_are_told_apart() -> None:
     """Two that go on differently behind the same page lead, each those that go on as it does."""
     queue = Queue()
@@ -300,20 +284,6 @@ def test_prompts_that_begin_alike_are_told_apart() -> None:
     queue.add("same page, other path", "zqabcdef")
     queue.admit("a")
     assert queue.held("same page, other path", "a2") == ["a2"]
-
-
-def test_nothing_is_looked_at_again_where_nothing_changed() -> None:
-    queue = Queue()
-    for name in ("first", "second", "third"):
-        queue.add(name, "abcd")
-    queue.admit("first")
-    for _ in range(3):
-        assert queue.held("second", "third") == ["second", "third"]
-    assert queue.asked == 3
-    assert queue.held("third", "second") == ["third", "second"]
-    queue.requests["fourth"] = SimpleNamespace(key=RadixKey([9, 9]))
-    assert queue.held("third", "fourth") == ["third"]
-    assert queue.joins.num_joined == 2
 
 
 # --- events ---------------------------------------------------------------------------------------

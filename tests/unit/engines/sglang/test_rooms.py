@@ -10,7 +10,7 @@ from prefixkv.engines.sglang import sends as sends_module
 from prefixkv.engines.sglang.receives import Receive
 from prefixkv.engines.sglang.sends import RoomSend
 from prefixkv.transfer import KVPoll
-from tests.support.patience import lasting_address, until
+from tests.support.patience import until
 from tests.unit.engines.sglang.conftest import PAGE, Servers, digest
 
 
@@ -57,16 +57,6 @@ def test_a_prompt_that_decode_has_sends_its_row_alone(servers: Servers) -> None:
     assert servers.sends.transfers.bytes_sent == 0
 
 
-def test_two_prompts_under_one_room_fail_on_both_sides(servers: Servers) -> None:
-    send, receive = servers.begin(1, 3, "one"), servers.open(1, 3, [5, 6, 7], "other")
-    servers.announce(1)
-    servers.until(lambda: receive.outcome and send.poll.ended and not receive.held)
-    assert send.poll is KVPoll.FAILED
-    assert "PromptMismatchError" in send.error
-    assert "PromptMismatchError" in receive.error
-    assert not servers.target.buffers[0].any()
-
-
 def test_an_abort_on_decode_holds_the_pages_until_the_room_is_drained(servers: Servers) -> None:
     send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
     servers.announce(1)
@@ -109,14 +99,6 @@ def test_decode_hears_of_a_request_that_was_aborted_before_it_announced_itself(
     servers.announce(1)
     servers.until(lambda: receive.outcome and not receive.held)
     assert receive.outcome is KVPoll.FAILED
-
-
-def test_prefill_hears_that_decode_will_promise_nothing(servers: Servers) -> None:
-    send = servers.begin(1, 3)
-    servers.announce(1)
-    servers.receives.refuse(1, servers.prefill, "no room", 1)
-    servers.until(lambda: send.poll is KVPoll.FAILED)
-    assert "no room" in send.error
 
 
 def test_a_room_is_one_requests_and_one_decode_workers(servers: Servers) -> None:
@@ -168,12 +150,6 @@ def test_prefill_that_has_gone_fails_decode_and_frees_its_pages(servers: Servers
 
     until(failed)
     assert "PeerLostError" in receive.error
-
-
-def test_a_prefill_worker_that_is_not_there_fails_the_room(servers: Servers) -> None:
-    receive = servers.open(1, 3, [5, 6, 7], prefill=lasting_address())
-    servers.until(lambda: receive.outcome and not receive.held)
-    assert receive.outcome is KVPoll.FAILED
 
 
 def test_what_is_kept_of_rooms_without_a_request_is_bounded(
@@ -476,20 +452,3 @@ def test_what_decode_says_of_a_second_takes_nothing_from_the_first(
     if prompt == "second":
         assert servers.begin(1, 3, "second").error == "decode: twice"
     assert not servers.sends._withdrawn
-
-
-def test_a_room_that_the_first_has_done_with_is_the_seconds(servers: Servers) -> None:
-    """Decode has not: it refused the second, and says that the first was announced long ago."""
-    send = servers.begin(1, 3)
-    servers.sends.withdraw(1, "decode-0", digest("prompt"), "twice", sends_module.ANNOUNCED)
-    assert send.error == "decode: twice"
-    assert len(servers.sends) == 0
-
-
-def test_a_use_that_decode_ended_while_prefill_was_at_the_one_before(servers: Servers) -> None:
-    send, receive = servers.begin(1, 3), servers.open(1, 3, [5, 6, 7])
-    servers.announce(1)
-    finish(servers, send, receive, [1, 2, 3])
-    servers.sends.withdraw(1, "decode-0", digest("second"), "no room")
-    servers.until(lambda: send.poll is KVPoll.SUCCESS)
-    assert servers.begin(1, 3, "second").error == "decode: no room"

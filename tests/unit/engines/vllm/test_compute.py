@@ -72,15 +72,6 @@ def test_a_step_begins_where_the_one_before_ended() -> None:
     assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
 
 
-def test_a_step_begins_no_earlier_than_it_is_scheduled() -> None:
-    steps = Steps()
-    steps.compute.admitted("a", 1000, 1000)
-    steps.step(1.0, a=(0, 500))
-    steps.now_s += 50.0  # nothing to do
-    steps.step(1.0, a=(500, 500))
-    assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
-
-
 def test_beside_a_batch_a_chunk_costs_what_the_step_is_longer() -> None:
     steps = Steps()
     for rid in "ab":
@@ -103,18 +94,6 @@ def test_the_last_token_of_a_loaded_prompt_is_no_chunk() -> None:
     assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
 
 
-def test_steps_that_compute_nothing_are_not_measured() -> None:
-    steps = Steps()
-    for rid in "ab":
-        steps.compute.admitted(rid, 500, 500)
-    steps.step(7.0)
-    steps.step(1.0, a=(0, 500))
-    steps.step(0.2, a=(500, 1))
-    steps.step(7.0)
-    steps.step(1.2, a=(501, 1), b=(0, 500))
-    assert steps.compute.sources.chunk_s(500) == pytest.approx(1.0, rel=0.05)
-
-
 def test_what_is_due_counts_from_the_admission_until_it_is_computed() -> None:
     steps = Steps()
     steps.compute.admitted("a", 900, 800)  # 100 are cached
@@ -127,17 +106,6 @@ def test_what_is_due_counts_from_the_admission_until_it_is_computed() -> None:
     assert steps.is_here(1000)
     assert not steps.compute.rids
     steps.compute.check_invariants()
-
-
-def test_a_preempted_prompt_is_due_again() -> None:
-    steps = Steps()
-    steps.compute.admitted("a", 900, 900)
-    steps.begin(a=(0, 900))
-    assert steps.is_here(1000)
-    steps.compute.admitted("a", 900, 0)  # as it comes back
-    steps.begin(a=(0, 200))
-    assert steps.is_here(300)
-    assert not steps.is_here(301)
 
 
 @pytest.mark.parametrize(("seconds", "is_here"), [(0.2, False), (8.0, True)])
@@ -165,59 +133,6 @@ def test_a_request_that_waits_is_decided_once() -> None:
     assert not steps.compute.rids
 
 
-def test_a_prefill_server_that_does_not_answer_is_slow() -> None:
-    steps = Steps()
-    steps.compute_prompts()
-    for room in range(5):
-        steps.load(room, 500, 0.2)
-    steps.compute.promised(FAR, 5, 500)
-    steps.now_s += 1.0
-    assert steps.is_here(500)
-    steps.compute.gave_up(FAR, 5)
-    assert not steps.is_here(500)
-
-
-@pytest.mark.parametrize(("promised", "is_here"), [(100, False), (5000, True)])
-def test_what_a_prefill_server_has_still_to_send_counts(promised: int, is_here: bool) -> None:
-    """It sends a token in a millisecond, decode computes one in two."""
-    steps = Steps()
-    steps.compute_prompts()
-    for room in range(6):
-        steps.load(room, 500 + 500 * (room % 2), 0.5 + 0.5 * (room % 2))
-    steps.compute.promised(FAR, 6, promised)
-    assert steps.is_here(500) is is_here
-
-
-@pytest.mark.parametrize(
-    ("missing", "state", "is_here"),
-    [
-        (1300, "runs", True),  # 2.6 + 3 * .2 s
-        (1500, "runs", False),  # 3.0 + 3 * .2 s
-        (1500, "over", True),
-        (1000, "again", True),  # it was preempted: nothing runs, and half of it is due again
-        (1300, "again", False),
-    ],
-)
-def test_beside_running_requests_each_step_of_theirs_counts(
-    missing: int, state: str, is_here: bool
-) -> None:
-    """Prefill takes 3.4 s. Decode computes a thousand tokens in two seconds, in steps of 500, and a
-    step of the batch is .2 s long."""
-    steps = Steps(below=2000)
-    steps.compute_prompts()
-    steps.compute.admitted("a", 1000, 1000)
-    steps.step(1.0, a=(0, 500))
-    steps.step(1.0, a=(500, 500))
-    steps.step(0.2, a=(1000, 1))
-    for room in range(5):
-        steps.load(room, 1500, 3.4)
-    if state == "over":
-        steps.compute.ended("a")
-    elif state == "again":
-        steps.step(1.0, a=(0, 500))
-    assert steps.is_here(missing) is is_here
-
-
 def test_an_engine_that_does_not_say_when_steps_end_is_not_measured() -> None:
     steps = Steps()
     for rid in range(1000):
@@ -227,15 +142,6 @@ def test_an_engine_that_does_not_say_when_steps_end_is_not_measured() -> None:
     assert steps.compute.sources.chunk_s(500) == 0.0
     assert steps.is_here(1000)
     assert len(steps.compute._steps) < 100
-
-
-def test_without_the_option_nothing_is_kept() -> None:
-    steps = Steps(below=0)
-    steps.compute.admitted("a", 500, 500)
-    steps.step(1.0, a=(0, 500))
-    steps.load(1, 500, 0.2)
-    assert not steps.is_here(1)
-    assert not steps.compute.rids
 
 
 # --- between two servers --------------------------------------------------------------------------

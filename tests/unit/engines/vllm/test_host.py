@@ -98,13 +98,6 @@ def test_a_request_without_prefill_loads_and_computes_the_rest(small: Servers) -
     small.settle()
 
 
-def test_a_prompt_that_is_whole_in_host_memory_leaves_a_block_to_compute(small: Servers) -> None:
-    run(small.decode, "1", PROMPT[:28])
-    evict(small.decode)
-    assert run(small.decode, "2", PROMPT[:28]).loaded_to == 24
-    small.settle()
-
-
 def test_what_is_left_behind_host_memory_may_be_computed_here(make_servers: MakeServers) -> None:
     """12 tokens are missing behind 28 that are loaded: prefill's room is refused, uncomputed."""
     servers = make_servers(decode=SMALL | {"compute_below": 16})
@@ -291,31 +284,6 @@ def test_a_request_that_asks_no_prefill_server_does_not_wait_for_one(small: Serv
     small.settle()
 
 
-def test_two_requests_behind_a_load_that_waits_for_prefill_copy_once(
-    small: Servers, copies: HeldCopies
-) -> None:
-    """The first has its blocks, and is still the one that brings the prompt."""
-    decode = small.decode
-    run(decode, "1", PROMPT[:8])
-    evict(decode)
-    load, _ = small.requests("2", PROMPT[:12])
-    decode.add(load)
-    until(lambda: host_of(decode).num_copies == 0 and "2" in decode.loading, step=decode.step)
-    copies.is_open = False
-    for rid in ("3", "4"):
-        decode.add(Request(rid, PROMPT[:9]))
-        until(lambda: "3" in decode.loading, step=decode.step)
-    for _ in range(10):
-        decode.step()  # the laws are looked at in each
-    assert "4" in [one.request_id for one in decode.waiting]
-    copies.is_open = True
-    until(lambda: {"3", "4"} <= decode.outputs.keys(), step=decode.step)
-    assert decode.scheduler.take_counts()["host_loads"] == 2
-    decode.abort("2")
-    until(lambda: not decode.left, step=small.step)
-    small.settle()
-
-
 @pytest.mark.parametrize("moves", ["flush", "move_weights"])
 def test_new_weights_empty_host_memory(small: Servers, copies: HeldCopies, moves: str) -> None:
     """A load under way fails; a write under way is not entered behind it."""
@@ -419,26 +387,6 @@ def step_of(side: SchedulerSide) -> Any:
     return side.orders(
         SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=empty, num_scheduled_tokens={})
     )
-
-
-def test_a_copy_has_ended_when_each_rank_has_ended_it() -> None:
-    side, pool = two_ranks()
-    sized = {0: (60, 60)}
-    side.take_reports(WorkerReport(host_pages=sized), [])
-    finished(side, pool, "1")
-    assert not step_of(side).copies  # rank 1 has not said how much it has
-    side.take_reports(WorkerReport(host_pages={1: (40, 60)}), [])
-    finished(side, pool, "2")
-    (order,) = step_of(side).copies
-    assert (order.rid, order.copy.is_load, len(order.copy.device_pages)) == ("", False, 4)
-    host = side._host
-    assert host is not None
-    end = CopyEnd(order.copy.number, "", 100, 0.1)
-    side.take_reports(WorkerReport(copied=[end]), [])
-    assert (host.num_blocks, side.holds.num_blocks) == (0, 4)
-    side.take_reports(WorkerReport(copied=[end]).aggregate(WorkerReport()), [])
-    assert (host.num_blocks, side.holds.num_blocks) == (4, 0)
-    side.check_invariants()
 
 
 def test_what_one_rank_has_not_copied_is_not_there() -> None:

@@ -123,13 +123,6 @@ def test_element_types_without_a_name_move_as_bytes() -> None:
     assert pool.layout.slab_page_bytes == H * N * C
 
 
-def test_latent_vectors_have_one_head_on_every_rank() -> None:
-    views = {name: view[:, :1] for name, view in caches("LBNHC").items()}
-    views = {name: view.contiguous() for name, view in views.items()}
-    pool = pool_of(views, config(MLAAttentionSpec(N)), "tag")
-    assert (pool.layout.num_kv_heads, pool.layout.head_dim) == (1, C)
-
-
 def test_layers_that_share_a_cache_are_one() -> None:
     views = caches("LBHNC")
     views["layer.2"] = views["layer.0"]
@@ -204,11 +197,6 @@ def test_which_blocks_are_plain(changed: dict[str, Any], backends: list[str], pl
     spec = FullAttentionSpec(N)
     vars(spec).update(changed)
     assert is_plain(spec, backends) is plain
-
-
-def test_what_can_be_sent_is_not_refused() -> None:
-    check_config(PARALLEL, config())
-    check_config(PARALLEL, config(MLAAttentionSpec(N)))
 
 
 @pytest.mark.parametrize(

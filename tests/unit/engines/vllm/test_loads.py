@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from prefixkv.engines.vllm.loads import ScheduledLoads
 from prefixkv.engines.vllm.orders import StepOrders
 from prefixkv.engines.vllm.rest import LONGEST_REST_S, QUIET_STEPS, Rest
 from prefixkv.engines.vllm.stats import Counters
-from prefixkv.engines.vllm.turns import Turns
 from prefixkv.spi import CallerError, RequestError
 from tests.unit.engines.vllm.standin import BLOCK, BlockPool, Request
 
@@ -59,15 +57,6 @@ class Case:
         return load
 
 
-def test_a_load_names_the_blocks_behind_the_prefix_that_is_here() -> None:
-    case = Case()
-    case.load("a", 1, num_sent=22)
-    (opened,) = case.orders.opens
-    assert (opened.num_tokens, opened.prefix_len, opened.pages) == (30, 8, tuple(range(2, 8)))
-    assert case.loads.pending["a"].num_blocks == NUM_BLOCKS
-    assert case.loads.waiting_since() == [5.0]
-
-
 def test_a_room_is_one_prompt_s() -> None:
     case = Case()
     case.begin("a", 1)
@@ -97,44 +86,6 @@ def test_a_prompt_that_is_not_loaded_is_refused_unless_its_room_is_another_s() -
     assert list(case.loads.rooms) == [1]
 
 
-def test_one_that_ends_before_its_admission_is_refused() -> None:
-    case = Case()
-    case.begin("a", 1)
-    case.begin("b", 1)
-    assert not case.loads.finished("a", case.orders)
-    assert not case.loads.finished("b", case.orders)
-    assert [refusal.room for refusal in case.orders.refusals] == [1]
-    assert not any((case.loads.rooms, case.loads.wanted, case.loads.followers))
-
-
-@pytest.mark.parametrize("settles_first", [False, True])
-def test_blocks_of_a_failed_load_are_held_until_every_rank_has_settled(
-    settles_first: bool,
-) -> None:
-    case = Case()
-    case.load("a", 1)
-    assert case.loads.finished("a", case.orders), "it was loading"
-    assert case.orders.abort_loads == {"a": "decode's request ended"}
-    assert case.loads.failed("a", "lost", refused=False)
-    assert not case.loads.failed("unknown", "lost", refused=False)
-    ranks = ["a", "a"]
-    if settles_first:
-        case.loads.settled(ranks)
-        case.loads.settle("a", case.holds)
-        assert case.loads.rooms, "vLLM has not heard of its end"
-    case.received("a")
-    assert case.holds.num_blocks == (0 if settles_first else NUM_BLOCKS)
-    for rid in () if settles_first else ranks:
-        assert case.loads.any_expected
-        case.loads.settle(rid, case.holds)
-        assert case.loads.rooms, "a peer may still write"
-        case.loads.settled([rid])
-    case.loads.settle("a", case.holds)
-    assert case.holds.num_blocks == 0
-    assert not any((case.loads.rooms, case.loads.pending, case.loads.any_expected))
-    assert case.received("a") is None
-
-
 def test_a_proof_that_is_overdue_is_not_waited_for() -> None:
     case = Case()
     case.load("a", 1)
@@ -159,50 +110,6 @@ def test_loads_leave_blocks_to_compute_with() -> None:
     assert not case.loads.fits(13), "a rank may still write its blocks"
     case.loads.flush(case.orders)
     assert not case.orders.abort_loads, "it is over"
-
-
-# --- turns ----------------------------------------------------------------------------------------
-
-
-def test_what_lacks_blocks_lets_promised_sends_go_first_while_loads_have_them() -> None:
-    case, sends = Case(), SimpleNamespace(has_promised_uncomputed=True)
-    turns = Turns(case.loads, sends, has_windows=False)  # type: ignore[arg-type]
-    assert not turns.must_yield(3), "no load has blocks"
-    case.load("a", 1)
-    assert not turns.must_yield(0), "it lacks none"
-    sends.has_promised_uncomputed = False
-    assert not turns.must_yield(3)
-    sends.has_promised_uncomputed = True
-    assert turns.must_yield(3)
-    assert turns.must_yield(0), "all behind it keep their order"
-    assert turns.is_changed
-    turns.next_step()
-    assert not turns.must_yield(0)
-
-
-@pytest.mark.parametrize("is_loading", [False, True])
-def test_one_whose_load_failed_lets_those_go_first_that_have_blocks_of_loads(
-    is_loading: bool,
-) -> None:
-    case, sends = Case(), SimpleNamespace(has_promised_uncomputed=False)
-    turns = Turns(case.loads, sends, has_windows=True)  # type: ignore[arg-type]
-    turns.received("lost", is_failed=True)
-    assert not turns.steps_back("lost", 3), "nothing else has blocks"
-    if is_loading:
-        case.load("a", 1)
-    else:
-        turns.received("a", is_failed=False)
-    assert not turns.steps_back("lost", 0), "it lacks none"
-    assert not turns.steps_back("other", 3), "its load has not failed"
-    assert turns.steps_back("lost", 3)
-    assert turns.steps_back("other", 0), "no other may take the blocks"
-    turns.next_step()
-    assert not turns.steps_back("other", 0)
-    turns.ended("lost")
-    assert not turns.steps_back("lost", 3)
-    without = Turns(case.loads, sends, has_windows=False)  # type: ignore[arg-type]
-    without.received("lost", is_failed=True)
-    assert not any((without.failed, without.landed))
 
 
 # --- rests ----------------------------------------------------------------------------------------

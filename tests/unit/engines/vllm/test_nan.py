@@ -145,20 +145,6 @@ def test_a_request_that_is_given_up_leaves_its_prompt_in_host_memory(
     assert left == (computed // BLOCK if status == "FINISHED_STOPPED" else given_up)
 
 
-def test_a_prompt_that_is_computed_again_counts_when_it_is_done(make_servers: MakeServers) -> None:
-    """After a preemption it has output, and is not computed."""
-    decode = make_servers(decode=SMALL).decode
-    run(decode, "0", list(range(300, 312)))
-    request = Request("1", [*PROMPT[:18], 1, 2])
-    request.num_prompt_tokens = 18
-    request.blocks, request.computed = decode.pool.new_blocks(5) or [], 12
-    decode._cache(request)
-    before = decode.scheduler.gauges()["host_blocks"]
-    decode._end(request, "FINISHED_ABORTED")
-    until(lambda: decode.idle, step=decode.step)
-    assert decode.scheduler.gauges()["host_blocks"] == before
-
-
 def test_a_spoilt_block_is_cleared_when_nobody_has_it_and_it_is_not_written_anew(
     proving: Servers,
 ) -> None:
@@ -266,33 +252,6 @@ def test_nan_in_the_first_step_ends_what_the_second_completes(
     assert run.side.take_logits(second, {"1": 3})  # vLLM has ended it already
     assert run.next().before is None
     assert ("1" in run.side.sends.sends) == (params is PROMISED)  # until the workers say "freed"
-
-
-@pytest.mark.parametrize("params", [PROMISED, DRAWN])
-def test_weights_that_move_meanwhile_leave_nothing_to_send(
-    engine: Engine, params: dict[str, Any]
-) -> None:
-    run = Overlapping(engine, params)
-    first, second = run.both()
-    run.side.move_weights("2")
-    run.next()
-    run.side.take_logits(first, {"1": 0})
-    run.side.take_logits(second, {"1": 0})
-    assert run.next().before is None
-    assert ("1" in run.side.sends.sends) == (params is PROMISED)
-
-
-def test_an_offer_whose_blocks_are_needed_meanwhile_is_dropped(engine: Engine) -> None:
-    run = Overlapping(engine, DRAWN)
-    _, second = run.both()
-    orders = StepOrders()
-    run.side.sends.make_room(1, 0.0, orders)
-    run.side.take_logits(second, {"1": 0})
-    assert run.next().before is None
-    assert not run.side.sends.sends
-    counts = run.side.take_counts()
-    assert (counts["offers_withdrawn"], counts["sends_over"]) == (1, 1)
-    assert "offers_failed" not in counts
 
 
 @pytest.mark.parametrize("nans", [(0, 0), (0, 3), (3, 0)])

@@ -28,20 +28,6 @@ def load(rid: str, room: int, tokens: list[int] = PROMPT) -> Request:
     return Request(rid, tokens, params)
 
 
-def test_hashes_may_be_of_parts_of_blocks() -> None:
-    """vLLM may hash finer than its blocks: a block is known by the hash at its end."""
-    made = side(hash_size=BLOCK // 2)
-    first, second = load("1", 1), load("2", 2)
-    for request in (first, second):
-        request.block_hashes = [hash(tuple(PROMPT[:end])) for end in range(2, 31, 2)]
-        made.on_new_request(request)
-    made.allocated(first, range(8), 30)
-    assert len(made.flights) == 7
-    assert made.count_loadable(second, 0) == (None, False)
-    second.block_hashes[3] = 0  # the second block differs
-    assert made.count_loadable(second, BLOCK) == (26, True)
-
-
 @pytest.mark.parametrize("missing", [1, 2, 6])
 @pytest.mark.parametrize("hash_size", [BLOCK, BLOCK // 2])
 def test_the_last_blocks_may_have_no_hash(missing: int, hash_size: int) -> None:
@@ -75,18 +61,6 @@ def test_the_block_that_is_partly_filled_flies_for_its_request_alone() -> None:
     made.take_reports(WorkerReport(settled=["1"]), ["1"])
     assert len(made.flights) == 0
     made.check_invariants()
-
-
-def test_matching_changes_nothing() -> None:
-    made = side()
-    request = load("1", 1)
-    made.on_new_request(request)
-    for _ in range(3):
-        assert made.count_loadable(request, 8) == (22, True)
-    assert not made.orders(_nothing())
-    made.finished(request, [])
-    (refusal,) = made.orders(_nothing()).refusals
-    assert (refusal.room, refusal.prefill) == (1, "tcp://127.0.0.1:1")
 
 
 def _nothing() -> object:

@@ -152,21 +152,6 @@ def test_what_runs_beside_a_request_says_nothing_of_it() -> None:
     assert sorted(shadow.victims(8, lambda _: True)) == [*range(10, 18)]
 
 
-def test_a_block_that_was_used_for_something_else_is_not_named() -> None:
-    shadow = Shadow(BLOCK, "lru", lambda: 0.0)
-    shadow.ended("1", [1, 1], [4])
-    shadow.taken(4)
-    assert shadow.victims(1, lambda _: True) == []
-
-
-def test_a_block_that_came_back_under_other_tokens_is_named_once() -> None:
-    """vLLM took it against the policy and nobody said so."""
-    shadow = Shadow(BLOCK, "lru", lambda: 0.0)
-    shadow.ended("1", [1, 1], [4])
-    shadow.ended("2", [2, 2], [4])
-    assert shadow.victims(9, lambda _: True) == [4]
-
-
 def test_namespaces_are_apart() -> None:
     shadow = Shadow(BLOCK, "lru", lambda: 0.0)
     shadow.ended("1", [1, 1], [4], "a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -74,15 +75,6 @@ def test_a_load_waits_for_another_of_the_same_blocks(servers: Servers) -> None:
     assert [one.loaded_from for one in requests] == [0, 28, 28, 28]
     assert blocks_sent(servers) == 9 + 3 * 2
     assert servers.decode.scheduler.take_counts()["flights_joined"] == 3
-    servers.settle()
-
-
-def test_without_joining_each_loads_all(make_servers: MakeServers) -> None:
-    servers = make_servers(decode={"join_flights": False})
-    for i in range(3):
-        servers.ask(str(i), [*PROMPT, i])
-    servers.until_ended("0", "1", "2")
-    assert blocks_sent(servers) == 3 * 8
     servers.settle()
 
 
@@ -185,12 +177,23 @@ def test_rooms_that_were_seen_are_not_kept_for_ever(
     servers.settle()
 
 
-def test_the_client_leaves_while_prefill_computes(servers: Servers) -> None:
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda servers: servers.prefill.abort("1"),
+        lambda servers: servers.decode.scheduler.flush(),  # what comes of old weights is not used
+        lambda servers: servers.prefill.scheduler.flush(),
+    ],
+    ids=["the client leaves prefill", "decode is flushed", "prefill is flushed"],
+)
+def test_what_ends_while_prefill_computes_is_computed_by_decode(
+    servers: Servers, end: Callable[[Servers], None]
+) -> None:
     load, send = servers.requests("1", PROMPT)
     servers.decode.add(load)
     servers.prefill.add(send)
     servers.step()
-    servers.prefill.abort("1")
+    end(servers)
     servers.until_ended("1")
     assert load.recomputed
     assert servers.decode.wrong_tokens(load, len(PROMPT)) == 0
@@ -245,9 +248,10 @@ def test_blocks_of_a_failed_load_are_held_until_no_write_can_land(
     servers.settle()
 
 
+@pytest.mark.parametrize("num_computed", [14, 28], ids=["half of it", "all but the last chunk"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_request_preempted_on_prefill_is_sent_right(
-    make_servers: MakeServers, caching: bool
+    make_servers: MakeServers, caching: bool, num_computed: int
 ) -> None:
     """Its blocks are held, so no other request's tokens get into what is on its way; computed anew
     it goes on where it was."""
@@ -256,27 +260,13 @@ def test_a_request_preempted_on_prefill_is_sent_right(
     servers.decode.add(load)
     servers.decode.step()
     servers.prefill.add(send)
-    compute(servers, send, 14)
+    compute(servers, send, num_computed)
     before = [block.block_id for block in send.blocks]
     servers.prefill.preempt("1")
     taken = [block for block in before[:3] if servers.prefill.pool.blocks[block].ref_cnt == 0]
     assert taken == []  # those of the two chunks
     servers.until_ended("1")
     assert (load.status, load.recomputed) == ("done", False)
-    assert servers.decode.wrong_tokens(load, len(PROMPT)) == 0
-    servers.settle()
-
-
-def test_preempted_before_its_last_chunk(servers: Servers) -> None:
-    """The request computes all but its last chunk a second time."""
-    load, send = servers.requests("1", PROMPT)
-    servers.decode.add(load)
-    servers.decode.step()
-    servers.prefill.add(send)
-    compute(servers, send, 28)  # all but the last chunk
-    servers.prefill.preempt("1")
-    servers.until_ended("1")
-    assert not load.recomputed
     assert servers.decode.wrong_tokens(load, len(PROMPT)) == 0
     servers.settle()
 
@@ -499,46 +489,6 @@ def test_few_missing_tokens_are_computed_here(make_servers: MakeServers) -> None
     assert servers.prefill.scheduler.take_counts()["sends_failed"] == 1
 
 
-def test_a_flush_fails_what_is_under_way(servers: Servers) -> None:
-    """The weights change: what comes from the former ones is not used."""
-    load, send = servers.requests("1", PROMPT)
-    servers.decode.add(load)
-    servers.prefill.add(send)
-    servers.step()
-    servers.decode.scheduler.flush()
-    servers.until_ended("1")
-    assert load.recomputed
-    servers.settle()
-
-
-def test_a_flush_on_prefill_ends_its_sends(servers: Servers) -> None:
-    load, send = servers.requests("1", PROMPT)
-    servers.decode.add(load)
-    servers.prefill.add(send)
-    servers.step()
-    servers.prefill.scheduler.flush()
-    servers.until_ended("1")
-    assert load.recomputed
-    servers.settle()
-
-
-def test_one_server_can_be_both() -> None:
-    """It sends to itself here; a conversation goes from one to the other and back."""
-    both = Engine("both", producer=True, consumer=True)
-    try:
-        address = both.worker.prefill.endpoint
-        send = {"do_remote_decode": True, "room": 1, "decode": "both"}
-        both.add(Request("p", PROMPT, send))
-        both.add(Request("d", PROMPT, _load(1, address)))
-        until(lambda: [both.step(), "d" in both.outputs][1])
-        assert not both.outputs["d"].recomputed
-        assert both.wrong_tokens(both.outputs["d"], len(PROMPT)) == 0
-        until(lambda: [both.step(), not both.scheduler.busy][1])
-        assert both.num_used == 0
-    finally:
-        both.close()
-
-
 def test_a_server_of_both_roles_whose_address_is_in_use_leaves_nothing_open() -> None:
     """The decode side is there already when the prefill side cannot be made."""
     threads = set(threading.enumerate())
@@ -668,17 +618,6 @@ def test_choices_of_one_request_share_the_room_that_is_drawn(servers: Servers) -
     assert servers.prefill.scheduler.gauges()["offers_open"] == 1
     assert not opened(servers, "1", sends[2]).recomputed
     servers.settle()
-
-
-def test_a_client_that_leaves_before_its_prompt_is_computed_leaves_no_offer(
-    servers: Servers,
-) -> None:
-    servers.prefill.step()
-    servers.prefill.add(Request("1", PROMPT, dict(NULLS)))
-    servers.step()
-    servers.prefill.abort("1")
-    servers.settle()
-    assert servers.prefill.scheduler.take_counts() == {}
 
 
 def test_two_servers_that_load_from_each_other_leave_blocks_to_compute_with() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,19 +12,6 @@ from prefixkv.engines.vllm import versions
 from prefixkv.engines.vllm.groups import look_up_densely
 from prefixkv.engines.vllm.stats import share_log
 from prefixkv.errors import ConfigError
-
-FOLDER = Path(prefixkv.engines.vllm.__file__).parent
-
-
-def test_vllm_is_imported_by_compat_alone() -> None:
-    found = set()
-    for path in FOLDER.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
-            if any(name.partition(".")[0] == "vllm" for name in names):
-                found.add(path.name)
-    assert found == {"compat.py"}
 
 
 @pytest.mark.parametrize("found", ["0.31.9", "0.34.0", "1.0", "none"])

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from prefixkv.engines.vllm import hooks
-from prefixkv.errors import ConfigError
 from tests.unit.engines.vllm.conftest import Servers
 from tests.unit.engines.vllm.standin import Engine
 from tests.unit.engines.vllm.test_transfers import PROMPT, blocks_sent, error_of, offered, opened
@@ -99,10 +98,3 @@ def test_the_hook_tells_the_connector_and_vllm() -> None:
         core.set_weight_version("v2")
         assert core.version == "v2"
     assert said == ["v2"]
-
-
-def test_what_is_no_version_changes_nothing(servers: Servers) -> None:
-    with pytest.raises(ConfigError, match="weights_version"):
-        servers.decode.scheduler.move_weights("x" * 257)
-    assert ask(servers, "1")
-    servers.settle()

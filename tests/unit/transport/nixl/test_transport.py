@@ -19,11 +19,19 @@ from prefixkv.config import TransportConfig
 from prefixkv.errors import CallerError, ClosedError, InternalError, TransferTimeoutError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteDrained, WriteFailed
-from prefixkv.transport.libraries import loaded_libraries
+from prefixkv.transport.base import (
+    PeerMemory,
+    PeerUnreachable,
+    RankMemory,
+    Settled,
+    WriteDone,
+    WriteDrained,
+    WriteFailed,
+)
 from prefixkv.transport.nixl import agent as nixl_agent
 from prefixkv.transport.nixl import loop as nixl_loop
-from prefixkv.transport.nixl.transport import NixlTransport
+from prefixkv.transport.nixl.loop import NixlTransport
+from prefixkv.transport.nixl.ucx import loaded_libraries
 from tests.support.devices import TCP
 from tests.support.patience import PATIENCE_S, until
 from tests.support.transport_child import BIG, Child, children
@@ -44,7 +52,7 @@ def transport_threads() -> list[str]:
 
 
 def add_child(writer: Node, child: Child) -> Node:
-    writer.transport.add_peer(child.me, child.metadata, child.layout)
+    writer.transport.add_peer(child.me, child.metadata, PeerMemory(child.layout))
     return Node(child.me, writer.pool, None)
 
 
@@ -114,10 +122,10 @@ def test_an_error_met_by_the_thread_does_not_keep_the_agent(nixl_driver: NixlDri
     """Errors go out in events, their tracebacks stay behind: a frame in one would hold the
     agent."""
     writer, target = nixl_driver.pair()
-    writer.transport.add_peer(PeerId("garbage", 1), b"\x00", target.pool.layout)
+    writer.transport.add_peer(PeerId("garbage", 1), b"\x00", PeerMemory(target.pool.layout))
     named_right = writer.transport.metadata.replace(b"prefill", b"garbage")
     writer.transport.add_peer(
-        PeerId("garbage", writer.me.incarnation), named_right, target.pool.layout
+        PeerId("garbage", writer.me.incarnation), named_right, PeerMemory(target.pool.layout)
     )
     nixl_driver.until(lambda: len(writer.of(PeerUnreachable)) == 2)
     assert type(writer.of(PeerUnreachable)[1].error).__module__.startswith(
@@ -147,9 +155,9 @@ def test_a_sink_that_raises_does_not_end_the_thread(nixl_driver: NixlDriver) -> 
 
     _, target = nixl_driver.pair()
     pool = make_pool("layer_major", 4)
-    transport = NixlTransport(PeerId("careless", 1), pool.layout, sink)
+    transport = NixlTransport(PeerId("careless", 1), RankMemory(pool.layout), sink)
     nixl_driver.nodes.append(Node(PeerId("careless", 1), pool, transport))
-    transport.add_peer(target.me, target.transport.metadata, target.pool.layout)
+    transport.add_peer(target.me, target.transport.metadata, PeerMemory(target.pool.layout))
     careless = nixl_driver.nodes[-1]
     transport.write(careless.job(1, target, [0], [0]))
     transport.write(careless.job(2, target, [0], [0]))
@@ -168,7 +176,7 @@ def test_close_from_the_sink_is_refused(nixl_driver: NixlDriver) -> None:
         done.set()
 
     pool = make_pool("layer_major", 4)
-    transport = NixlTransport(PeerId("careless", 2), pool.layout, sink)
+    transport = NixlTransport(PeerId("careless", 2), RankMemory(pool.layout), sink)
     nixl_driver.nodes.append(Node(PeerId("careless", 2), pool, transport))
     transport.write(nixl_driver.nodes[-1].job(1, nixl_driver.nodes[-1], [0], [0]))
     assert done.wait(PATIENCE_S)
@@ -180,7 +188,7 @@ def test_memory_that_is_not_there_is_an_error_at_start() -> None:
     pool = make_pool("layer_major", 4)
     layout = msgspec.structs.replace(pool.layout, device="cuda:900")
     with pytest.raises(Exception, match="NIXL") as caught:
-        NixlTransport(PeerId("gpu", 1), layout, lambda e: None)
+        NixlTransport(PeerId("gpu", 1), RankMemory(layout), lambda e: None)
     assert type(caught.value).__module__.startswith("nixl")
     assert not transport_threads()
 
@@ -225,7 +233,7 @@ def test_a_killed_peer_fails_its_own_jobs_only_and_may_come_back(nixl_driver: Ni
 
         with children(first) as (reborn,):  # the very identity that was lost, without remove_peer
             writer.transport.add_peer(
-                first, victim.metadata, victim.layout
+                first, victim.metadata, PeerMemory(victim.layout)
             )  # as if nobody had noticed
             failed = write_until_failed(
                 nixl_driver, writer, Node(first, writer.pool, None), 3000, [0]
@@ -490,7 +498,9 @@ def test_only_time_spent_polling_lets_what_the_kernels_hold_settle(
     now_s = [100.0]
     events: list[object] = []
     layout = make_pool("layer_major", 4).layout
-    agent = nixl_loop.NixlLoop(PeerId("decode", 9), layout, events.append, TransportConfig())
+    agent = nixl_loop.NixlLoop(
+        PeerId("decode", 9), RankMemory(layout), events.append, TransportConfig()
+    )
     monkeypatch.setattr(nixl_loop.time, "monotonic", lambda: now_s[0])
 
     def poll_after(seconds: float) -> None:
@@ -516,7 +526,9 @@ def test_between_posts_that_end_at_once_notifications_are_polled_every_5_ms(
     late."""
     now_s, polled_s = [100.0], [100.0]
     layout = make_pool("layer_major", 4).layout
-    loop = nixl_loop.NixlLoop(PeerId("decode", 9), layout, lambda event: None, TransportConfig())
+    loop = nixl_loop.NixlLoop(
+        PeerId("decode", 9), RankMemory(layout), lambda event: None, TransportConfig()
+    )
     monkeypatch.setattr(nixl_loop.time, "monotonic", lambda: now_s[0])
     poll = loop._poll_notifications
 

@@ -11,8 +11,7 @@ import pytest
 
 from prefixkv.errors import HandshakeError
 from prefixkv.memory.mesh import Shard
-from prefixkv.transport.parts import Part
-from prefixkv.transport.runs import Positions, paired_runs
+from prefixkv.transport.runs import Part, Positions, paired_runs
 from prefixkv.transport.shm import copy as shm_copy
 from prefixkv.transport.shm.copy import CopyPlan, Mapped, _Side, _step, moved
 from tests.support.transport_pools import ORDERS, NumpyPool, Shape, make_pool

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import resource
 import secrets
 import select
 import socket
@@ -24,11 +23,11 @@ from prefixkv.memory.kv_layout import ADDRESS_END
 from prefixkv.memory.shared import SharedBlock, block_of
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import TAG_BYTES, ChunkTag
-from prefixkv.transport.base import PeerUnreachable, WriteDone
+from prefixkv.transport.base import PeerUnreachable, RankMemory, WriteDone
 from prefixkv.transport.shm import door as shm_door
 from prefixkv.transport.shm import wire as shm_wire
 from prefixkv.transport.shm.door import ShmListener
-from prefixkv.transport.shm.transport import ShmTransport
+from prefixkv.transport.shm.loop import ShmTransport
 from prefixkv.transport.shm.wire import (
     MAGIC,
     TOKEN_BYTES,
@@ -187,7 +186,10 @@ def links_of(target: Node) -> set[str]:
 
 def test_the_thread_wakes_for_the_stranger_that_came_first(driver: ShmDriver) -> None:
     target = driver.node("decode")
-    door = target.transport._loop._door
+    found: list[Any] = []
+    target.transport._call(lambda loop: found.append(loop._door))
+    until(lambda: found)
+    [door] = found
     with stranger_at(target):
         until(lambda: len(door._links) == 1)
         first_s = door.wake_s()
@@ -283,7 +285,7 @@ def refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", ["listen", "boot_id"])
+@pytest.mark.parametrize("step", ["listen", "pack_offer"])
 def test_a_transport_that_cannot_start_leaves_nothing_open(
     monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -291,7 +293,7 @@ def test_a_transport_that_cannot_start_leaves_nothing_open(
     before = num_descriptors()
     monkeypatch.setattr(shm_door, step, lambda *args: refused())
     with pytest.raises(ConfigError, match="there are none") as caught:
-        ShmTransport(PeerId("d", 1), pool.layout, lambda event: None)
+        ShmTransport(PeerId("d", 1), RankMemory(pool.layout), lambda event: None)
     del caught
     assert num_descriptors() == before
 
@@ -389,22 +391,10 @@ def test_blocks_lie_apart_and_ranges_inside_one(where: str) -> None:
 # --- offers ---------------------------------------------------------------------------------------
 
 
-def test_the_boot_is_the_kernels() -> None:
-    said = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert said == shm_wire.boot_id() != ""
-
-
-def test_a_writer_without_descriptors_says_so_and_names_no_other_machine() -> None:
-    offer = ShmOffer("d", 1, shm_wire.boot_id(), "door", bytes(TOKEN_BYTES))
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.open(os.devnull, os.O_RDONLY)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            shm_wire.read_offer(shm_wire.pack_offer(offer), PeerId("d", 1))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+def test_the_place_is_the_kernels() -> None:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    space = os.stat("/proc/self/ns/net").st_ino
+    assert shm_wire.place_of() == f"{boot} net {space} user {os.geteuid()}"
 
 
 @pytest.mark.parametrize(

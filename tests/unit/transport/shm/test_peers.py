@@ -25,14 +25,20 @@ from prefixkv.errors import HandshakeError, PeerLostError, TransferTimeoutError
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.shared import SEALS
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.transport.base import Arrived, PeerUnreachable, Settled, WriteDone, WriteFailed
+from prefixkv.transport.base import (
+    Arrived,
+    PeerMemory,
+    PeerUnreachable,
+    RankMemory,
+    Settled,
+    WriteDone,
+    WriteFailed,
+)
 from prefixkv.transport.loop import RECONNECT_S
-from prefixkv.transport.routes import PeerMemory
 from prefixkv.transport.shm import peer as shm_peer
 from prefixkv.transport.shm.copy import CopyPlan
-from prefixkv.transport.shm.loop import ShmLoop
+from prefixkv.transport.shm.loop import ShmLoop, ShmTransport
 from prefixkv.transport.shm.peer import ShmLink
-from prefixkv.transport.shm.transport import ShmTransport
 from prefixkv.transport.shm.wire import listen, pack_offer, tags_of
 from tests.support.patience import until
 from tests.support.shm_liar import Liar, a_liar, num_descriptors
@@ -58,7 +64,10 @@ def liar() -> Iterator[Liar]:
 
 
 def loop_of(node: Node) -> Any:
-    return node.transport._loop
+    found: list[Any] = []
+    node.transport._call(found.append)
+    until(lambda: found)
+    return found[0]
 
 
 def link_to(writer: Node, target: Any) -> Any:
@@ -74,7 +83,7 @@ def waiting_job(driver: ShmDriver, liar: Liar) -> tuple[Node, Node, Gate, socket
     """A writer that is connected to the liar, whose job 1 waits for a gate; and the liar's end."""
     writer, gate = driver.node("prefill"), Gate(driver)
     to = Node(liar.me, writer.pool, None)
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
     link = liar.answer_truly()
     until(lambda: is_connected(writer, to))
     writer.transport.write(writer.job(1, to, [1], [2], ready=gate))
@@ -175,7 +184,9 @@ def test_all_tags_that_were_sent_are_heard_before_settled(driver: ShmDriver) -> 
         sink(event)
 
     loop_of(target)._sink = slow
-    target.transport.say(Settled("hold"))  # a settle would read what came while it was held
+    target.transport._call(
+        lambda loop: loop.emit(Settled("hold"))
+    )  # a settle would read what came while it was held
     assert held.wait(60)
     for number in range(5):
         pages = list(range(20))
@@ -303,7 +314,7 @@ def test_jobs_go_on_where_the_same_memory_has_another_door(driver: ShmDriver, li
     door = f"{liar.offer.door}-again"
     with listen(door) as listener, first:
         offer = msgspec.structs.replace(liar.offer, door=door)
-        writer.transport.add_peer(liar.me, pack_offer(offer), liar.layout)
+        writer.transport.add_peer(liar.me, pack_offer(offer), PeerMemory(liar.layout))
         with dataclasses.replace(liar, listener=listener, offer=offer).answer_truly() as link:
             gate.answer = True
             driver.until(lambda: writer.ends(1))
@@ -320,7 +331,7 @@ def test_a_door_that_does_not_answer_is_given_up(
 ) -> None:
     monkeypatch.setattr(shm_peer, "GREETING_S", 0.05)
     writer = driver.node("prefill")
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
     with liar.accept():
         driver.until(lambda: writer.of(PeerUnreachable))
     (event,) = writer.of(PeerUnreachable)
@@ -340,7 +351,7 @@ def test_a_door_that_is_shut_is_not_tried_at_every_write(
     monkeypatch.setattr(shm_peer, "connect", counted)
     liar.listener.close()
     writer = driver.node("prefill")
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
     to = Node(liar.me, writer.pool, None)
     for number in range(3):
         writer.transport.write(writer.job(number, to, [0], [0]))
@@ -361,7 +372,7 @@ def test_writes_to_a_peer_that_does_not_read_its_tags_fail_beyond_a_bound(
         ShmLink, "on_ready", lambda link, events: (calls.append(events), on_ready(link, events))[1]
     )
     writer = driver.node("prefill", config=SMALL)
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
     link = liar.answer_truly()
     to = Node(liar.me, writer.pool, None)
     pages = list(range(5))
@@ -403,7 +414,7 @@ def test_a_file_with_a_hole_is_refused_before_a_page_is_touched(
     """What its Hello names is not there: a page that this process touched would be new memory."""
     writer = driver.node("prefill")
     with sparse(liar.block.num_bytes) as fd:
-        writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+        writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
         with liar.answer([liar.block[:2]], [*liar.layout.regions], [fd]):
             driver.until(lambda: writer.of(PeerUnreachable))
         (event,) = writer.of(PeerUnreachable)
@@ -417,7 +428,7 @@ def test_no_more_is_touched_than_the_hello_names(driver: ShmDriver, liar: Liar) 
     address, num_bytes, fd = liar.block
     most = 1 << 32
     with sparse(most) as large:
-        writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+        writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
         blocks = [(address, num_bytes), (address + num_bytes, most)]
         ranges = [*liar.layout.regions, (address + num_bytes, most)]
         with liar.answer(blocks, ranges, [fd, large]):
@@ -536,16 +547,16 @@ def test_ranges_are_found_in_the_block_that_each_lies_in(liar: Liar) -> None:
 def test_only_pools_on_the_cpu_are_offered_and_written(driver: ShmDriver) -> None:
     writer, target = driver.pair()
     on_gpu = msgspec.structs.replace(target.pool.layout, device="cuda:0")
-    transport = ShmTransport(target.me, on_gpu, lambda event: None)
+    transport = ShmTransport(target.me, RankMemory(on_gpu), lambda event: None)
     assert transport.metadata == b""
     transport.close()
-    writer.transport.add_peer(target.me, target.transport.metadata, on_gpu)
+    writer.transport.add_peer(target.me, target.transport.metadata, PeerMemory(on_gpu))
     driver.until(lambda: writer.of(PeerUnreachable))
     (event,) = writer.of(PeerUnreachable)
     assert "CPU" in str(event.error)
     events: list[Any] = []
-    transport = ShmTransport(writer.me, on_gpu, events.append)
-    transport.add_peer(target.me, target.transport.metadata, target.pool.layout)
+    transport = ShmTransport(writer.me, RankMemory(on_gpu), events.append)
+    transport.add_peer(target.me, target.transport.metadata, PeerMemory(target.pool.layout))
     until(lambda: events)
     transport.close()
     assert isinstance(events[0], PeerUnreachable)
@@ -558,7 +569,7 @@ def test_a_peer_of_another_model_is_told_so_also_where_its_door_is_shut(
     writer = driver.node("prefill")
     liar.listener.close()
     other = make_pool("page_major", 6, Shape(head_dim=16)).layout
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), other)
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(other))
     driver.until(lambda: writer.of(PeerUnreachable))
     (event,) = writer.of(PeerUnreachable)
     assert isinstance(event.error, HandshakeError)
@@ -577,7 +588,7 @@ def test_what_a_peer_says_behind_its_answer_keeps_no_writer_awake(
 
     monkeypatch.setattr(ShmLink, "on_ready", counted)
     writer = driver.node("prefill")
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
     with liar.answer_truly() as link:
         until(lambda: (of_liar := link_to(writer, liar)) is not None and of_liar.answered)
         heard = len(calls)

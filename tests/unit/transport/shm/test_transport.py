@@ -27,11 +27,11 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.transport import threaded
-from prefixkv.transport.base import PeerUnreachable, Settled, WriteDone, WriteFailed
+from prefixkv.transport import loop as transport_loop
+from prefixkv.transport.base import PeerMemory, PeerUnreachable, RankMemory, WriteDone, WriteFailed
 from prefixkv.transport.shm import wire as shm_wire
 from prefixkv.transport.shm.copy import CopyPlan
-from prefixkv.transport.shm.transport import ShmTransport
+from prefixkv.transport.shm.loop import ShmTransport
 from prefixkv.transport.shm.wire import MAX_OTHER_RANGES, pack_offer
 from tests.support.patience import PATIENCE_S, until
 from tests.support.shm_liar import Liar, a_liar, num_descriptors, num_mapped
@@ -50,7 +50,7 @@ def driver() -> Iterator[ShmDriver]:
 
 
 def add_child(writer: Node, child: Child) -> Node:
-    writer.transport.add_peer(child.me, child.metadata, child.layout)
+    writer.transport.add_peer(child.me, child.metadata, PeerMemory(child.layout))
     return Node(child.me, writer.pool, None)
 
 
@@ -163,10 +163,10 @@ def test_close_leaves_nothing_behind(driver: ShmDriver) -> None:
     before = num_descriptors(), num_mapped()
     pools = [make_pool("page_major", 4, zeros=shared_zeros) for _ in range(2)]
     made = [
-        ShmTransport(PeerId(name, 1), pool.layout, lambda event: None)
+        ShmTransport(PeerId(name, 1), RankMemory(pool.layout), lambda event: None)
         for name, pool in zip("pd", pools, strict=True)
     ]
-    made[0].add_peer(PeerId("d", 1), made[1].metadata, pools[1].layout)
+    made[0].add_peer(PeerId("d", 1), made[1].metadata, PeerMemory(pools[1].layout))
     until(lambda: num_mapped() - before[1] == 3)
     for transport in made:
         transport.close()
@@ -185,7 +185,7 @@ def test_close_from_the_sink_is_refused(driver: ShmDriver) -> None:
         except CallerError as error:
             errors.append(error)
 
-    transport = ShmTransport(PeerId("careless", 1), pool.layout, sink)
+    transport = ShmTransport(PeerId("careless", 1), RankMemory(pool.layout), sink)
     transport.settle("a", 0.0)
     until(lambda: bool(errors))
     transport.close()
@@ -194,7 +194,7 @@ def test_close_from_the_sink_is_refused(driver: ShmDriver) -> None:
 def test_a_thread_that_does_not_end_is_said_and_closed_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(threaded, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(transport_loop, "CLOSE_TIMEOUT_S", 0.05)
     inside, go_on = threading.Event(), threading.Event()
 
     def sink(event: Any) -> None:
@@ -202,13 +202,13 @@ def test_a_thread_that_does_not_end_is_said_and_closed_later(
         go_on.wait(PATIENCE_S)
 
     pool = make_pool("layer_major", 4, zeros=shared_zeros)
-    transport = ShmTransport(PeerId("slow", 1), pool.layout, sink)
+    transport = ShmTransport(PeerId("slow", 1), RankMemory(pool.layout), sink)
     transport.settle("a", 0.0)
     assert inside.wait(PATIENCE_S)
     with pytest.raises(InternalError, match="has not ended"):
         transport.close()
     go_on.set()
-    monkeypatch.setattr(threaded, "CLOSE_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(transport_loop, "CLOSE_TIMEOUT_S", PATIENCE_S)
     transport.close()
 
 
@@ -223,24 +223,13 @@ def test_memory_that_breaks_its_laws_is_refused(what: str) -> None:
         "state": {"state": StateLayout(0, (), ())},
     }[what]
     with pytest.raises(ConfigError):
-        ShmTransport(PeerId("d", 1), more.pop("layout", layout), lambda event: None, **more)
+        ShmTransport(PeerId("d", 1), RankMemory(**{"layout": layout} | more), lambda event: None)
     assert num_descriptors() == before
-
-
-def test_what_is_said_after_the_end_goes_nowhere() -> None:
-    events: list[Any] = []
-    pool = make_pool("layer_major", 4)
-    transport = ShmTransport(PeerId("d", 1), pool.layout, events.append)
-    transport.say(Settled("before"))
-    until(lambda: events)
-    transport.close()
-    transport.say(Settled("after"))
-    assert events == [Settled("before")]
 
 
 def test_memory_that_is_not_shared_is_not_offered() -> None:
     pool = make_pool("layer_major", 4)
-    transport = ShmTransport(PeerId("d", 1), pool.layout, lambda event: None)
+    transport = ShmTransport(PeerId("d", 1), RankMemory(pool.layout), lambda event: None)
     assert transport.metadata == b""
     transport.close()
 
@@ -334,7 +323,7 @@ def test_a_peer_that_lies_is_unreachable_and_harms_nothing(
     blocks = [liar.block[:2]] if blocks is None else blocks
     ranges = [*liar.layout.regions] if ranges is None else ranges
     blocks, ranges = (of(liar.block) if callable(of) else of for of in (blocks, ranges))
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
     fds = make_fds(liar.block)
     link = liar.answer(blocks, ranges, fds)
     shm_wire.close_all(set(fds))
@@ -352,7 +341,7 @@ def test_a_peer_that_lies_is_unreachable_and_harms_nothing(
 def test_the_truth_from_the_same_door_is_taken(driver: ShmDriver, liar: Liar) -> None:
     """What the lies differ from."""
     writer = driver.node("prefill")
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
     link = liar.answer_truly()
     to = Node(liar.me, writer.pool, None)
     writer.transport.write(writer.job(1, to, [3], [2]))
@@ -366,7 +355,7 @@ def test_what_the_owner_punches_out_or_cuts_off_ends_no_process(
     driver: ShmDriver, liar: Liar
 ) -> None:
     writer = driver.node("prefill")
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
     link = liar.answer_truly()
     to = Node(liar.me, writer.pool, None)
     writer.transport.write(writer.job(1, to, [3], [2]))
@@ -387,20 +376,19 @@ def test_what_the_owner_punches_out_or_cuts_off_ends_no_process(
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"boot": "another"}, "boot"),
         ({"name": "other"}, "shm offer"),
         ({"incarnation": 8}, "shm offer"),
         ({"door": "none"}, ""),
     ],
     ids=str,
 )
-def test_an_offer_of_another_place_is_refused(
+def test_an_offer_of_another_is_refused(
     driver: ShmDriver, liar: Liar, change: dict[str, Any], field: str
 ) -> None:
     writer = driver.node("prefill")
     before = num_descriptors()
     offer = msgspec.structs.replace(liar.offer, **change)
-    writer.transport.add_peer(liar.me, pack_offer(offer), liar.layout)
+    writer.transport.add_peer(liar.me, pack_offer(offer), PeerMemory(liar.layout))
     driver.until(lambda: writer.of(PeerUnreachable))
     (event,) = writer.of(PeerUnreachable)
     assert getattr(event.error, "field", "") == field
@@ -411,7 +399,7 @@ def test_a_door_that_closes_instead_of_answering_is_a_refusal(
     driver: ShmDriver, liar: Liar
 ) -> None:
     writer = driver.node("prefill")
-    writer.transport.add_peer(liar.me, pack_offer(liar.offer), liar.layout)
+    writer.transport.add_peer(liar.me, pack_offer(liar.offer), PeerMemory(liar.layout))
     liar.accept().close()
     driver.until(lambda: writer.of(PeerUnreachable))
     (event,) = writer.of(PeerUnreachable)

@@ -1,0 +1,441 @@
+"""Requests that wait to be admitted: a line for each prefill worker, and the order of all lines.
+
+    returned    admitted before (retracted, or to be asked for again): the last to return first
+    overdue     the request that has waited longest, once that is `patience_s`
+    the rest    in the order of an `AdmissionPolicy`
+
+The next group is tried when the one before is empty. A request that those that run cannot make room
+for holds up no other, for one of three reasons:
+
+    prefill     its worker does not answer: its whole line has no turn
+    share       its worker has its share of the pool: neither has its line; where the share is held
+                without proof, the request waits aside alone
+    pages       it may need more pages than can come back: it waits aside until enough are proved
+                free
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
+from typing import Final
+
+from sortedcontainers import SortedList
+
+from prefixkv.admission import Admission, rank_as_tuple
+from prefixkv.cache.results import MatchResult
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.workers import Worker, Workers
+from prefixkv.errors import UserErrors, check_laws
+from prefixkv.protocol.timers import Timers
+
+MAX_WALK: Final = 128
+"""Places of the order that a search looks at."""
+
+MAX_BACK: Final = 128
+"""Requests that a pass brings back from aside."""
+
+PAGES, SHARE, PREFILL = "pages", "share", "prefill"
+
+NOT_ENTERED, LEFT = 0, -1  # in place of a want's number: not entered yet; waits no longer
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A request that waits, and the result of the last look at it.
+
+    `since_s` is when it came, None if it came back since the last pass. Admitting it takes
+    `new_pages` at once, besides those of a load; `needed_pages` have to be available, the reserve
+    included; `most_pages` it may come to take. The last two include the evictable pages that its
+    match would lock. `seen_at` is the version at which a look admitted nothing.
+    """
+
+    req: DecodeRequest
+    arrival: int
+    worker: Worker
+    is_returned: bool
+    since_s: float | None = None
+    blocked_by: str = ""  # a reason of its own, PAGES or SHARE; "": it stands in its worker's line
+    match: MatchResult | None = None
+    new_pages: int = 0
+    found_in_host: MatchResult | None = None  # in host memory
+    load_end: int = 0  # end of what a load from there would bring, in pages; 0: no load
+    needed_pages: int = 0
+    most_pages: int = 0
+    rank: tuple[float, ...] = ()
+    seen_at: int = -1
+    want: int = NOT_ENTERED  # number of its want, or NOT_ENTERED or LEFT
+    leaves_last: bool = False  # all of it is cached or on its way; its last page is not taken
+
+    @property
+    def turn(self) -> int:
+        """Those that came back are first, the last of them before the others."""
+        return -self.arrival if self.is_returned else self.arrival
+
+    @property
+    def place(self) -> tuple[tuple[float, ...], int, Waiter]:
+        """Its entry in the line's order. One that came back has no rank: () is the least."""
+        # Turns differ, so a comparison never reaches the waiter itself, which has no order.
+        return self.rank, self.turn, self
+
+
+class Waiting:
+    """The list. Owned by the scheduler's thread. Its steps cost O(log waiting), a search O(workers)
+    besides.
+
+    `patience_s`: a request that has waited this long is overtaken by nothing. `timeout_s`: how long
+    one without a `deadline_s` may wait, and any that came back. What `policy` raises later than in
+    `rank` is in `errors`.
+    """
+
+    def __init__(
+        self, workers: Workers, policy: Admission, patience_s: float, timeout_s: float,
+        errors: UserErrors,
+    ) -> None:  # fmt: skip
+        self._workers = workers
+        self._policy = policy
+        self._patience_s, self._timeout_s = patience_s, timeout_s
+        self._errors = errors
+        self._waiters: dict[DecodeRequest, Waiter] = {}
+        self._lines: dict[Worker, None] = {}  # workers with requests in line
+        # Those aside: (pages it may need, arrival, waiter); and those over their worker's share.
+        self._for_pages: SortedList = SortedList()
+        self._for_share: dict[Waiter, None] = {}
+        self._shares_at = -1  # version of `workers` at which `_for_share` was tried
+        self._most_pages: float = math.inf  # most that one request may get; set by each pass
+        self.stepped_aside = {PAGES: 0, SHARE: 0, PREFILL: 0}
+        self._num_arrivals = 0
+        self._unstamped: list[Waiter] = []  # waiters that came back since the last pass
+        self._late: Timers[DecodeRequest] = Timers()
+        # Of workers that do not answer: a whole line, since then; and who came to it later.
+        self._unanswered: Timers[Waiter | Worker] = Timers()
+        self._now_s = -math.inf  # of the last pass
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def __contains__(self, req: object) -> bool:
+        return req in self._waiters
+
+    def __iter__(self) -> Iterator[DecodeRequest]:
+        """Iterate over the requests that came back, the last first, then the others by arrival."""
+        waiters = sorted(self._waiters.values(), key=attrgetter("turn"))
+        return iter([waiter.req for waiter in waiters])
+
+    def at(self, address: str) -> list[DecodeRequest]:
+        """Return the requests that wait for this worker, aside or not, by arrival. O(waiting)."""
+        waiters = [one for one in self._waiters.values() if one.worker.address == address]
+        return [waiter.req for waiter in sorted(waiters, key=attrgetter("arrival"))]
+
+    # --- coming and going -------------------------------------------------------------------------
+
+    def _enter(self, waiter: Waiter, most_pages: int) -> None:
+        """Let a request wait: in line, or aside if it may need more than `most_pages`."""
+        worker = waiter.worker
+        self._workers.keep(worker)
+        self._waiters[waiter.req] = waiter
+        worker.num_waiters += 1
+        if waiter.req.max_pages > most_pages:
+            self._block(waiter, PAGES)
+            return
+        self._stand(waiter)
+        self.stepped_aside[PREFILL] += not worker.is_open
+
+    def _exit(self, waiter: Waiter) -> None:
+        worker = waiter.worker
+        del self._waiters[waiter.req]
+        worker.num_waiters -= 1
+        if waiter.blocked_by == PAGES:
+            self._for_pages.remove((waiter.req.max_pages, waiter.arrival, waiter))
+        elif waiter.blocked_by:
+            del self._for_share[waiter]
+        else:
+            self._leave_line(waiter)
+        waiter.blocked_by = ""
+        self._workers.forget_if_idle(worker)
+
+    def _stand(self, waiter: Waiter) -> None:
+        worker = waiter.worker
+        waiter.blocked_by = ""
+        worker.new[waiter] = None
+        self._lines[worker] = None
+        if not worker.is_open:
+            self._time_answer(waiter)
+
+    def _leave_line(self, waiter: Waiter) -> None:
+        worker = waiter.worker
+        if waiter in worker.new:
+            del worker.new[waiter]
+        else:
+            worker.order.remove(waiter.place)
+            if not waiter.is_returned:
+                del worker.arrivals[waiter.arrival], worker.looks[waiter]
+        if not worker.is_open:
+            self._unanswered.forget(waiter)
+        if not worker.line:
+            del self._lines[worker]
+            worker.has_share = False
+            self._unanswered.forget(worker)
+
+    def _block(self, waiter: Waiter, reason: str) -> None:
+        """Set a request that stands nowhere aside."""
+        waiter.blocked_by = reason
+        self.stepped_aside[reason] += 1
+        if reason == PAGES:
+            self._for_pages.add((waiter.req.max_pages, waiter.arrival, waiter))
+        else:
+            self._for_share[waiter] = None
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def opens(self, worker: Worker, max_tokens: int) -> None:
+        """A worker answers, and its pool holds `max_tokens`: its line has its turn."""
+        worker.is_open, worker.max_tokens = True, max_tokens
+        self._workers.version += 1
+        self._unanswered.forget(worker)
+        for waiter in self._line(worker):
+            self._unanswered.forget(waiter)
+
+    def closes(self, worker: Worker, now_s: float) -> None:
+        """A worker has stopped answering: those in its line wait for it from now on. O(1)."""
+        worker.is_open, worker.away_s = False, now_s
+        self._workers.version += 1
+        if worker.line:
+            self._unanswered.wake(worker, now_s + self._workers.patience_s)
+
+    def _line(self, worker: Worker) -> list[Waiter]:
+        return [*worker.new, *(place[-1] for place in worker.order)]
+
+    def _answer_due_s(self, waiter: Waiter) -> float:
+        if waiter.since_s is None:  # the next pass stamps it first
+            return math.inf
+        return max(waiter.since_s, waiter.worker.away_s) + self._workers.patience_s
+
+    def _time_answer(self, waiter: Waiter) -> None:
+        if (due_s := self._answer_due_s(waiter)) < math.inf:
+            self._unanswered.wake(waiter, due_s)
+
+    # --- whose turn it is -------------------------------------------------------------------------
+
+    def _turns(self) -> list[Worker]:
+        """Return the workers whose lines have a turn, in order."""
+        turns = [one for one in self._lines if one.is_open and not one.has_share]
+        for worker in turns:
+            if worker.new:
+                old = [one for one in worker.new if not one.is_returned]
+                worker.order.update([one.place for one in worker.new])
+                worker.arrivals.update((one.arrival, one) for one in old)
+                worker.looks.update(dict.fromkeys(old))
+                worker.new.clear()
+        return turns
+
+    def _first_of_all(self, now_s: float) -> Waiter | None:
+        """Return the waiter that nothing may overtake now, or None. O(workers)."""
+        turns = self._turns()
+        if not turns:
+            return None
+        # 1. The last to come back.
+        first: Waiter = min([worker.order[0] for worker in turns])[-1]
+        if first.is_returned:
+            return first
+        # 2. The oldest, if its patience is over.
+        _, oldest = min([worker.arrivals.peekitem(0) for worker in turns])
+        if oldest.req.arrived_s + self._patience_s <= now_s:  # as `_overdue_s` has it
+            found: Waiter = oldest
+            return found
+        # 3. The first in the policy's order, if the policy lets none overtake it.
+        return None if self._policy.overtakes else first
+
+    def _overdue_s(self, after_s: float) -> float:
+        """Return the first time after `after_s` at which a request may be overdue, and fit, though
+        nothing else has changed. Infinity if there is none. O(workers)."""
+        if not self._policy.overtakes or self._patience_s == math.inf:
+            return math.inf
+        oldest = [one.arrivals.peekitem(0)[1] for one in self._turns() if one.arrivals]
+        times = [waiter.req.arrived_s + self._patience_s for waiter in oldest]
+        return min((due_s for due_s in times if due_s > after_s), default=math.inf)
+
+    def _first_that_may_fit(self, version: int, limits: tuple[int, int]) -> Waiter | None:
+        """Return the first waiter that fits by its estimate and got no look at this version. Walks
+        at most `MAX_WALK` places.
+
+        `limits`: the largest `Waiter.needed_pages` and `Waiter.most_pages` that can be admitted.
+        """
+        (space, most), workers = limits, self._workers
+        turns = self._turns()
+        if len(turns) == len(self._waiters) == 1:  # there is no choice to make
+            only: Waiter = turns[0].order[0][-1]
+            return only if only.seen_at != version else None
+        orders = [islice(worker.order, MAX_WALK) for worker in turns]
+        places = orders[0] if len(orders) == 1 else islice(heapq.merge(*orders), MAX_WALK)
+        for *_, waiter in places:
+            if (
+                waiter.most_pages <= most
+                and waiter.needed_pages <= space
+                and waiter.seen_at != version
+                and not workers.refuses(waiter.worker, waiter.new_pages)
+            ):
+                found: Waiter = waiter
+                return found
+        return None
+
+    def _rank(self, waiter: Waiter) -> tuple[float, ...]:
+        return rank_as_tuple(self._policy.rank(waiter.req, waiter.new_pages))
+
+    def _renew(self, waiter: Waiter) -> bool:
+        """Rank a waiter in line, that did not come back, by its new estimate. Return True if its
+        place is behind the old one. Where the policy raises it keeps its rank."""
+        worker, before, is_new = waiter.worker, waiter.rank, waiter in waiter.worker.new
+        # Before the policy is called: one that raises each time would else stay the oldest, and get
+        # all looks.
+        if not is_new:
+            worker.looks.move_to_end(waiter)
+        try:
+            rank = self._rank(waiter)
+        except Exception as error:
+            self._errors.caught(error)
+            return False
+        if rank != before:
+            if not is_new:
+                worker.order.remove(waiter.place)
+            waiter.rank = rank
+            if not is_new:
+                worker.order.add(waiter.place)
+        return before < rank
+
+    # --- aside ------------------------------------------------------------------------------------
+
+    def _bring_back(self, most_pages: int) -> bool:
+        """Begin a pass, in which one request may get `most_pages`: forget which lines have no turn
+        for their share, and put those aside into line that may fit now. Of those that wait for
+        pages `MAX_BACK` at most; returns False if more of them may."""
+        self._most_pages = most_pages
+        for worker in self._lines:
+            worker.has_share = False
+        # 1. Those over their share, all at once, and only when a worker has changed: before that
+        # they would step aside again.
+        if self._shares_at != self._workers.version:
+            self._shares_at = self._workers.version
+            waiters, self._for_share = self._for_share, {}
+            for waiter in waiters:
+                self._stand(waiter)
+        # 2. Those that need too many pages, by what they need: behind the first that cannot return
+        # none can.
+        for _ in range(MAX_BACK):
+            if not self._for_pages or self._for_pages[0][0] > most_pages:
+                return True
+            self._stand(self._for_pages.pop(0)[-1])
+        return False
+
+    def _step_aside(self, waiter: Waiter) -> bool:
+        """Set a waiter in line that did not fit aside, if waiting for the running ones cannot help
+        it. Return whether."""
+        worker, workers = waiter.worker, self._workers
+        # 1. More pages than can come back without a proof.
+        if waiter.req.max_pages > self._most_pages:
+            self._leave_line(waiter)
+            self._block(waiter, PAGES)
+            return True
+        # 2. It does not fit for another reason than its worker's share: pages will come back, so it
+        # waits where it is.
+        if not workers.refuses(worker, waiter.new_pages):
+            return False
+        # 3. The share. If even the end of all its worker's transfers would not help, it waits
+        # alone. Otherwise the whole line does: what comes behind it there, and needs less, would
+        # overtake it each time.
+        if workers.is_hopeless(worker, waiter.new_pages):
+            self._leave_line(waiter)
+            self._block(waiter, SHARE)
+        else:
+            self.stepped_aside[SHARE] += 1
+            worker.has_share = True
+        return True
+
+    def aside(self) -> dict[str, int]:
+        """Count the requests that hold up no others, by reason. Any thread may call it."""
+        lines = list(self._lines)  # a copy: the scheduler's thread may change it meanwhile
+        with_share = sum(worker.line for worker in lines if worker.is_open and worker.has_share)
+        return {
+            PAGES: len(self._for_pages),
+            SHARE: len(self._for_share) + with_share,
+            PREFILL: sum(worker.line for worker in lines if not worker.is_open),
+        }
+
+    # --- deadlines --------------------------------------------------------------------------------
+
+    @property
+    def wake_s(self) -> float:
+        """Time, behind the last pass, at which the next request has waited too long, or is overdue,
+        or a little earlier; infinity if none waits. O(workers)."""
+        return min(self._late.next_s, self._unanswered.next_s, self._overdue_s(self._now_s))
+
+    def _stamp(self, now_s: float) -> None:
+        """Begin the waiting time of those that came back since the last pass: `add` is not given
+        the time there."""
+        for waiter in self._unstamped:
+            # It may have been removed, and even added again as another waiter, since it came back.
+            if self._waiters.get(waiter.req) is waiter:
+                waiter.since_s = now_s
+                if not waiter.worker.is_open and not waiter.blocked_by:
+                    self._time_answer(waiter)
+                # Its own deadline_s was for its KV to come the first time.
+                if waiter.req.request.deadline_s is None or waiter.req.committed_s is not None:
+                    self._late.wake(waiter.req, now_s + self._timeout_s)
+        self._unstamped.clear()
+
+    def unanswered(self, now_s: float) -> list[DecodeRequest]:
+        """Return those that have waited too long for a worker that does not answer. They have to be
+        removed. O(1) if there are none."""
+        if self._unanswered.next_s > now_s:
+            return []
+        late: dict[DecodeRequest, None] = {}
+        for key in self._unanswered.due(now_s):
+            for waiter in [key] if isinstance(key, Waiter) else self._line(key):
+                # It has stopped again, or the wait of one in the line has begun later.
+                if self._answer_due_s(waiter) > now_s:
+                    self._time_answer(waiter)
+                else:
+                    late[waiter.req] = None
+        return list(late)
+
+    # --- laws -------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Check lines, orders and those aside against the waiters. Raises InternalError."""
+        waiters, workers = set(self._waiters.values()), self._workers.all()
+        lines = [(worker, waiter) for worker in workers for waiter in self._line(worker)]
+        ordered = {one: {place[-1] for place in one.order} for one in workers}
+        aside = {*self._for_share, *(waiter for *_, waiter in self._for_pages)}
+        in_line = {waiter for _, waiter in lines}
+        laws = {
+            "every request waits once, in line or aside": len(lines) + len(aside) == len(waiters)
+            and in_line | aside == waiters,
+            "those that are aside know it": aside == {one for one in waiters if one.blocked_by},
+            "each stands in its own worker's line": all(
+                waiter.worker is worker for worker, waiter in lines
+            ),
+            "every place is that of a waiting request": all(
+                list(worker.order) == sorted(waiter.place for waiter in ordered[worker])
+                for worker in workers
+            ),
+            "a look and an arrival is noted of each in order": all(
+                set(worker.looks) == set(worker.arrivals.values())
+                == {waiter for waiter in ordered[worker] if not waiter.is_returned}
+                and all(arrival == one.arrival for arrival, one in worker.arrivals.items())
+                for worker in workers
+            ),
+            "a worker counts its waiters": all(
+                worker.num_waiters == sum(waiter.worker is worker for waiter in waiters)
+                for worker in workers
+            ),
+            "lines are of workers where somebody stands": set(self._lines)
+            == {worker for worker in workers if worker.line},
+            "deadlines are of waiting requests": len(self._late) <= len(waiters),
+            "a wait for an answer is timed in line, at a worker that is away": len(self._unanswered)
+            <= sum(1 + len(self._line(one)) for one in self._lines if not one.is_open),
+        }  # fmt: skip
+        check_laws(laws, list(self._waiters), [waiter.req for waiter in aside])

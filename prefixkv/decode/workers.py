@@ -1,0 +1,182 @@
+"""The prefill workers that requests name: whether each answers, how much it holds, how many of
+decode's pages it has in its power, and the line of requests that wait for it.
+
+Pages are in a worker's power from the promise until the transfer has succeeded, or until it is
+proved that no write of it can land there any more. A worker that takes promises and never gives
+that proof would come to have them all. So while another worker answers too, each has at most its
+share: its requests wait for pages to come back, those of others do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Set
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from sortedcontainers import SortedDict, SortedList
+
+from prefixkv.errors import check_laws
+from prefixkv.protocol.ids import RoomKey
+
+_MOST_IDLE: Final = 64  # workers above which those without requests are forgotten
+
+ALONE: Final = ""
+"""In place of a prefill worker's address: of those requests for which none is to be asked. This
+worker computes what they lack. It always answers."""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A prefill worker, as decode knows it, and its line (`waiting.py`).
+
+    `max_tokens` is the size of its pool, 0 where that is not known. `away_s` is the time since when
+    it does not answer.
+    """
+
+    address: str
+    is_open: bool  # it answers
+    away_s: float = -math.inf
+    max_tokens: int = 0
+    is_met: bool = False  # asked for by MeetPrefill, and not reported as lost
+    # Pages in its power.
+    num_pages: int = 0  # sum of `promised`
+    promised: dict[RoomKey, int] = field(default_factory=dict)
+    failed: set[RoomKey] = field(default_factory=set)  # rooms of `promised` that have failed
+    was_refused: bool = False  # since pages of its last came back
+    # Its line. `new` is what has no place in the orders yet.
+    has_share: bool = False  # as this pass has found: none in its line has a turn
+    num_waiters: int = 0  # with those that are aside
+    new: dict[Any, None] = field(default_factory=dict)
+    order: Any = field(default_factory=SortedList)  # places
+    # By arrival, and by the age of the last look; both without those that came back.
+    arrivals: Any = field(default_factory=SortedDict)
+    looks: OrderedDict[Any, None] = field(default_factory=OrderedDict)
+
+    @property
+    def line(self) -> int:
+        """Number of requests in its line."""
+        return len(self.new) + len(self.order)
+
+
+class Workers:
+    """All of them. Owned by the scheduler's thread.
+
+    Args:
+        gated: a worker is asked only once it is said to answer; else all are.
+        patience_s: how long a request waits for a worker that does not answer.
+        share_pages: pages that one may have in its power while another answers. One that has none
+            may always be promised what a request needs.
+    """
+
+    def __init__(
+        self, gated: bool = False, patience_s: float = math.inf, share_pages: float = math.inf
+    ) -> None:
+        self.gated = gated
+        self.patience_s = patience_s
+        self.share_pages = share_pages
+        # Grows whenever a worker answers or not, or one that was refused may be promised more.
+        self.version = 0
+        self._workers: dict[str, Worker] = {}
+        self._of_room: dict[RoomKey, Worker] = {}  # that has pages in its power
+
+    def get(self, address: str) -> Worker | None:
+        return self._workers.get(address)
+
+    def of(self, address: str) -> Worker:
+        """Return the worker at an address. One that is new is not kept before a request waits for
+        it (`keep`)."""
+        return self._workers.get(address) or Worker(address, not self.gated or address == ALONE)
+
+    def keep(self, worker: Worker) -> None:
+        self._workers[worker.address] = worker
+
+    def forget_if_idle(self, worker: Worker) -> None:
+        """Forget a worker of which nothing is known, where there are many: a few are kept for the
+        next request."""
+        is_needed = worker.num_waiters or worker.is_met or worker.promised
+        if len(self._workers) > _MOST_IDLE and not is_needed:
+            self._workers.pop(worker.address, None)
+
+    def all(self) -> list[Worker]:
+        """Return all workers. Any thread may call it."""
+        return list(self._workers.values())
+
+    def is_down(self, address: str) -> bool:
+        """True if the worker has stopped answering, or never did; not while it may be on its
+        way."""
+        worker = self._workers.get(address)
+        return worker is not None and not worker.is_open and worker.away_s > -math.inf
+
+    @property
+    def closed(self) -> set[str]:
+        """Addresses of the workers that do not answer."""
+        return {worker.address for worker in self._workers.values() if not worker.is_open}
+
+    # --- pages in their power ---------------------------------------------------------------------
+
+    def pages(self, address: str) -> int:
+        """Return the number of pages that count against a worker's share."""
+        return self.of(address).num_pages
+
+    def owners(self) -> list[str]:
+        """Return the addresses of workers with pages in their power, at most 8."""
+        return sorted({worker.address for worker in self._of_room.values()})[:8]
+
+    def refuses(self, worker: Worker, num_pages: int) -> bool:
+        """Return True if `num_pages` more would exceed the share. O(1) if they would not."""
+        if not worker.num_pages or worker.num_pages + num_pages <= self.share_pages:
+            return False
+        # The share binds only while another worker that requests go to could use the pages.
+        others = self._workers.values()
+        if not any(one.is_open and one is not worker and one.address for one in others):
+            return False
+        # Noted so that `version` grows only for pages of a worker that something waits for.
+        worker.was_refused = True
+        return True
+
+    def is_hopeless(self, worker: Worker, num_pages: int) -> bool:
+        """Return True if `num_pages` more exceed the share even after its transfers' end: pages
+        held for failed rooms take it up. O(its rooms that have failed)."""
+        held = sum(worker.promised[key] for key in worker.failed)
+        return bool(held) and held + num_pages > self.share_pages
+
+    def promise(self, key: RoomKey, worker: Worker, num_pages: int) -> None:
+        if num_pages:
+            self._of_room[key] = worker
+            worker.promised[key] = num_pages
+            worker.num_pages += num_pages
+
+    def hold(self, key: RoomKey) -> None:
+        """A transfer has failed: its held pages stay in the share. Unknown: no-op."""
+        if key in self._of_room:
+            self._of_room[key].failed.add(key)
+
+    def release(self, key: RoomKey) -> None:
+        """Take a room that succeeded or is drained out of the share. Unknown: no-op, as for a
+        success that is followed by its proof."""
+        if (worker := self._of_room.pop(key, None)) is not None:
+            worker.num_pages -= worker.promised.pop(key)
+            worker.failed.discard(key)
+            self.version += worker.was_refused
+            worker.was_refused = False
+            self.forget_if_idle(worker)
+
+    def check_invariants(self, rooms: Set[RoomKey]) -> None:
+        """Check the shares against `rooms`, those that are open or undrained: no other may have
+        pages in a worker's power. Raises InternalError."""
+        workers = self.all()
+        laws = {
+            "a worker's pages are those of its rooms": all(
+                worker.num_pages == sum(worker.promised.values()) for worker in workers
+            ),
+            "each room is one worker's": self._of_room
+            == {key: worker for worker in workers for key in worker.promised},
+            "only open and undrained rooms have pages in a worker's power": self._of_room.keys()
+            <= rooms,
+            "failed rooms have pages": all(
+                worker.failed <= worker.promised.keys() for worker in workers
+            ),
+        }
+        check_laws(laws, [(worker.address, worker.promised) for worker in workers])

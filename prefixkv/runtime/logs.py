@@ -1,0 +1,129 @@
+"""The log of requests and that of peers.
+
+Logger `prefixkv.requests` has a record per request that has ended, level INFO, a JSON object:
+
+    {"side": "decode", "rid": "r1", "room": 7, ..., "hit_tokens": 6144, "arrived_at": 1763740000.1,
+     "admitted_s": 0.0021, "transferred_s": 0.0314, ..., "ended_s": 2.5}
+
+Times are seconds since the arrival. `room` and `generation` join decode's record to prefill's.
+`decode/journal.py` and `prefill/request.py` say what each field is. The log record has it as
+`request`.
+
+Logger `prefixkv.peers` has what becomes of peers. A peer that is refused again and again, in
+whatever life, is one line per reason, until it is met; where the reason changes each time, one line
+per minute. There are at most `LINES` lines in `WINDOW_S`; what is left out is counted. So a hostile
+peer cannot fill the log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final
+
+from prefixkv.control.lives import PeerChange
+from prefixkv.protocol.ids import PeerId
+
+LOGGER = logging.getLogger("prefixkv.requests")
+REPEAT_S: Final = 60.0
+LINES: Final = 100
+WINDOW_S: Final = 10.0
+_MAX_KEYS: Final = 4096
+_CALM: Final = {"met", "heard", "left", "forgotten"}
+
+_Key = tuple[str, PeerId | str]
+
+_log = logging.getLogger("prefixkv.peers")
+
+
+class RequestLog:
+    """The `on_ended` of a journal. Costs little while the logger is off, and nothing listens.
+
+    Each of `listeners` gets every record, and when its request arrived, by `time.monotonic`.
+    """
+
+    def __init__(self, me: PeerId, timeline: Callable[[Any], dict[str, Any]]) -> None:
+        self._me = me
+        self._timeline = timeline
+        self.listeners: list[Callable[[dict[str, Any], float], object]] = []
+
+    def __call__(self, req: Any, now_s: float) -> None:
+        # Before anything is computed: this runs on the scheduler's thread, for each request.
+        is_logged = LOGGER.isEnabledFor(logging.INFO)
+        if not is_logged and not self.listeners:
+            return
+        record = {
+            "node": self._me.name,
+            "incarnation": self._me.incarnation,
+            **self._timeline(req),
+            # Requests have the monotonic clock; an operator wants the time of day.
+            "arrived_at": round(time.time() - (now_s - req.arrived_s), 6),
+        }
+        # Listeners first: a handler of the logger that raises is one of the user's.
+        for listener in self.listeners:
+            listener(record, req.arrived_s)
+        if is_logged:
+            LOGGER.info("%s", json.dumps(record), extra={"request": record})
+
+
+class PeerLog:
+    """Writes changes of peers. Owned by a control thread; `name` is the worker's.
+
+    An exception of a log handler comes out of `write`; the lines behind it are lost.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        # By kind and peer: when a line was written last, how many were left out since, and the hash
+        # of the reason in it. The oldest comes first; bounded, since peers choose their names.
+        self._written: OrderedDict[_Key, tuple[float, int, int]] = OrderedDict()
+        self._window_s = -WINDOW_S
+        self._num_lines = 0
+
+    def write(self, news: list[PeerChange], now_s: float) -> None:
+        """Write the lines that are due; may raise what a log handler raises."""
+        # 1. A new window begins: first say what the last one left out.
+        if now_s >= self._window_s + WINDOW_S:
+            left_out, self._num_lines = max(0, self._num_lines - LINES), 0
+            self._window_s = now_s
+            if left_out:
+                _log.warning("%s: %d lines were left out", self._name, left_out)
+        for one in news:
+            # 2. Per peer: repeats are counted, not written.
+            more = self._more(one, now_s)
+            if more is None:
+                continue
+            self._num_lines += 1
+            # 3. Per window: beyond `LINES` nothing is written.
+            if self._num_lines > LINES:
+                continue
+            level = logging.INFO if one.kind in _CALM else logging.WARNING
+            again = f" ({more} more since the last line)" if more else ""
+            _log.log(level, "%s: %s: %s %s%s", self._name, one.kind, one.peer, one.why, again)
+
+    def _more(self, one: PeerChange, now_s: float) -> int | None:
+        """Return how many such changes were left out since the last line; None: this one too."""
+        key: _Key = one.kind, one.peer
+        name = one.peer.name if isinstance(one.peer, PeerId) else one.peer
+        # A refused peer is known by its name alone: each restart is another life. Once met, a new
+        # refusal is worth a line again.
+        if one.kind == "refused":
+            key = one.kind, name
+        elif one.kind == "met":
+            for known in (name, one.why.removeprefix("at ")):
+                self._written.pop(("refused", known), None)
+        why = hash(one.why)
+        last_s, more, last_why = self._written.get(key, (now_s - REPEAT_S, 0, why + 1))
+        # The same refusal is never repeated; anything else at most once per `REPEAT_S`.
+        is_known = one.kind == "refused" and why == last_why
+        if is_known or now_s < last_s + REPEAT_S:
+            self._written[key] = last_s, more + 1, last_why
+            return None
+        self._written[key] = now_s, 0, why
+        self._written.move_to_end(key)
+        if len(self._written) > _MAX_KEYS:
+            self._written.popitem(last=False)
+        return more

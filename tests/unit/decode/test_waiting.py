@@ -1,0 +1,315 @@
+"""The list of waiting requests against a naive one, which keeps no order and no line; and copies
+that are broken in one place, each of which it has to find."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prefixkv.admission import AdmissionPolicy
+from prefixkv.decode import waiting
+from prefixkv.decode.waiting import Waiter, Waiting
+from prefixkv.decode.workers import Worker, Workers
+from prefixkv.errors import UserErrors
+from prefixkv.protocol.ids import RoomKey
+
+ADDRESSES = ["", "p", "q", "r"]  # the first is of requests that need no worker
+PATIENCE_S, AWAY_S, TIMEOUT_S = 20.0, 30.0, 50.0
+SHARE = 8
+
+
+@dataclass(eq=False)
+class Req:
+    max_pages: int
+    arrived_s: float
+    committed_s: float | None = None
+    request: Any = field(default_factory=lambda: SimpleNamespace(deadline_s=None))
+
+
+class BySize(AdmissionPolicy):
+    """Few pages first; 7 has no rank."""
+
+    def __init__(self, overtakes: bool) -> None:
+        self.overtakes = overtakes
+
+    def rank(self, req: Any, new_pages: int) -> Any:
+        return math.nan if new_pages == 7 else new_pages // 2
+
+
+class Case:
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.workers = Workers(self.chance.random() < 0.5, AWAY_S, SHARE)
+        self.policy = BySize(self.chance.random() < 0.7)
+        self.errors = UserErrors()
+        self.list = Waiting(self.workers, self.policy, PATIENCE_S, TIMEOUT_S, self.errors)
+        self.all: list[Waiter] = []
+        self.for_pages: set[Waiter] = set()
+        self.for_share: set[Waiter] = set()
+        self.with_share: set[str] = set()
+        self.shares_at = -1
+        self.most = 10
+        self.now_s, self.number, self.version = 0.0, 0, 0
+        self.rooms: dict[RoomKey, str] = {}
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def come(self) -> None:
+        self.number += 1
+        address, pages = self.chance.choice(ADDRESSES), self.chance.randint(1, 6)
+        waiter = Waiter(
+            Req(self.chance.choice([2, 5, 9]), self.now_s),  # type: ignore[arg-type]
+            self.number, self.workers.of(address), self.chance.random() < 0.2,
+        )  # fmt: skip
+        waiter.new_pages = waiter.needed_pages = waiter.most_pages = pages
+        if waiter.is_returned:
+            self.list._unstamped.append(waiter)
+        else:
+            waiter.since_s = self.now_s
+            waiter.rank = self.list._rank(waiter)
+        self._enter(waiter)
+
+    def _enter(self, waiter: Waiter) -> None:
+        self.all.append(waiter)
+        self.list._enter(waiter, self.most)
+        if waiter.req.max_pages > self.most:
+            self.for_pages.add(waiter)
+
+    def _line(self, address: str) -> list[Waiter]:
+        aside = self.for_pages | self.for_share
+        return [one for one in self.all if one.worker.address == address and one not in aside]
+
+    def _out(self, waiter: Waiter) -> None:
+        self.all.remove(waiter)
+        self.list._exit(waiter)
+        self.for_pages.discard(waiter)
+        self.for_share.discard(waiter)
+        if not self._line(waiter.worker.address):
+            self.with_share.discard(waiter.worker.address)
+
+    def _end(self, waiter: Waiter) -> None:
+        self._out(waiter)
+        self.list._late.forget(waiter.req)
+
+    def go(self) -> None:
+        if self.all:
+            self._end(self.chance.choice(self.all))
+
+    def move(self) -> None:
+        if self.all:
+            waiter = self.chance.choice(self.all)
+            self._out(waiter)
+            waiter.worker = self.workers.of(self.chance.choice(ADDRESSES))
+            self._enter(waiter)
+
+    def answer(self) -> None:
+        worker = self.workers.get(self.chance.choice(ADDRESSES[1:]))
+        if worker is not None:
+            if self.chance.random() < 0.6:
+                self.list.opens(worker, 0)
+            else:
+                self.list.closes(worker, self.now_s)
+
+    def promise(self) -> None:
+        """Pages come into the power of a worker, stay there without proof, or leave it."""
+        worker, key = self.workers.get(self.chance.choice(ADDRESSES[1:])), RoomKey(self.number, 0)
+        if worker is not None and key not in self.rooms and self.chance.random() < 0.5:
+            self.workers.promise(key, worker, self.chance.randint(1, 7))
+            self.rooms[key] = worker.address
+        elif self.rooms:
+            key = self.chance.choice(list(self.rooms))
+            if self.chance.random() < 0.4:
+                self.workers.hold(key)
+            else:
+                self.workers.release(key)
+                del self.rooms[key]
+
+    def new_pass(self) -> None:
+        self.now_s += self.chance.choice([0.0, 1.0, 9.0])
+        self.version += 1
+        self.most = self.chance.choice([4, 8, 10])
+        is_all = self.list._bring_back(self.most)
+        back = sorted(
+            (one for one in self.for_pages if one.req.max_pages <= self.most),
+            key=lambda one: (one.req.max_pages, one.arrival),
+        )
+        self.for_pages -= set(back[: waiting.MAX_BACK])
+        assert is_all or len(back) >= waiting.MAX_BACK
+        self.with_share.clear()
+        if self.shares_at != self.workers.version:
+            self.shares_at = self.workers.version
+            self.for_share.clear()
+
+    def look(self) -> None:
+        """The first does not fit; another gets a new estimate, which may have no rank."""
+        first = self.list._first_of_all(self.now_s)
+        if first is not None:
+            address, over = first.worker.address, self._is_over(first)
+            hopeless = self.workers.is_hopeless(first.worker, first.new_pages)
+            stepped = self.list._step_aside(first)
+            assert stepped == (first.req.max_pages > self.most or over)
+            if first.req.max_pages > self.most:
+                self.for_pages.add(first)
+            elif over and hopeless:
+                self.for_share.add(first)
+            elif over:
+                self.with_share.add(address)
+            if not self._line(address):
+                self.with_share.discard(address)
+        ranked = [one for one in self.in_order() if not one.is_returned]
+        if ranked:
+            waiter = self.chance.choice(ranked)
+            before, num_errors = waiter.rank, self.errors.num
+            waiter.new_pages = waiter.needed_pages = self.chance.randint(1, 7)
+            assert self.list._renew(waiter) == (waiter.rank > before)
+            assert self.errors.num - num_errors == (waiter.new_pages == 7)
+            assert waiter.rank == (before if waiter.new_pages == 7 else (waiter.new_pages // 2,))
+            waiter.seen_at = self.chance.choice([-1, self.version])
+
+    def _is_over(self, waiter: Waiter) -> bool:
+        worker = waiter.worker
+        others = [one for one in self.workers.all() if one.is_open and one.address]
+        has = sum(worker.promised.values())
+        return has > 0 and has + waiter.new_pages > SHARE and bool({*others} - {worker})
+
+    # --- the naive list ---------------------------------------------------------------------------
+
+    def in_order(self) -> list[Waiter]:
+        lines = [
+            waiter
+            for address in ADDRESSES
+            if address not in self.with_share
+            for waiter in self._line(address)
+            if waiter.worker.is_open
+        ]
+        return sorted(lines, key=lambda one: (
+            not one.is_returned, -one.arrival if one.is_returned else one.rank, one.arrival,
+        ))  # fmt: skip
+
+    def first_of_all(self) -> Waiter | None:
+        order = self.in_order()
+        if not order or order[0].is_returned:
+            return order[0] if order else None
+        oldest = min(order, key=lambda one: one.arrival)
+        if self.now_s - oldest.req.arrived_s >= PATIENCE_S:
+            return oldest
+        return None if self.policy.overtakes else order[0]
+
+    def check(self) -> None:
+        found, order = self.list, self.in_order()
+        found.check_invariants()
+        self.workers.check_invariants(set(self.rooms))
+        assert found._first_of_all(self.now_s) is self.first_of_all()
+        space = self.chance.randint(1, 6)
+        if not any(one.is_returned for one in order) and len(self.all) > 1:
+            fits = [
+                one
+                for one in order[: waiting.MAX_WALK]
+                if one.needed_pages <= space
+                and one.most_pages <= 5
+                and one.seen_at != self.version
+                and not self._is_over(one)
+            ]
+            first = found._first_that_may_fit(self.version, (space, 5))
+            assert first is (fits[0] if fits else None)
+        lines = {address: self._line(address) for address in ADDRESSES}
+        away = [one for line in lines.values() for one in line if not one.worker.is_open]
+        assert found.aside() == {
+            "pages": len(self.for_pages),
+            "share": len(self.for_share)
+            + sum(len(lines[one]) for one in self.with_share if self.workers.of(one).is_open),
+            "prefill": len(away),
+        }
+        oldest: dict[Worker, float] = {}
+        for waiter in sorted(order, key=lambda one: one.arrival):
+            if not waiter.is_returned:
+                oldest.setdefault(waiter.worker, waiter.req.arrived_s + PATIENCE_S)
+        due = [time_s for time_s in oldest.values() if time_s > self.now_s]
+        assert found._overdue_s(self.now_s) == min(
+            due if self.policy.overtakes else [], default=math.inf
+        )
+        self._check_late(away)
+
+    def _check_late(self, away: list[Waiter]) -> None:
+        if self.chance.random() < 0.5:
+            found = {one.req for one in self.list._unstamped}
+            self.list._stamp(self.now_s)
+            assert all(one.since_s == self.now_s for one in self.all if one.req in found)
+        due = {
+            one.req
+            for one in away
+            if one.since_s is not None
+            and max(one.since_s, one.worker.away_s) + AWAY_S <= self.now_s
+        }
+        late = self.list.unanswered(self.now_s)
+        assert set(late) == due
+        for waiter in [one for one in self.all if one.req in due]:
+            self._end(waiter)
+
+
+def storm(seed: int, steps: int = 150) -> None:
+    case = Case(seed)
+    calls: list[Callable[[], None]] = [
+        case.come, case.come, case.come, case.go, case.move, case.answer, case.promise,
+        case.new_pass, case.look, case.look,
+    ]  # fmt: skip
+    for _ in range(steps):
+        case.chance.choice(calls)()
+        case.check()
+
+
+def storms(num: int) -> None:
+    for seed in range(num):
+        storm(seed)
+
+
+def test_the_list_is_what_a_naive_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "MAX_BACK", 2)
+    monkeypatch.setattr(waiting, "MAX_WALK", 5)
+    storms(60)
+
+
+def _first_by_rank(self: Waiting, now_s: float) -> Waiter | None:
+    turns = self._turns()
+    return min(worker.order[0] for worker in turns)[-1] if turns else None
+
+
+def _all_have_turns(self: Waiting) -> list[Worker]:
+    self._lines, lines = {one: None for one in self._lines if one.is_open}, self._lines
+    for worker in self._lines:
+        worker.has_share = False
+    try:
+        return TURNS(self)
+    finally:
+        self._lines = lines
+
+
+def _line_alone(self: Waiting, worker: Worker) -> list[Waiter]:
+    return [place[-1] for place in worker.order]
+
+
+TURNS = Waiting._turns
+BROKEN: dict[str, tuple[type, str, Any]] = {
+    "patience ends no overtaking": (Waiting, "_first_of_all", _first_by_rank),
+    "a line has a turn in spite of its share": (Waiting, "_turns", _all_have_turns),
+    "a wait for an answer is not timed": (Waiting, "_time_answer", lambda self, waiter: None),
+    "those that just came are no part of a line": (Waiting, "_line", _line_alone),
+    "the last to return is not the first": (Waiter, "turn", property(lambda self: self.arrival)),
+    "a share binds a worker that is alone": (
+        Workers, "refuses",
+        lambda self, worker, num: bool(worker.num_pages) and worker.num_pages + num > SHARE,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_copy_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*BROKEN[name])
+    with pytest.raises(Exception):  # noqa: B017  # whatever breaks first
+        storms(30)
