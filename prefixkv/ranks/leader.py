@@ -93,7 +93,7 @@ class RankLeader:
             case _ if self.rooms is None:
                 self._on_joined_event(event, now_s)
             case _:
-                self._on_rank_event(self.rooms, 0, event, now_s)
+                self._pass_on(*self.rooms.on(0, event), now_s)
 
     def on_rank_events(self, raw: bytes, now_s: float) -> None:
         """Take another rank's message; b"" is none. Raises CallerError if not all come, in
@@ -108,7 +108,7 @@ class RankLeader:
                 done = HostCopyDone(event.number, event.error, event.num_bytes, event.seconds)
                 self.on_copy(rank, done, now_s)
             else:
-                self._on_rank_event(self.rooms, rank, event, now_s)
+                self._pass_on(*self.rooms.on(rank, event), now_s)
 
     def on_copy(self, rank: int, done: HostCopyDone, now_s: float) -> None:
         """Take the end of a copy on one rank; the scheduler gets it once it has ended on all."""
@@ -126,9 +126,6 @@ class RankLeader:
         self._pass_on(*self.rooms.fence(rank), now_s)
         for done in self.copies.fence(rank, error):
             self._scheduler.copy_ended(done, now_s)
-
-    def _on_rank_event(self, rooms: RankRooms, rank: int, event: DecodeEvent, now_s: float) -> None:
-        self._pass_on(*rooms.on(rank, event), now_s)
 
     def _pass_on(
         self, joined: Sequence[DecodeEvent], commands: Sequence[DecodeCommand], now_s: float

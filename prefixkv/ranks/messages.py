@@ -12,7 +12,6 @@ import numpy as np
 
 from prefixkv.errors import CallerError
 from prefixkv.paging import Pages, check_in_pool
-from prefixkv.settings import check_whole
 
 T = TypeVar("T")
 
@@ -52,28 +51,3 @@ def unpacked_ids(raw: bytes, num_pages: int) -> Pages:
     ids = np.frombuffer(raw, "<i4").astype(np.int32)
     check_in_pool(ids, num_pages)
     return ids
-
-
-class RankMessages:
-    """Numbers of the other ranks' messages to rank 0, and which ranks are dead."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_taken = [0] * num_ranks
-        self.fenced: set[int] = set()
-
-    def check_rank(self, rank: int) -> None:
-        """Raise CallerError for what is no rank above 0."""
-        check_whole("rank", rank, 0, len(self._num_taken) - 1)
-        if rank == 0:
-            raise CallerError("rank is 0: that is this process")
-
-    def take(self, rank: int, number: int) -> None:
-        """Count a rank's message. Raises CallerError, with nothing changed, for a rank that there
-        is not, and a message that is not the next one."""
-        if not 1 <= rank < len(self._num_taken):
-            raise CallerError(f"a message of rank {rank}, which this worker has not")
-        due = self._num_taken[rank]
-        if number != due:
-            raise CallerError(f"message {number} of rank {rank}, {due} is next")
-        # Counted when all checks have passed: a message that was refused can be sent again.
-        self._num_taken[rank] += 1

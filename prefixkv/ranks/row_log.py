@@ -191,11 +191,7 @@ class RankLog:
         now, told = _Told.of(pages), self._told
         if told is None:
             return bool((now.lengths >= 0).any())
-        return not (
-            np.array_equal(now.lengths, told.lengths)
-            and np.array_equal(now.writes, told.writes)
-            and np.array_equal(now.moves, told.moves)
-        )
+        return not all(np.array_equal(now[i], told[i]) for i in range(len(now)))
 
     def command(self, command: DecodeCommand | PrefillCommand) -> None:
         """Add a command for the rooms of every other rank."""
