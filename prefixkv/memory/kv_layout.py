@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Annotated, Final
 
@@ -283,7 +284,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         names = [group.name for group in self.groups]
         if "" in names or len(set(names)) < len(names):
             raise ConfigError(f"groups are named {shown(names)}, each needs a name of its own")
-        spans: list[tuple[int, int, str]] = []
+        alone = [(self, "the first group")]
         for group in self.groups:
             layout, where = group.layout, f"group {group.name!r}"
             check_whole(f"{where}: window", group.window, 0, MAX_INDEX)
@@ -308,10 +309,14 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
                         f"{where} has the first group's memory: it needs a window, and as many "
                         f"pages, {self.num_pages}"
                     )
-                continue
-            spans += layout._spans(where)
-        spans = sorted(spans + self._spans("the first group"))
-        for (_, end, one), (start, _, other) in pairwise(spans):
+            else:
+                alone.append((layout, where))
+        spans = [
+            (cluster[0][0], max(end for *_, end in cluster), where)
+            for layout, where in alone
+            for cluster in clusters(layout._spans())
+        ]
+        for (_, end, one), (start, _, other) in pairwise(sorted(spans)):
             if start < end:
                 raise ConfigError(f"{one} and {other} share memory at {start:#x}")
 
@@ -320,18 +325,12 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         with one pool of pages gives each page to one group at a time."""
         return bool(group.layout.slabs) and set(group.layout.slabs) <= set(self.slabs)
 
-    def _spans(self, where: str) -> list[tuple[int, int, str]]:
-        """Return begin, end and `where` of the memory of each set of slabs that interleave."""
-        ends = [slab.base + _extent(self._dims(slab), self.head_bytes) for slab in self.slabs]
-        spans: list[tuple[int, int, str]] = []
-        for (base, _), end in sorted(
-            zip(((slab.base, i) for i, slab in enumerate(self.slabs)), ends, strict=True)
-        ):
-            if spans and base < spans[-1][1]:
-                spans[-1] = spans[-1][0], max(end, spans[-1][1]), where
-            else:
-                spans.append((base, end, where))
-        return spans
+    def _spans(self) -> list[tuple[int, int, int]]:
+        """Return begin, number and end of each slab."""
+        return [
+            (slab.base, i, slab.base + _extent(self._dims(slab), self.head_bytes))
+            for i, slab in enumerate(self.slabs)
+        ]
 
     def validate_sizes(self) -> None:
         """Check sizes and names: the part of `validate` that needs no address."""
@@ -401,35 +400,16 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def _check_slabs_apart(self) -> None:
         """Only slabs with overlapping extents are compared closely."""
-        placed = sorted((slab.base, i) for i, slab in enumerate(self.slabs))
-        group: list[tuple[int, int]] = []
-        end = 0
-        for base, i in placed:
-            # A gap: all slabs before it are apart from all behind it.
-            if base >= end:
-                self._check_group_apart(group)
-                group = []
-            group.append((base, i))
-            end = max(end, base + _extent(self._dims(self.slabs[i]), self.head_bytes))
-        self._check_group_apart(group)
-
-    def _check_group_apart(self, group: list[tuple[int, int]]) -> None:
-        if len(group) < 2:
-            return
-        first = group[0][1]
-        dims = self._dims(self.slabs[first])
-        for _, i in group:
-            if self._dims(self.slabs[i]) != dims:
-                raise ConfigError(f"slabs {first} and {i} interleave with different strides")
-        _check_interleaved(group, dims, self.head_bytes)
+        for group in clusters(self._spans()):
+            first = group[0][1]
+            dims = self._dims(self.slabs[first])
+            for _, i, _ in group:
+                if self._dims(self.slabs[i]) != dims:
+                    raise ConfigError(f"slabs {first} and {i} interleave with different strides")
+            _check_interleaved(group, dims, self.head_bytes)
 
     def _dims(self, slab: Slab) -> _Dims:
-        dims = (
-            (self.num_pages, slab.page_stride),
-            (self.page_size, slab.token_stride),
-            (self.num_kv_heads, slab.head_stride),
-        )
-        return _by_stride(dims)
+        return _by_stride(((self.num_pages, slab.page_stride), *self._inner_dims(slab)))
 
     def _inner_dims(self, slab: Slab) -> _Dims:
         return _by_stride(
@@ -449,21 +429,32 @@ def _extent(dims: _Dims, element_bytes: int) -> int:
     return element_bytes + sum((count - 1) * stride for count, stride in dims)
 
 
-def _check_interleaved(group: list[tuple[int, int]], dims: _Dims, element_bytes: int) -> None:
-    """Raise ConfigError unless slabs, arrays of equal dimensions sorted by base, share no byte. All
-    must begin within one outermost stride and end before the next, so that they meet only inside
-    the same element of it; there the same holds one dimension further in. `group` holds (base, slab
-    number)."""
-    # Split into clusters of overlapping extents. At most one recursion per dimension, three in all.
+def clusters(spans: Iterable[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Return spans of memory, as (begin, number, end), by begin; those that overlap together.
+
+    >>> clusters([(8, 0, 9), (2, 1, 6), (0, 2, 3)])
+    [[(0, 2, 3), (2, 1, 6)], [(8, 0, 9)]]
+    """
+    found: list[list[tuple[int, int, int]]] = []
+    last = 0
+    for begin, number, end in sorted(spans):
+        # A gap: all spans before it are apart from all behind it.
+        if begin >= last:
+            found.append([])
+        found[-1].append((begin, number, end))
+        last = max(last, end)
+    return found
+
+
+def _check_interleaved(group: list[tuple[int, int, int]], dims: _Dims, element_bytes: int) -> None:
+    """Raise ConfigError unless slabs, arrays of equal dimensions, share no byte. All must begin
+    within one outermost stride and end before the next, so that they meet only inside the same
+    element of it; there the same holds one dimension further in. `group` holds (base, slab number,
+    end)."""
+    # At most one recursion per dimension, three in all.
     extent = _extent(dims, element_bytes)
-    clusters: list[list[tuple[int, int]]] = []
-    for base, i in group:
-        if clusters and base < clusters[-1][-1][0] + extent:
-            clusters[-1].append((base, i))
-        else:
-            clusters.append([(base, i)])
-    for cluster in clusters:
-        (first, a), (last, b) = cluster[0], cluster[-1]
+    for cluster in clusters((base, i, base + extent) for base, i, _ in group):
+        (first, a, _), (last, b, _) = cluster[0], cluster[-1]
         if a == b:
             continue
         inner = dims[1:]

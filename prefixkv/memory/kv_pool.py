@@ -25,9 +25,10 @@ from prefixkv.memory.kv_layout import (
     KVLayout,
     PageGroup,
     Slab,
+    clusters,
 )
 from prefixkv.memory.shared import shared_bytes
-from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.memory.staging_area import BLOCK_BYTES, whole_blocks
 from prefixkv.memory.tensors import TensorLike, as_tensor
 from prefixkv.paging import MAX_INDEX, PageIds, as_pages, check_in_pool
 from prefixkv.settings import check_flag, check_kind, check_whole
@@ -135,14 +136,13 @@ class KVPool:
         page_shape = (page_size, num_kv_heads, head_dim)
         kinds = sizes.slabs_per_layer
         if order == "layer_major":
-            make = ZerosFactory(dtype, device, shared)
-            tensors = make((kinds, num_pages, *page_shape), num_layers)
+            shape: tuple[int, ...] = kinds, num_pages, *page_shape
+            tensors = make_zeros(shape, dtype, device, shared, num_layers)
             slabs = [tensor[kv] for tensor in tensors for kv in range(kinds)]
         elif order == "page_major":
-            make = ZerosFactory(dtype, device, shared)
-            (whole,) = make((num_pages, num_layers, kinds, *page_shape))
+            shape = num_pages, num_layers, kinds, *page_shape
+            tensors = [whole] = make_zeros(shape, dtype, device, shared)
             slabs = [whole[:, layer, kv] for layer in range(num_layers) for kv in range(kinds)]
-            tensors = [whole]
         else:
             raise ConfigError(
                 f"order is {shown(order)}, a pool is created layer_major or page_major"
@@ -228,10 +228,9 @@ class KVPool:
         described = tuple(
             PageGroup(group.name, group.window, group.pool.layout) for group in groups
         )
-        named = [*self.layout.regions]
-        for group in groups:
-            named += group.pool.layout.regions
-        layout = msgspec.structs.replace(self.layout, groups=described, regions=_merged(named))
+        layouts = self.layout, *(group.pool.layout for group in groups)
+        regions = _merged([region for layout in layouts for region in layout.regions])
+        layout = msgspec.structs.replace(self.layout, groups=described, regions=regions)
         layout.validate()
         pool = KVPool(layout, self._slabs)
         pool.groups = tuple(groups)
@@ -339,29 +338,23 @@ def zeros(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
     return raw[skip : skip + num_bytes].view(element).view(shape)
 
 
-class ZerosFactory:
-    """A maker of tensors like `zeros`, or of such in memory that a peer may map."""
-
-    def __init__(self, dtype: str, device: str, shared: bool) -> None:
-        """Choose the kind of memory. ConfigError for shared memory not on the CPU."""
-        if shared and not (isinstance(device, str) and device == "cpu"):
-            raise ConfigError(
-                f'device is {shown(device)}, memory that a peer may map is on the "cpu"'
-            )
-        self._dtype, self._device, self._shared = dtype, device, shared
-
-    def __call__(self, shape: tuple[int, ...], count: int = 1) -> list[torch.Tensor]:
-        """Return `count` tensors of this shape; shared ones lie in one block. Raises as `zeros`."""
-        if not self._shared:
-            return [zeros(shape, self._dtype, self._device) for _ in range(count)]
-        element = getattr(torch, self._dtype)
-        num_bytes = prod(shape) * element.itemsize
-        # One block for all: a peer maps each block by a descriptor of its own. Each tensor begins
-        # at a block boundary.
-        step = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-        block = shared_bytes(step * count)
-        starts = range(0, step * count, step)
-        return [block[at : at + num_bytes].view(element).view(shape) for at in starts]
+def make_zeros(
+    shape: tuple[int, ...], dtype: str, device: str, shared: bool, count: int = 1
+) -> list[torch.Tensor]:
+    """Return `count` tensors as `zeros` makes them, or in one block of memory that a peer may map.
+    Raises as `zeros`, and ConfigError for shared memory not on the CPU."""
+    if not shared:
+        return [zeros(shape, dtype, device) for _ in range(count)]
+    if not (isinstance(device, str) and device == "cpu"):
+        raise ConfigError(f'device is {shown(device)}, memory that a peer may map is on the "cpu"')
+    element = getattr(torch, dtype)
+    num_bytes = prod(shape) * element.itemsize
+    # One block for all: a peer maps each block by a descriptor of its own. Each tensor begins at a
+    # block boundary.
+    step = whole_blocks(num_bytes)
+    block = shared_bytes(step * count)
+    starts = range(0, step * count, step)
+    return [block[at : at + num_bytes].view(element).view(shape) for at in starts]
 
 
 def _synchronize(device: torch.device) -> None:
@@ -439,15 +432,8 @@ def storages(views: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    # A set: views of one storage name it once.
-    spans = sorted({(start, start + num_bytes) for start, num_bytes in ranges})
-    merged: list[tuple[int, int]] = []
-    for start, end in spans:
-        if merged and start < merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return tuple((start, end - start) for start, end in merged)
+    found = clusters((start, 0, start + num_bytes) for start, num_bytes in ranges)
+    return tuple((one[0][0], max(end for *_, end in one) - one[0][0]) for one in found)
 
 
 def checked_regions(regions: object) -> tuple[tuple[int, int], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from prefixkv.errors import ConfigError
-from prefixkv.memory.kv_pool import ZerosFactory
+from prefixkv.memory.kv_pool import make_zeros
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 
 
@@ -23,7 +23,7 @@ class StagingBuffer:
         StagingArea has, CapacityError for too little memory."""
         # The sizes are checked before memory is taken; the address is not known yet.
         StagingArea(BLOCK_BYTES, num_bytes, lease_bytes).validate()
-        (self._memory,) = ZerosFactory("uint8", device, shared)((num_bytes,))
+        (self._memory,) = make_zeros((num_bytes,), "uint8", device, shared)
         self.area = StagingArea(self._memory.data_ptr(), num_bytes, lease_bytes)
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from prefixkv.errors import ConfigError
-from prefixkv.memory.kv_pool import ZerosFactory, checked_regions, storages
+from prefixkv.memory.kv_pool import checked_regions, make_zeros, storages
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateEntry, StateLayout, StateTensor
 from prefixkv.memory.tensors import TensorLike, as_tensors
@@ -101,7 +101,7 @@ class StatePool:
         check_flag("shared", shared)
         tensors = _checked_tensors(tensors)
         views = [
-            ZerosFactory(tensor.dtype, device, shared)((num_slots, *shape))[0]
+            make_zeros((num_slots, *shape), tensor.dtype, device, shared)[0]
             for tensor, shape in _tensors_of_rank(tensors, mesh, rank)
         ]
         return cls(tensors, views, mesh, rank, num_slots=num_slots)
