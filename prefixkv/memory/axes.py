@@ -53,7 +53,10 @@ def as_slabs(
     if v_tensors is not None:
         tensors = [view for pair in zip(k_tensors, v_tensors, strict=True) for view in pair]
     for i, tensor in enumerate(tensors):
-        _check_alike(i, tensor, tensors[0])
+        for name in ("shape", "dtype", "device"):
+            its, first = getattr(tensor, name), getattr(tensors[0], name)
+            if its != first:
+                raise ConfigError(f"tensor {i} has {name} {its}, tensor 0 has {first}")
     _check_shape(tensors[0], axes, description)
     # 2. One slab per layer and kind. K and V in one tensor are taken apart along their axis; in the
     #    order layer 0 K, layer 0 V, ..., as they are when they come apart.
@@ -99,15 +102,6 @@ def _checked_axes(description: AxisNames, *, k_and_v: bool) -> tuple[str, ...]:
             f"axes are {axes}, must be {', '.join(needed)} in any order" + _V_IS_MISSING * latent
         )
     return axes
-
-
-def _check_alike(i: int, tensor: torch.Tensor, first: torch.Tensor) -> None:
-    for name in ("shape", "dtype", "device"):
-        if getattr(tensor, name) != getattr(first, name):
-            raise ConfigError(
-                f"tensor {i} has {name} {getattr(tensor, name)}, tensor 0 has "
-                f"{getattr(first, name)}"
-            )
 
 
 def _check_shape(tensor: torch.Tensor, axes: tuple[str, ...], description: AxisNames) -> None:
@@ -169,7 +163,6 @@ def _opaque_slab(
     # `page_size` and heads are the engine's word. The rest of the page's size is `head_dim`.
     given_heads = 1 if description.num_kv_heads is None else description.num_kv_heads
     page_size, heads = description.page_size or 0, sizes.get("head", given_heads)
-    check_range("page_size", page_size, 1, MAX_INDEX)
     check_range("num_kv_heads", heads, 1, MAX_INDEX)
     head_dim, rest = divmod(page_elements, page_size * heads)
     if rest or description.head_dim not in (None, head_dim):

@@ -81,13 +81,8 @@ class TritonCopy:
 
         self._plan = plan
         self._device = torch.device(device)
-        # The stride of a dimension with one element means nothing, and must not spoil the
-        # alignment.
-        many = plan.layout.num_pages > 1
-        slabs = [
-            (slab.base, slab.page_stride if many else 0, unit if plan.fold > 1 else 0)
-            for slab, unit in zip(plan.slabs, plan.unit_strides, strict=True)
-        ]
+        strides = plan.strides.tolist()
+        slabs = [(slab.base, *steps) for slab, steps in zip(plan.slabs, strides, strict=True)]
         # The widest word, up to 8 bytes, in which every row begins and ends.
         places = [place for slab in slabs for place in slab] + plan.row_offsets.ravel().tolist()
         self._alignment = gcd(16, plan.row_bytes, *places)

@@ -336,9 +336,9 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
         """Check sizes and names: the part of `validate` that needs no address."""
         for name in ("num_pages", "page_size", "num_layers", "num_kv_heads", "head_dim"):
             check_whole(name, getattr(self, name), 1, MAX_INDEX)
-        _check_choice("dtype", self.dtype, tuple(ITEMSIZE))
-        _check_choice("attention", self.attention, tuple(SLABS_PER_LAYER))
-        _check_choice("order", self.order, ORDERS)
+        check_choice("dtype", self.dtype, tuple(ITEMSIZE))
+        check_choice("attention", self.attention, tuple(SLABS_PER_LAYER))
+        check_choice("order", self.order, ORDERS)
         # Shortened in the message, since a peer chose it.
         if self.device != "cpu" and not _CUDA.fullmatch(self.device):
             raise ConfigError(
@@ -472,6 +472,7 @@ def _check_index(name: str, value: int, end: int) -> None:
         raise ConfigError(f"{name} is {shown(value)}, must be in [0, {end})")
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError for what is none of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{name} is {shown(value)}, must be one of {', '.join(choices)}")

@@ -277,7 +277,8 @@ class KVPool:
         PageStateError for a page outside the pool.
         """
         index = self._index(pages)
-        out = torch.empty((len(index), *self._shape_words()), dtype=self._words[0].dtype)
+        first = self._words[0]
+        out = torch.empty((len(index), len(self._words), *first.shape[1:]), dtype=first.dtype)
         for i, words in enumerate(self._words):
             out[:, i] = words.index_select(0, index)
         return out.view(torch.uint8)
@@ -287,14 +288,7 @@ class KVPool:
         there. Raises PageStateError for a page outside the pool, ConfigError for another shape or
         dtype."""
         index = self._index(pages)
-        layout = self.layout
-        shape = (
-            len(index),
-            len(layout.slabs),
-            layout.page_size,
-            layout.num_kv_heads,
-            layout.head_bytes,
-        )
+        shape = (len(index), len(self._words), *self._words[0].view(torch.uint8).shape[1:])
         if isinstance(data, np.ndarray) and not data.flags.writeable:
             data = data.copy()  # it is only read, and torch takes none that is read-only
         data = as_tensor("data", data)
@@ -307,9 +301,6 @@ class KVPool:
             words.index_copy_(0, index, source[:, i])
         # The transport reads the memory outside any stream.
         _synchronize(words.device)
-
-    def _shape_words(self) -> tuple[int, ...]:
-        return (len(self._words), *self._words[0].shape[1:])
 
     def _index(self, pages: PageIds) -> torch.Tensor:
         ids = as_pages(pages)
@@ -411,10 +402,7 @@ def _describe(
         attention=attention,
         order=order,
         slabs=tuple(
-            Slab(
-                slab.data_ptr(), slab.stride(0) * size, slab.stride(1) * size, slab.stride(2) * size
-            )
-            for slab in slabs
+            Slab(slab.data_ptr(), *(step * size for step in slab.stride()[:3])) for slab in slabs
         ),
         regions=regions,
         # Interned: msgspec leaves a default value out of a message by identity.

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Final, NamedTuple
 
 from prefixkv.errors import ConfigError, HandshakeError
-from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.paging import MAX_INDEX
 from prefixkv.settings import check_whole
 
@@ -50,6 +50,15 @@ class Shard(NamedTuple):
         heads = min(self.first_head + self.num_heads, other.first_head + other.num_heads) - head
         return Shard(layer, layers, head, heads) if layers > 0 and heads > 0 else None
 
+    def slabs_of(self, layout: KVLayout) -> tuple[Slab, ...]:
+        """Return the slabs of these layers; in the pool's own numbers. Raises ConfigError for a
+        shard that the pool does not hold."""
+        whole = Shard.whole(layout)
+        if self.overlap(whole) != self:
+            raise ConfigError(f"{self} is not inside a pool of {whole}")
+        kinds = layout.slabs_per_layer
+        return layout.slabs[self.first_layer * kinds : (self.first_layer + self.num_layers) * kinds]
+
     def inside(self, rank: Shard) -> Shard:
         """Return the same shard in the numbers of a rank that holds it.
 
@@ -84,9 +93,6 @@ class Mesh:
         """Ranks of a stage that hold the same head."""
         return max(1, self.tp_size // self.num_kv_heads)
 
-    def rank(self, pp_rank: int, tp_rank: int) -> int:
-        return pp_rank * self.tp_size + tp_rank
-
     def validate(self) -> None:
         """Raise ConfigError naming the value that no mesh can have. Call it first."""
         for name in ("num_layers", "num_kv_heads", "tp_size", "pp_size"):
@@ -109,9 +115,7 @@ class Mesh:
             raise ConfigError(f"stage_layers is a {type(stages).__name__}, a tuple is needed")
         for layers in stages:
             check_whole("stage_layers", layers, 1, MAX_INDEX)
-        if stages and (
-            len(stages) != self.pp_size or min(stages) < 1 or sum(stages) != self.num_layers
-        ):
+        if stages and (len(stages) != self.pp_size or sum(stages) != self.num_layers):
             raise ConfigError(
                 f"stage_layers is {stages}, must be {self.pp_size} numbers from 1 whose sum is "
                 f"{self.num_layers}"
@@ -142,14 +146,19 @@ def _divides(a: int, b: int) -> bool:
 # --- pairs --------------------------------------------------------------------------------------
 
 
+def check_equal(field: str, ours: object, theirs: object, reason: str = "differs") -> None:
+    """Raise HandshakeError unless the values of a field are equal."""
+    if ours != theirs:
+        raise HandshakeError(field, ours, theirs, reason)
+
+
 def check_meshes(ours: Mesh, theirs: Mesh) -> None:
     """Raise HandshakeError for another model, or tensor-parallel sizes of which neither divides the
     other; ConfigError if theirs breaks a law of meshes."""
     # It came in a frame: nothing of it is used before this.
     theirs.validate()
     for name in ("num_layers", "num_kv_heads"):
-        if getattr(ours, name) != getattr(theirs, name):
-            raise HandshakeError(name, getattr(ours, name), getattr(theirs, name))
+        check_equal(name, getattr(ours, name), getattr(theirs, name))
     if not _divides(ours.tp_size, theirs.tp_size):
         raise HandshakeError("tp_size", ours.tp_size, theirs.tp_size, "neither divides the other")
 
@@ -168,10 +177,8 @@ def check_opaque(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: 
     """Raise HandshakeError unless each page of one side is a whole page of the other, as opaque
     pages need. Pipeline stages may differ."""
     why = "must be equal where pages are opaque"
-    if our_page_size != their_page_size:
-        raise HandshakeError("page_size", our_page_size, their_page_size, why)
-    if ours.tp_size != theirs.tp_size:
-        raise HandshakeError("tp_size", ours.tp_size, theirs.tp_size, why)
+    check_equal("page_size", our_page_size, their_page_size, why)
+    check_equal("tp_size", ours.tp_size, theirs.tp_size, why)
 
 
 def check_whole_groups(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_size: int) -> None:
@@ -180,8 +187,7 @@ def check_whole_groups(ours: Mesh, our_page_size: int, theirs: Mesh, their_page_
     if max(ours.pp_size, theirs.pp_size) > 1:
         why = "must be 1 where a model has groups of layers"
         raise HandshakeError("pp_size", ours.pp_size, theirs.pp_size, why)
-    if our_page_size != their_page_size:
-        raise HandshakeError("page_size", our_page_size, their_page_size, GROUPS_NEED_IT)
+    check_equal("page_size", our_page_size, their_page_size, GROUPS_NEED_IT)
 
 
 class GroupHeads(NamedTuple):
@@ -206,8 +212,7 @@ def check_group_heads(number: int, ours: Mesh, mine: GroupHeads, theirs: Mesh, i
     sizes = ours.tp_size, theirs.tp_size
     field = f"groups[{number}].num_kv_heads"
     if ours.tp_size == theirs.tp_size:
-        if mine.num_kv_heads != its:
-            raise HandshakeError(field, mine.num_kv_heads, its)
+        check_equal(field, mine.num_kv_heads, its)
         return
     if mine.is_whole:
         why = f"must be equal where pages of group {mine.name!r} are opaque"
@@ -217,9 +222,8 @@ def check_group_heads(number: int, ours: Mesh, mine: GroupHeads, theirs: Mesh, i
         raise HandshakeError("tp_size", *sizes, why)
     all_of_ours = mine.num_kv_heads * ours.tp_size // ours.replicas
     all_of_theirs = its * theirs.tp_size // theirs.replicas
-    if all_of_ours != all_of_theirs:
-        why = "differs over all ranks, and tp_size differs too"
-        raise HandshakeError(field, all_of_ours, all_of_theirs, why)
+    why = "differs over all ranks, and tp_size differs too"
+    check_equal(field, all_of_ours, all_of_theirs, why)
 
 
 def group_part(part: Shard, first: KVLayout, group: KVLayout) -> Shard:
@@ -237,10 +241,8 @@ def group_part(part: Shard, first: KVLayout, group: KVLayout) -> Shard:
 def check_holds(layout: KVLayout, shard: Shard) -> None:
     """Raise HandshakeError if a pool does not have the layers and heads of its rank's shard."""
     for name, expected in (("num_layers", shard.num_layers), ("num_kv_heads", shard.num_heads)):
-        if getattr(layout, name) != expected:
-            raise HandshakeError(
-                f"layout.{name}", expected, getattr(layout, name), "is not the rank's share"
-            )
+        held = getattr(layout, name)
+        check_equal(f"layout.{name}", expected, held, "is not the rank's share")
 
 
 def sent_share(writers: Mesh, writer: int, readers: Mesh, reader: int) -> Shard | None:
@@ -276,13 +278,6 @@ def writers_to(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
     return tuple(sent_shares(writers, readers, reader))
 
 
-def readers_of(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
-    """Return the ranks that `writer` writes to; none if replicas of its heads serve all readers."""
-    return tuple(
-        rank for rank in range(readers.num_ranks) if sent_share(writers, writer, readers, rank)
-    )
-
-
 def ranks_promised_to(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, ...]:
     """Return the ranks that `reader` promises its pages to: those that write to it.
 
@@ -300,5 +295,8 @@ def ranks_promised_to(writers: Mesh, readers: Mesh, reader: int) -> tuple[int, .
 
 def readers_awaited(writers: Mesh, writer: int, readers: Mesh) -> tuple[int, ...]:
     """Return the ranks from which `writer` awaits promises; see `ranks_promised_to`."""
-    # A writer without readers waits for rank 0, or it would never learn of the room's end.
-    return readers_of(writers, writer, readers) or (0,)
+    ranks = range(readers.num_ranks)
+    found = tuple(rank for rank in ranks if sent_share(writers, writer, readers, rank))
+    # A writer without readers (replicas of its heads serve all) waits for rank 0, or it would never
+    # learn of the room's end.
+    return found or (0,)

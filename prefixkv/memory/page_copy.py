@@ -231,11 +231,9 @@ def page_runs(layout: KVLayout) -> tuple[Int64s, Int64s, Int64s]:
 
 def _layout_runs(layout: KVLayout) -> tuple[Int64s, Int64s, Int64s]:
     plan = StagePlan.of(layout, Shard.whole(layout), layout.page_size)
-    # The stride of a dimension with one element means nothing.
-    strides = [slab.page_stride if layout.num_pages > 1 else 0 for slab in plan.slabs]
     bases = np.array([slab.base for slab in plan.slabs], np.int64)
     starts = (bases[:, None] + plan.row_offsets).ravel()
-    steps = np.repeat(np.array(strides, np.int64), plan.row_offsets.shape[1])
+    steps = np.repeat(plan.strides[:, 0], plan.row_offsets.shape[1])
     # In the order of addresses, rows that touch become one run, if they do so in every page.
     order = np.lexsort((starts, steps))
     starts, steps = starts[order], steps[order]

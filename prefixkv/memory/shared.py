@@ -90,10 +90,5 @@ def block_of(address: int, num_bytes: int) -> SharedBlock | None:
 def blocks_of(ranges: Iterable[tuple[int, int]]) -> list[SharedBlock] | None:
     """Return the shared blocks of these ranges, each once, by address; None if one is not
     shared."""
-    found = set()
-    for address, num_bytes in ranges:
-        block = block_of(address, num_bytes)
-        if block is None:
-            return None
-        found.add(block)
-    return sorted(found)
+    found = {block_of(*one) for one in ranges}
+    return None if None in found else sorted(block for block in found if block is not None)

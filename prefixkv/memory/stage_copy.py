@@ -184,18 +184,10 @@ class CpuCopy:
         plan = self._plan
         num_pages = plan.layout.num_pages
         slabs = plan.slabs[first : first + count]
-        # Everything relative to the first slab. Strides of a single page or unit have no meaning,
-        # and must not spoil the step.
+        # Everything relative to the first slab.
         origin = min(slab.base for slab in slabs)
         base = np.array([slab.base - origin for slab in slabs], dtype=np.int64)[:, None]
-        page = np.array(
-            [slab.page_stride if num_pages > 1 else 0 for slab in slabs], dtype=np.int64
-        )[:, None]
-        unit = np.array(
-            plan.unit_strides[first : first + count] if plan.fold > 1 else [0] * count,
-            dtype=np.int64,
-        )
-        unit = unit[:, None]
+        page, unit = np.hsplit(plan.strides[first : first + count], 2)
         offsets = base + plan.row_offsets[first : first + count]
         # Every row begins at a multiple of `step`, so a row's place is its number in a view with
         # that stride. Rows of the view overlap if the step is less than a row.

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class StagePlan:
     """The places of a part's rows: `row_bytes` that are contiguous in the pool and in the stage.
 
-    Row r of unit j of page p of slab s is at `slabs[s].base + p * slabs[s].page_stride + j *
-    unit_strides[s] + row_offsets[s, r]`.
+    Row r of unit j of page p of slab s is at `slabs[s].base + p * strides[s, 0] + j * strides[s, 1]
+    + row_offsets[s, r]`. Strides of a single page or unit have no meaning, and are 0.
     """
 
     layout: KVLayout
@@ -30,7 +30,7 @@ class StagePlan:
     fold: int
     row_bytes: int
     row_offsets: npt.NDArray[np.int64]
-    unit_strides: tuple[int, ...]
+    strides: npt.NDArray[np.int64]
 
     @classmethod
     def of(cls, layout: KVLayout, part: Shard, unit_tokens: int) -> StagePlan:
@@ -38,16 +38,11 @@ class StagePlan:
         part or a unit that does not fit the pool, or an invalid layout."""
         # From here on addresses are computed without further checks.
         layout.validate()
-        if part.overlap(Shard.whole(layout)) != part:
-            raise ConfigError(f"{part} is not inside a pool of {Shard.whole(layout)}")
+        slabs = part.slabs_of(layout)
         if unit_tokens < 1 or layout.page_size % unit_tokens:
             raise ConfigError(
                 f"unit_tokens is {unit_tokens}, must divide the page size, {layout.page_size}"
             )
-        kinds = layout.slabs_per_layer
-        slabs = layout.slabs[
-            part.first_layer * kinds : (part.first_layer + part.num_layers) * kinds
-        ]
         row_bytes = layout.head_bytes
         # Rows as long as possible: heads that lie side by side in every slab become one row, then
         # tokens too. `tokens` and `heads` are the numbers that remain rows of their own.
@@ -68,13 +63,16 @@ class StagePlan:
             ).ravel()
             for slab in slabs
         ]
+        fold = layout.page_size // unit_tokens
+        pages, tokens_apart = layout.num_pages > 1, unit_tokens * (fold > 1)
+        strides = [(slab.page_stride * pages, slab.token_stride * tokens_apart) for slab in slabs]
         return cls(
             layout=layout,
             slabs=slabs,
-            fold=layout.page_size // unit_tokens,
+            fold=fold,
             row_bytes=row_bytes,
             row_offsets=np.array(offsets, dtype=np.int64),
-            unit_strides=tuple(unit_tokens * slab.token_stride for slab in slabs),
+            strides=np.array(strides, dtype=np.int64),
         )
 
     @property

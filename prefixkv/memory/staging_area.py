@@ -7,9 +7,9 @@ from typing import Final
 import msgspec
 
 from prefixkv.errors import ConfigError
+from prefixkv.memory.kv_layout import ADDRESS_END
 
 BLOCK_BYTES: Final = 4096
-_MAX_ADDRESS: Final = 2**63 - 1
 
 
 def whole_blocks(num_bytes: int) -> int:
@@ -50,5 +50,5 @@ class StagingArea(msgspec.Struct, frozen=True, array_like=True):
                 f"staging lease_bytes is {self.lease_bytes}, the area has {self.num_bytes}"
             )
         # Addresses in it must not overflow an int64.
-        if not 0 < self.base <= _MAX_ADDRESS - self.num_bytes:
+        if not 0 < self.base < ADDRESS_END - self.num_bytes:
             raise ConfigError(f"staging of {self.num_bytes} bytes at {self.base} is no memory")

@@ -17,8 +17,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from prefixkv.errors import ConfigError, HandshakeError, shown
-from prefixkv.memory.kv_layout import ADDRESS_END, ITEMSIZE, Regions
-from prefixkv.memory.mesh import Mesh, Shard, check_meshes, sent_share
+from prefixkv.memory.kv_layout import ADDRESS_END, ITEMSIZE, Regions, check_choice, clusters
+from prefixkv.memory.mesh import Mesh, Shard, check_equal, check_meshes, sent_share
 from prefixkv.paging import MAX_INDEX
 from prefixkv.settings import check_whole
 
@@ -62,20 +62,14 @@ class StateTensor(msgspec.Struct, frozen=True, array_like=True):
         if not isinstance(self.name, str):
             raise ConfigError(f"a state tensor's name is {shown(self.name)}, a string is needed")
         where = f"state tensor {self.name!r}"
-        if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE:
-            raise ConfigError(
-                f"{where}: dtype is {shown(self.dtype)}, must be one of {', '.join(ITEMSIZE)}"
-            )
+        check_choice(f"{where}: dtype", self.dtype, tuple(ITEMSIZE))
         check_whole(f"{where}: layer", self.layer, 0, mesh.num_layers - 1)
         check_whole(f"{where}: num_heads", self.num_heads, 1, MAX_INDEX)
         if not isinstance(self.head_shape, tuple | list):
             raise ConfigError(f"{where}: head_shape is {shown(self.head_shape)}, a tuple is needed")
         for size in self.head_shape:
             check_whole(f"{where}: head_shape", size, 1, MAX_INDEX)
-        if (
-            min(self.head_shape, default=1) < 1
-            or not 0 < self.num_heads * self.head_bytes <= MAX_INDEX
-        ):
+        if self.num_heads * self.head_bytes > MAX_INDEX:
             raise ConfigError(
                 f"{where}: {self.num_heads} heads of {self.head_shape}, must be 1 to {MAX_INDEX} "
                 "bytes"
@@ -133,22 +127,19 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
                 raise ConfigError(
                     f"state entry {i} is [{entry.base:#x}, {end:#x}), not inside one region"
                 )
-        placed = sorted(self.entries, key=lambda entry: entry.base)
-        # `first` is the first entry of those that interleave. An entry either begins behind
-        # them and starts a new set, or its slots lie between theirs, within one stride.
-        first = placed[0] if placed else None
-        for before, entry in pairwise(placed):
-            assert first is not None
-            if entry.base >= first.base + self._extent(
-                first
-            ) and entry.base >= before.base + self._extent(before):
-                first = entry
-            elif (
-                entry.slot_stride != first.slot_stride
-                or entry.base < before.base + before.num_bytes
-                or entry.base + entry.num_bytes > first.base + first.slot_stride
-            ):
-                raise ConfigError(f"state entries at {before.base:#x} and {entry.base:#x} overlap")
+        # Slots of entries that overlap lie between each other's, within one stride.
+        spans = [(one.base, i, one.base + self._extent(one)) for i, one in enumerate(self.entries)]
+        for cluster in clusters(spans):
+            first, *_ = together = [self.entries[i] for _, i, _ in cluster]
+            for before, entry in pairwise(together):
+                if (
+                    entry.slot_stride != first.slot_stride
+                    or entry.base < before.base + before.num_bytes
+                    or entry.base + entry.num_bytes > first.base + first.slot_stride
+                ):
+                    raise ConfigError(
+                        f"state entries at {before.base:#x} and {entry.base:#x} overlap"
+                    )
 
     def _extent(self, entry: StateEntry) -> int:
         return (self.num_slots - 1) * entry.slot_stride + entry.num_bytes
@@ -160,10 +151,8 @@ class StateLayout(msgspec.Struct, frozen=True, array_like=True):
             tensor.head_bytes * shard.num_heads for tensor, shard in shards if shard is not None
         ]
         described = [entry.num_bytes for entry in self.entries]
-        if described != expected:
-            raise HandshakeError(
-                "state bytes", expected, described, f"of a slot are not the share of rank {rank}"
-            )
+        why = f"of a slot are not the share of rank {rank}"
+        check_equal("state bytes", expected, described, why)
 
 
 # --- pairs --------------------------------------------------------------------------------------

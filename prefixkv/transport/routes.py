@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefixkv.errors import ConfigError, HandshakeError
+from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_layout import KVLayout, PageGroup
-from prefixkv.memory.mesh import GROUPS_NEED_IT, group_part
+from prefixkv.memory.mesh import GROUPS_NEED_IT, check_equal, group_part
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateLink
 from prefixkv.transport.base import PeerMemory, RankMemory, WriteJob, window_route
@@ -90,10 +90,9 @@ def routes_to(ours: RankMemory, peer: PeerMemory) -> Routes:
 def _paired_groups(src: KVLayout, dst: KVLayout) -> list[tuple[PageGroup, PageGroup]]:
     """Raise HandshakeError for groups with other names, windows or page sizes."""
     ours, theirs = ([(one.name, one.window) for one in side.groups] for side in (src, dst))
-    if ours != theirs:
-        raise HandshakeError("groups", ours, theirs)
-    if src.groups and src.page_size != dst.page_size:
-        raise HandshakeError("page_size", src.page_size, dst.page_size, GROUPS_NEED_IT)
+    check_equal("groups", ours, theirs)
+    if src.groups:
+        check_equal("page_size", src.page_size, dst.page_size, GROUPS_NEED_IT)
     return list(zip(src.groups, dst.groups, strict=True))
 
 

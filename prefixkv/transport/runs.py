@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.errors import ConfigError, HandshakeError
+from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.mesh import Shard, check_page_sizes
+from prefixkv.memory.mesh import Shard, check_equal, check_page_sizes
 from prefixkv.paging import MAX_INDEX, Pages
 
 Int64s = npt.NDArray[np.int64]
@@ -108,19 +108,15 @@ class Runs:
         num_runs = self.num_runs + other.num_runs
         for positions in (self.src_positions, self.dst_positions):
             check_index_range(num_runs, positions.num_positions)
-        return Runs(
+        behind = [
+            group._replace(first_run=group.first_run + self.num_runs) for group in other.groups
+        ]
+        return replace(
+            self,
             src=np.concatenate([self.src, other.src]),
             dst=np.concatenate([self.dst, other.dst]),
-            groups=(
-                *self.groups,
-                *(
-                    group._replace(first_run=group.first_run + self.num_runs)
-                    for group in other.groups
-                ),
-            ),
+            groups=(*self.groups, *behind),
             num_runs=num_runs,
-            src_positions=self.src_positions,
-            dst_positions=self.dst_positions,
         )
 
 
@@ -144,11 +140,11 @@ def paired_runs(
     # read further.
     src_part, dst_part = src_part or Shard.whole(src), dst_part or Shard.whole(dst)
     for name in (*_MUST_BE_EQUAL, *(_WHOLE if src.opaque else ())):
-        _check_equal(name, getattr(src, name), getattr(dst, name))
+        check_equal(name, getattr(src, name), getattr(dst, name))
     for of_part, name in _PART_MUST_BE_EQUAL:
-        _check_equal(name, getattr(src_part, of_part), getattr(dst_part, of_part))
+        check_equal(name, getattr(src_part, of_part), getattr(dst_part, of_part))
     if src.opaque:
-        _check_equal("num_heads", src.num_kv_heads, src_part.num_heads)
+        check_equal("num_heads", src.num_kv_heads, src_part.num_heads)
     check_page_sizes(src.page_size, dst.page_size)
     dst = dst.sized()
     dst.validate()
@@ -181,11 +177,6 @@ def paired_runs(
         src_positions=src_positions,
         dst_positions=dst_positions,
     )
-
-
-def _check_equal(name: str, ours: object, theirs: object) -> None:
-    if ours != theirs:
-        raise HandshakeError(name, ours, theirs)
 
 
 class _Pieces(NamedTuple):
@@ -222,15 +213,7 @@ class _Pieces(NamedTuple):
 
 def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
     """Raise ConfigError if the part is not inside the pool."""
-    whole = Shard.whole(layout)
-    if part.overlap(whole) != part:
-        raise ConfigError(
-            f"{part} is not inside a pool of {whole.num_layers} layers and {whole.num_heads} heads"
-        )
-    per_layer = layout.slabs_per_layer
-    slabs = layout.slabs[
-        part.first_layer * per_layer : (part.first_layer + part.num_layers) * per_layer
-    ]
+    slabs = part.slabs_of(layout)
     starts = sorted(start for start, _ in layout.regions)
     kinds: dict[tuple[int, int, int], int] = {}
     columns = []
