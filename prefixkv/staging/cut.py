@@ -39,42 +39,29 @@ class LeaseCut:
     area_bytes: int
 
     @classmethod
-    def of(
-        cls, writers: Mesh, readers: Mesh, reader: int, unit_head_bytes: int, area: StagingArea
-    ) -> LeaseCut:
-        """Compute the cut for rank `reader`, which has the staging area `area`.
-
-        The meshes have passed `check_meshes`. O(log units per lease), with a sum over the writers
-        each. `unit_head_bytes`: of one head of one layer in one unit page, all kinds (K and V).
-
-        Raises: HandshakeError where a lease cannot take one unit page.
-
-        >>> area = StagingArea(base=4096, num_bytes=65536, lease_bytes=32768)
-        >>> writers = Mesh(2, 4, tp_size=2)
-        >>> LeaseCut.of(writers, Mesh(2, 4), reader=0, unit_head_bytes=1024, area=area)
-        LeaseCut(shares=((0, 4096), (1, 4096)), units_per_piece=4, area_bytes=65536)
-        """
-        shares = tuple(
-            (rank, share.num_layers * share.num_heads * unit_head_bytes)
-            for rank, share in sent_shares(writers, readers, reader).items()
-        )
-        return cls._fitting(shares, area)
-
-    @classmethod
     def into(
         cls, writers: Mesh, readers: Mesh, reader: int, layout: KVLayout, unit_tokens: int,
         area: StagingArea,
     ) -> LeaseCut:  # fmt: skip
-        """As `of`, for a pool of this layout, whose aligned groups are staged with the pages."""
+        """Compute the cut for rank `reader`, which has a pool of this layout, whose aligned groups
+        are staged with the pages, and the staging area `area`. The meshes have passed
+        `check_meshes`. Raises HandshakeError as `of`."""
         mine = readers.shard(reader)
         shares = tuple(
             (rank, sum(stage_unit_bytes(layout, share.inside(mine), unit_tokens)))
             for rank, share in sent_shares(writers, readers, reader).items()
         )
-        return cls._fitting(shares, area)
+        return cls.of(shares, area)
 
     @classmethod
-    def _fitting(cls, shares: tuple[tuple[int, int], ...], area: StagingArea) -> LeaseCut:
+    def of(cls, shares: tuple[tuple[int, int], ...], area: StagingArea) -> LeaseCut:
+        """Compute the cut for these shares. O(log units per lease), with a sum over the writers
+        each. Raises HandshakeError where a lease cannot take one unit page.
+
+        >>> area = StagingArea(base=4096, num_bytes=65536, lease_bytes=32768)
+        >>> LeaseCut.of(((0, 4096), (1, 4096)), area)
+        LeaseCut(shares=((0, 4096), (1, 4096)), units_per_piece=4, area_bytes=65536)
+        """
         # Without the rounding of sections to blocks `most` units would fit; with it maybe fewer.
         # The size grows with the units, so bisection finds the largest number that fits.
         most = area.lease_bytes // sum(unit_bytes for _, unit_bytes in shares)

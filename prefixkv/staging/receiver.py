@@ -213,14 +213,16 @@ class StagingReceiver:
         if lease is None or (*lease.key.numbers, lease.piece) != named:
             self.counters["arrivals_of_no_lease"] += 1
             return out
-        parts = self._rooms[lease.key].pieces[lease.piece].parts
+        room = self._rooms[lease.key]
+        piece = room.pieces[lease.piece]
+        parts, due = piece.parts, room.plan.cut.sections(piece.num_units).get(tag.rank)
         num_parts, landed = parts.get(tag.rank, (tag.num_parts, set()))
         # 2. Repeated, or of a rank that does not write here.
         # 3. Contradicts the parts before, or our own cut.
         # 4. Counts.
-        if tag.rank not in lease.missing or tag.part in landed:
+        if due is None or tag.rank not in lease.missing or tag.part in landed:
             self.counters["arrivals_not_awaited"] += 1
-        elif num_parts != tag.num_parts or self._blocks(lease, tag.rank) != tag.num_pages:
+        elif (num_parts, -(-due.num_bytes // BLOCK_BYTES)) != (tag.num_parts, tag.num_pages):
             self.counters["arrivals_that_disagree"] += 1
         else:
             landed.add(tag.part)
@@ -273,18 +275,10 @@ class StagingReceiver:
         # Last: the room may end by it, and the actions above would then be of a closed room.
         out.append(SectionArrived(lease.key, rank, piece.num_units))
 
-    def _blocks(self, lease: Lease, rank: int) -> int:
-        room = self._rooms[lease.key]
-        num_units = room.pieces[lease.piece].num_units
-        return -(-room.plan.cut.sections(num_units)[rank].num_bytes // BLOCK_BYTES)
-
     def _num_landed(self, room: _StagedRoom) -> int:
         leases = self.leases.of_room(room.key)
         landed = [lease.piece for lease in leases if lease.state is LeaseState.LANDED]
         return sum(room.pieces[piece].num_units for piece in landed)
-
-    def _copied(self, room: _StagedRoom) -> bool:
-        return any(lease.state is LeaseState.LANDED for lease in self.leases.of_room(room.key))
 
     def _pass_on(
         self, room: _StagedRoom, ending: RoomEnded | RoomDrained, out: list[StagedRoomAction]
@@ -295,7 +289,7 @@ class StagingReceiver:
         failed = isinstance(ending, RoomEnded) and ending.poll is KVPoll.FAILED
         if isinstance(ending, RoomDrained):
             self._send_grants(self.leases.drained(room.key), out)
-            waits = self._copied(room)
+            waits = self._num_landed(room) > 0
         else:
             waits = not failed and not room.complete
         room.held = ending if waits else None
@@ -359,7 +353,7 @@ class StagingReceiver:
             apart = [n for n, p in pieces.items() if ends.get(n, p.first_unit) != p.first_unit]
             by_all = {number for number, piece in pieces.items() if piece.asked == ranks}
             next_waits = room.closed or room.next_piece not in by_all
-            end_waits = self._copied(room) if room.closed else not room.complete
+            end_waits = self._num_landed(room) > 0 if room.closed else not room.complete
             laws = {
                 "pieces lie inside": all(end <= len(room.units) for end in ends.values()),
                 "pieces join": not apart,

@@ -285,12 +285,8 @@ class StagingSender:
         stream = self._streams.get(key, {}).get(peer)
         piece = None if stream is None else stream.open.get(grant.piece)
         # 1. Repeated, late or invented. A second grant must not move a piece that is being written.
-        if (
-            not stream
-            or not piece
-            or stream.ticket != grant.ticket
-            or piece.state is not PieceState.ASKED
-        ):
+        awaited = PieceState.ASKED, grant.ticket
+        if not stream or not piece or (piece.state, stream.ticket) != awaited:
             self.counters["grants_not_awaited"] += 1
             return out
         # 2. The offset comes from the peer, and becomes an address of its memory: whole blocks,
@@ -307,9 +303,7 @@ class StagingSender:
         self._take_slots(out)
         return out
 
-    def on_gathered(
-        self, gather_id: int, error: Exception | None, now_s: float
-    ) -> list[StagedWriteAction]:
+    def on_gathered(self, gather_id: int, error: Exception | None) -> list[StagedWriteAction]:
         """Take the end of a Gather: write the slot into the lease of its piece. Unknown: no-op."""
         out: list[StagedWriteAction] = []
         if (piece := self._let_go(gather_id, PieceState.GATHERING)) is None:

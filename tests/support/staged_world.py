@@ -249,7 +249,7 @@ class Writer:
         assert owners, "a gather reads pages that its room has let go of"
         start = gather.slot * self.slot_bytes
         self.memory[start : start + len(data)] = data if error is None else b"\xee" * len(data)
-        self.do(self.sender.on_gathered(gather_id, error, self.world.now_s))
+        self.do(self.sender.on_gathered(gather_id, error))
 
     # what the transport does
 

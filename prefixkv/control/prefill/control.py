@@ -807,7 +807,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
 
     def _gathered(self, done: CopyDone, now_s: float) -> None:
         if self.staging is not None:
-            self.say_all(self.staging.on_gathered(done.copy_id, done.error, now_s))
+            self.say_all(self.staging.on_gathered(done.copy_id, done.error))
 
     def _ask_for_lease(self, ask: SendLeaseAsk, now_s: float) -> None:
         if (peer := self._peers.find(ask.peer)) is not None:

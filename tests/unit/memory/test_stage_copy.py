@@ -21,7 +21,7 @@ from prefixkv.errors import ConfigError, PageStateError
 from prefixkv.memory import stage_copy
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
-from prefixkv.memory.mesh import Mesh, Shard, sent_share
+from prefixkv.memory.mesh import Mesh, Shard, sent_share, sent_shares
 from prefixkv.memory.stage_copy import StagingCopy, staging_copy
 from prefixkv.memory.stage_plan import StagePlan
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
@@ -198,7 +198,11 @@ def test_a_lease_carries_the_sections_of_all_writers(
             part_of(shard)
         )
         area = StagingArea(BLOCK_BYTES, 1 << 24, 1 << 24)
-        sections = LeaseCut.of(writers, readers, reader, kinds * stop * 8, area).sections(1)
+        shares = tuple(
+            (rank, share.num_layers * share.num_heads * kinds * stop * 8)
+            for rank, share in sent_shares(writers, readers, reader).items()
+        )
+        sections = LeaseCut.of(shares, area).sections(1)
         ends = [offset + num_bytes for _, offset, num_bytes in sections.values()]
         assert all(a <= b for a, (_, b, _) in zip(ends, list(sections.values())[1:], strict=False))
         lease = torch.zeros(max(ends), dtype=torch.uint8, device=device)

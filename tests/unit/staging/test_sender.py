@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prefixkv.errors import AbortedError, ConfigError, HandshakeError, InternalError, PeerLostError
-from prefixkv.memory.mesh import Mesh, sent_share, writers_to
+from prefixkv.memory.mesh import Mesh, sent_shares, writers_to
 from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea, whole_blocks
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseGrant
@@ -87,7 +87,7 @@ class Desk:
         return self.checked(self.sender.on_grant(peer, key, grant))
 
     def gathered(self, gather: Gather, error: Exception | None = None) -> list[StagedWriteAction]:
-        return self.checked(self.sender.on_gathered(gather.gather_id, error, 0.0))
+        return self.checked(self.sender.on_gathered(gather.gather_id, error))
 
     def ended(
         self, post: PostStaged, error: Exception | None = None, drained: bool = True
@@ -135,9 +135,10 @@ def test_the_cut_is_the_writers_shares_in_the_largest_lease_that_fits(
 ) -> None:
     area = StagingArea(BLOCK_BYTES, 1 << 21, 1 << 20)
     for reader in range(readers.num_ranks):
-        cut = LeaseCut.of(writers, readers, reader, unit_head_bytes, area)
-        shares = [sent_share(writers, rank, readers, reader) for rank in range(writers.num_ranks)]
-        sizes = [share.num_layers * share.num_heads * unit_head_bytes for share in shares if share]
+        shares = sent_shares(writers, readers, reader).items()
+        heads = {rank: share.num_layers * share.num_heads for rank, share in shares}
+        sizes = [count * unit_head_bytes for count in heads.values()]
+        cut = LeaseCut.of(tuple(zip(heads, sizes, strict=True)), area)
 
         def end(units: int, sizes: list[int] = sizes) -> int:
             return sum(whole_blocks(units * size) for size in sizes)
@@ -164,7 +165,7 @@ def test_a_lease_that_takes_no_unit_is_refused_with_both_sizes() -> None:
     with pytest.raises(
         HandshakeError, match=r"lease_bytes cannot take one unit page: ours 12288, theirs 8192"
     ):
-        LeaseCut.of(Mesh(1, 3, tp_size=3), Mesh(1, 3), 0, 10, area)
+        LeaseCut.of(((0, 10), (1, 10), (2, 10)), area)
 
 
 def test_a_section_larger_than_a_slot_is_refused() -> None:
