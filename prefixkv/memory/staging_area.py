@@ -32,10 +32,6 @@ class StagingArea(msgspec.Struct, frozen=True, array_like=True):
     lease_bytes: int
     """Largest lease, whole blocks."""
 
-    @property
-    def num_blocks(self) -> int:
-        return self.num_bytes // BLOCK_BYTES
-
     def validate(self) -> None:
         """Raise ConfigError naming the value at fault in a peer's description."""
         # Whole blocks: leases are counted in them, and begin at block boundaries.

@@ -176,12 +176,12 @@ class StagingSender:
         self._resend_s, self._next_id = resend_s, next_id
         self.peers: dict[PeerId, LeaseCut] = {}  # for reading only
         self._streams: dict[RoomKey, dict[PeerId, _Stream]] = {}
-        # Each slot is in `_free_slots`, or held by one entry of `_holding`, which an answer of the
+        # Each slot is in `free_slots`, or held by one entry of `_holding`, which an answer of the
         # transport or of a copy ends.
-        self._jobs: dict[int, _ChunkJob] = {}  # jobs that have not ended, by id
+        self.jobs: dict[int, _ChunkJob] = {}  # that have not ended, by id; for reading only
         self._granted: dict[_ChunkPiece, None] = {}  # wait for a slot, in the order of grants
         self._holding: dict[int, _ChunkPiece] = {}  # pieces with a slot, by gather or write
-        self._free_slots = list(range(slots))
+        self.free_slots = list(range(slots))  # for reading only
         self._unready: dict[_Stream, None] = {}  # streams with a next piece not computed yet
         self._poll_s = float("inf")
         self._timers: Timers[_Stream] = Timers()
@@ -196,7 +196,7 @@ class StagingSender:
         """Cancel a reader's jobs; they end once their gathers and writes have. Unknown: no-op."""
         out: list[StagedWriteAction] = []
         if self.peers.pop(peer, None) is not None:
-            for job in [job for job in self._jobs.values() if job.stream.peer == peer]:
+            for job in [job for job in self.jobs.values() if job.stream.peer == peer]:
                 self._fail(job, PeerLostError(f"{peer} is gone"), out)
             self._take_slots(out)  # the peers that are left may have more of them
         return out
@@ -236,7 +236,7 @@ class StagingSender:
         out: list[StagedWriteAction] = []
         # 3. Cut, queue, and ask for as many as the window allows. A chunk without pieces ends at
         # once.
-        self._jobs[job_id] = job = _ChunkJob(job_id, stream, ready)
+        self.jobs[job_id] = job = _ChunkJob(job_id, stream, ready)
         for first, count in cut.pieces(len(src_units)):
             piece = _ChunkPiece(
                 job,
@@ -257,7 +257,7 @@ class StagingSender:
         """Start nothing more of a job. Unknown: no-op. It ends when its gathers and writes have;
         without an error if these were all of it."""
         out: list[StagedWriteAction] = []
-        if (job := self._jobs.get(job_id)) is not None:
+        if (job := self.jobs.get(job_id)) is not None:
             self._fail(job, AbortedError("the staged write was cancelled"), out)
         return out
 
@@ -325,7 +325,7 @@ class StagingSender:
             return out
         # The copy failed, or its job did meanwhile. Nothing was posted, so the slot is free without
         # proof.
-        self._free_slots.append(piece.slot)
+        self.free_slots.append(piece.slot)
         del piece.job.stream.open[piece.number]
         self._fail(piece.job, error or AbortedError("cancelled"), out)
         self._take_slots(out)
@@ -343,7 +343,7 @@ class StagingSender:
         # Before the job is ended or failed: `_end` looks at what is still held. An error is no
         # proof, so the slot stays with the write, which the transport may still read from.
         if error is None or drained:
-            self._free_slots.append(piece.slot)
+            self.free_slots.append(piece.slot)
         else:
             piece.state, self._holding[write_id] = PieceState.UNDRAINED, piece
             job.undrained = True
@@ -364,7 +364,7 @@ class StagingSender:
         Unknown: no-op."""
         out: list[StagedWriteAction] = []
         if (piece := self._let_go(write_id, PieceState.UNDRAINED)) is not None:
-            self._free_slots.append(piece.slot)
+            self.free_slots.append(piece.slot)
             self._end(piece.job, out)
             self._take_slots(out)
         return out
@@ -445,9 +445,9 @@ class StagingSender:
         return self._holding.pop(action_id) if piece is not None and piece.state is state else None
 
     def _take_slots(self, out: list[StagedWriteAction]) -> None:
-        while self._free_slots and (piece := self._next_to_gather()) is not None:
+        while self.free_slots and (piece := self._next_to_gather()) is not None:
             del self._granted[piece]
-            piece.slot = self._free_slots.pop()
+            piece.slot = self.free_slots.pop()
             gather_id, peer = self._hold(piece, PieceState.GATHERING), piece.job.stream.peer
             out.append(Gather(gather_id, peer, piece.src_units, piece.slot, piece.num_bytes))
 
@@ -483,27 +483,18 @@ class StagingSender:
         over = not job.num_left or job.error is not None
         # Ended once, and not while a piece is gathered or written. All pieces written is success
         # even after a cancel.
-        if over and job.job_id in self._jobs and not job.stream.pieces_of(job):
-            del self._jobs[job.job_id]
+        if over and job.job_id in self.jobs and not job.stream.pieces_of(job):
+            del self.jobs[job.job_id]
             out.append(JobEnded(job.job_id, job.error if job.num_left else None, not job.undrained))
         # Drained only behind the end, when the last undrained write was proved.
         holds = any(piece.job is job for piece in self._holding.values())
-        if job.undrained and job.job_id not in self._jobs and not holds:
+        if job.undrained and job.job_id not in self.jobs and not holds:
             out.append(JobDrained(job.job_id))
-
-    @property
-    def num_jobs(self) -> int:
-        """Number of jobs that have not ended."""
-        return len(self._jobs)
 
     @property
     def num_rooms(self) -> int:
         """Number of rooms that have not been forgotten."""
         return len(self._streams)
-
-    @property
-    def free_slots(self) -> int:
-        return len(self._free_slots)
 
     def check_invariants(self) -> None:
         """Check every law. Raises InternalError that names the broken one, with the state."""
@@ -514,13 +505,13 @@ class StagingSender:
         holding = list(self._holding.values())
         under_way = [piece for piece in holding if piece.state is not PieceState.UNDRAINED]
         placed = map(id, [*asked, *self._granted, *under_way])
-        slots = [*self._free_slots, *(piece.slot for piece in holding)]
-        jobs = self._jobs.values()
+        slots = [*self.free_slots, *(piece.slot for piece in holding)]
+        jobs = self.jobs.values()
         over = [j for j in jobs if not j.num_left or (j.error and not j.stream.pieces_of(j))]
         for piece in [*opened, *queued]:
             state, job = piece.state, piece.job
             laws = {
-                "a piece is of a job that has not ended": self._jobs.get(job.job_id) is job,
+                "a piece is of a job that has not ended": self.jobs.get(job.job_id) is job,
                 "a failed job starts nothing": not job.error
                 or state in (PieceState.GATHERING, PieceState.WRITING),
                 "a granted piece waits for a slot": (piece in self._granted)
@@ -537,8 +528,8 @@ class StagingSender:
             "a job lives while it has pieces to go": not over,
             "asks are repeated": self._timers.next_s < float("inf")
             or all(piece.job.stream.failed for piece in asked),
-            "a piece waits for a slot only where it may have none": not self._free_slots
+            "a piece waits for a slot only where it may have none": not self.free_slots
             or self._next_to_gather() is None,
             "unready KV is looked at again": not self._unready or self._poll_s < float("inf"),
         }
-        check_laws(laws, streams, self._free_slots, holding)
+        check_laws(laws, streams, self.free_slots, holding)

@@ -107,14 +107,12 @@ class ActiveJob:
         self.next_part += 1
         self.in_flight += 1
 
-    def part_done(self, part: Part) -> None:
-        """Count a posted part as DONE."""
+    def part_ended(self, part: Part, error: Exception | None, may_land: bool) -> None:
+        """Count a posted part as DONE, or as ended in an error; `may_land`: it may still land."""
         self.in_flight -= 1
-        self._num_bytes += part.num_bytes
-
-    def part_failed(self, error: Exception, may_land: bool) -> None:
-        """Count a posted part as ended in an error; `may_land`: it may still land."""
-        self.in_flight -= 1
+        if error is None:
+            self._num_bytes += part.num_bytes
+            return
         self.drained = self.drained and not may_land
         self.error = self.error or error
 
@@ -245,10 +243,7 @@ class JobTable:
         self, job: ActiveJob, part: Part, error: Exception | None, may_land: bool
     ) -> None:
         """Take the end of a part: DONE if `error` is None; `may_land`: it may still land."""
-        if error is None:
-            job.part_done(part)
-        else:
-            job.part_failed(error, may_land)
+        job.part_ended(part, error, may_land)
         self._end_if_over(job)
 
     def drop(self, outbox: Outbox, error: Exception) -> None:

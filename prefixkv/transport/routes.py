@@ -99,7 +99,7 @@ def _paired_groups(src: KVLayout, dst: KVLayout) -> list[tuple[PageGroup, PageGr
 def staging_runs(src: StagingArea, dst: StagingArea, devices: tuple[int, int]) -> Runs:
     """Return one run: block i of either area. ConfigError for more than an int32 names."""
     sides = [
-        ([(area.base, BLOCK_BYTES, device, BLOCK_BYTES)], area.num_blocks)
+        ([(area.base, BLOCK_BYTES, device, BLOCK_BYTES)], area.num_bytes // BLOCK_BYTES)
         for area, device in zip((src, dst), devices, strict=True)
     ]
     return _stepping_runs(sides, (RunGroup(0, 1, BLOCK_BYTES, dense=True),))

@@ -166,7 +166,7 @@ def paired_runs(
     # 4. The tables of both sides, then groups of equal blocks that can all merge or cannot.
     src_positions, src_table = _side(src, src_pieces.take(firsts), lengths, unit_tokens)
     dst_positions, dst_table = _side(dst, dst_pieces.take(firsts), lengths, unit_tokens)
-    dense = _is_dense(src_table) & _is_dense(dst_table)
+    dense = np.all([table[:, 0, 3] == table[:, 0, 1] for table in (src_table, dst_table)], axis=0)
     by_group = np.lexsort((dense, lengths))  # stable: address order inside a group
     lengths, dense = lengths[by_group], dense[by_group]
     return Runs(
@@ -201,14 +201,9 @@ class _Pieces(NamedTuple):
         return follows
 
     @property
-    def page_stride(self) -> Int64s:
-        strides: Int64s = self.strides[self.kind, 0]
-        return strides
-
-    @property
-    def unit_stride(self) -> Int64s:
-        strides: Int64s = self.strides[self.kind, 1]
-        return strides
+    def steps(self) -> tuple[Int64s, Int64s]:
+        """Page stride and unit stride of each."""
+        return self.strides[self.kind, 0], self.strides[self.kind, 1]
 
 
 def _pieces(layout: KVLayout, part: Shard, unit_tokens: int) -> _Pieces:
@@ -250,11 +245,10 @@ def _side(
     )
     check_index_range(num_runs, positions.num_positions)
     rows = 1 if positions.step else fold  # of each run
-    stride = firsts.unit_stride if fold > 1 and positions.step else firsts.page_stride
+    page, unit = firsts.steps
+    stride = unit if fold > 1 and positions.step else page
     table = np.empty((num_runs, rows, 5), dtype=np.uint64)
-    table[:, :, 0] = (
-        firsts.address[:, None] + np.arange(rows, dtype=np.int64) * firsts.unit_stride[:, None]
-    )
+    table[:, :, 0] = firsts.address[:, None] + np.arange(rows, dtype=np.int64) * unit[:, None]
     table[:, :, 1] = lengths[:, None]
     table[:, :, 2] = layout.device_id
     # A stride of 0 (one element) becomes the block's length, so that the run counts as dense.
@@ -268,16 +262,11 @@ def _position_step(firsts: _Pieces, num_pages: int, fold: int, num_runs: int) ->
     run, or the positions do not fit into an index."""
     if fold == 1 or num_pages == 1:
         return fold
-    page, unit = firsts.page_stride, firsts.unit_stride
+    page, unit = firsts.steps
     step = int(page[0] // unit[0])
     regular = step >= fold and bool(np.all(page == step * unit))
     fits = num_runs * Positions.stepping(num_pages, fold, step).num_positions - 1 <= MAX_INDEX
     return step if regular and fits else 0
-
-
-def _is_dense(table: RunTable) -> Bools:
-    dense: Bools = table[:, 0, 3] == table[:, 0, 1]
-    return dense
 
 
 def _groups(lengths: Int64s, dense: Bools) -> Iterator[RunGroup]:

@@ -326,8 +326,8 @@ class PrefillRank(SimRank):
         }  # fmt: skip
         if control.staging is not None and self.staging is not None:
             machine = control.staging
-            taken = machine.num_slots - machine.free_slots
-            left["staged"] = machine.num_jobs + machine.num_rooms + taken
+            taken = machine.num_slots - len(machine.free_slots)
+            left["staged"] = len(machine.jobs) + machine.num_rooms + taken
             left["forgotten peers"] = set(machine.peers) - {peer.id for peer in peers}
             left["peers of the copies"] = self.staging.num_peers - len(machine.peers)
         return left

@@ -631,7 +631,7 @@ class World:
         self.check()
         for writer in self.writers.values():
             sender = writer.sender
-            assert (sender.num_jobs, sender.num_rooms, sender.free_slots) == (
+            assert (len(sender.jobs), sender.num_rooms, len(sender.free_slots)) == (
                 0,
                 0,
                 writer.num_slots,
@@ -645,7 +645,7 @@ class World:
     def check(self) -> None:
         for writer in self.writers.values():
             writer.sender.check_invariants()
-            assert writer.sender.num_jobs == sum(
+            assert len(writer.sender.jobs) == sum(
                 len(sending.live) for sending in writer.rooms.values()
             )
         for reader in self.readers:

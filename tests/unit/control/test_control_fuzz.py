@@ -630,7 +630,7 @@ class PrefillWorld:
             self.feed(WriteDrained, (0,))
         if self.control.staging is not None:
             staging = self.control.staging
-            assert (staging.num_jobs, staging.free_slots) == (0, SLOTS.num_slots)
+            assert (len(staging.jobs), len(staging.free_slots)) == (0, SLOTS.num_slots)
 
 
 PREFILL_FEED: Feed = {

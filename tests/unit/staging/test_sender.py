@@ -209,7 +209,7 @@ def test_a_chunk_is_cut_asked_for_gathered_written_and_ends_once() -> None:
     assert not desk.sender.owns(other.write_id)
     assert desk.ended(post) == [JobEnded(1)]
     assert desk.ended(post) == []
-    assert (desk.sender.num_jobs, desk.sender.free_slots) == (0, 4)
+    assert (len(desk.sender.jobs), len(desk.sender.free_slots)) == (0, 4)
     assert desk.sender.counters == {"pieces_asked": 2, "pieces_written": 2, "bytes_staged": 6144}
 
 
@@ -334,7 +334,7 @@ def test_a_gather_that_failed_fails_the_job_when_its_writes_have_ended() -> None
     assert desk.gathered(gather, error) == [CancelStaged(post.write_id)]
     assert desk.grant(2) == []  # dropped
     assert desk.ended(post) == [JobEnded(1, error)]
-    assert desk.sender.free_slots == 4
+    assert len(desk.sender.free_slots) == 4
 
 
 def test_an_undrained_write_holds_its_slot_until_it_is_drained() -> None:
@@ -347,7 +347,7 @@ def test_an_undrained_write_holds_its_slot_until_it_is_drained() -> None:
     error = OSError("no")
     assert desk.ended(post, error, drained=False) == [JobEnded(1, error, False)]
     assert desk.sender.owns(post.write_id)
-    assert desk.sender.free_slots == 0
+    assert len(desk.sender.free_slots) == 0
     desk.sender.forget(A)
     desk.sender.check_invariants()
     drained, gather = desk.checked(desk.sender.on_write_drained(post.write_id))
@@ -385,7 +385,7 @@ def test_a_cancelled_job_drops_what_is_not_under_way() -> None:
     assert (late.job_id, type(late.error), late.drained) == (3, AbortedError, True)
     assert desk.sender.cancel(1) == []
     assert [type(action) for action in desk.checked(desk.sender.cancel(2))] == [JobEnded]
-    assert desk.sender.free_slots == 2
+    assert len(desk.sender.free_slots) == 2
 
 
 def test_the_jobs_of_a_peer_that_is_removed_end() -> None:
@@ -402,7 +402,7 @@ def test_the_jobs_of_a_peer_that_is_removed_end() -> None:
     assert (late.job_id, type(late.error), late.drained) == (4, PeerLostError, True)
     assert desk.ended(post) == [JobEnded(1)]
     assert desk.sender.remove_peer(P) == []
-    assert desk.sender.num_jobs == 1
+    assert len(desk.sender.jobs) == 1
 
 
 def test_a_room_that_is_over_is_forgotten_and_its_number_may_come_again() -> None:
