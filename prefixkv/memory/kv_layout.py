@@ -291,10 +291,9 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
             if layout.groups:
                 raise ConfigError(f"{where} has groups of its own")
             layout.validate()
-            same = ("page_size", "device", *(() if group.window else ("num_pages",)))
-            for name in same:
-                if getattr(layout, name) != getattr(self, name):
-                    ours, its = getattr(self, name), getattr(layout, name)
+            for name in ("page_size", "device", *(() if group.window else ("num_pages",))):
+                ours, its = getattr(self, name), getattr(layout, name)
+                if its != ours:
                     raise ConfigError(
                         f"{where}: {name} is {its}, that of the first group is {ours}"
                     )

@@ -118,8 +118,7 @@ class JoinedCopy:
             copy.gather(units, part)
 
     def scatter(self, units: Pages, stage: torch.Tensor) -> None:
-        for copy, part in self._split(units, stage):
-            copy.scatter(units, part)
+        scatter_together([(self, stage)], units)
 
     def scatter_steps(self, units: Pages, stage: torch.Tensor) -> Iterator[None]:
         # A list: all parts are checked before any is copied.

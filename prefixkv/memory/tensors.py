@@ -42,10 +42,8 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
 def as_tensors(name: str, values: Any) -> list[torch.Tensor]:
     """Return a sequence of tensors; one tensor counts as the sequence of its parts. Raises as
     `as_tensor`."""
-    if not isinstance(values, torch.Tensor | np.ndarray | Sequence) or isinstance(
-        values, str | bytes
-    ):
-        raise ConfigError(f"{name} is a {type(values).__name__}, a list of tensors is needed")
     if isinstance(values, torch.Tensor | np.ndarray):
         values = list(as_tensor(name, values)) if values.ndim else [values]
+    elif not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise ConfigError(f"{name} is a {type(values).__name__}, a list of tensors is needed")
     return [as_tensor(f"{name}[{i}]", value) for i, value in enumerate(values)]

@@ -477,7 +477,6 @@ def _of_group(windows: Mapping[str, WindowPages], name: str) -> WindowPages:
 
 
 def _views(requests: Iterable[LoggedRequest]) -> dict[str, _View]:
-    held = ((req, req.pages_held) for req in requests)
     return {
         req.rid: _View(
             req.rid,
@@ -487,8 +486,8 @@ def _views(requests: Iterable[LoggedRequest]) -> dict[str, _View]:
             req.checkpoint_slot,
             list(req.stops),
         )
-        for req, pages in held
-        if pages is not None
+        for req in requests
+        if (pages := req.pages_held) is not None
     }
 
 
