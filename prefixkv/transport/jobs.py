@@ -39,8 +39,9 @@ class ActiveJob:
         self.outbox = outbox
         self.runs = runs
         what = _COUNTED.get(job.route, "page")
-        self.src_pages: Pages = checked_pages(job.src_pages, runs.src_num_pages, "source", what)
-        self.dst_pages: Pages = checked_pages(job.dst_pages, runs.dst_num_pages, "target", what)
+        src, dst = runs.src_positions.num_units, runs.dst_positions.num_units
+        self.src_pages: Pages = checked_pages(job.src_pages, src, "source", what)
+        self.dst_pages: Pages = checked_pages(job.dst_pages, dst, "target", what)
         if len(self.src_pages) != len(self.dst_pages):
             raise PageStateError(
                 f"{len(self.src_pages)} source {what}s for {len(self.dst_pages)} target {what}s"

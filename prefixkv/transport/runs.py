@@ -56,6 +56,10 @@ class Positions(NamedTuple):
     step: int
     num_positions: int
 
+    @property
+    def num_units(self) -> int:
+        return self.num_pages * self.fold
+
     @classmethod
     def stepping(cls, num_pages: int, fold: int, step: int) -> Positions:
         """Return the positions with this step, as many as reach the last unit."""
@@ -80,7 +84,7 @@ class Runs:
 
     `src` and `dst` are uint64 [rows, 5] with columns (address, block bytes, device, stride, count),
     as NIXL takes them; a device is the owner's number of its GPU, 0 on the CPU. `groups` cover the
-    runs in order. `src_num_pages` and `dst_num_pages` are in unit pages.
+    runs in order.
     """
 
     src: RunTable
@@ -89,14 +93,6 @@ class Runs:
     num_runs: int
     src_positions: Positions
     dst_positions: Positions
-
-    @property
-    def src_num_pages(self) -> int:
-        return self.src_positions.num_pages * self.src_positions.fold
-
-    @property
-    def dst_num_pages(self) -> int:
-        return self.dst_positions.num_pages * self.dst_positions.fold
 
     def joined(self, other: Runs) -> Runs:
         """Return these runs with those of another pair of pools behind them, whose pages have the

@@ -59,8 +59,8 @@ def _descriptors(
     merged: list[tuple[int, int, int]] = []
     last = None
     for i, j in zip(*part_indices(runs, part, src, dst), strict=True):
-        run, from_, length, dense = _block(runs.src, runs.src_num_pages, int(i))
-        dst_run, to, dst_length, dst_dense = _block(runs.dst, runs.dst_num_pages, int(j))
+        run, from_, length, dense = _block(runs.src, runs.src_positions.num_units, int(i))
+        dst_run, to, dst_length, dst_dense = _block(runs.dst, runs.dst_positions.num_units, int(j))
         assert (run, length) == (dst_run, dst_length)
         if last == (run, i - 1, j - 1) and dense and dst_dense:
             merged[-1] = (*merged[-1][:2], merged[-1][2] + length)
