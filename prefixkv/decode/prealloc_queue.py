@@ -596,5 +596,5 @@ class DecodePreallocQueue(Waiting):
         new = np.frombuffer(packed, np.int32)
         room_key = self._host.load(waiter.found_in_host, key, new, now_s)
         load = self._flights.start_load(waiter.req, key, loaded, room_key, joined)
-        self._ledger.arriving.add_load(load)
+        self._ledger.arriving.add(load)
         return load

@@ -793,9 +793,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if key is None:
             return
         if done.error is None:
-            self.arriving.loaded(key)
+            self.arriving.succeed(key, b"")
             return
-        flight = self.arriving.get_load(key)
+        flight = self.arriving.get(key)
         assert flight is not None
         # No second try from host memory: the error may be of these pages.
         for one in self.flights.waiting_for(flight):
