@@ -433,9 +433,6 @@ class DecodeTransferQueue:
         """Number of flights that `pop_transferred` will commit."""
         return len(self._complete)
 
-    def __len__(self) -> int:
-        return len(self._flights)
-
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
         """Commit the complete flights, and return their requests. Whole pages become cached prefix,
         which the request locks."""

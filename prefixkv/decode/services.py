@@ -89,10 +89,6 @@ class ServiceLine:
         self.per_token_s, self.per_loaded_s = per_token * most, per_loaded * most
         self.first_s = max(0.0, y - most * by_rates_s)
 
-    @property
-    def mean_tokens(self) -> float:
-        return self.sums[0][1] / self.sums[0][0] if self.num else 0.0
-
     def at(self, num: float, tokens: float, loaded: float, again: float = 0.0) -> float:
         rates_s = self.per_token_s * tokens + self.per_loaded_s * loaded
         return self.first_s * num + rates_s + self.per_again_s * again
@@ -102,7 +98,7 @@ class AwaitedRoom(NamedTuple):
     """When a room was promised, and tokens: sent, loaded by decode, and computed by decode."""
 
     time_s: float
-    tokens: float
+    tokens: int
     loaded: int
     again: int
 
@@ -112,7 +108,7 @@ class PrefillLoad:
     """The promises that a worker has to answer, and how it compares with all workers."""
 
     promises: dict[RoomKey, AwaitedRoom] = field(default_factory=dict)  # the oldest first
-    tokens: float = 0.0  # of all of them
+    tokens: int = 0  # of all of them
     loaded: int = 0
     again: int = 0
     answered_s: float = -math.inf
