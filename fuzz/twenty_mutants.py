@@ -263,8 +263,8 @@ MUTANTS = (
     ),
     Mutant(
         "T5", "a request is committed before its load", ("DecodePreallocQueue._load",),
-        "self._ledger.arriving.add_load(load)",
-        "self._ledger.arriving.add_load(load), self._ledger.arriving.loaded(load.room_key)",
+        "self._ledger.arriving.add(load)",
+        "self._ledger.arriving.add(load), self._ledger.arriving.succeed(load.room_key, b'')",
         ("decode/test_host_tier.py::test_what_the_pool_forgets_is_loaded_again",),
     ),
     Mutant(

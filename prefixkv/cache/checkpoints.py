@@ -35,7 +35,7 @@ Windows = tuple[Pages, ...]
 
 
 class WindowKeeper(Protocol):
-    """The counts of the window pages that checkpoints keep; `PageManager` implements it."""
+    """The counts of the window pages that checkpoints keep; `WindowGroups` implements it."""
 
     def pin(self, windows: Windows, count: int) -> None: ...
 

@@ -82,9 +82,6 @@ class PeerClock:
         """Return whether it has been silent for longer than `suspect_after_s`."""
         return now_s - self.heard_s > timing.suspect_after_s
 
-    def heartbeat_due(self, timing: ControlConfig, now_s: float) -> bool:
-        return now_s >= self.heartbeat_due_s(timing)
-
     def heartbeat_due_s(self, timing: ControlConfig) -> float:
         """Return when the next Heartbeat is due. Timers use this very sum, so that no wake-up comes
         a rounding error too early."""

@@ -184,9 +184,9 @@ class Attempts:
             self._workers.release(flight.room_key)
             # A worker may have the first attempt, where that is not asked late.
             is_first = req.generation == req.request.generation
-            if not was_alone and is_first and req.prefill and not self._sources.asks_late:
+            if not was_alone and is_first:
                 mine = AbortedError(f"request {req.rid!r} is computed by decode")
-                self._rooms.refuse(req.room_key, req.prefill, mine, req.request.digest)
+                self.refuse_waiting(req, mine)
             return True
         if (
             req.resumed

@@ -10,8 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from prefixkv.errors import CallerError, InternalError
-from prefixkv.settings import whole_count
+from prefixkv.errors import InternalError
 
 
 class PreallocBudget:
@@ -46,13 +45,8 @@ class PreallocBudget:
         O(log active).
 
         Called when it is admitted (with `private_pages` 0: it cannot be retracted yet), and again
-        when its KV is complete. Raises CallerError, with nothing changed, for what is no number of
-        pages or no name.
+        when its KV is complete.
         """
-        remaining_pages = whole_count("remaining_pages", remaining_pages)
-        private_pages = whole_count("private_pages", private_pages)
-        if not isinstance(rid, str):
-            raise CallerError(f"rid is {rid!r}, a string is needed")
         # The second call replaces the first. The sum of both numbers may change here, and only
         # here.
         self.stop(rid)
@@ -70,14 +64,8 @@ class PreallocBudget:
             heapq.heapify(self._largest)
 
     def grow_many(self, rids: Sequence[str]) -> None:
-        """Count one page more for each of these running requests. Raises CallerError, with nothing
-        changed, for one that is not here."""
+        """Count one page more for each of these running requests."""
         private, reach, reserve = self._private, self._reach, self.reserve_pages
-        rids = list(rids)
-        # Two loops: the first only checks, so that an unknown name leaves every sum as it was.
-        for rid in rids:
-            if rid not in private:
-                raise CallerError(f"request {rid!r} is not admitted")
         for rid in rids:
             private[rid] = taken = private[rid] + 1
             if reach[rid] - taken < reserve:  # it took a page that was kept for it

@@ -154,15 +154,13 @@ class ComputeChoice:
         """Return True if the engine may compute what a silent prefill worker was to send."""
         if not req.request.may_compute or not self.can_compute:
             return False
-        return self._unlocked_tokens(req) <= self._sources.most_tokens(is_down=True)
-
-    def _unlocked_tokens(self, req: DecodeRequest) -> int:
+        most = self._sources.most_tokens(is_down=True)
         if self._points is not None:
             match = self._pages.match(req.key, req.request.cacheable)
-            return self._points.tokens_behind(req, self._points.find(req, match))
+            return self._points.tokens_behind(req, self._points.find(req, match)) <= most
         assert req.pages_held is not None
         lock = req.pages_held.lock
-        return req.fill_len - (0 if lock is None else lock.prefix_len)
+        return req.fill_len - (0 if lock is None else lock.prefix_len) <= most
 
     def too_much(self, req: DecodeRequest) -> Exception:
         """Return the error of a request whose prefill worker cannot be asked, and lacks too

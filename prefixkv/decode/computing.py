@@ -30,7 +30,7 @@ class Computing:
         self._step_tokens = min((group.step_tokens for group in windows), default=math.inf)
         self._done: dict[DecodeRequest, int] = {}  # tokens with KV, of those handed out
         self._left: list[DecodeRequest] = []
-        self._pass_s = 0.0  # when the engine's last pass ended
+        self.pass_s = 0.0  # when the engine's last pass ended
         # The prompts that have a chunk in this pass, its tokens and seconds.
         self._chunked: set[DecodeRequest] = set()
         self._tokens, self._seconds = 0, 0.0
@@ -95,11 +95,11 @@ class Computing:
             self._tokens, self._seconds = 0, 0.0
         self._chunked.add(req)
         self._tokens += end - done
-        self._seconds += max(0.0, now_s - self._pass_s)
+        self._seconds += max(0.0, now_s - self.pass_s)
         self._sources.chunk(
             self._tokens, self._seconds, running, now_s, len(self._chunked), goes_on
         )
-        self._pass_s = now_s
+        self.pass_s = now_s
         return end - done
 
     def done(self, req: DecodeRequest) -> int | None:
@@ -132,11 +132,7 @@ class Computing:
 
     def has_work(self, now_s: float) -> None:
         """Note that the engine gets something to do: its next pass begins no earlier."""
-        self._pass_s = max(self._pass_s, now_s)
-
-    @property
-    def pass_s(self) -> float:
-        return self._pass_s
+        self.pass_s = max(self.pass_s, now_s)
 
     def step(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
         """Note the tokens of a step of the batch. Measured, unless it computed a chunk too, or only
@@ -144,9 +140,9 @@ class Computing:
         # A first token came with the KV: no step gave it.
         if any(len(req.output) > 1 for req in reqs):
             if not self._chunked and not self._done:
-                self._sources.step(max(0.0, now_s - self._pass_s), len(reqs))
+                self._sources.step(max(0.0, now_s - self.pass_s), len(reqs))
             self._chunked.clear()
-        self._pass_s = now_s
+        self.pass_s = now_s
 
     # --- laws -------------------------------------------------------------------------------------
 

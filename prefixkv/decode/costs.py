@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 _TOKENS: Final = 256.0  # unit of tokens
@@ -29,24 +30,19 @@ _FADED: Final = 0.1  # the weight that chunks keep which were long ago
 _NUM: Final = len(_PRIOR)
 
 
+@dataclass(slots=True)
 class _PassSums:
     """Weighted sums of a kind of passes: of products of their terms, and of these with seconds."""
 
-    __slots__ = ("error_s", "num", "products", "rows", "seconds", "unusual")
-
-    def __init__(self, rows: int = _NUM) -> None:
-        self.rows = rows  # the first terms, which may be other than 0
-        self.products = [0.0] * (_NUM * _NUM)
-        self.seconds = [0.0] * _NUM
-        self.num = 0
-        self.unusual = 0  # in a row, until the last one
-        self.error_s = 0.0  # mean of how far these passes were from what was expected
+    rows: int = _NUM  # the first terms, which may be other than 0
+    products: list[float] = field(default_factory=lambda: [0.0] * (_NUM * _NUM))
+    seconds: list[float] = field(default_factory=lambda: [0.0] * _NUM)
+    num: int = 0
+    unusual: int = 0  # in a row, until the last one
+    error_s: float = 0.0  # mean of how far these passes were from what was expected
 
     def copy(self) -> _PassSums:
-        found = _PassSums(self.rows)
-        found.products, found.seconds = self.products.copy(), self.seconds.copy()
-        found.num, found.unusual, found.error_s = self.num, self.unusual, self.error_s
-        return found
+        return replace(self, products=self.products.copy(), seconds=self.seconds.copy())
 
     def add(self, terms: Sequence[float], seconds: float, weight: float, kept: float) -> None:
         products, rows = self.products, self.rows
@@ -67,19 +63,10 @@ class PassCosts:
         self._kinds = [_PassSums(rows=2), _PassSums(), _PassSums()]
         # To amend the last pass with chunks: its kind, and the sums before it.
         self._before: tuple[int, _PassSums] | None = None
-        self._num_chunks = 0
-        self._most_tokens = 0.0  # of the last chunks; fades
+        self.num_chunks = 0  # passes with chunks that were measured, ever
+        self.most_tokens = 0.0  # of the last chunks; fades
         self._fitted = [0.0] * _NUM
         self._unfitted = 0  # passes since
-
-    @property
-    def num_chunks(self) -> int:
-        """Passes with chunks that were measured, ever."""
-        return self._num_chunks
-
-    @property
-    def most_tokens(self) -> float:
-        return self._most_tokens
 
     def add(
         self, running: int, prompts: int, tokens: int, seconds: float, amends: bool = False
@@ -92,8 +79,8 @@ class PassCosts:
         sums = self._kinds[kind]
         if prompts:
             self._before = kind, sums.copy()
-            self._num_chunks += not amends
-            self._most_tokens = max(self._most_tokens * _KEPT, tokens)
+            self.num_chunks += not amends
+            self.most_tokens = max(self.most_tokens * _KEPT, tokens)
         terms = _terms(1, running, prompts, tokens)
         # 1. Is it a stall, or has something changed?
         kept, most_s = _KEPT, math.inf

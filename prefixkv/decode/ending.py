@@ -24,7 +24,6 @@ from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.decode.rooms import Rooms
 from prefixkv.errors import AbortedError
-from prefixkv.pages.manager import RequestPages
 from prefixkv.pages.requests import AllOf, BrokenEvent, reason_of, still_pending
 from prefixkv.protocol.commands import AbortRoom
 from prefixkv.request import DeviceEvent
@@ -159,24 +158,17 @@ class Deferred:
         # Copied first, in one step: the scheduler's thread may append meanwhile.
         return [ended.req for _, ended in self._waiting.copy()]
 
-    def holders(self) -> list[tuple[str, RequestPages]]:
-        """Return the id and the pages of each. Any thread may call it."""
-        held = [(req.rid, req.pages_held) for req in self.requests()]
-        return [(rid, pages) for rid, pages in held if pages is not None]
-
     def coming_pages(self, releases: Releases) -> int:
         """Count the pages that are available once the device, or a host copy, is done. O(of these).
         `releases` collects the locks that end with them."""
         coming = 0
         if self._host is not None:
             coming = self._host.held_pages + sum(map(releases.end, self._host.pins))
-        return coming + self._num_pages(releases, is_broken=False)
+        return coming + self.num_pages(releases)
 
-    def stuck_pages(self, releases: Releases) -> int:
-        """Count the pages that a broken device event keeps: nothing proves that they come back."""
-        return self._num_pages(releases, is_broken=True)
-
-    def _num_pages(self, releases: Releases, is_broken: bool) -> int:
+    def num_pages(self, releases: Releases, is_broken: bool = False) -> int:
+        """Count the pages that come back with a device event; or those that a broken one keeps,
+        since nothing proves that they do."""
         held = [
             ended.req.pages_held
             for event, ended in self._waiting

@@ -164,7 +164,7 @@ class HostTier(Generic[LockT]):
         self._looked, self._room = 0, 0
         self._unwritten: list[tuple[DeviceEvent, Pages]] = []  # of the device, until its event
         self._count = 0
-        self._num_writes = 0
+        self.num_writes = 0  # under way, each of which keeps its pages on the device
         # Of loads: pages that are under way; pages and seconds of those that ended, fading sums.
         self._loading_pages = 0
         self._loaded_pages = self._loading_s = 0.0
@@ -173,11 +173,6 @@ class HostTier(Generic[LockT]):
     def __len__(self) -> int:
         """Copies that are under way."""
         return len(self._copies)
-
-    @property
-    def num_writes(self) -> int:
-        """Writes under way, each of which keeps its pages on the device."""
-        return self._num_writes
 
     @property
     def has_due(self) -> bool:
@@ -275,7 +270,7 @@ class HostTier(Generic[LockT]):
         if room > self._room or self._unwritten:
             self._looked = 0
         for name in list(islice(self._due, _LOOKS)):
-            if self._num_writes >= _MOST_WRITES or self._looked >= len(self._due):
+            if self.num_writes >= _MOST_WRITES or self._looked >= len(self._due):
                 return
             if self._begin_write(self._due[name]):
                 self._forget_due(name)
@@ -327,13 +322,11 @@ class HostTier(Generic[LockT]):
         # Cut to what is written: what lies behind may be evicted meanwhile.
         device_lock = self.pages.pin_key(key, now_s)
         self._order(False, key, start, device_lock.pages[start:], dst, host_lock, device_lock)
-        self._num_writes += 1
+        self.num_writes += 1
         return num_later <= 0
 
     def _is_being_written(self, key: RadixKey, start: int, whole: int) -> bool:
         """True if a write under way brings pages of `key` behind `start`. O(writes)."""
-        if not self._num_writes:
-            return False
         return any(
             not copy.is_load
             and copy.epoch == self.pages.epoch
@@ -394,7 +387,7 @@ class HostTier(Generic[LockT]):
                 self.pages.release(load_key(copy.number))
                 return None
             return load_key(copy.number)
-        self._num_writes -= 1
+        self.num_writes -= 1
         self._looked = 0
         self._wrote(copy, done.error is None and copy.epoch == self.pages.epoch, now_s)
         self.write_due()
@@ -470,7 +463,7 @@ class HostTier(Generic[LockT]):
             "T1 cached host pages are the host's tree's, and its orphans'": allocator.cached_pages
             == self.cache.num_pages + self.cache.orphan_pages,
             "T1 owned host pages are being written, or not ready": allocator.owned_pages == owned,
-            "writes are counted": self._num_writes == len(writes),
+            "writes are counted": self.num_writes == len(writes),
             "pages of loads are counted": self._loading_pages
             == sum(len(copy.dst) for copy in copies if copy.is_load),
             "every lock in the host's tree is a copy's": self.cache.locks

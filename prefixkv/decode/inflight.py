@@ -356,34 +356,19 @@ class DecodeTransferQueue:
     def __init__(self, pages: PageManager, flights: InFlight) -> None:
         self._pages = pages
         self._flights = flights
-        # A flight is in `_open`, `_loads` or `_local`, then in none while the one it joined is on
-        # its way, then in `_complete`.
-        self._open: dict[RoomKey, Flight] = {}
-        self._loads: dict[RoomKey, Flight] = {}
+        # A flight is in `_open` or `_local`, then in neither while the one it joined is on its way,
+        # then in `_complete`.
+        self._open: dict[RoomKey, Flight] = {}  # loads too: no room has the key of one
         self._local: dict[Flight, None] = {}
         self._complete: deque[Flight] = deque()
 
     def add(self, flight: Flight) -> None:
-        """Enter the flight of an admitted request; its room is open."""
+        """Enter the flight of an admitted request; its room is open. Or one that a copy from host
+        memory brings."""
         key = flight.room_key
         if key in self._open:
             raise InternalError(f"{key} is in transfer twice")
         self._open[key] = flight
-
-    def add_load(self, flight: Flight) -> None:
-        """Enter a flight that a copy from host memory brings."""
-        self._loads[flight.room_key] = flight
-
-    def loaded(self, key: RoomKey) -> Flight | None:
-        """Note that a load's pages are all copied. Return its flight; None if nothing waits for
-        it."""
-        flight = self._loads.pop(key, None)
-        if flight is not None:
-            self.arrived(flight)
-        return flight
-
-    def get_load(self, key: RoomKey) -> Flight | None:
-        return self._loads.get(key)
 
     def add_local(self, flight: Flight) -> None:
         """Enter a flight that the engine computes; it has no room, or none any more."""
@@ -399,8 +384,8 @@ class DecodeTransferQueue:
         return self._open.get(key)
 
     def succeed(self, key: RoomKey, aux: bytes) -> Flight | None:
-        """Note that a room's pages are all written. Return its flight; None if it was aborted. What
-        its request lacks still, the engine computes from now on."""
+        """Note that a room's pages are all written, or a load's copied. Return its flight; None if
+        it was aborted. What its request lacks still, the engine computes from now on."""
         flight = self._open.pop(key, None)
         if flight is not None:
             if (owner := flight.owner) is not None:
@@ -431,31 +416,22 @@ class DecodeTransferQueue:
     def remove(self, flight: Flight) -> bool:
         if flight in self._local:
             del self._local[flight]
-        elif flight.is_load:
-            self._loads.pop(flight.room_key, None)
         elif flight.is_open:
             del self._open[flight.room_key]
-            return True
+            return flight.has_room
         if flight in self._complete:
             self._complete.remove(flight)
         return False
 
     @property
     def num_open(self) -> int:
-        """Number of rooms with pages that are still being written."""
+        """Number of rooms, and of loads, with pages that are still being written."""
         return len(self._open)
-
-    @property
-    def num_loads(self) -> int:
-        return len(self._loads)
 
     @property
     def num_complete(self) -> int:
         """Number of flights that `pop_transferred` will commit."""
         return len(self._complete)
-
-    def __len__(self) -> int:
-        return len(self._flights)
 
     def pop_transferred(self, now_s: float) -> list[DecodeRequest]:
         """Commit the complete flights, and return their requests. Whole pages become cached prefix,
@@ -517,17 +493,11 @@ class DecodeTransferQueue:
         arrived = [flight for flight in self._flights if not flight.is_open]
         complete = [flight for flight in arrived if flight.joined is None]
         laws = {
-            "open flights have a room, and each room one": self._open
+            "open flights have a room, or a load's key, and each key one": self._open
             == {
                 flight.room_key: flight
                 for flight in self._flights
-                if flight.is_open and flight.has_room
-            },
-            "what is loaded has no room": self._loads
-            == {
-                flight.room_key: flight
-                for flight in self._flights
-                if flight.is_open and flight.is_load
+                if flight.is_open and not flight.is_local
             },
             "what is computed here has no room": set(self._local)
             == {flight for flight in self._flights if flight.is_open and flight.is_local},

@@ -140,7 +140,7 @@ class DecodePreallocQueue(Waiting):
         self._exit(waiter)
         self._late.forget(req)
         if waiter.want > 0:
-            self._pages.unwant(waiter.want)
+            self._pages.cache.unwant(waiter.want)
         # It may still be in `_unwanted`, where this mark makes `_enter_wants` pass over it.
         waiter.want = LEFT
         if self._unwanted and self._unwanted[-1] is waiter:
@@ -207,7 +207,7 @@ class DecodePreallocQueue(Waiting):
             for flight in self._flights:
                 if flight.is_open and flight.has_room and flight.prefill in closed:
                     away += flight.pages.num_own + releases.end(flight.pages.lock)
-        stuck = self._deferred.stuck_pages(releases)
+        stuck = self._deferred.num_pages(releases, is_broken=True)
         held = pages.held_pages + pages.quarantined_pages
         if held and self._host is not None:
             held -= self._host.held_pages  # for copies, which end by themselves
@@ -250,7 +250,7 @@ class DecodePreallocQueue(Waiting):
                 if waiter.match is None:
                     waiter.match = pages.match(waiter.req.key)
                     assert waiter.match is not None
-                waiter.want = pages.want(waiter.match)
+                waiter.want = pages.cache.want(waiter.match)
         del self._unwanted[:MAX_WANTS]
 
     def check_invariants(self) -> None:
@@ -462,11 +462,9 @@ class DecodePreallocQueue(Waiting):
     def _is_worth_loading(self, waiter: Waiter, num_missing: int, num_pages: int) -> bool:
         assert self._host is not None
         address = waiter.worker.address
-        if address == ALONE or not self._sources.weighs_loads(self._now_s):
+        if address == ALONE:
             return True
         load_s = self._host.load_s(num_pages, self._now_s)
-        if not load_s:
-            return True
         num_loaded = num_pages * self._pages.page_size
         loaded = Lack(num_missing - num_loaded, num_loaded, load_s)
         return self._sources.worth_loading(Lack(num_missing), loaded, address, self._now_s)
@@ -596,5 +594,5 @@ class DecodePreallocQueue(Waiting):
         new = np.frombuffer(packed, np.int32)
         room_key = self._host.load(waiter.found_in_host, key, new, now_s)
         load = self._flights.start_load(waiter.req, key, loaded, room_key, joined)
-        self._ledger.arriving.add_load(load)
+        self._ledger.arriving.add(load)
         return load

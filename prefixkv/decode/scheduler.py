@@ -793,9 +793,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if key is None:
             return
         if done.error is None:
-            self.arriving.loaded(key)
+            self.arriving.succeed(key, b"")
             return
-        flight = self.arriving.get_load(key)
+        flight = self.arriving.get(key)
         assert flight is not None
         # No second try from host memory: the error may be of these pages.
         for one in self.flights.waiting_for(flight):
@@ -830,9 +830,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return what holds pages, by name: requests, and flights. Any thread may call it."""
         orphans = [flight for flight in self.flights.all() if flight.owner is None]
-        left = [(req.rid, req.pages_held) for req in self.computing.left]
-        held = super().holders() + self._deferred.holders()
-        held += [(rid, pages) for rid, pages in left if pages is not None]
+        ended = [*self._deferred.requests(), *self.computing.left]
+        left = [(req.rid, req.pages_held) for req in ended]
+        held = super().holders() + [(rid, pages) for rid, pages in left if pages is not None]
         kinds = "flight of room", "load"
         return held + [(f"{kinds[one.is_load]} {one.room_key.room}", one.pages) for one in orphans]
 

@@ -28,21 +28,8 @@ class ServiceLine:
     short one it is all. No part of the line is below 0.
     """
 
-    # Weighted sums, of products too: x tokens sent, h loaded, a computed again, y seconds.
-    weights: float = 0.0
-    x: float = 0.0
-    h: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xh: float = 0.0
-    hh: float = 0.0
-    xy: float = 0.0
-    hy: float = 0.0
-    a: float = 0.0
-    xa: float = 0.0
-    ha: float = 0.0
-    aa: float = 0.0
-    ay: float = 0.0
+    # Weighted sums of the products of: 1, tokens sent, loaded and computed again, seconds.
+    sums: list[list[float]] = field(default_factory=lambda: [[0.0] * 5] * 5)
     num: int = 0
     first_s: float = 0.0  # of each transfer, per token sent, and per token loaded
     per_token_s: float = 0.0
@@ -54,44 +41,36 @@ class ServiceLine:
         the seconds by the line."""
         weight, kept = 1.0 / (tokens + loaded + again + _ROUND), _KEPT_TRANSFERS
         self.num += 1
-        self.weights = self.weights * kept + weight
-        self.x = self.x * kept + weight * tokens
-        self.h = self.h * kept + weight * loaded
-        self.y = self.y * kept + weight * seconds
-        self.xx = self.xx * kept + weight * tokens * tokens
-        self.xh = self.xh * kept + weight * tokens * loaded
-        self.hh = self.hh * kept + weight * loaded * loaded
-        self.xy = self.xy * kept + weight * tokens * seconds
-        self.hy = self.hy * kept + weight * loaded * seconds
-        self.a = self.a * kept + weight * again
-        self.xa = self.xa * kept + weight * tokens * again
-        self.ha = self.ha * kept + weight * loaded * again
-        self.aa = self.aa * kept + weight * again * again
-        self.ay = self.ay * kept + weight * again * seconds
+        terms = 1.0, tokens, loaded, again, seconds
+        self.sums = [
+            [was * kept + weight * one * other for was, other in zip(row, terms, strict=True)]
+            for row, one in zip(self.sums, terms, strict=True)
+        ]
         self._fit()
         return weight, self.at(1, tokens, loaded, again)
 
     def _fit(self) -> None:
-        if not self.aa:
+        if not self.sums[3][3]:
             self._fit_without_again()
             return
+        num, sent, loaded, again, _ = (row[3] for row in self.sums)
+        seconds = self.sums[3][4]
         # In turn what is computed again by the rest, and the rest by that: it goes on from the last
         # fit. As long as little is known, prefill takes as long for it as for what it sends.
         for _ in range(_FIT_ROUNDS):
             self._fit_without_again()
-            left = self.ay - self.first_s * self.a
-            left -= self.per_token_s * self.xa + self.per_loaded_s * self.ha
+            left = seconds - self.first_s * num
+            left -= self.per_token_s * sent + self.per_loaded_s * loaded
             known = left + _AGAIN_PRIOR * self.per_token_s
-            self.per_again_s = max(0.0, known / (self.aa + _AGAIN_PRIOR))
+            self.per_again_s = max(0.0, known / (again + _AGAIN_PRIOR))
 
     def _fit_without_again(self) -> None:
+        # x: tokens sent, h: loaded, a: computed again, y: seconds.
         again_s = self.per_again_s
-        x, h = self.x / self.weights, self.h / self.weights
-        y = max(0.0, self.y - again_s * self.a) / self.weights
-        xx, hh = self.xx / self.weights - x * x, self.hh / self.weights - h * h
-        xh = self.xh / self.weights - x * h
-        xy = (self.xy - again_s * self.xa) / self.weights - x * y
-        hy = (self.hy - again_s * self.ha) / self.weights - h * y
+        (num, x, h, a, y), (_, xx, xh, xa, xy), (_, _, hh, ha, hy), *_ = self.sums
+        x, h, y = x / num, h / num, max(0.0, y - again_s * a) / num
+        xx, xh, hh = xx / num - x * x, xh / num - x * h, hh / num - h * h
+        xy, hy = (xy - again_s * xa) / num - x * y, (hy - again_s * ha) / num - h * y
         # 1. By both. Transfers of one size, or of sizes that go together, say nothing of one of the
         # rates.
         per_token = per_loaded = 0.0
@@ -110,10 +89,6 @@ class ServiceLine:
         self.per_token_s, self.per_loaded_s = per_token * most, per_loaded * most
         self.first_s = max(0.0, y - most * by_rates_s)
 
-    @property
-    def mean_tokens(self) -> float:
-        return self.x / self.weights if self.weights else 0.0
-
     def at(self, num: float, tokens: float, loaded: float, again: float = 0.0) -> float:
         rates_s = self.per_token_s * tokens + self.per_loaded_s * loaded
         return self.first_s * num + rates_s + self.per_again_s * again
@@ -123,7 +98,7 @@ class AwaitedRoom(NamedTuple):
     """When a room was promised, and tokens: sent, loaded by decode, and computed by decode."""
 
     time_s: float
-    tokens: float
+    tokens: int
     loaded: int
     again: int
 
@@ -133,7 +108,7 @@ class PrefillLoad:
     """The promises that a worker has to answer, and how it compares with all workers."""
 
     promises: dict[RoomKey, AwaitedRoom] = field(default_factory=dict)  # the oldest first
-    tokens: float = 0.0  # of all of them
+    tokens: int = 0  # of all of them
     loaded: int = 0
     again: int = 0
     answered_s: float = -math.inf

@@ -196,18 +196,16 @@ class Sources:
             self._over_s = max(self._over_s - allowed_s, -allowed_s) if allowed_s > 0 else 0.0
 
     def promised(
-        self, address: str, key: RoomKey, now_s: float, tokens: int | None = None, loaded: int = 0,
+        self, address: str, key: RoomKey, now_s: float, tokens: int, loaded: int = 0,
         again: int = 0,
     ) -> None:  # fmt: skip
-        """Note that a worker was promised a room: `tokens` that it sends (None: as many as others
-        do), `loaded` ones that decode loads meanwhile, `again` that decode has computed, and
-        prefill has not."""
+        """Note that a worker was promised a room: `tokens` that it sends, `loaded` ones that
+        decode loads meanwhile, `again` that decode has computed, and prefill has not."""
         if not self._measures:
             return
         worker = self._workers.pop(address, None) or PrefillLoad()
         self._workers[address] = worker  # the one that was asked last is forgotten last
-        sent = self._line.mean_tokens if tokens is None else tokens
-        worker.add(key, AwaitedRoom(now_s, sent, loaded, again))
+        worker.add(key, AwaitedRoom(now_s, tokens, loaded, again))
         if len(self._workers) > _MAX_WORKERS:
             del self._workers[next(iter(self._workers))]
 
@@ -349,17 +347,13 @@ class Sources:
         """Return whether to load what host memory has (`loaded`), rather than have all sent
         (`sent`). Without own compute alone: with it both are about as good, and what is loaded
         makes prompts short enough to be computed here."""
-        if not loaded.load_s or not self.weighs_loads(now_s):
+        # Without own compute, and where the time of prefill workers is known.
+        is_known = self.config is None and self._line.num >= _LEAST_TRANSFERS
+        if not (loaded.load_s and is_known and now_s - self._answered_s <= FRESH_S):
             return True
         worker = self._workers.get(address) or PrefillLoad()
         ways = [self._by_prefill(lack, worker, now_s) for lack in (loaded, sent)]
         return fair(ways).loaded > 0
-
-    def weighs_loads(self, now_s: float) -> bool:
-        """Return True if `worth_loading` may say no: the time of prefill workers is known."""
-        if self.config is not None or self._line.num < _LEAST_TRANSFERS:
-            return False
-        return now_s - self._answered_s <= FRESH_S
 
     def chunk_tokens(self, running: int) -> int:
         """Return the most tokens of one prompt for the next step, beside `running` requests, to

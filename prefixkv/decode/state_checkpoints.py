@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
 from prefixkv.cache.results import MatchResult
 from prefixkv.decode.request import CAN_RUN, DecodeRequest
-from prefixkv.errors import RequestError, check_laws, shown
+from prefixkv.errors import check_laws
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.request_checkpoints import RequestCheckpoints
 
@@ -62,10 +62,6 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
             return at or req.fill_len
         return req.fill_len
 
-    def hold(self, req: DecodeRequest, found: Checkpoint | None) -> None:
-        """Lock the checkpoint that a request, which is opened next, goes on from."""
-        self._lock(req, found)
-
     def begin(self, req: DecodeRequest, dense_pages: int) -> None:
         """Say where a request, just opened to be computed here, goes on from, and where it saves
         checkpoints. `dense_pages`: of its path, that are cached."""
@@ -81,18 +77,9 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         req.prefix_len, req.checkpoint_slot = req.sent_len, req.state_slot
         if self._may_save(req):
             self._add_stop(req, req.prefix_len, 0)
-        self._take_if_stop(req, req.prefix_len)
+        self.take_if_stop(req, req.prefix_len)
 
     # --- what it saves ----------------------------------------------------------------------------
-
-    def take(self, req: DecodeRequest, end: int) -> int:
-        """Return a slot for the state behind `end` tokens, one of the request's stops; -1 if none
-        is free. Raises RequestError, with nothing changed, for another place."""
-        if end not in req.stops:
-            where = f"{shown(end)}, but at {req.stops}"
-            raise RequestError(f"request {req.rid!r} saves no state at {where}")
-        req.stops.remove(end)
-        return self._take(req, end, req.max_pages)
 
     def running(self, reqs: Iterable[DecodeRequest]) -> list[tuple[int, int]]:
         """Return the copies of states that are due before a step: of each request at a page
@@ -112,7 +99,7 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
                 req.saved.append((at // self._pages.page_size, slot))
                 slot += self._first_slot
             else:
-                slot = self._take(req, at, req.max_pages, with_windows=at == req.fill_len)
+                slot = self._take(req, at, with_windows=at == req.fill_len)
             if slot != NO_SLOT:
                 copies.append((req.state_slot, slot))
         return copies
@@ -129,16 +116,11 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         """Note progress to token `end`: the state it began from is copied, stops up to there are
         over."""
         self._unlock(req)
-        self._take_if_stop(req, end)
+        self.take_if_stop(req, end)
         self._pass_stops(req, end)
         if self._pages.windows:
             assert req.pages_held is not None
             self._pages.slide(req.pages_held, end)
-
-    def _take_if_stop(self, req: DecodeRequest, end: int) -> None:
-        """Without extra state nothing has to be copied: what is computed is kept where it is."""
-        if not self._has_state and end in req.stops:
-            self.take(req, end)
 
     def committed(self, req: DecodeRequest) -> None:
         """Enter what a request has saved that was just committed. One that was sent to its end
@@ -146,7 +128,7 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         was_sent = not req.computes and req.sent_len == req.fill_len
         is_end = req.fill_len % self._step == 0
         if was_sent and is_end and not self._has_state and self._may_save(req):
-            self._take(req, req.fill_len, req.max_pages)
+            self._take(req, req.fill_len)
         self.enter(req)
 
     def _enter_sent(self, req: DecodeRequest) -> None:

@@ -77,7 +77,7 @@ class PageAllocator:
     def __init__(self, num_pages: int, reserved_pages: int = 0) -> None:
         check_whole("num_pages", num_pages, 1, MAX_INDEX)
         check_whole("reserved_pages", reserved_pages, 0, num_pages - 1)
-        self._num_pages = num_pages
+        self.num_pages = num_pages
         # All ids in order, packed: any run of pages is a slice of it, recognised by one memcmp.
         self._ids = np.arange(num_pages, dtype=np.int32).tobytes()
         # The states are the truth: free runs and counts follow from them, and are rebuilt from them
@@ -235,10 +235,6 @@ class PageAllocator:
     # --- what is where ----------------------------------------------------------------------------
 
     @property
-    def num_pages(self) -> int:
-        return self._num_pages
-
-    @property
     def free_pages(self) -> int:
         return self._counts[_FREE]
 
@@ -260,8 +256,8 @@ class PageAllocator:
 
     def state(self, page: int) -> PageState:
         """Return the state of one page. Raises PageStateError if it is outside the pool."""
-        if not 0 <= page < self._num_pages:
-            raise PageStateError(f"page {page} is not in [0, {self._num_pages})")
+        if not 0 <= page < self.num_pages:
+            raise PageStateError(f"page {page} is not in [0, {self.num_pages})")
         return PageState(int(self._state[page]))
 
     def pages_in(self, state: PageState) -> Pages:
@@ -280,11 +276,6 @@ class PageAllocator:
         """Return the HELD and QUARANTINED pages of `owner`, ascending; none if it is unknown."""
         pages = np.sort(self._pages_of(owner)) if owner in self._held else np.empty(0)
         return pages.astype(np.int32)
-
-    @property
-    def num_free_runs(self) -> int:
-        """Number of runs that the free pages form: 1 means no fragmentation. O(1)."""
-        return len(self._runs)
 
     def free_runs(self) -> list[tuple[int, int]]:
         """Return the runs of the free pages as (first page, pages), ascending. O(num_pages)."""
@@ -326,7 +317,7 @@ class PageAllocator:
         ascending.sort()
         if (
             ascending[0] < 0
-            or ascending[-1] >= self._num_pages
+            or ascending[-1] >= self.num_pages
             or b"\1" in (ascending[1:] == ascending[:-1]).tobytes()
             or self._state[ascending].tobytes().count(state) != num_pages
         ):
@@ -336,8 +327,8 @@ class PageAllocator:
     def _fault(self, packed: bytes, state: int) -> PageStateError:
         seen, pages = set(), np.frombuffer(packed, np.int32)
         for page in pages.tolist():
-            if not 0 <= page < self._num_pages:
-                return PageStateError(f"page {page} is not in [0, {self._num_pages})")
+            if not 0 <= page < self.num_pages:
+                return PageStateError(f"page {page} is not in [0, {self.num_pages})")
             if page in seen:
                 return PageStateError(f"page {page} is named twice")
             if self._state[page] != state:
@@ -357,7 +348,7 @@ class PageAllocator:
             "each page is in one of the six states": len(counts) == 6,
             "each counter is the number of pages in its state": counts.tolist() == self._counts,
             "free + owned + cached + held + quarantined + reserved = all": sum(self._counts)
-            == self._num_pages,
+            == self.num_pages,
             "held and quarantined pages have one owner, others none": kept == sorted(listed),
         }
         check_laws(laws, f"counts {self._counts}", f"{len(self._held)} owners")

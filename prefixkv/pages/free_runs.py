@@ -41,7 +41,6 @@ class FreeRuns:
         # First pages by length; of one length the run filed last is taken first.
         self._by_length: dict[int, dict[int, None]] = {}
         self._lengths: list[int] = []  # the keys of _by_length, ascending
-        self._num_runs = 0
         self._put(0, num_pages)
 
     @classmethod
@@ -54,9 +53,6 @@ class FreeRuns:
         if len(pages):
             runs.add(pages)
         return runs
-
-    def __len__(self) -> int:
-        return self._num_runs
 
     def runs(self) -> list[tuple[int, int]]:
         """Return all runs as (first page, pages), ascending. O(num_pages)."""
@@ -113,7 +109,6 @@ class FreeRuns:
         start, _ = runs.popitem()
         if not runs:
             self._drop_length(length)
-        self._num_runs -= 1
         # The rest is a run of its own: its mark at the far end replaces that of the whole run.
         if length > num_pages:
             self._put(start + num_pages, length - num_pages)
@@ -129,7 +124,6 @@ class FreeRuns:
         else:
             starts = list(runs)
             self._drop_length(length)
-        self._num_runs -= len(starts)
         return starts
 
     def _drop_length(self, length: int) -> None:
@@ -177,7 +171,6 @@ class FreeRuns:
         if not runs:
             self._drop_length(length)
         self._from[start] = self._to[start + length] = 0
-        self._num_runs -= 1
 
     def _add_runs(self, starts: Index, ends: Index) -> None:
         """Add many runs, which ascend and do not touch each other."""
@@ -192,13 +185,11 @@ class FreeRuns:
         lengths = ends - starts
         self._length_from[starts] = lengths
         self._length_to[ends] = lengths
-        self._num_runs += len(starts)
         self._file(starts.tolist(), lengths.tolist())
 
     def _put(self, start: int, length: int) -> None:
         """Enter a maximal run: both ends and the file."""
         self._from[start] = self._to[start + length] = length
-        self._num_runs += 1
         self._file((start,), (length,))
 
     def _file(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
@@ -229,7 +220,6 @@ class FreeRuns:
             "runs are the maximal runs of free pages": from_start == expected,
             "both ends of a run tell its length": from_end == expected,
             "every run is filed under its length, and nothing else": sorted(filed) == expected,
-            "the run count is right": self._num_runs == len(expected),
             "the lengths are those that are there, ascending": self._lengths
             == sorted(self._by_length),
             "no length is without runs": all(self._by_length.values()),

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from prefixkv.cache.checkpoints import Checkpoints, Windows
+from prefixkv.cache.checkpoints import Checkpoints
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy
 from prefixkv.cache.node import PAGE_ID_BYTES, Root
 from prefixkv.cache.radix_cache import RadixCache
@@ -119,13 +119,16 @@ class PageManager:
         self.table = PageTable(max_requests, max_pages_per_request or self.num_pages, spare_rows)
         self.slot_of_row = [-1] * max_requests  # of extra state, by row in use
         self.windows = WindowGroups(windows, page_size, max_requests, num_checkpoints > 0)
+        self._beside = [group.allocator for group in self.windows]
+        if self.slots is not None:
+            self._beside.insert(0, self.slots)
         # Last: a policy object serves one cache, so nothing that could fail may come after it.
         self.cache = RadixCache(page_size, policy, num_pages, self.errors)
         self.hash_every_pages = pages_for(HASH_EVERY_TOKENS, page_size)
         self.checkpoints: Checkpoints | None = None
         if num_checkpoints:
-            keeper = _Keeper(self.windows) if self.windows else None
-            self.checkpoints = Checkpoints(self.cache, num_pages, num_checkpoints, keeper)
+            groups = self.windows or None
+            self.checkpoints = Checkpoints(self.cache, num_pages, num_checkpoints, groups)
         self.clock: Callable[[], float] | None = None
         self.evictions = Histogram(MICROSECONDS)  # seconds that each took, by `clock`, if set
         self.evicted_pages = 0
@@ -408,26 +411,12 @@ class PageManager:
         if on_cached is not None:
             on_cached()
         # Before `drop`, which ends the lock that says where the use ended.
-        if continues is not None:
-            self.hint(pages, continues)
+        if continues is not None and pages.lock is not None and pages.epoch == self.epoch:
+            self.cache.hint(pages.lock.node, continues=continues)
         self.drop(pages)
 
     def _can_cache(self, pages: RequestPages) -> bool:
         return self.caching and pages.epoch == self.epoch
-
-    def hint(self, pages: RequestPages, continues: bool) -> None:
-        """Say whether the conversation will continue: see `RadixCache.hint`."""
-        if pages.lock is not None and pages.epoch == self.epoch:
-            self.cache.hint(pages.lock.node, continues=continues)
-
-    def want(self, match: MatchResult) -> int:
-        """Have the pages of a waiting request evicted last; return a number for `unwant`. See
-        `RadixCache.want`."""
-        return self.cache.want(match)
-
-    def unwant(self, number: int) -> None:
-        """End a want: the request waits no longer."""
-        self.cache.unwant(number)
 
     @property
     def may_load(self) -> bool:
@@ -438,14 +427,11 @@ class PageManager:
         return self.cache.match_prefix(key)
 
     def pin_key(self, key: RadixKey, now_s: float) -> PrefixLock:
-        return self.pin(self.cache.match_prefix(key), now_s)
-
-    def pin(self, match: MatchResult, now_s: float) -> PrefixLock:
-        """Lock a match while its pages are copied, until `unpin`: no use is counted."""
-        return self.cache.pin(match, now_s)
+        """Lock what is cached while its pages are copied, until `unpin`: no use is counted."""
+        return self.cache.pin(self.cache.match_prefix(key), now_s)
 
     def unpin(self, lock: PrefixLock) -> None:
-        """End a lock of `pin`, and free what only it held: pages of before a flush."""
+        """End a lock of `pin_key`, and free what only it held: pages of before a flush."""
         self._unlock(lock)
         self.version += 1
 
@@ -483,25 +469,17 @@ class PageManager:
         if not self.allocator.holds(owner):
             return 0
         self.version += 1
-        if self.slots is not None:
-            self.slots.release(owner)
-        if self.windows:
-            self.windows.release(owner)
+        for other in self._beside:
+            other.release(owner)
         return self.allocator.release(owner)
 
     def quarantine(self, owner: Hashable) -> int:
         """Mark what `owner` holds as overdue, and return how many pages: they stay held."""
         if not self.allocator.holds(owner):
             return 0
-        if self.slots is not None:
-            self.slots.quarantine(owner)
-        if self.windows:
-            self.windows.quarantine(owner)
+        for other in self._beside:
+            other.quarantine(owner)
         return self.allocator.quarantine(owner)
-
-    def holds(self, owner: Hashable) -> bool:
-        """Return whether `owner` has held or quarantined pages, or a slot."""
-        return self.allocator.holds(owner)
 
     def holds_all(self, owner: Hashable, pages: Pages) -> bool:
         """Return whether the pages that `owner` holds are just these. O(pages in the pool)."""
@@ -625,24 +603,3 @@ class PageManager:
                 expected.update(tokens[: depth * self._page_bytes])
                 if expected.digest() != path_hash.digest():
                     raise InternalError(f"the hash of {depth} pages is another path's: {node}")
-
-
-class _Keeper:
-    """The window groups as checkpoints use them."""
-
-    def __init__(self, windows: WindowGroups) -> None:
-        self._windows = windows
-
-    def pin(self, windows: Windows, count: int) -> None:
-        for group, ids in zip(self._windows, windows, strict=bool(windows)):
-            group.pins[ids] += count
-
-    def drop(self, windows: Windows) -> None:
-        for group, ids in zip(self._windows, windows, strict=bool(windows)):
-            group.drop(ids)
-
-    def lacks(self, needs: Sequence[int]) -> bool:
-        groups = self._windows
-        return any(
-            group.allocator.free_pages < need for group, need in zip(groups, needs, strict=True)
-        )

@@ -9,7 +9,7 @@ from math import lcm
 from typing import Any, Generic, TypeVar
 
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoint
-from prefixkv.errors import check_laws
+from prefixkv.errors import RequestError, check_laws, shown
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
 
@@ -30,7 +30,8 @@ class RequestCheckpoints(Generic[R]):
 
     # --- where a request goes on, and where it saves ----------------------------------------------
 
-    def _lock(self, req: R, found: Checkpoint | None) -> None:
+    def hold(self, req: R, found: Checkpoint | None) -> None:
+        """Lock the checkpoint that a request, which is opened next, goes on from."""
         if found is not None:
             self._points.use(found)
             self._points.lock(found)
@@ -61,10 +62,26 @@ class RequestCheckpoints(Generic[R]):
 
     # --- what it saves ----------------------------------------------------------------------------
 
-    def _take(self, req: R, end: int, end_pages: int, with_windows: bool = True) -> int:
+    def take(self, req: R, end: int) -> int:
+        """Return a slot for the state behind `end` tokens, one of the request's stops, with its
+        window pages; -1 if none is free. Raises RequestError, with nothing changed, for another
+        place."""
+        if end not in req.stops:
+            where = f"{shown(end)}, but at {req.stops}"
+            raise RequestError(f"request {req.rid!r} saves no state at {where}")
+        req.stops.remove(end)
+        return self._take(req, end)
+
+    def take_if_stop(self, req: R, end: int) -> None:
+        """Keep what is behind `end` tokens, a stop, where it is: without extra state nothing has to
+        be copied."""
+        if not self._has_state and end in req.stops:
+            self.take(req, end)
+
+    def _take(self, req: R, end: int, with_windows: bool = True) -> int:
         """Return a slot of the StatePool for what is behind `end` tokens; -1 if none is free. With
-        the window pages, all or nothing: the request gets others in their place up to
-        `end_pages`."""
+        the window pages, all or nothing: the request gets others in their place."""
+        end_pages = req.max_pages
         depth = end // self._pages.page_size
         windows = with_windows and self._pages.windows
         if windows and not self._can_share(req, depth, end_pages):

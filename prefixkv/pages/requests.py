@@ -74,8 +74,8 @@ class PagedRequest(Generic[State]):
 
     __slots__ = (
         "arrived_s", "checkpoint", "checkpoint_slot", "ended_s", "error", "generation",
-        "goes_on_at", "hashes", "holds_checkpoint", "page_manager", "pages_held", "prefix_len",
-        "request", "rid", "saved", "state", "stops",
+        "goes_on_at", "hashes", "holds_checkpoint", "max_pages", "page_manager", "pages_held",
+        "prefix_len", "request", "rid", "saved", "state", "stops",
     )  # fmt: skip
 
     TRANSITIONS: ClassVar[Mapping[Any, Set[Any]]]
@@ -92,6 +92,7 @@ class PagedRequest(Generic[State]):
         self.pages_held: RequestPages | None = None
         self.arrived_s = now_s
         self.ended_s: float | None = None
+        self.max_pages = 0  # that it may come to need
         self.page_manager = pages  # of the node that took the request in
         self.hashes: list[KeptHash] = []  # of its prompt, to be kept once its pages are in the tree
         self.prefix_len = 0  # tokens found here by the latest admission

@@ -25,7 +25,7 @@ from prefixkv.settings import check_whole
 UNUSED: Final = -1
 _BYTES: Final = 4  # an id
 _UNUSED_BYTE: Final = b"\xff"  # each of `UNUSED`
-_NO_ROW: Final = -1  # in `_lengths`: the row is not in use
+_NO_ROW: Final = -1  # in `lengths`: the row is not in use
 
 
 class Growth(NamedTuple):
@@ -49,8 +49,9 @@ class PageTable:
         check_whole("spare_rows", spare_rows, 0, MAX_INDEX - max_requests)
         num_rows = max_requests + spare_rows
         self.array = np.full((num_rows, max_pages_per_request), UNUSED, np.int32)
-        self._lengths = np.full(num_rows, _NO_ROW, np.int32)
-        self._length = self._lengths.data  # the same memory, faster for single rows
+        # Pages by row, below 0 where it is not in use.
+        self.lengths = np.full(num_rows, _NO_ROW, np.int32)
+        self._length = self.lengths.data  # the same memory, faster for single rows
         # By row: how often ids in it were put in place of others, or of none at once. While this
         # number and the row's length are the same, so are its ids.
         self.writes = np.zeros(num_rows, np.int64)
@@ -60,13 +61,8 @@ class PageTable:
         self._packed = self.array.data.cast("B")
         # Stacks: the row freed last is used next, at first the lowest.
         self._free_rows = list(range(max_requests - 1, -1, -1))
-        self._first_spare = max_requests
+        self.max_requests = max_requests  # rows, without the spare ones
         self._spare_rows = list(range(num_rows - 1, max_requests - 1, -1))
-
-    @property
-    def max_requests(self) -> int:
-        """Number of rows, without the spare ones."""
-        return self._first_spare
 
     @property
     def free_rows(self) -> int:
@@ -78,13 +74,13 @@ class PageTable:
         return len(self._spare_rows)
 
     def is_spare(self, row: int) -> bool:
-        return row >= self._first_spare
+        return row >= self.max_requests
 
     def alloc_row(self, spare: bool = False) -> int:
         """Return a row without pages, with `spare` a spare one. CapacityError if there is none."""
         rows = self._spare_rows if spare else self._free_rows
         if not rows:
-            num_rows = len(self.array) - self._first_spare if spare else self._first_spare
+            num_rows = len(self.array) - self.max_requests if spare else self.max_requests
             which = "spare rows" if spare else "rows"
             raise CapacityError(f"all {num_rows} {which} of the page table are in use")
         row = rows.pop()
@@ -98,7 +94,7 @@ class PageTable:
         start, size = _BYTES * row * self.array.shape[1], _BYTES * self.length(row)
         self._packed[start : start + size] = _UNUSED_BYTE * size
         self._length[row] = _NO_ROW
-        (self._free_rows if row < self._first_spare else self._spare_rows).append(row)
+        (self._free_rows if row < self.max_requests else self._spare_rows).append(row)
 
     def length(self, row: int) -> int:
         """Return the number of pages in a row. Raises CallerError if it is not in use."""
@@ -106,11 +102,6 @@ class PageTable:
         if not 0 <= row < len(self._length) or self._length[row] == _NO_ROW:
             raise CallerError(f"row {row} of the page table is not in use")
         return self._length[row]
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """Number of pages by row, below 0 where it is not in use; read only."""
-        return self._lengths
 
     def pages(self, row: int) -> Pages:
         """Return a row's page ids: a read-only view, valid until the row changes."""
@@ -189,14 +180,14 @@ class PageTable:
             raise CallerError(f"rows are {row_ids.dtype} {row_ids.shape}, must be integers [n]")
         row_ids = row_ids.astype(np.intp, copy=False)
         if len(row_ids) == 0:
-            return Growth(row_ids, self._lengths[:0])
+            return Growth(row_ids, self.lengths[:0])
         # Sorted, the ends show the range and neighbours show duplicates. The range comes before the
         # look-up: numpy would take -1 for the last row.
         ordered = np.sort(row_ids)
         for row in (ordered[0], ordered[-1]):
-            if not 0 <= row < len(self._lengths):
+            if not 0 <= row < len(self.lengths):
                 raise CallerError(f"row {row} of the page table is not in use")
-        lengths = self._lengths[row_ids]
+        lengths = self.lengths[row_ids]
         if lengths.min() == _NO_ROW:
             raise CallerError(f"row {row_ids[lengths.argmin()]} of the page table is not in use")
         # Room in the longest row is room in all.
@@ -214,23 +205,23 @@ class PageTable:
         """Append one page to each row, unchanged since `check_growth`."""
         # Ids before lengths: a row names no page within its length that is not there yet.
         self.array[growth.rows, growth.lengths] = pages
-        self._lengths[growth.rows] = growth.lengths + 1
+        self.lengths[growth.rows] = growth.lengths + 1
 
     def check_invariants(self) -> None:
         """Check every law. O(its size). Raises InternalError with the state."""
         rows, columns = self.array.shape
-        in_use = np.arange(columns) < self._lengths[:, None]
-        free = np.flatnonzero(self._lengths == _NO_ROW).tolist()
+        in_use = np.arange(columns) < self.lengths[:, None]
+        free = np.flatnonzero(self.lengths == _NO_ROW).tolist()
         laws = {
             "the array is int32 in C order": self.array.dtype == np.int32
             and self.array.flags.c_contiguous,
             "lengths are in range": bool(
-                ((self._lengths >= _NO_ROW) & (self._lengths <= columns)).all()
+                ((self.lengths >= _NO_ROW) & (self.lengths <= columns)).all()
             ),
             "a row holds page ids up to its length": bool((self.array[in_use] >= 0).all()),
             "and -1 from there on": bool((self.array[~in_use] == UNUSED).all()),
             "each row is free once or in use": sorted(self._free_rows + self._spare_rows) == free,
-            "spare rows come last": all(row >= self._first_spare for row in self._spare_rows)
-            and all(row < self._first_spare for row in self._free_rows),
+            "spare rows come last": all(row >= self.max_requests for row in self._spare_rows)
+            and all(row < self.max_requests for row in self._free_rows),
         }
-        check_laws(laws, f"{rows} rows", f"lengths {self._lengths.tolist()[:50]}")
+        check_laws(laws, f"{rows} rows", f"lengths {self.lengths.tolist()[:50]}")

@@ -383,10 +383,17 @@ class WindowGroups(tuple[WindowGroup, ...]):
         for group in self:
             group.allocator.hold(_NONE if row is None else group.close(row), owner)
 
-    def release(self, owner: Hashable) -> None:
-        for group in self:
-            group.allocator.release(owner)
+    # --- as checkpoints use them ------------------------------------------------------------------
 
-    def quarantine(self, owner: Hashable) -> None:
-        for group in self:
-            group.allocator.quarantine(owner)
+    def pin(self, windows: Sequence[Pages], count: int) -> None:
+        for group, ids in zip(self, windows, strict=bool(windows)):
+            group.pins[ids] += count
+
+    def drop(self, windows: Sequence[Pages]) -> None:
+        for group, ids in zip(self, windows, strict=bool(windows)):
+            group.drop(ids)
+
+    def lacks(self, needs: Sequence[int]) -> bool:
+        return any(
+            group.allocator.free_pages < need for group, need in zip(self, needs, strict=True)
+        )

@@ -15,7 +15,7 @@ from typing import Final
 from prefixkv.cache.results import MatchResult
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowStart
-from prefixkv.paging import MAX_INDEX, page_floor, pages_for, whole_pages
+from prefixkv.paging import MAX_INDEX, page_floor, whole_pages
 from prefixkv.prefill.request import PrefillRequest, PrefillState, SendPlan, WindowPlan
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
 from prefixkv.prefill.state_checkpoints import StateCheckpoints
@@ -160,21 +160,22 @@ class PrefillBootstrapQueue:
         pages, page_size = self._pages, self._pages.page_size
         prefix_len = match.prefix_len if match is not None else 0
         unprotected = match.unprotected_pages if match is not None else 0
-        num_new = pages_for(req.num_tokens, page_size) - whole_pages(prefix_len, page_size)
+        num_new = req.max_pages - whole_pages(prefix_len, page_size)
         # Measured with the lock counted in, so that `open` below cannot fail: a request is never
         # half open.
         if num_new > pages.available_pages - unprotected:
             return False
         start = None
         points = self._checkpoints
+        found = None if points is None else points.found
         if pages.windows:
-            shared = () if points is None else points.found_windows
-            start = WindowStart(prefix_len, pages_for(req.num_tokens, page_size), shared)
+            shared = () if found is None else found.windows
+            start = WindowStart(prefix_len, req.max_pages, shared)
             if not pages.windows.fit(start):
                 return False
         # The checkpoint first: an eviction for what is taken must not take it.
         if points is not None:
-            points.hold(req)
+            points.hold(req, found)
         try:
             req.pages_held = pages.open(req.key, match, num_new, now_s, window_start=start)
         except BaseException:
@@ -189,10 +190,8 @@ class PrefillBootstrapQueue:
             points.begin(req)
         req.plan = SendPlan(req.num_tokens, req.decode_prefix_len, page_size)
         if pages.windows:
-            num_tokens = req.num_tokens
             req.window_plans = tuple(
-                WindowPlan(num_tokens, group.first_page(num_tokens), page_size, group.step_tokens)
-                for group in pages.windows
+                WindowPlan(group.first_page(req.num_tokens), page_size) for group in pages.windows
             )
         req.become(PrefillState.COMPUTING)
         return True

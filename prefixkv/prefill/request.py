@@ -84,20 +84,16 @@ class WindowPlan:
     These are those of the window behind the prompt, whatever prefix decode has. Each goes with the
     chunk that completes it.
 
-    `step_tokens`: most tokens that a chunk computes.
-
-    >>> plan = WindowPlan(num_tokens=100, first_page=5, page_size=16, step_tokens=64)
+    >>> plan = WindowPlan(first_page=5, page_size=16)
     >>> plan.send(70), plan.send(96), plan.send(100, last=True)
     (Span(first_page=5, end_page=5), Span(first_page=5, end_page=6), Span(first_page=6, end_page=7))
     """
 
-    __slots__ = ("cursor_page", "first_page", "num_tokens", "page_size", "step_tokens")
+    __slots__ = ("cursor_page", "first_page", "page_size")
 
-    def __init__(self, num_tokens: int, first_page: int, page_size: int, step_tokens: int) -> None:
-        self.num_tokens = num_tokens
+    def __init__(self, first_page: int, page_size: int) -> None:
         self.first_page = self.cursor_page = first_page
         self.page_size = page_size
-        self.step_tokens = step_tokens
 
     def send(self, end: int, last: bool = False) -> Span:
         """Return the pages to send, now that KV is computed up to token `end`."""
@@ -178,6 +174,7 @@ class PrefillRequest(PagedRequest[PrefillState]):
         super().__init__(request, pages, PrefillState.BOOTSTRAPPING, now_s)
         self.key = request.key
         self.num_tokens = len(request.key)
+        self.max_pages = pages_for(self.num_tokens, pages.page_size)
         self.decode_prefix_len = 0
         self.plan: SendPlan | None = None
         self.window_plans: tuple[WindowPlan, ...] = ()  # by window group

@@ -23,7 +23,6 @@ from prefixkv.errors import (
     RequestError,
     TransferTimeoutError,
     check_laws,
-    shown,
 )
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import (
@@ -41,7 +40,6 @@ from prefixkv.prefill.request import (
     PrefillJournal,
     PrefillRequest,
     PrefillState,
-    SendPlan,
     checked_chunk,
 )
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
@@ -251,7 +249,11 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         # change the row.
         windows: tuple[WindowChunk, ...] = ()
         if req.window_plans:
-            _check_step(req, req.plan, end)
+            computed = end - max(req.prefix_len, req.plan.computed)
+            most = min(group.step_tokens for group in self.pages.windows)
+            if computed > most:
+                what = f"a chunk of {computed} tokens, step_tokens of its window groups is {most}"
+                raise RequestError(f"request {req.rid!r} has {what}")
         span = req.plan.send(end, last)
         src_pages = req.pages[span.first_page : span.end_page].copy()
         if req.window_plans:
@@ -312,9 +314,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             return -1
         if self.checkpoints is None or req.state is not PrefillState.COMPUTING:
             raise RequestError(f"request {req.rid!r} is {req.state.value}, it saves no state")
-        if end not in req.stops:
-            where = f"at {shown(end)}, but at {req.stops}"
-            raise RequestError(f"request {req.rid!r} saves no state {where}")
         return self.checkpoints.take(req, end)
 
     def pop_sent(self) -> list[PrefillRequest]:
@@ -580,15 +579,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         else:
             self.pages.drop(req.pages_held)
         req.pages_held = None
-
-
-def _check_step(req: PrefillRequest, plan: SendPlan, end: int) -> None:
-    """Raise RequestError for a chunk too long for the rows in window groups."""
-    computed = end - max(req.prefix_len, plan.computed)
-    most = min(one.step_tokens for one in req.window_plans)
-    if computed > most:
-        what = f"a chunk of {computed} tokens, step_tokens of its window groups is {most}"
-        raise RequestError(f"request {req.rid!r} has {what}")
 
 
 def _computed(req: PrefillRequest) -> RadixKey:

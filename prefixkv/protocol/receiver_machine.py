@@ -163,6 +163,7 @@ class ReceiverMachine:
         prefill has heard of it, or cannot."""
         self.key = promise.key
         self.promise = promise
+        self.ticket = promise.ticket  # of this use of the room; frames of another carry another
         self.num_pages = promise.num_pages
         self._has_target = bool(self.num_pages) or promise.state_slot >= 0
         self.poll = KVPoll.BOOTSTRAPPING
@@ -188,11 +189,6 @@ class ReceiverMachine:
         self._wait.start(now_s, timing.bootstrap_timeout_s)
         if refused is not None:
             self.poll, self.error, self._owes = KVPoll.FAILED, refused, True
-
-    @property
-    def ticket(self) -> int:
-        """Number of this use of the room; frames of another use carry another."""
-        return self.promise.ticket
 
     @property
     def drained(self) -> bool:

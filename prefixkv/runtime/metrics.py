@@ -117,11 +117,11 @@ def _decode_queues(node: DecodeNode) -> Samples:
     # falling below 0.
     arriving, flights = node.arriving, node.flights.all()
     is_open, complete = arriving.num_open, arriving.num_complete
-    local, loads = len(arriving.local), arriving.num_loads
+    local, loads = len(arriving.local), sum(one.is_load and one.is_open for one in flights)
     yield ("pages",), len(node.waiting)
-    yield ("transfer",), is_open
+    yield ("transfer",), max(0, is_open - loads)
     yield ("compute",), local
-    yield ("flight",), max(0, len(flights) - is_open - local - loads - complete)
+    yield ("flight",), max(0, len(flights) - is_open - local - complete)
     yield ("commit",), complete
     yield ("device",), node.num_deferred
     yield (

@@ -266,10 +266,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         size = self._page_size
         return _Plans(
             SendPlan(num_tokens, 0, size),
-            tuple(
-                WindowPlan(num_tokens, group.first_page(num_tokens), size, num_tokens)
-                for group in self._windows
-            ),
+            tuple(WindowPlan(group.first_page(num_tokens), size) for group in self._windows),
         )
 
     def _window_chunks(

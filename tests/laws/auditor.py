@@ -48,7 +48,7 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
                 assert flight.owner.prefix_len == machine.promise.prefix_len, (
                     "law 6: the promise stands"
                 )
-        elif pages.holds(machine.key):
+        elif pages.allocator.holds(machine.key):
             own = set(allocator.held_by(machine.key).tolist())
         else:
             # The scheduler may not have read yet that the room succeeded; nothing else excuses a
@@ -89,7 +89,7 @@ def _audit_slot(
     if flight is not None:
         assert flight.pages.slot == slot, f"law 4: slot {slot} of {key} is not its flight's"
         states = {PageState.OWNED}
-    elif pages.holds(key):
+    elif pages.allocator.holds(key):
         assert pages.slots.held_by(key).tolist() == [slot], (
             f"law 4: slot {slot} of {key} is not held for it"
         )
@@ -120,7 +120,7 @@ def _audit_windows(
             own = group.row(flight.pages.row).ids
             assert ids.tolist() == own[: len(ids)].tolist(), "the promise stands"
             states = {PageState.OWNED}
-        elif pages.holds(key):
+        elif pages.allocator.holds(key):
             own = group.allocator.held_by(key)
             states = {PageState.HELD, PageState.QUARANTINED}
         else:

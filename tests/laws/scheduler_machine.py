@@ -718,7 +718,7 @@ class SchedulerSim(PairSim):
         assert not self.decode.scheduler.rooms.any_undrained, self.decode.scheduler.rooms
         assert self.decode.scheduler.budget.active == 0
         assert not len(self.decode.scheduler.waiting)
-        assert not len(self.decode.scheduler.arriving)
+        assert not len(self.decode.scheduler.flights)
         assert self.decode.scheduler.idle
         unended = set(self.decode.added) ^ set(self.decode.outcomes)
         assert not unended, f"law 7: {unended} have not ended, or ended unknown"

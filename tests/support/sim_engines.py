@@ -835,7 +835,7 @@ class EngineSim(Sim):
         allowed: set[int] = set()
         if flight is not None:
             allowed = set(page_manager.pages(flight.pages)[flight.pages.num_shared :].tolist())
-        elif page_manager.holds(key):
+        elif page_manager.allocator.holds(key):
             allowed = set(page_manager.allocator.held_by(key).tolist())
         assert set(pages.tolist()) <= allowed, f"{what} of {key} lands on pages not its own"
 

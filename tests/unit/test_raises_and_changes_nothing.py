@@ -131,7 +131,6 @@ class ManagerWorld(World):
         pages.cache_finished(gone, RadixKey([7, 7, 7]), 3.0)
         held = pages.open(RadixKey([8, 8]), None, 1, 3.0, window_start=WindowStart(2, 4))
         pages.hold(held, "room")
-        self.want = pages.want(pages.cache.match_prefix([7, 7]))
         match = pages.match(third)
         elsewhere = PageManager(16, 2, 6, 4)
         foreign = elsewhere.match(first)
@@ -147,19 +146,14 @@ class ManagerWorld(World):
             "grow_many": ([[self.first, self.second], 4.0], {}),
             "cache_unfinished": ([self.second, second, 4.0], {"priority": 0, "being_read": False}),
             "cache_finished": ([self.second, second, 4.0], {"priority": 0, "continues": True}),
-            "hint": ([self.first, True], {}),
-            "want": ([match], {}),
-            "unwant": ([self.want], {}),
             "drop": ([self.second], {}),
             "hold": ([self.second, "room"], {}),
             "release": (["room"], {}),
             "quarantine": (["room"], {}),
-            "holds": (["room"], {}),
         }
 
     def finish(self) -> None:
         page_manager = self.thing
-        page_manager.unwant(self.want)
         page_manager.grow_many([self.first, self.second], 8.0)
         for pages, key in zip((self.first, self.second), self.keys, strict=False):
             page_manager.cache_finished(pages, key, 9.0)

@@ -355,7 +355,8 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
             case Outcome():
                 self._take_outcome(link, body, now_s)
             case PromiseAck():
-                self._to_room(link, body, receiver.PromiseAcked(body.rank), now_s)
+                if (room := self._room_of(link, body)) is not None:
+                    self._rooms.on(room, receiver.PromiseAcked(body.rank), now_s)
             case Drained():
                 self._take_drained(link, body, now_s)
             case LeaseAsk():
@@ -381,8 +382,8 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
             # Without one, prefill would repeat itself until its `ack_timeout_s`.
             ack = OutcomeAck(outcome.room, outcome.generation, outcome.rank, outcome.ticket)
             self._links.send(link, ack, now_s)
-        else:
-            self._to_room(link, outcome, receiver.OutcomeSaid(outcome), now_s)
+        elif self._room_of(link, outcome) is not None:
+            self._rooms.on(room, receiver.OutcomeSaid(outcome), now_s)
             if room.awaits_notifications:
                 # The notifications came with the bytes, before the outcome, so they are there: make
                 # the transport look at once, by another Expect.
@@ -409,17 +410,6 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         except ProtocolError as error:  # and the frame is counted as dropped
             self._rooms.on(room, Fail(error), now_s)
             raise
-
-    def _to_room(
-        self,
-        link: Link,
-        body: Outcome | PromiseAck,
-        event: receiver.ReceiverEvent,
-        now_s: float,
-    ) -> None:
-        room = self._room_of(link, body)
-        if room is not None:
-            self._rooms.on(room, event, now_s)
 
     def _room_of(self, link: Link, body: Outcome | PromiseAck | Drained | LeaseAsk) -> Room | None:
         """None if the room is over. Raises ProtocolError if it was not promised to the sender as

@@ -225,7 +225,7 @@ class Links:
                     self.deaths.doubt(link.peer, now_s)
         if not link.ready and link.hello.take(now_s):
             self._say_hello(link, now_s)
-        elif link.ready and link.live.heartbeat_due(self._timing, now_s):
+        elif link.ready and now_s >= link.live.heartbeat_due_s(self._timing):
             self.send(link, Heartbeat(), now_s)
         # A rank that has not answered our Hello gets it again, and no heartbeats. The time at which
         # the address counts as lost is a wake-up of its own, until it has passed.

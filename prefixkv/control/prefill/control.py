@@ -35,7 +35,7 @@ from prefixkv.control.effects import (
 )
 from prefixkv.control.effects import PrefillEffect as PrefillEffect
 from prefixkv.control.effects import PrefillInput as PrefillInput
-from prefixkv.control.handshake import Accepted, OurSide
+from prefixkv.control.handshake import OurSide
 from prefixkv.control.inbox import ControlInbox, Takes
 from prefixkv.control.lives import FENCED, FENCED_DEAD, LEFT, LostPeers
 from prefixkv.control.prefill.peers import Peer, Peers
@@ -495,31 +495,19 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             self.news.say("refused", frame.sender, why)
             self._peers.reply(route, hello, why)
             return
-        self._admit(accepted, received, frame, hello, now_s)
-
-    def _admit(
-        self,
-        accepted: Accepted,
-        received: FrameReceived[bytes],
-        frame: Frame,
-        hello: Hello,
-        now_s: float,
-    ) -> None:
-        """In the place of its former life."""
-        # 1. The former life goes first, while the name still leads to it.
-        route, peer = received.source, self._peers.get(frame.name)
+        # 4. Its former life goes first, while the name still leads to it.
         if peer is not None:
             self._peers.lives.supersede(peer.id, frame.sender)
             lost = PeerLostError(f"{peer.id} was replaced by life {frame.incarnation:x}", peer.id)
             self._lose_peer(peer, lost, now_s)
         self._peers.add(accepted, frame, (route, received.credential), hello, now_s)
         self._peers.deaths.met(frame.sender, hello.life, received.is_local, now_s)
-        # 2. The transport before the reply: decode promises pages as soon as it has the reply, and
+        # 5. The transport before the reply: decode promises pages as soon as it has the reply, and
         # a write must not be asked for before its target is known.
         if accepted.added is not None:
             self.say(PeerAccepted(accepted.added, accepted.cut))
         self._peers.reply(route, hello, staged=accepted.cut is not None)
-        # 3. Requests that are older than this life are most likely not its own.
+        # 6. Requests that are older than this life are most likely not its own.
         if hello.rank == 0 and hello.age_ms is not None:
             self._life_began(frame.sender, now_s - hello.age_ms / 1000, now_s)
 
@@ -606,8 +594,10 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             # 7. Does it open an offer, is it waited for, or has it to wait, and may it?
             offer = None if room is not None else self._offer_of(key, event)
             is_new = room is None or not room.has_reader(peer.id)
-            if is_new and offer is None and (room is None or not room.added):
-                peer.check_parked(self.timing.max_parked_per_peer)
+            is_parked = is_new and offer is None and (room is None or not room.added)
+            if is_parked and peer.num_parked >= self.timing.max_parked_per_peer:
+                why = "promises wait for their requests, the limit is reached"
+                raise ProtocolError(f"{peer.num_parked} {why}")
         except ProtocolError as error:
             self._refuse_promise(peer, promise, error, now_s)
             raise
@@ -626,10 +616,12 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if end is not None:
             raise ProtocolError(str(end)) from end
 
-    def _end_request(self, key: RoomKey, event: Promised, error: Exception, now_s: float) -> None:
-        """End the request to come that this promise is for."""
+    def _end_request(
+        self, key: RoomKey, word: Promised | Abort, error: Exception, now_s: float
+    ) -> None:
+        """End the request to come that this word is about."""
         self._tombs.await_half(
-            key, Half.REQUEST, error, now_s, digest=event.digest, ticket=event.ticket
+            key, Half.REQUEST, error, now_s, digest=word.digest, ticket=word.ticket
         )
 
     def _offer_of(self, key: RoomKey, event: Promised) -> Offer | None:
@@ -706,9 +698,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             self._tombs.bury(use, error, answered=True)
             met = self._tombs.meet_promise(key, abort.ticket, abort.digest, next_too=False)
             if not closed and met is None:
-                self._tombs.await_half(
-                    key, Half.REQUEST, error, now_s, digest=abort.digest, ticket=abort.ticket
-                )
+                self._end_request(key, abort, error, now_s)
         # 3. No room of ours, or another's: nothing can land in that peer's pages for it, and its
         # later frames have higher numbers than this one. Say so, since decode repeats an Abort
         # until it is answered.
@@ -739,18 +729,16 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             what = post.first_unit, post.src_pages, post.ready, now_s
             self.say_all(staging.write(post.job_id, post.key, post.ticket, post.peer, *what))
             return
-        tag = ChunkTag(
-            self.me.incarnation,
-            *post.key.numbers,
-            rank=self._rank,
-            chunk=post.chunk,
-            ticket=post.ticket,
-        )
         pages = post.src_pages, post.dst_pages
         route: Route = "state" if post.state else "pages"
         if post.window >= 0:
             route = window_route(post.window)
+        tag = self._tag(post, post.chunk)
         self._out.append(WriteJob(post.job_id, post.peer, *pages, tag, post.ready, route))
+
+    def _tag(self, post: PostWrite | PostStaged, chunk: int, lease_id: int = -1) -> ChunkTag:
+        use = *post.key.numbers, self._rank, chunk
+        return ChunkTag(self.me.incarnation, *use, lease_id=lease_id, ticket=post.ticket)
 
     def _post_staged(self, post: PostStaged, now_s: float) -> None:
         assert self.staging is not None
@@ -758,14 +746,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         blocks = np.arange(-(-post.num_bytes // BLOCK_BYTES), dtype=np.int32)
         src = blocks + np.int32(post.slot * (self.staging.slot_bytes // BLOCK_BYTES))
         dst = blocks + np.int32(post.dst_offset // BLOCK_BYTES)
-        tag = ChunkTag(
-            self.me.incarnation,
-            *post.key.numbers,
-            rank=self._rank,
-            chunk=post.piece,
-            lease_id=post.lease_id,
-            ticket=post.ticket,
-        )
+        tag = self._tag(post, post.piece, post.lease_id)
         self._out.append(WriteJob(post.write_id, post.peer, src, dst, tag, route="staging"))
 
     def _cancel(self, cancel: CancelWrite, now_s: float) -> None:

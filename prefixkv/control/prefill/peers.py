@@ -74,13 +74,6 @@ class Peer:
     def worker(self) -> PeerId:
         return self.hello.worker or self.id
 
-    def check_parked(self, limit: int) -> None:
-        """Raise ProtocolError if `limit` promises wait for their requests already."""
-        if self.num_parked >= limit:
-            raise ProtocolError(
-                f"{self.num_parked} promises wait for their requests, the limit is reached"
-            )
-
     def key(self, word: RoomBody) -> RoomKey:
         """Return the key of the room that a frame is about. The decode worker in it is the peer's
         own, whatever the frame says: so no peer can name a room of another worker."""
@@ -109,21 +102,9 @@ class Peer:
             )
         wanted = pages_for(promise.fill_len, page_size) - promise.prefix_len // page_size
         pages = promise.page_ids()
-        if len(pages) != wanted:
-            raise ProtocolError(f"{len(pages)} pages where {wanted} are needed")
-        # 3. The ids themselves. One outside the pool would become an address beyond it, in memory
-        # of the peer that is not KV.
-        num_pages = self.hello.layout.num_pages
-        if len(pages) and (pages.min() < 0 or pages.max() >= num_pages):
-            raise ProtocolError(
-                f"page ids {pages.min()} to {pages.max()}, the pool has {num_pages}"
-            )
-        # A repeated id would let two parts of one write land on the same page in any order, and the
-        # pages counted as undrained would exceed those in use.
-        if _has_repeats(pages, num_pages):
-            raise ProtocolError("a page id twice in one promise")
+        _check_ids(pages, wanted, self.hello.layout.num_pages, "the pool")
         windows = self._window_pages(promise, pages)
-        # 4. The slot of extra state: -1, and only -1, where the peer has none.
+        # 3. The slot of extra state: -1, and only -1, where the peer has none.
         slot = promise.state_slot
         num_slots = 0 if self.hello.state is None else self.hello.state.num_slots
         if not (0 <= slot < num_slots if num_slots else slot == -1):
@@ -163,23 +144,26 @@ class Peer:
         windows = promise.window_ids()
         for group, pages in zip(groups, windows, strict=True):
             first = group.first_page(promise.fill_len)
-            wanted, has = (
-                pages_for(promise.fill_len, layout.page_size) - first,
-                group.layout.num_pages,
-            )
-            if len(pages) != wanted:
-                raise ProtocolError(f"{len(pages)} pages where group {group.name!r} has {wanted}")
-            if len(pages) and (pages.min() < 0 or pages.max() >= has):
-                raise ProtocolError(
-                    f"page ids {pages.min()} to {pages.max()}, group {group.name!r} has {has}"
-                )
-            if _has_repeats(pages, has):
-                raise ProtocolError(f"a page id twice in one promise, in group {group.name!r}")
+            wanted = pages_for(promise.fill_len, layout.page_size) - first
+            _check_ids(pages, wanted, group.layout.num_pages, f"group {group.name!r}")
         # Groups in one memory have no page in common either.
         alike = [ids for group, ids in zip(groups, windows, strict=True) if layout.is_shared(group)]
         if alike and _has_repeats(np.concatenate([first_pages, *alike]), layout.num_pages):
             raise ProtocolError("a page id twice in one promise, in two groups of one memory")
         return windows
+
+
+def _check_ids(pages: npt.NDArray[np.int32], wanted: int, num_pages: int, whose: str) -> None:
+    """Raise ProtocolError for ids of another number than is `wanted`, or not of `num_pages`."""
+    if len(pages) != wanted:
+        raise ProtocolError(f"{len(pages)} pages where {wanted} are needed in {whose}")
+    # An id outside would become an address beyond the pool, in memory of the peer that is not KV.
+    if len(pages) and (pages.min() < 0 or pages.max() >= num_pages):
+        raise ProtocolError(f"page ids {pages.min()} to {pages.max()}, {whose} has {num_pages}")
+    # A repeated id would let two parts of one write land on the same page in any order, and the
+    # pages counted as undrained would exceed those in use.
+    if _has_repeats(pages, num_pages):
+        raise ProtocolError(f"a page id twice in one promise, in {whose}")
 
 
 def _has_repeats(pages: npt.NDArray[np.int32], num_pages: int) -> bool:
@@ -215,9 +199,6 @@ class Peers:
         self._stamp = Stamper(inbox.me)
         self._peers: dict[str, Peer] = {}
         self.num_met = 0  # peers ever added: orders them against rooms (`SenderMachine.met_before`)
-
-    def __len__(self) -> int:
-        return len(self._peers)
 
     def get(self, name: str) -> Peer | None:
         return self._peers.get(name)
@@ -323,7 +304,12 @@ class Peers:
             raise HandshakeError("key", "rank 0's", "another", "differs")
         # 3. It is of a life that goes on, and not older than the process that is known by its name.
         self.lives.check(worker)
-        self._check_later(frame.sender, hello, now_s)
+        # That one may not know yet that it was replaced, and we may have been started after both.
+        peer = self._peers.get(frame.name)
+        now = None if peer is None or peer.id == frame.sender else peer.hello.life
+        if peer is not None and now and hello.life and hello.life.is_before(now):
+            taken = self.taken(frame.name, now_s)
+            raise NameTakenError(f"{frame.sender} was made before {peer.id}: {taken}")
         # 4. It agrees with the other ranks of its worker on how the model is shared out.
         others = [peer for peer in self.all() if peer.worker == worker]
         for peer in others:
@@ -335,18 +321,6 @@ class Peers:
             most = self._timing.max_peers
             raise HandshakeError("decode workers", most, most + 1, "are more than max_peers allows")
 
-    def _check_later(self, sender: PeerId, hello: Hello, now_s: float) -> None:
-        """Raise NameTakenError if a Hello is of an older process than the peer that has its name.
-        It may not know yet that it was replaced, and we may have been started after both."""
-        peer = self._peers.get(sender.name)
-        if peer is None or peer.id == sender:
-            return
-        now, earlier = peer.hello.life, hello.life
-        if now is not None and earlier is not None and earlier.is_before(now):
-            raise NameTakenError(
-                f"{sender} was made before {peer.id}: {self.taken(sender.name, now_s)}"
-            )
-
     def add(
         self,
         accepted: Accepted,
@@ -356,7 +330,7 @@ class Peers:
         now_s: float,
     ) -> None:
         """Make a rank that passed a peer; `received` is its route and its credential. A former life
-        under its name must have been removed before (`PrefillControl._admit`)."""
+        under its name must have been removed before (`PrefillControl._on_handshake`)."""
         added = accepted.added
         route, credential = received
         self.lives.begin(frame.sender)
@@ -433,7 +407,7 @@ class Peers:
         # examination.
         if self.news.silent(peer.id, is_silent) and is_silent:
             self.deaths.doubt(peer.id, now_s)
-        if peer.live.heartbeat_due(self._timing, now_s):
+        if now_s >= peer.live.heartbeat_due_s(self._timing):
             self.send(peer, Heartbeat(), now_s)
         self._timers.wake(name, peer.live.heartbeat_due_s(self._timing))
 

@@ -70,9 +70,6 @@ class SenderRooms:
         """Return a live view of the machines."""
         return self._rooms.values()
 
-    def __getitem__(self, key: RoomKey) -> SenderMachine:
-        return self._rooms[key]
-
     def get(self, key: RoomKey) -> SenderMachine | None:
         return self._rooms.get(key)
 

@@ -87,7 +87,7 @@ def _sent_further(self: DecodeCheckpoints, req: DecodeRequest) -> None:
     """What was sent is taken for the state of the page before."""
     req.prefix_len, req.checkpoint_slot = req.sent_len, req.state_slot
     self._add_stop(req, req.prefix_len - self._pages.page_size, 0)
-    self._take_if_stop(req, req.prefix_len)
+    self.take_if_stop(req, req.prefix_len)
 
 
 def _without_windows(self: DecodeCheckpoints, req: Any, end: int, pages: int, *_: Any) -> int:

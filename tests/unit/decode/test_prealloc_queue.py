@@ -234,7 +234,7 @@ def test_a_request_that_waits_no_longer_protects_nothing(end: str) -> None:
 def test_a_request_admitted_from_free_pages_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(16)
     said: list[Any] = []
-    monkeypatch.setattr(desk.pages, "want", said.append)
+    monkeypatch.setattr(desk.pages.cache, "want", said.append)
     desk.finish(desk.start("a", 12))
     desk.finish(desk.start("a again", 20))
     assert said == []

@@ -37,7 +37,7 @@ class Scale:
 
     def transfer(self, number: int, tokens: int, seconds: float, address: str = "p") -> None:
         key = RoomKey(number, 0)
-        self.sources.promised(address, key, self.now_s - seconds)
+        self.sources.promised(address, key, self.now_s - seconds, tokens)
         self.sources.arrived(address, key, tokens, self.now_s)
 
     def choose(self, missing: int, due: int = 0, running: int = 0, address: str = "p") -> Source:
@@ -280,21 +280,10 @@ def test_a_prefill_worker_answers_one_promise_after_the_other() -> None:
         assert seconds() == pytest.approx(0.2 * (3 - number), abs=0.01)
 
 
-def test_promises_of_unknown_size_count_as_others() -> None:
-    known, unknown = (Scale(rate=1e3, sent=1e4, wait_s=0.1) for _ in range(2))
-    mean = round(unknown.sources._line.mean_tokens)
-    known.sources.promised("p", RoomKey(70, 0), known.now_s, mean)
-    unknown.sources.promised("p", RoomKey(70, 0), unknown.now_s)
-    ways = [one.sources.choose_way([Lack(500)], 0, 0, "p", one.now_s) for one in (known, unknown)]
-    assert ways[0].seconds == pytest.approx(ways[1].seconds, rel=0.01)
-    assert ways[0].source is PREFILL
-    assert ways[0].seconds > 0.2
-
-
 def test_a_prefill_worker_that_does_not_answer_counts_as_slow_as_it_is_by_now() -> None:
     scale = Scale(rate=1e4, sent=1e6)  # prefill takes no time
     assert scale.choose(1000) is PREFILL
-    scale.sources.promised("p", RoomKey(77, 0), scale.now_s - 1.0)
+    scale.sources.promised("p", RoomKey(77, 0), scale.now_s - 1.0, 1000)
     scale.now_s += 0.01  # its last answer was before
     assert scale.choose(1000) is PREFILL
     scale.now_s += 1.0

@@ -19,7 +19,7 @@ from prefixkv.pages.table import PageTable
 
 def snapshot(table: PageTable) -> tuple[object, ...]:
     table.check_invariants()
-    return table.array.tolist(), table._lengths.tolist(), table.free_rows
+    return table.array.tolist(), table.lengths.tolist(), table.free_rows
 
 
 def test_what_a_kernel_reads() -> None:
@@ -159,7 +159,7 @@ def test_check_invariants_sees(break_it: str) -> None:
     elif break_it == "leftover":
         table.array[row, 2] = 9
     elif break_it == "length":
-        table._lengths[row] = 4
+        table.lengths[row] = 4
     else:
         table._free_rows.append(row)
     with pytest.raises(InternalError, match="broken"):

@@ -51,8 +51,8 @@ def promised(windows: Any = ((5, 2),), **more: Any) -> messages.Promise:
 BAD = {
     "no group": ((), "pages of 0 window groups of 1"),
     "a group more": (((5, 2), (1,)), "pages of 2 window groups of 1"),
-    "too few pages": (((5,),), "1 pages where group 'last' has 2"),
-    "too many pages": (((5, 2, 3),), "3 pages where group 'last' has 2"),
+    "too few pages": (((5,),), "1 pages where 2 are needed in group 'last'"),
+    "too many pages": (((5, 2, 3),), "3 pages where 2 are needed in group 'last'"),
     "a page beyond the group": (((5, HAS),), f"page ids 5 to {HAS}, group 'last' has {HAS}"),
     "a negative page": (((5, -1),), "page ids -1 to 5"),
     "a page twice": (((5, 5),), "twice"),
