@@ -35,7 +35,7 @@ Windows = tuple[Pages, ...]
 
 
 class WindowKeeper(Protocol):
-    """The counts of the window pages that checkpoints keep; `PageManager` implements it."""
+    """The counts of the window pages that checkpoints keep; `WindowGroups` implements it."""
 
     def pin(self, windows: Windows, count: int) -> None: ...
 
@@ -79,11 +79,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        cache: RadixCache,
-        pool_pages: int,
-        num_slots: int,
-        keeper: WindowKeeper | None = None,
+        self, cache: RadixCache, pool_pages: int, num_slots: int, keeper: WindowKeeper
     ) -> None:
         self._cache = cache
         self._keeper = keeper
@@ -138,18 +134,16 @@ class Checkpoints:
 
     def make_room(self, needs: Sequence[int]) -> bool:
         """Evict until each window group has as many free pages as it needs. Return whether."""
-        keeper = self._keeper
-        assert keeper is not None
-        while keeper.lacks(needs) and self._evict_one():
-            pass
-        return not keeper.lacks(needs)
+        while is_short := self._keeper.lacks(needs):
+            if not self._evict_one():
+                break
+        return not is_short
 
     def give_back(self, slot: int) -> None:
         windows = self._taken.pop(slot)
         self._free.append(slot)
-        if self._keeper is not None:
-            self._keeper.pin(windows, -1)
-            self._keeper.drop(windows)
+        self._keeper.pin(windows, -1)
+        self._keeper.drop(windows)
 
     def save(self, page: int, depth: int, slot: int, parent: Checkpoint | None = None) -> None:
         """Enter a checkpoint: `slot`, of `take`, has the state of `page`, the `depth`-th of a path.
@@ -163,8 +157,7 @@ class Checkpoints:
             self.use(found)
             return
         windows = self._taken.pop(slot)
-        if self._keeper is not None:
-            self._keeper.pin(windows, -1)
+        self._keeper.pin(windows, -1)
         made = Checkpoint(page, depth, slot, windows=windows)
         self._at[page] = made
         self._has[page] = True
@@ -184,7 +177,7 @@ class Checkpoints:
     def lock(self, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint, whose path the caller has locked, until `unlock`."""
         checkpoint.locks += 1
-        if checkpoint.locks == 1 and self._keeper is not None:
+        if checkpoint.locks == 1:
             self._keeper.pin(checkpoint.windows, 1)
 
     def unlock(self, checkpoint: Checkpoint) -> None:
@@ -192,8 +185,7 @@ class Checkpoints:
         checkpoint.locks -= 1
         if checkpoint.locks:
             return
-        if self._keeper is not None:
-            self._keeper.pin(checkpoint.windows, -1)
+        self._keeper.pin(checkpoint.windows, -1)
         if checkpoint.is_gone:
             del self._kept[checkpoint.slot]
             self._release(checkpoint)
@@ -242,8 +234,7 @@ class Checkpoints:
 
     def _release(self, checkpoint: Checkpoint) -> None:
         self._free.append(checkpoint.slot)
-        if self._keeper is not None:
-            self._keeper.drop(checkpoint.windows)
+        self._keeper.drop(checkpoint.windows)
 
     def _touch(self, checkpoint: Checkpoint) -> None:
         self._tick += 1

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from prefixkv.cache.checkpoints import Checkpoints, Windows
+from prefixkv.cache.checkpoints import Checkpoints
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy
 from prefixkv.cache.node import PAGE_ID_BYTES, Root
 from prefixkv.cache.radix_cache import RadixCache
@@ -124,8 +124,7 @@ class PageManager:
         self.hash_every_pages = pages_for(HASH_EVERY_TOKENS, page_size)
         self.checkpoints: Checkpoints | None = None
         if num_checkpoints:
-            keeper = _Keeper(self.windows) if self.windows else None
-            self.checkpoints = Checkpoints(self.cache, num_pages, num_checkpoints, keeper)
+            self.checkpoints = Checkpoints(self.cache, num_pages, num_checkpoints, self.windows)
         self.clock: Callable[[], float] | None = None
         self.evictions = Histogram(MICROSECONDS)  # seconds that each took, by `clock`, if set
         self.evicted_pages = 0
@@ -625,24 +624,3 @@ class PageManager:
                 expected.update(tokens[: depth * self._page_bytes])
                 if expected.digest() != path_hash.digest():
                     raise InternalError(f"the hash of {depth} pages is another path's: {node}")
-
-
-class _Keeper:
-    """The window groups as checkpoints use them."""
-
-    def __init__(self, windows: WindowGroups) -> None:
-        self._windows = windows
-
-    def pin(self, windows: Windows, count: int) -> None:
-        for group, ids in zip(self._windows, windows, strict=bool(windows)):
-            group.pins[ids] += count
-
-    def drop(self, windows: Windows) -> None:
-        for group, ids in zip(self._windows, windows, strict=bool(windows)):
-            group.drop(ids)
-
-    def lacks(self, needs: Sequence[int]) -> bool:
-        groups = self._windows
-        return any(
-            group.allocator.free_pages < need for group, need in zip(groups, needs, strict=True)
-        )
