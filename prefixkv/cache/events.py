@@ -413,11 +413,10 @@ def page_key(parent: bytes, page_tokens: bytes) -> bytes:
 class EventLog:
     """Changes since the last drain. O(1) per change."""
 
-    __slots__ = ("changes", "limit", "num_pages")
+    __slots__ = ("changes", "num_pages")
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit  # pages stored; a listener further behind than this gets a snapshot
-        self.num_pages = 0
+    def __init__(self) -> None:
+        self.num_pages = 0  # stored
         self.changes: list[Change] = []
 
     def stored(self, namespace: Hashable, above: Packed, key: Packed, pages: Packed) -> None:
@@ -428,18 +427,6 @@ class EventLog:
         self.changes.append(_new(Inserted, (namespace, last, bytes(key), bytes(pages))))
         self.num_pages += len(pages) // PAGE_ID_BYTES
 
-    def removed(self, runs: list[Packed]) -> None:
-        """Record a `TakenOut`. The caller must not change the runs any more."""
-        self.changes.append(TakenOut(runs))
-
-    def noted(self, change: CheckpointSaved | CheckpointEvicted) -> None:
-        """Record what became of a checkpoint."""
-        self.changes.append(change)
-
-    def cleared(self) -> None:
-        """Record that the tree was emptied, or that the listener must start over."""
-        self.changes.append(Cleared())
-
     def drain(self) -> list[Change]:
         changes, self.changes, self.num_pages = self.changes, [], 0
         return changes
@@ -447,11 +434,7 @@ class EventLog:
 
 def stored_pages(changes: list[Change]) -> int:
     """Return how many pages were stored, as many as are taken out in the long run: a backlog."""
-    num_bytes = 0
-    for change in changes:
-        if type(change) is Inserted:
-            num_bytes += len(change.pages)
-    return num_bytes // PAGE_ID_BYTES
+    return sum(len(c.pages) for c in changes if type(c) is Inserted) // PAGE_ID_BYTES
 
 
 def _ids(pages: Packed) -> list[int]:

@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 
 from prefixkv.cache import audit, dump, wants
-from prefixkv.cache.events import Change, CheckpointEvicted, CheckpointSaved, EventLog
+from prefixkv.cache.events import (
+    Change,
+    CheckpointEvicted,
+    CheckpointSaved,
+    Cleared,
+    EventLog,
+    TakenOut,
+)
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
 from prefixkv.cache.eviction.queues import LeafHeap, forget
 from prefixkv.cache.node import PAGE_ID_BYTES, Packed, TreeNode, Want
@@ -50,9 +57,6 @@ from prefixkv.settings import check_flag, check_time, whole_count
 EVENT_LIMIT_PAGES = 1 << 20
 """Pages of events that wait for a listener at most; one further behind is sent the whole tree
 again."""
-
-NOTHING_CHANGED: list[Change] = []
-"""Shared and never written to."""
 
 
 class RadixCache(RadixTree):
@@ -453,7 +457,7 @@ class RadixCache(RadixTree):
         merge_candidates: dict[TreeNode, None] = {}  # lost a child, so may have become mergeable
         taken = self._evict_in_order(num_pages, merge_candidates)
         if self._log is not None:
-            self._log.removed(taken)
+            self._log.changes.append(TakenOut(taken))
         # Merge last. A node that lost one child may lose the others in the same call, and
         # `_evict_in_order` must not meet nodes that died in a merge.
         for node in merge_candidates:
@@ -506,7 +510,7 @@ class RadixCache(RadixTree):
         self.version += 1
         self._epoch += 1
         if self._log is not None:
-            self._log.cleared()
+            self._log.changes.append(Cleared())
         # Waiting requests begin again at the top of their namespaces.
         for want in self._wants.values():
             wants.attach(want, self._root(want.namespace), 0)
@@ -591,23 +595,22 @@ class RadixCache(RadixTree):
         """
         check_flag("snapshot", snapshot)
         log = self._log
-        if log is not None and not snapshot and log.num_pages <= log.limit:
-            return log.drain() if log.changes else NOTHING_CHANGED
+        if log is not None and not snapshot and log.num_pages <= EVENT_LIMIT_PAGES:
+            return log.drain()
         # A snapshot: parents before children, since an insertion names the page that it follows.
-        self._log = EventLog(EVENT_LIMIT_PAGES)
+        self._log = EventLog()
         if log is not None or snapshot:
-            self._log.cleared()
+            self._log.changes.append(Cleared())
         for node in self.nodes():
             assert node.parent is not None
             self._log_stored(node, node.parent.pages, node.key, node.pages)
-        for page in self.checkpoint_pages():
-            self._log.noted(CheckpointSaved(page))
+        self._log.changes += map(CheckpointSaved, self.checkpoint_pages())
         return self._log.drain()
 
     def note_checkpoint(self, change: CheckpointSaved | CheckpointEvicted) -> None:
         """Note a change of `Checkpoints` for listeners, in the order of the cache's own changes."""
         if self._log is not None:
-            self._log.noted(change)
+            self._log.changes.append(change)
 
     def stats(self) -> CacheStats:
         """Return a snapshot of sizes and counts. O(1)."""

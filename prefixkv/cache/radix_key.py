@@ -76,11 +76,7 @@ class RadixKey:
 
     def append(self, token: int) -> None:
         """Add one token; amortised O(1). Raises TokenError for anything else, and adds nothing."""
-        if type(token) is not int:
-            token = _as_int(token)
-        if not 0 <= token < TOKEN_LIMIT:
-            raise TokenError(f"token {shown(token)} is not in [0, {TOKEN_LIMIT})")
-        self._tail += token.to_bytes(TOKEN_BYTES, "little")
+        self._tail += _checked_int(token).to_bytes(TOKEN_BYTES, "little")
 
     def extend(self, tokens: TokensLike) -> None:
         """Add tokens; amortised O(them). Adds none, and raises TokenError, if one is invalid."""
@@ -88,11 +84,7 @@ class RadixKey:
         more = pack(tokens)
         if not _packing_checks(tokens):
             check_packed(more)
-        # The checked part is a prefix. If there is an unchecked gap before the new tokens, `check`
-        # has to look at them again.
-        if self._checked_bytes == len(self._data) + len(self._tail):
-            self._checked_bytes += len(more)
-        self._tail += more
+        self.extend_packed(more)
 
     def extend_checked(self, tokens: Sequence[int]) -> None:
         """Add tokens that the caller has checked to be ints in [0, TOKEN_LIMIT)."""
@@ -108,6 +100,8 @@ class RadixKey:
 
     def extend_packed(self, more: bytes) -> None:
         """Add packed tokens that the caller has checked, as for `of_packed`."""
+        # The checked part is a prefix. If there is an unchecked gap before the new tokens, `check`
+        # has to look at them again.
         if self._checked_bytes == len(self._data) + len(self._tail):
             self._checked_bytes += len(more)
         self._tail += more
@@ -134,9 +128,7 @@ class RadixKey:
         if num_tokens * TOKEN_BYTES >= len(data):
             return self
         # Past `__init__`, which would pack again.
-        key = RadixKey.__new__(RadixKey)
-        key.namespace, key._tail = self.namespace, bytearray()
-        key._data = data[: num_tokens * TOKEN_BYTES]
+        key = RadixKey.of_packed(data[: num_tokens * TOKEN_BYTES], self.namespace)
         key._checked_bytes = min(self._checked_bytes, len(key._data))
         return key
 
@@ -282,10 +274,11 @@ def _pack_sequence(values: list[Any]) -> bytes:
     return packed
 
 
-def _checked_int(value: Any, place: int) -> int:
-    token = _as_int(value)
+def _checked_int(value: Any, place: int | None = None) -> int:
+    token = value if type(value) is int else _as_int(value)
     if not 0 <= token < TOKEN_LIMIT:
-        raise TokenError(f"token {shown(token)} at {place} is not in [0, {TOKEN_LIMIT})")
+        at = "" if place is None else f" at {place}"
+        raise TokenError(f"token {shown(token)}{at} is not in [0, {TOKEN_LIMIT})")
     return token
 
 

@@ -141,17 +141,6 @@ class PrefixLock:
             self._pages = page_ids(self.node, self.node.end)
         return self._pages.copy()
 
-    def last_pages(self, num_pages: int) -> Pages:
-        """Return the ids of the last `num_pages`, or of all if fewer: a new array. While it is
-        held. O(nodes + num_pages)."""
-        runs, left, node = [], num_pages * PAGE_ID_BYTES, self.node
-        while left > 0 and node.parent is not None:
-            run = node.pages
-            runs.append(run if len(run) <= left else run[-left:])
-            left -= len(run)
-            node = node.parent
-        return packed_ids(runs[::-1])
-
     def __enter__(self) -> PrefixLock:
         return self
 
