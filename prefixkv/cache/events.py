@@ -30,8 +30,6 @@ over."""
 PageHash: TypeAlias = Callable[[bytes, bytes], bytes]
 """(The key of the page before, a page's packed tokens) -> that page's key."""
 
-_new = tuple.__new__  # a named tuple's own takes twice as long
-
 NO_PARENT = b""
 """The parent of the first page of a namespace."""
 
@@ -408,28 +406,6 @@ def page_key(parent: bytes, page_tokens: bytes) -> bytes:
     """Return the key of a page, which depends on all tokens up to the page's end. `parent`: the key
     of the page before it, NO_PARENT for the first. `page_tokens`: packed (little-endian int32)."""
     return blake2b(parent + page_tokens, digest_size=PAGE_KEY_BYTES).digest()
-
-
-class EventLog:
-    """Changes since the last drain. O(1) per change."""
-
-    __slots__ = ("changes", "num_pages")
-
-    def __init__(self) -> None:
-        self.num_pages = 0  # stored
-        self.changes: list[Change] = []
-
-    def stored(self, namespace: Hashable, above: Packed, key: Packed, pages: Packed) -> None:
-        """Record these packed tokens' pages, behind the last page of `above` (empty at the
-        root)."""
-        # Copies: nodes grow in ref, and a reader may look at this later in another thread.
-        last = bytes(above[-PAGE_ID_BYTES:])
-        self.changes.append(_new(Inserted, (namespace, last, bytes(key), bytes(pages))))
-        self.num_pages += len(pages) // PAGE_ID_BYTES
-
-    def drain(self) -> list[Change]:
-        changes, self.changes, self.num_pages = self.changes, [], 0
-        return changes
 
 
 def stored_pages(changes: list[Change]) -> int:

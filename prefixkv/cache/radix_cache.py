@@ -25,7 +25,6 @@ from prefixkv.cache.events import (
     CheckpointEvicted,
     CheckpointSaved,
     Cleared,
-    EventLog,
     TakenOut,
 )
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
@@ -457,7 +456,7 @@ class RadixCache(RadixTree):
         merge_candidates: dict[TreeNode, None] = {}  # lost a child, so may have become mergeable
         taken = self._evict_in_order(num_pages, merge_candidates)
         if self._log is not None:
-            self._log.changes.append(TakenOut(taken))
+            self._log.append(TakenOut(taken))
         # Merge last. A node that lost one child may lose the others in the same call, and
         # `_evict_in_order` must not meet nodes that died in a merge.
         for node in merge_candidates:
@@ -510,7 +509,7 @@ class RadixCache(RadixTree):
         self.version += 1
         self._epoch += 1
         if self._log is not None:
-            self._log.changes.append(Cleared())
+            self._log.append(Cleared())
         # Waiting requests begin again at the top of their namespaces.
         for want in self._wants.values():
             wants.attach(want, self._root(want.namespace), 0)
@@ -594,23 +593,20 @@ class RadixCache(RadixTree):
         then the whole tree. Before the first call nothing is recorded.
         """
         check_flag("snapshot", snapshot)
-        log = self._log
-        if log is not None and not snapshot and log.num_pages <= EVENT_LIMIT_PAGES:
-            return log.drain()
-        # A snapshot: parents before children, since an insertion names the page that it follows.
-        self._log = EventLog()
-        if log is not None or snapshot:
-            self._log.changes.append(Cleared())
-        for node in self.nodes():
-            assert node.parent is not None
-            self._log_stored(node, node.parent.pages, node.key, node.pages)
-        self._log.changes += map(CheckpointSaved, self.checkpoint_pages())
-        return self._log.drain()
+        if snapshot or self._log is None or self._logged_pages > EVENT_LIMIT_PAGES:
+            self._log = [] if self._log is None and not snapshot else [Cleared()]
+            # Parents before children, since an insertion names the page that it follows.
+            for node in self.nodes():
+                assert node.parent is not None
+                self._log_stored(node, node.parent.pages, node.key, node.pages)
+            self._log += map(CheckpointSaved, self.checkpoint_pages())
+        changes, self._log, self._logged_pages = self._log, [], 0
+        return changes
 
     def note_checkpoint(self, change: CheckpointSaved | CheckpointEvicted) -> None:
         """Note a change of `Checkpoints` for listeners, in the order of the cache's own changes."""
         if self._log is not None:
-            self._log.changes.append(change)
+            self._log.append(change)
 
     def stats(self) -> CacheStats:
         """Return a snapshot of sizes and counts. O(1)."""

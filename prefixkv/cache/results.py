@@ -154,8 +154,6 @@ class PrefixLock:
 
 def page_ids(node: TreeNode | None, depth: int) -> Pages:
     """int32 [depth] ids of the path down to `depth` in `node`; a new array. O(nodes + pages)."""
-    if node is None or not depth:
-        return NO_PAGES.copy()
     return np.frombuffer(packed_to(node, depth), np.int32)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 import numpy as np
 
 from prefixkv.cache import wants
-from prefixkv.cache.events import EventLog
+from prefixkv.cache.events import Change, Inserted
 from prefixkv.cache.eviction.guard import guarded
 from prefixkv.cache.eviction.hints import HintedQueue, Hints
 from prefixkv.cache.eviction.policy import Policy, Use, make_policy
@@ -64,8 +64,10 @@ class RadixTree:
         # One flag per page of the pool: in the tree, or in an orphan. It refuses an id that is
         # inserted a second time, which would give two prompts the same memory.
         self._in_tree = None if pool_pages is None else PageFlags(pool_pages)
-        # None until somebody listens: recording costs nothing before that.
-        self._log: EventLog | None = None
+        # Changes since the last drain, and the pages that they stored. None until somebody listens:
+        # recording costs nothing before that.
+        self._log: list[Change] | None = None
+        self._logged_pages = 0
         self._now_s = 0.0  # the latest time that was given
         self.evictable_pages = self.protected_pages = self.orphan_pages = self.num_nodes = 0
         self._inserted_pages = self._evicted_pages = 0
@@ -309,7 +311,11 @@ class RadixTree:
         while node.parent is not None:
             node = node.parent
         assert isinstance(node, Root)
-        self._log.stored(node.namespace, pages_above, key, pages)
+        # Copies: nodes grow in place, and a reader may look at this later in another thread. The
+        # named tuple's own `__new__` takes twice as long.
+        change = node.namespace, bytes(pages_above[-PAGE_ID_BYTES:]), bytes(key), bytes(pages)
+        self._log.append(tuple.__new__(Inserted, change))
+        self._logged_pages += len(pages) // PAGE_ID_BYTES
 
     # --- taking out ----------------------------------------------------------------------------
 

@@ -128,11 +128,9 @@ class Ghosts:
         # 2. Forget the oldest until the bound holds.
         forgotten: list[Ghost] = []
         while num_pages > limit_pages:
-            _, ghost = ghosts.popitem(last=False)
-            num_pages -= ghost[2]
+            ghost = next(iter(ghosts.values()))
+            num_pages -= self._forget(ghost)
             if ghost[5]:
-                if ghost[4] is not None:
-                    self._leave_segment(ghost[4])
                 forgotten.append(ghost)
         self.num_pages = num_pages
         return forgotten
@@ -177,13 +175,7 @@ class Ghosts:
     def remove_found(self, found: list[Ghost]) -> None:
         """Remove ghosts, just found: their pages are in the tree again."""
         if found:
-            ghosts, num_pages = self._ghosts, self.num_pages
-            for _, _, stands_for, name, segment, _ in found:
-                del ghosts[name]
-                num_pages -= stands_for
-                if segment is not None:
-                    self._leave_segment(segment)
-            self.num_pages = num_pages
+            self.num_pages -= sum(map(self._forget, found))
             self._last = None
 
     def broken_laws(self) -> list[str]:
@@ -203,16 +195,13 @@ class Ghosts:
         return [law for law, holds in laws.items() if not holds]
 
     def _forget(self, ghost: Ghost) -> int:
-        del self._ghosts[ghost[3]]
-        if ghost[4] is not None:
-            self._leave_segment(ghost[4])
-        return ghost[2]
-
-    def _leave_segment(self, segment: int) -> None:
-        if self._ends[segment] == 1:
-            del self._ends[segment]
-        else:
+        _, _, stands_for, name, segment, _ = ghost
+        del self._ghosts[name]
+        if segment is not None:
             self._ends[segment] -= 1
+            if not self._ends[segment]:
+                del self._ends[segment]
+        return stands_for
 
     def _name(self, data: bytes, depth: int, num_bytes: int) -> int:
         end = depth * self._page_bytes
