@@ -120,9 +120,7 @@ class Checkpoints:
     def take(self) -> int:
         """Return a slot to save a state in, evicting a checkpoint if none is free; NO_SLOT if all
         are taken or locked."""
-        if not self._free:
-            self._evict_one()
-        if not self._free:
+        if not self._free and not self._evict_one():
             return NO_SLOT
         slot = self._free.pop()
         self._taken[slot] = ()

@@ -330,9 +330,7 @@ class EventFeed:
     def listen(self, listener: Listener) -> None:
         """Hand `listener` the whole tree now, and the changes since with each `pass_on`."""
         self._listener = listener
-        self._listener_missed_changes = not listener.hand_over(
-            self._cache.drain_changes(snapshot=True)
-        )
+        self._hand_over(self._cache.drain_changes(snapshot=True), True)
 
     def pass_on(self) -> None:
         """Hand the listener what has changed since. O(changes), without hashing. One that lost
@@ -340,13 +338,7 @@ class EventFeed:
         listener = self._listener
         if listener is None:
             return
-        # 1. The frequent case: the listener hears each change, and `take` was never called.
-        if not self._listener_missed_changes and not self._seq:
-            if changes := self._cache.drain_changes():
-                self._listener_missed_changes = not listener.hand_over(changes)
-            return
-        # 2. Else. While the listener is busy a full list would be lost as well, so wait until it is
-        #    idle.
+        # While the listener is busy a full list would be lost as well, so wait until it is idle.
         snapshot = self._listener_missed_changes and listener.idle
         changes = self._cache.drain_changes(snapshot=snapshot)
         if not changes:
@@ -360,12 +352,9 @@ class EventFeed:
                 self._untaken = []
 
     def _hand_over(self, changes: list[Change], snapshot: bool) -> None:
-        if (
-            self._listener is not None
-            and changes
-            and (snapshot or not self._listener_missed_changes)
-        ):
-            self._listener_missed_changes = not self._listener.hand_over(changes)
+        listener = self._listener
+        if listener is not None and changes and (snapshot or not self._listener_missed_changes):
+            self._listener_missed_changes = not listener.hand_over(changes)
 
     def _events(self, changes: list[Change]) -> Iterator[CacheEvent]:
         for change in changes:

@@ -543,8 +543,7 @@ class RadixCache(RadixTree):
                 return
             node = found
         # 2. The hint is about one use, so it needs that use's mark.
-        mark = None if continues is None or depth < 1 else node.mark_at(depth)
-        if continues is None or mark is None:
+        if continues is None or depth < 1 or (mark := node.mark_at(depth)) is None:
             return
         self._hint(mark, continues)
         # 3. The leaf may belong to another group of the queue now, also if the mark lies above its

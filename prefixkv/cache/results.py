@@ -72,8 +72,7 @@ class MatchResult:
     def pages(self) -> Pages:
         """int32 [prefix_len / page_size], the caller's own array; of a stale match what is still
         there. O(pages)."""
-        node, depth = self.cache.locate(self)
-        return page_ids(node, min(depth, self.depth))
+        return np.frombuffer(self.packed, np.int32)
 
     @property
     def packed(self) -> Packed:
@@ -138,7 +137,7 @@ class PrefixLock:
             # The pages may be another prompt's by now: a lock that has ended no longer knows them.
             if not self.held:
                 raise PageStateError("the pages of a lock have to be asked for while it is held")
-            self._pages = page_ids(self.node, self.node.end)
+            self._pages = np.frombuffer(packed_to(self.node, self.node.end), np.int32)
         return self._pages.copy()
 
     def __enter__(self) -> PrefixLock:
@@ -150,11 +149,6 @@ class PrefixLock:
 
     def __repr__(self) -> str:
         return f"PrefixLock(prefix_len={self.prefix_len}, held={self.held})"
-
-
-def page_ids(node: TreeNode | None, depth: int) -> Pages:
-    """int32 [depth] ids of the path down to `depth` in `node`; a new array. O(nodes + pages)."""
-    return np.frombuffer(packed_to(node, depth), np.int32)
 
 
 def packed_to(node: TreeNode | None, depth: int) -> bytearray:
