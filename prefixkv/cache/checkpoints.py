@@ -23,7 +23,7 @@ import numpy as np
 from prefixkv.cache.events import CheckpointEvicted, CheckpointSaved
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.results import MatchResult
-from prefixkv.errors import InternalError, check_laws
+from prefixkv.errors import check_laws
 from prefixkv.paging import PageIds, Pages
 
 NO_SLOT: Final = -1
@@ -303,7 +303,6 @@ class Checkpoints:
             "what may go is queued": all(
                 one.locks or id(one) in queued for one in self._at.values()
             ),
+            "no checkpoint was unlocked too often": all(one.locks >= 0 for one in all_of),
         }
         check_laws(laws, f"{len(self)} checkpoints", f"{len(self._free)} slots free")
-        if any(one.locks < 0 for one in all_of):
-            raise InternalError("a checkpoint was unlocked too often")

@@ -254,10 +254,6 @@ class PagePaths:
         self._checkpoints.clear()
 
 
-def as_stored(run: list[PageRef], is_host: bool = False) -> Stored:
-    return Stored(run[0].namespace, run[0].parent, tuple(ref.key for ref in run), is_host)
-
-
 class EventSource(Protocol):
     """The part of a RadixCache that a feed reads."""
 
@@ -360,13 +356,12 @@ class EventFeed:
         for change in changes:
             match change:
                 case Inserted():
-                    yield as_stored(self._paths.inserted(change), self._is_host)
+                    yield self._of_run(Stored, self._paths.inserted(change))
                 case TakenOut():
                     for ref in self._paths.evicted(change):
                         yield CheckpointRemoved(ref.namespace, ref.key)
                     for run in self._paths.taken_out(change):
-                        keys = tuple(ref.key for ref in run)
-                        yield Removed(run[0].namespace, run[0].parent, keys, self._is_host)
+                        yield self._of_run(Removed, run)
                 case CheckpointSaved():
                     ref = self._paths.saved(change)
                     yield CheckpointStored(ref.namespace, ref.key)
@@ -378,6 +373,10 @@ class EventFeed:
                     yield Cleared(self._is_host)
                 case _:
                     assert_never(change)
+
+    def _of_run(self, kind: type[Stored | Removed], run: list[PageRef]) -> Stored | Removed:
+        keys = tuple(ref.key for ref in run)
+        return kind(run[0].namespace, run[0].parent, keys, self._is_host)
 
 
 def page_keys(data: Packed, page_size: int, parent: bytes = NO_PARENT) -> list[bytes]:

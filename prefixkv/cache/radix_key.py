@@ -155,8 +155,8 @@ def pack(tokens: TokensLike) -> bytes:
     # From the cheapest to the most expensive: packed already; arrays, which are checked and
     # converted as a whole; any other iterable, token by token. A string is a sequence too, but not
     # of tokens.
-    if isinstance(tokens, np.ndarray):
-        return _pack_array(tokens)
+    if isinstance(tokens, (np.ndarray, array)):
+        return _pack_array(np.asarray(tokens))
     # A torch tensor is known by what it can do: torch is not imported for this.
     if (detach := getattr(tokens, "detach", None)) is not None:
         try:
@@ -165,8 +165,6 @@ def pack(tokens: TokensLike) -> bytes:
             raise TokenError(
                 f"a {type(tokens).__name__} is no sequence of tokens: {error}"
             ) from None
-    if isinstance(tokens, array):
-        return _pack_array(np.asarray(tokens))
     if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Iterable):
         raise TokenError(f"a {type(tokens).__name__} is no sequence of tokens")
     return _pack_sequence(list(tokens))
@@ -254,9 +252,7 @@ def _pack_array(values: npt.NDArray[Any]) -> bytes:
 
 def _packing_checks(tokens: TokensLike) -> bool:
     """Return whether `pack` has refused negative tokens already: for arrays wider than int32."""
-    if isinstance(tokens, array):
-        return tokens.itemsize > TOKEN_BYTES
-    return isinstance(tokens, np.ndarray) and tokens.dtype.itemsize > TOKEN_BYTES
+    return isinstance(tokens, (np.ndarray, array)) and tokens.itemsize > TOKEN_BYTES
 
 
 def _pack_sequence(values: list[Any]) -> bytes:
