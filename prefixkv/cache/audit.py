@@ -62,16 +62,11 @@ def _tree_laws(tree: RadixTree, orphans: list[TreeNode]) -> Iterator[str]:
         # The shape is minimal: it must not depend on how the tree came about.
         if len(node.children) == 1 and node.own_locks == 0:
             yield f"a node with one child and no lock of its own is merged with it: {node}"
-        depths = [depth for depth, _ in node.steps or ()]
-        if depths != sorted(set(depths)) or any(
-            not node.start < depth < node.end for depth in depths
-        ):
-            yield f"steps rise, and lie inside their node: {node} {depths}"
-        depths = [depth for depth, _ in node.hashes or ()]
-        if depths != sorted(set(depths)) or any(
-            not node.start < depth <= node.end for depth in depths
-        ):
-            yield f"hashes are of paths that end inside their node, and rise: {node} {depths}"
+        lists = (node.steps, node.end - 1, "steps"), (node.hashes, node.end, "hashes")
+        for marks, last, what in lists:
+            depths = [depth for depth, _ in marks or ()]
+            if depths != sorted({depth for depth in depths if node.start < depth <= last}):
+                yield f"{what} rise, and are of paths that end inside their node: {node} {depths}"
         if not node.children and node.mark is None:
             yield f"a leaf has been used: {node}"
         if not node.children and not node.lock_ref and node.entry is None:

@@ -23,7 +23,7 @@ import numpy as np
 from prefixkv.cache.events import CheckpointEvicted, CheckpointSaved
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.results import MatchResult
-from prefixkv.errors import InternalError, check_laws
+from prefixkv.errors import check_laws
 from prefixkv.paging import PageIds, Pages
 
 NO_SLOT: Final = -1
@@ -79,11 +79,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        cache: RadixCache,
-        pool_pages: int,
-        num_slots: int,
-        keeper: WindowKeeper | None = None,
+        self, cache: RadixCache, pool_pages: int, num_slots: int, keeper: WindowKeeper
     ) -> None:
         self._cache = cache
         self._keeper = keeper
@@ -124,9 +120,7 @@ class Checkpoints:
     def take(self) -> int:
         """Return a slot to save a state in, evicting a checkpoint if none is free; NO_SLOT if all
         are taken or locked."""
-        if not self._free:
-            self._evict_one()
-        if not self._free:
+        if not self._free and not self._evict_one():
             return NO_SLOT
         slot = self._free.pop()
         self._taken[slot] = ()
@@ -138,18 +132,16 @@ class Checkpoints:
 
     def make_room(self, needs: Sequence[int]) -> bool:
         """Evict until each window group has as many free pages as it needs. Return whether."""
-        keeper = self._keeper
-        assert keeper is not None
-        while keeper.lacks(needs) and self._evict_one():
-            pass
-        return not keeper.lacks(needs)
+        while is_short := self._keeper.lacks(needs):
+            if not self._evict_one():
+                break
+        return not is_short
 
     def give_back(self, slot: int) -> None:
         windows = self._taken.pop(slot)
         self._free.append(slot)
-        if self._keeper is not None:
-            self._keeper.pin(windows, -1)
-            self._keeper.drop(windows)
+        self._keeper.pin(windows, -1)
+        self._keeper.drop(windows)
 
     def save(self, page: int, depth: int, slot: int, parent: Checkpoint | None = None) -> None:
         """Enter a checkpoint: `slot`, of `take`, has the state of `page`, the `depth`-th of a path.
@@ -163,8 +155,7 @@ class Checkpoints:
             self.use(found)
             return
         windows = self._taken.pop(slot)
-        if self._keeper is not None:
-            self._keeper.pin(windows, -1)
+        self._keeper.pin(windows, -1)
         made = Checkpoint(page, depth, slot, windows=windows)
         self._at[page] = made
         self._has[page] = True
@@ -184,7 +175,7 @@ class Checkpoints:
     def lock(self, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint, whose path the caller has locked, until `unlock`."""
         checkpoint.locks += 1
-        if checkpoint.locks == 1 and self._keeper is not None:
+        if checkpoint.locks == 1:
             self._keeper.pin(checkpoint.windows, 1)
 
     def unlock(self, checkpoint: Checkpoint) -> None:
@@ -192,8 +183,7 @@ class Checkpoints:
         checkpoint.locks -= 1
         if checkpoint.locks:
             return
-        if self._keeper is not None:
-            self._keeper.pin(checkpoint.windows, -1)
+        self._keeper.pin(checkpoint.windows, -1)
         if checkpoint.is_gone:
             del self._kept[checkpoint.slot]
             self._release(checkpoint)
@@ -242,8 +232,7 @@ class Checkpoints:
 
     def _release(self, checkpoint: Checkpoint) -> None:
         self._free.append(checkpoint.slot)
-        if self._keeper is not None:
-            self._keeper.drop(checkpoint.windows)
+        self._keeper.drop(checkpoint.windows)
 
     def _touch(self, checkpoint: Checkpoint) -> None:
         self._tick += 1
@@ -314,7 +303,6 @@ class Checkpoints:
             "what may go is queued": all(
                 one.locks or id(one) in queued for one in self._at.values()
             ),
+            "no checkpoint was unlocked too often": all(one.locks >= 0 for one in all_of),
         }
         check_laws(laws, f"{len(self)} checkpoints", f"{len(self._free)} slots free")
-        if any(one.locks < 0 for one in all_of):
-            raise InternalError("a checkpoint was unlocked too often")

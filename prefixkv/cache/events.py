@@ -30,8 +30,6 @@ over."""
 PageHash: TypeAlias = Callable[[bytes, bytes], bytes]
 """(The key of the page before, a page's packed tokens) -> that page's key."""
 
-_new = tuple.__new__  # a named tuple's own takes twice as long
-
 NO_PARENT = b""
 """The parent of the first page of a namespace."""
 
@@ -256,10 +254,6 @@ class PagePaths:
         self._checkpoints.clear()
 
 
-def as_stored(run: list[PageRef], is_host: bool = False) -> Stored:
-    return Stored(run[0].namespace, run[0].parent, tuple(ref.key for ref in run), is_host)
-
-
 class EventSource(Protocol):
     """The part of a RadixCache that a feed reads."""
 
@@ -332,9 +326,7 @@ class EventFeed:
     def listen(self, listener: Listener) -> None:
         """Hand `listener` the whole tree now, and the changes since with each `pass_on`."""
         self._listener = listener
-        self._listener_missed_changes = not listener.hand_over(
-            self._cache.drain_changes(snapshot=True)
-        )
+        self._hand_over(self._cache.drain_changes(snapshot=True), True)
 
     def pass_on(self) -> None:
         """Hand the listener what has changed since. O(changes), without hashing. One that lost
@@ -342,13 +334,7 @@ class EventFeed:
         listener = self._listener
         if listener is None:
             return
-        # 1. The frequent case: the listener hears each change, and `take` was never called.
-        if not self._listener_missed_changes and not self._seq:
-            if changes := self._cache.drain_changes():
-                self._listener_missed_changes = not listener.hand_over(changes)
-            return
-        # 2. Else. While the listener is busy a full list would be lost as well, so wait until it is
-        #    idle.
+        # While the listener is busy a full list would be lost as well, so wait until it is idle.
         snapshot = self._listener_missed_changes and listener.idle
         changes = self._cache.drain_changes(snapshot=snapshot)
         if not changes:
@@ -362,24 +348,20 @@ class EventFeed:
                 self._untaken = []
 
     def _hand_over(self, changes: list[Change], snapshot: bool) -> None:
-        if (
-            self._listener is not None
-            and changes
-            and (snapshot or not self._listener_missed_changes)
-        ):
-            self._listener_missed_changes = not self._listener.hand_over(changes)
+        listener = self._listener
+        if listener is not None and changes and (snapshot or not self._listener_missed_changes):
+            self._listener_missed_changes = not listener.hand_over(changes)
 
     def _events(self, changes: list[Change]) -> Iterator[CacheEvent]:
         for change in changes:
             match change:
                 case Inserted():
-                    yield as_stored(self._paths.inserted(change), self._is_host)
+                    yield self._of_run(Stored, self._paths.inserted(change))
                 case TakenOut():
                     for ref in self._paths.evicted(change):
                         yield CheckpointRemoved(ref.namespace, ref.key)
                     for run in self._paths.taken_out(change):
-                        keys = tuple(ref.key for ref in run)
-                        yield Removed(run[0].namespace, run[0].parent, keys, self._is_host)
+                        yield self._of_run(Removed, run)
                 case CheckpointSaved():
                     ref = self._paths.saved(change)
                     yield CheckpointStored(ref.namespace, ref.key)
@@ -391,6 +373,10 @@ class EventFeed:
                     yield Cleared(self._is_host)
                 case _:
                     assert_never(change)
+
+    def _of_run(self, kind: type[Stored | Removed], run: list[PageRef]) -> Stored | Removed:
+        keys = tuple(ref.key for ref in run)
+        return kind(run[0].namespace, run[0].parent, keys, self._is_host)
 
 
 def page_keys(data: Packed, page_size: int, parent: bytes = NO_PARENT) -> list[bytes]:
@@ -410,48 +396,9 @@ def page_key(parent: bytes, page_tokens: bytes) -> bytes:
     return blake2b(parent + page_tokens, digest_size=PAGE_KEY_BYTES).digest()
 
 
-class EventLog:
-    """Changes since the last drain. O(1) per change."""
-
-    __slots__ = ("changes", "limit", "num_pages")
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit  # pages stored; a listener further behind than this gets a snapshot
-        self.num_pages = 0
-        self.changes: list[Change] = []
-
-    def stored(self, namespace: Hashable, above: Packed, key: Packed, pages: Packed) -> None:
-        """Record these packed tokens' pages, behind the last page of `above` (empty at the
-        root)."""
-        # Copies: nodes grow in ref, and a reader may look at this later in another thread.
-        last = bytes(above[-PAGE_ID_BYTES:])
-        self.changes.append(_new(Inserted, (namespace, last, bytes(key), bytes(pages))))
-        self.num_pages += len(pages) // PAGE_ID_BYTES
-
-    def removed(self, runs: list[Packed]) -> None:
-        """Record a `TakenOut`. The caller must not change the runs any more."""
-        self.changes.append(TakenOut(runs))
-
-    def noted(self, change: CheckpointSaved | CheckpointEvicted) -> None:
-        """Record what became of a checkpoint."""
-        self.changes.append(change)
-
-    def cleared(self) -> None:
-        """Record that the tree was emptied, or that the listener must start over."""
-        self.changes.append(Cleared())
-
-    def drain(self) -> list[Change]:
-        changes, self.changes, self.num_pages = self.changes, [], 0
-        return changes
-
-
 def stored_pages(changes: list[Change]) -> int:
     """Return how many pages were stored, as many as are taken out in the long run: a backlog."""
-    num_bytes = 0
-    for change in changes:
-        if type(change) is Inserted:
-            num_bytes += len(change.pages)
-    return num_bytes // PAGE_ID_BYTES
+    return sum(len(c.pages) for c in changes if type(c) is Inserted) // PAGE_ID_BYTES
 
 
 def _ids(pages: Packed) -> list[int]:

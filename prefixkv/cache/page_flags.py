@@ -70,28 +70,21 @@ def page_runs(packed: Packed, ids: bytes) -> Runs | None:
     runs: Runs = []
     at, end = 0, len(packed)
     while at < end:
-        if len(runs) == MAX_RUNS or (len(runs) == _FIRST_RUNS and _seem_short(at, end)):
+        seem_short = at < _FIRST_RUNS * SHORT_PAGES * PAGE_ID_BYTES < end // MAX_RUNS
+        if len(runs) == MAX_RUNS or (len(runs) == _FIRST_RUNS and seem_short):
             return None
         # As a number without a sign: a negative id is then far beyond `ids`, like any other that is
         # not in the pool.
         first = int.from_bytes(packed[at : at + PAGE_ID_BYTES], sys.byteorder)
         rest = packed[at:] if at else packed
-        if ids.startswith(rest, first * PAGE_ID_BYTES):
+        start = first * PAGE_ID_BYTES
+        if ids.startswith(rest, start):
             count = len(rest) // PAGE_ID_BYTES
         else:
-            count = _common(ids[first * PAGE_ID_BYTES : first * PAGE_ID_BYTES + len(rest)], rest)
+            # The ids by which both runs begin alike; 1 at least.
+            known = np.frombuffer(ids[start : start + len(rest)], np.int32)
+            differs = known != np.frombuffer(rest, np.int32, len(known))
+            count = max(1, int(differs.argmax()) or len(known)) if len(known) else 1
         runs.append((first, first + count))
         at += count * PAGE_ID_BYTES
     return runs
-
-
-def _common(known: bytes, rest: Packed) -> int:
-    """Return by how many ids two packed runs begin alike; 1 at least."""
-    length = len(known) // PAGE_ID_BYTES
-    differs = np.frombuffer(known, np.int32) != np.frombuffer(rest, np.int32, length)
-    place = int(differs.argmax()) if length else 0
-    return max(1, place or length)
-
-
-def _seem_short(at: int, end: int) -> bool:
-    return at < _FIRST_RUNS * SHORT_PAGES * PAGE_ID_BYTES < end // MAX_RUNS

@@ -20,10 +20,16 @@ from typing import Any
 import numpy as np
 
 from prefixkv.cache import audit, dump, wants
-from prefixkv.cache.events import Change, CheckpointEvicted, CheckpointSaved, EventLog
+from prefixkv.cache.events import (
+    Change,
+    CheckpointEvicted,
+    CheckpointSaved,
+    Cleared,
+    TakenOut,
+)
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
-from prefixkv.cache.eviction.queues import forget
-from prefixkv.cache.node import PAGE_ID_BYTES, TreeNode, Want
+from prefixkv.cache.eviction.queues import LeafHeap, forget
+from prefixkv.cache.node import PAGE_ID_BYTES, Packed, TreeNode, Want
 from prefixkv.cache.radix_key import RadixKey, TokensLike
 from prefixkv.cache.results import (
     NO_PAGES,
@@ -50,9 +56,6 @@ from prefixkv.settings import check_flag, check_time, whole_count
 EVENT_LIMIT_PAGES = 1 << 20
 """Pages of events that wait for a listener at most; one further behind is sent the whole tree
 again."""
-
-NOTHING_CHANGED: list[Change] = []
-"""Shared and never written to."""
 
 
 class RadixCache(RadixTree):
@@ -451,17 +454,9 @@ class RadixCache(RadixTree):
         if not num_pages:
             return NO_PAGES.copy()
         merge_candidates: dict[TreeNode, None] = {}  # lost a child, so may have become mergeable
-        # If everything goes, the order does not matter and `_evict_all` is quicker. It walks over
-        # what is held, though, so that has to be the smaller part. Listeners hear of pages in
-        # reverse: what follows on a path is removed before what it follows.
-        if num_pages == self.evictable_pages >= self.protected_pages and self._order_is_free():
-            taken = self._evict_all(merge_candidates)
-            if self._log is not None:
-                self._log.removed(taken[::-1])
-        else:
-            taken = self._evict_in_order(num_pages, merge_candidates)
-            if self._log is not None:
-                self._log.removed(taken)
+        taken = self._evict_in_order(num_pages, merge_candidates)
+        if self._log is not None:
+            self._log.append(TakenOut(taken))
         # Merge last. A node that lost one child may lose the others in the same call, and
         # `_evict_in_order` must not meet nodes that died in a merge.
         for node in merge_candidates:
@@ -490,14 +485,19 @@ class RadixCache(RadixTree):
             # Pages of former orphans come back here; all other pages are evictable then.
             orphans = [self.unlock(lock) for lock in list(self._locks)]
             return np.concatenate([*orphans, self.reset()])
-        freed = self._evict_all({})
-        # What is left is held. It keeps its own root, so that locks can still walk up, but no match
-        # finds that root again. Its wants and queue entries belong to the tree, which goes on
-        # without it.
-        for namespace, root in list(self._roots.items()):
-            for node in self._subtree(root):
-                node.wants = node.entry = None
-            del self._roots[namespace]
+        # What is held keeps its own root, so that locks can still walk up, but no match finds that
+        # root again. Wants and queue entries belong to the tree, which goes on without it.
+        freed: list[Packed] = []
+        for node in [*self._roots.values(), *self.nodes()]:
+            node.wants = node.entry = None
+            if not node.lock_ref:
+                freed.append(node.pages)
+                if node.parent is not None and node.parent.lock_ref:
+                    node.parent.disown(bytes(node.key[: self._page_bytes]))
+                node.leave_tree()
+        self._roots = {}
+        self._queue = self._new_queue()
+        self._wanted_queue = LeafHeap(self.policy.last_tick)
         self.policy.reset()
         # Before the counters start again at 0. The flags of orphans stay set: a page that a lock
         # still holds must not be inserted.
@@ -509,7 +509,7 @@ class RadixCache(RadixTree):
         self.version += 1
         self._epoch += 1
         if self._log is not None:
-            self._log.cleared()
+            self._log.append(Cleared())
         # Waiting requests begin again at the top of their namespaces.
         for want in self._wants.values():
             wants.attach(want, self._root(want.namespace), 0)
@@ -543,8 +543,7 @@ class RadixCache(RadixTree):
                 return
             node = found
         # 2. The hint is about one use, so it needs that use's mark.
-        mark = None if continues is None or depth < 1 else node.mark_at(depth)
-        if continues is None or mark is None:
+        if continues is None or depth < 1 or (mark := node.mark_at(depth)) is None:
             return
         self._hint(mark, continues)
         # 3. The leaf may belong to another group of the queue now, also if the mark lies above its
@@ -593,24 +592,20 @@ class RadixCache(RadixTree):
         then the whole tree. Before the first call nothing is recorded.
         """
         check_flag("snapshot", snapshot)
-        log = self._log
-        if log is not None and not snapshot and log.num_pages <= log.limit:
-            return log.drain() if log.changes else NOTHING_CHANGED
-        # A snapshot: parents before children, since an insertion names the page that it follows.
-        self._log = EventLog(EVENT_LIMIT_PAGES)
-        if log is not None or snapshot:
-            self._log.cleared()
-        for node in self.nodes():
-            assert node.parent is not None
-            self._log_stored(node, node.parent.pages, node.key, node.pages)
-        for page in self.checkpoint_pages():
-            self._log.noted(CheckpointSaved(page))
-        return self._log.drain()
+        if snapshot or self._log is None or self._logged_pages > EVENT_LIMIT_PAGES:
+            self._log = [] if self._log is None and not snapshot else [Cleared()]
+            # Parents before children, since an insertion names the page that it follows.
+            for node in self.nodes():
+                assert node.parent is not None
+                self._log_stored(node, node.parent.pages, node.key, node.pages)
+            self._log += map(CheckpointSaved, self.checkpoint_pages())
+        changes, self._log, self._logged_pages = self._log, [], 0
+        return changes
 
     def note_checkpoint(self, change: CheckpointSaved | CheckpointEvicted) -> None:
         """Note a change of `Checkpoints` for listeners, in the order of the cache's own changes."""
         if self._log is not None:
-            self._log.noted(change)
+            self._log.append(change)
 
     def stats(self) -> CacheStats:
         """Return a snapshot of sizes and counts. O(1)."""

@@ -76,11 +76,7 @@ class RadixKey:
 
     def append(self, token: int) -> None:
         """Add one token; amortised O(1). Raises TokenError for anything else, and adds nothing."""
-        if type(token) is not int:
-            token = _as_int(token)
-        if not 0 <= token < TOKEN_LIMIT:
-            raise TokenError(f"token {shown(token)} is not in [0, {TOKEN_LIMIT})")
-        self._tail += token.to_bytes(TOKEN_BYTES, "little")
+        self._tail += _checked_int(token).to_bytes(TOKEN_BYTES, "little")
 
     def extend(self, tokens: TokensLike) -> None:
         """Add tokens; amortised O(them). Adds none, and raises TokenError, if one is invalid."""
@@ -88,11 +84,7 @@ class RadixKey:
         more = pack(tokens)
         if not _packing_checks(tokens):
             check_packed(more)
-        # The checked part is a prefix. If there is an unchecked gap before the new tokens, `check`
-        # has to look at them again.
-        if self._checked_bytes == len(self._data) + len(self._tail):
-            self._checked_bytes += len(more)
-        self._tail += more
+        self.extend_packed(more)
 
     def extend_checked(self, tokens: Sequence[int]) -> None:
         """Add tokens that the caller has checked to be ints in [0, TOKEN_LIMIT)."""
@@ -108,6 +100,8 @@ class RadixKey:
 
     def extend_packed(self, more: bytes) -> None:
         """Add packed tokens that the caller has checked, as for `of_packed`."""
+        # The checked part is a prefix. If there is an unchecked gap before the new tokens, `check`
+        # has to look at them again.
         if self._checked_bytes == len(self._data) + len(self._tail):
             self._checked_bytes += len(more)
         self._tail += more
@@ -134,9 +128,7 @@ class RadixKey:
         if num_tokens * TOKEN_BYTES >= len(data):
             return self
         # Past `__init__`, which would pack again.
-        key = RadixKey.__new__(RadixKey)
-        key.namespace, key._tail = self.namespace, bytearray()
-        key._data = data[: num_tokens * TOKEN_BYTES]
+        key = RadixKey.of_packed(data[: num_tokens * TOKEN_BYTES], self.namespace)
         key._checked_bytes = min(self._checked_bytes, len(key._data))
         return key
 
@@ -163,8 +155,8 @@ def pack(tokens: TokensLike) -> bytes:
     # From the cheapest to the most expensive: packed already; arrays, which are checked and
     # converted as a whole; any other iterable, token by token. A string is a sequence too, but not
     # of tokens.
-    if isinstance(tokens, np.ndarray):
-        return _pack_array(tokens)
+    if isinstance(tokens, (np.ndarray, array)):
+        return _pack_array(np.asarray(tokens))
     # A torch tensor is known by what it can do: torch is not imported for this.
     if (detach := getattr(tokens, "detach", None)) is not None:
         try:
@@ -173,8 +165,6 @@ def pack(tokens: TokensLike) -> bytes:
             raise TokenError(
                 f"a {type(tokens).__name__} is no sequence of tokens: {error}"
             ) from None
-    if isinstance(tokens, array):
-        return _pack_array(np.asarray(tokens))
     if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Iterable):
         raise TokenError(f"a {type(tokens).__name__} is no sequence of tokens")
     return _pack_sequence(list(tokens))
@@ -206,24 +196,27 @@ def token_list(tokens: TokensLike) -> list[int]:
 
 
 def common_pages(
-    data: bytes, other: bytes | bytearray, equal: int, end: int, page_bytes: int
+    data: bytes, other: bytes | bytearray, equal: int, end: int, page_bytes: int, at: int = 0
 ) -> int:
     """Return how many whole pages two packed runs of tokens have in common, from `equal` to `end`.
 
-    The first `equal` pages are known to be the same; pages from `end` on are not compared. Binary
-    search by memcmp, and no probe compares again what was equal before.
+    The first `equal` pages are known to be the same; pages from `end` on are not compared. `data`
+    begins at byte `at`. Binary search by memcmp; no probe compares again what was equal before.
 
     >>> common_pages(b"aabbccdd", b"aabbccxx", equal=1, end=4, page_bytes=2)
     3
     """
     view = memoryview(other)  # a slice of it costs no copy
-    # The frequent answer first.
-    if data.startswith(view[equal * page_bytes : end * page_bytes], equal * page_bytes):
+    start = equal * page_bytes
+    # The two frequent answers first: everything, and nothing.
+    if data.startswith(view[start : end * page_bytes], at + start):
         return end
+    if not data.startswith(view[start : start + page_bytes], at + start):
+        return equal
     # Invariant: equal up to `equal`, different somewhere before `end`.
     while end - equal > 1:
         middle = (equal + end) // 2
-        if data.startswith(view[equal * page_bytes : middle * page_bytes], equal * page_bytes):
+        if data.startswith(view[equal * page_bytes : middle * page_bytes], at + equal * page_bytes):
             equal = middle
         else:
             end = middle
@@ -259,9 +252,7 @@ def _pack_array(values: npt.NDArray[Any]) -> bytes:
 
 def _packing_checks(tokens: TokensLike) -> bool:
     """Return whether `pack` has refused negative tokens already: for arrays wider than int32."""
-    if isinstance(tokens, array):
-        return tokens.itemsize > TOKEN_BYTES
-    return isinstance(tokens, np.ndarray) and tokens.dtype.itemsize > TOKEN_BYTES
+    return isinstance(tokens, (np.ndarray, array)) and tokens.itemsize > TOKEN_BYTES
 
 
 def _pack_sequence(values: list[Any]) -> bytes:
@@ -279,10 +270,11 @@ def _pack_sequence(values: list[Any]) -> bytes:
     return packed
 
 
-def _checked_int(value: Any, place: int) -> int:
-    token = _as_int(value)
+def _checked_int(value: Any, place: int | None = None) -> int:
+    token = value if type(value) is int else _as_int(value)
     if not 0 <= token < TOKEN_LIMIT:
-        raise TokenError(f"token {shown(token)} at {place} is not in [0, {TOKEN_LIMIT})")
+        at = "" if place is None else f" at {place}"
+        raise TokenError(f"token {shown(token)}{at} is not in [0, {TOKEN_LIMIT})")
     return token
 
 

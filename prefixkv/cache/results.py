@@ -72,8 +72,7 @@ class MatchResult:
     def pages(self) -> Pages:
         """int32 [prefix_len / page_size], the caller's own array; of a stale match what is still
         there. O(pages)."""
-        node, depth = self.cache.locate(self)
-        return page_ids(node, min(depth, self.depth))
+        return np.frombuffer(self.packed, np.int32)
 
     @property
     def packed(self) -> Packed:
@@ -138,19 +137,8 @@ class PrefixLock:
             # The pages may be another prompt's by now: a lock that has ended no longer knows them.
             if not self.held:
                 raise PageStateError("the pages of a lock have to be asked for while it is held")
-            self._pages = page_ids(self.node, self.node.end)
+            self._pages = np.frombuffer(packed_to(self.node, self.node.end), np.int32)
         return self._pages.copy()
-
-    def last_pages(self, num_pages: int) -> Pages:
-        """Return the ids of the last `num_pages`, or of all if fewer: a new array. While it is
-        held. O(nodes + num_pages)."""
-        runs, left, node = [], num_pages * PAGE_ID_BYTES, self.node
-        while left > 0 and node.parent is not None:
-            run = node.pages
-            runs.append(run if len(run) <= left else run[-left:])
-            left -= len(run)
-            node = node.parent
-        return packed_ids(runs[::-1])
 
     def __enter__(self) -> PrefixLock:
         return self
@@ -161,13 +149,6 @@ class PrefixLock:
 
     def __repr__(self) -> str:
         return f"PrefixLock(prefix_len={self.prefix_len}, held={self.held})"
-
-
-def page_ids(node: TreeNode | None, depth: int) -> Pages:
-    """int32 [depth] ids of the path down to `depth` in `node`; a new array. O(nodes + pages)."""
-    if node is None or not depth:
-        return NO_PAGES.copy()
-    return np.frombuffer(packed_to(node, depth), np.int32)
 
 
 def packed_to(node: TreeNode | None, depth: int) -> bytearray:

@@ -17,13 +17,9 @@ def attach(want: Want, node: TreeNode, depth: int) -> None:
     start = depth * want.page_bytes
     want.node = node
     want.place = place = (depth, want.data[start : start + want.page_bytes])
-    attached = node.wants
-    if attached is None:
-        node.wants = {place: [want]}
-    elif place in attached:
-        attached[place].append(want)
-    else:
-        attached[place] = [want]
+    if node.wants is None:
+        node.wants = {}
+    node.wants.setdefault(place, []).append(want)
 
 
 def detach(want: Want) -> TreeNode:
@@ -31,13 +27,11 @@ def detach(want: Want) -> TreeNode:
     assert node is not None
     assert node.wants is not None
     same_place = node.wants[want.place]
+    same_place.remove(want)
     # Leave no empty list and no empty dictionary behind: `node.wants` is tested for truth.
-    if len(same_place) > 1:
-        same_place.remove(want)
-    elif len(node.wants) > 1:
+    if not same_place:
         del node.wants[want.place]
-    else:
-        node.wants = None
+        node.wants = node.wants or None
     return node
 
 
@@ -51,8 +45,7 @@ def served_by(node: TreeNode, depth: int, first_page: bytes) -> list[Want]:
     if node.wants is None:
         return []
     served = node.wants.pop((depth, first_page), [])
-    if not node.wants:
-        node.wants = None
+    node.wants = node.wants or None
     return served
 
 
@@ -65,5 +58,4 @@ def move(source: TreeNode, target: TreeNode, from_depth: int, to_depth: int, lim
     for place in [place for place in source.wants if from_depth < place[0] <= to_depth]:
         for want in source.wants.pop(place):
             attach(want, target, min(want.depth, limit))
-    if not source.wants:
-        source.wants = None
+    source.wants = source.wants or None

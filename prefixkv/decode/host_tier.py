@@ -217,7 +217,7 @@ class HostTier(Generic[LockT]):
             found = self.cache.match_prefix(key)
         host_lock = self.cache.pin(found, now_s)
         num_pages = len(device_pages)
-        src = host_lock.last_pages(num_pages)
+        src = host_lock.pages[-num_pages:]
         self._order(True, key, end - num_pages, src, device_pages, host_lock, None)
         self._loading_pages += num_pages
         self._counters["host_loads"] += 1

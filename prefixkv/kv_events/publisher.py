@@ -133,7 +133,6 @@ class KVEventPublisher:
         self._bell: Inbox[None] = Inbox()
         self._handed_lists = self._handed_pages = 0  # written by the scheduler's thread alone
         self._done_lists = self._done_pages = 0  # by this object's
-        self._max_backlog_pages = config.max_backlog_pages
         self._num_failures = 0
         self._closing = False
         self._waiting: dict[tuple[_Socket, bytes], int] = {}  # clients: the batch to send next
@@ -172,7 +171,7 @@ class KVEventPublisher:
             tier.refuses_until_clear = False
         elif tier.refuses_until_clear:
             return False
-        if self._handed_pages - self._done_pages > self._max_backlog_pages:
+        if self._handed_pages - self._done_pages > self.config.max_backlog_pages:
             self.counters["overruns"] += 1
             tier.refuses_until_clear = True
             return False
@@ -322,21 +321,15 @@ class KVEventPublisher:
 
     def _refuse(self, sock: _Socket, client: bytes, frames: list[bytes]) -> None:
         self.counters["unreadable_requests"] += 1
-        sizes = [len(frame) for frame in frames]
-        if sock is self._replay:
-            want = f'["", number], the number {SEQ_BYTES} bytes'
-        else:
-            want = f'["", "{SNAPSHOT.decode()}"]'
-        text = f"frames of {sizes} bytes, needed is {want}"
+        is_replay = sock is self._replay
+        want = f"number], the number {SEQ_BYTES} bytes" if is_replay else f'"{SNAPSHOT.decode()}"]'
+        text = f'frames of {list(map(len, frames))} bytes, needed is ["", {want}'
         now_s = time.monotonic()
         if now_s - self._refused_log_s >= _REFUSED_LOG_S:
             self._refused_log_s = now_s
             _log.warning("a request for cache events is refused: %s", text)
-        if sock is self._replay:
-            answer = [b"", END, text.encode()]
-        else:
-            answer = [UNREADABLE, self._epoch, text.encode()]
-        self._send_to(sock, client, answer)
+        start = [b"", END] if is_replay else [UNREADABLE, self._epoch]
+        self._send_to(sock, client, [*start, text.encode()])
 
     def _answer(self, sock: _Socket, client: bytes) -> None:
         now_s = time.time()

@@ -127,8 +127,7 @@ class PageManager:
         self.hash_every_pages = pages_for(HASH_EVERY_TOKENS, page_size)
         self.checkpoints: Checkpoints | None = None
         if num_checkpoints:
-            groups = self.windows or None
-            self.checkpoints = Checkpoints(self.cache, num_pages, num_checkpoints, groups)
+            self.checkpoints = Checkpoints(self.cache, num_pages, num_checkpoints, self.windows)
         self.clock: Callable[[], float] | None = None
         self.evictions = Histogram(MICROSECONDS)  # seconds that each took, by `clock`, if set
         self.evicted_pages = 0

@@ -356,6 +356,19 @@ class WindowGroups(tuple[WindowGroup, ...]):
     def has_room(self, needs: Sequence[int]) -> bool:
         return all(need <= group.available_pages() for group, need in zip(self, needs, strict=True))
 
+    # The pages that a checkpoint keeps, by group; () if its model has no windows.
+
+    def pin(self, windows: tuple[Pages, ...], count: int) -> None:
+        for group, ids in zip(self, windows, strict=bool(windows)):
+            group.pins[ids] += count
+
+    def drop(self, windows: tuple[Pages, ...]) -> None:
+        for group, ids in zip(self, windows, strict=bool(windows)):
+            group.drop(ids)
+
+    def lacks(self, needs: Sequence[int]) -> bool:
+        return any(g.allocator.free_pages < need for g, need in zip(self, needs, strict=True))
+
     def share(self, row: int, depth: int, end_pages: int) -> tuple[Pages, ...]:
         """`WindowGroup.share` in each group, of which enough pages are free."""
         return tuple(group.share(row, depth, end_pages) for group in self)

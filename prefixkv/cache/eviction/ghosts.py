@@ -102,32 +102,11 @@ class Ghosts:
         cut = max(0, low * page_bytes - bytes_above - size)
         tail, bytes_above = bytes(key[cut:]), bytes_above + cut
         num_pages = self.num_pages
-        # 1. The end of the path, unless it lies at a stride, which the loop below covers.
-        if low < last <= end and (over := last % stride):
-            while at >= 0 and steps[at][0] >= last:  # type: ignore[index]
-                history = fold(steps[at][1], history)  # type: ignore[index]
-                at -= 1
-            begin = last - over or self.block_pages
-            at_byte = begin * page_bytes - bytes_above
-            if at_byte >= SEGMENT_BYTES:
-                segment = hash((begin, tail[at_byte - SEGMENT_BYTES : at_byte]))
-            else:
-                segment = self._name_in_tree(node, begin, SEGMENT_BYTES)
-            at_byte = last * page_bytes - bytes_above
-            if at_byte >= size:
-                name = hash((last, tail[at_byte - size : at_byte]))
-            else:
-                name = self._name_in_tree(node, last, size)
-            # An older ghost of the same name goes first: it leaves its segment, and the new one is
-            # the newest in the order of forgetting.
-            if name in ghosts:
-                num_pages -= self._forget(ghosts[name])
-            self._ends[segment] = self._ends.get(segment, 0) + 1
-            ghosts[name] = (history, last, over, name, segment, True)
-            num_pages += over
-        # 2. The strides, from below, so that a deeper ghost is older and forgotten before what it
-        #    follows.
-        for depth in range(end - end % stride, low, -stride):
+        # 1. The end of the path, unless it lies at a stride. Then the strides, from below, so that
+        #    a deeper ghost is older and forgotten before what it follows.
+        places = range(end - end % stride, low, -stride)
+        over = last % stride
+        for depth in (last, *places) if low < last <= end and over else places:
             while at >= 0 and steps[at][0] >= depth:  # type: ignore[index]
                 history = fold(steps[at][1], history)  # type: ignore[index]
                 at -= 1
@@ -136,18 +115,22 @@ class Ghosts:
                 name = hash((depth, tail[at_byte - size : at_byte]))
             else:
                 name = self._name_in_tree(node, depth, size)
+            # An older ghost of the same name goes first: it leaves its segment, and the new one is
+            # the newest in the order of forgetting.
             if name in ghosts:
                 num_pages -= self._forget(ghosts[name])
-            ghosts[name] = (history, depth, stride, name, None, depth == last)
-            num_pages += stride
-        # 3. Forget the oldest until the bound holds.
+            stands_for, segment = depth % stride or stride, None
+            if stands_for < stride:
+                segment = self._name_in_tree(node, depth - over or self.block_pages, SEGMENT_BYTES)
+                self._ends[segment] = self._ends.get(segment, 0) + 1
+            ghosts[name] = (history, depth, stands_for, name, segment, depth == last)
+            num_pages += stands_for
+        # 2. Forget the oldest until the bound holds.
         forgotten: list[Ghost] = []
         while num_pages > limit_pages:
-            _, ghost = ghosts.popitem(last=False)
-            num_pages -= ghost[2]
+            ghost = next(iter(ghosts.values()))
+            num_pages -= self._forget(ghost)
             if ghost[5]:
-                if ghost[4] is not None:
-                    self._leave_segment(ghost[4])
                 forgotten.append(ghost)
         self.num_pages = num_pages
         return forgotten
@@ -192,13 +175,7 @@ class Ghosts:
     def remove_found(self, found: list[Ghost]) -> None:
         """Remove ghosts, just found: their pages are in the tree again."""
         if found:
-            ghosts, num_pages = self._ghosts, self.num_pages
-            for _, _, stands_for, name, segment, _ in found:
-                del ghosts[name]
-                num_pages -= stands_for
-                if segment is not None:
-                    self._leave_segment(segment)
-            self.num_pages = num_pages
+            self.num_pages -= sum(map(self._forget, found))
             self._last = None
 
     def broken_laws(self) -> list[str]:
@@ -218,16 +195,13 @@ class Ghosts:
         return [law for law, holds in laws.items() if not holds]
 
     def _forget(self, ghost: Ghost) -> int:
-        del self._ghosts[ghost[3]]
-        if ghost[4] is not None:
-            self._leave_segment(ghost[4])
-        return ghost[2]
-
-    def _leave_segment(self, segment: int) -> None:
-        if self._ends[segment] == 1:
-            del self._ends[segment]
-        else:
+        _, _, stands_for, name, segment, _ = ghost
+        del self._ghosts[name]
+        if segment is not None:
             self._ends[segment] -= 1
+            if not self._ends[segment]:
+                del self._ends[segment]
+        return stands_for
 
     def _name(self, data: bytes, depth: int, num_bytes: int) -> int:
         end = depth * self._page_bytes

@@ -57,11 +57,11 @@ Chances = list[float]
 
 
 class _Noted(NamedTuple):
-    """What is noted for the hazards, as their `_started`, `_returned` and `_lost`."""
+    """What is noted and not counted yet, one number after the other."""
 
-    started: list[float]
-    returned: list[float]
-    lost: list[float]
+    started: list[float]  # row and time
+    returned: list[float]  # row, time of the start and age
+    lost: list[float]  # as `returned`
 
 
 class Hazards:
@@ -118,11 +118,7 @@ class Hazards:
         self._halves_s = self._half_life_s  # time of the next halving
         self._num_halved = 0  # halvings so far
         self._due = self._period  # starts to come until worths are worked out, in parts
-        # Noted and not counted yet: row and time of starts, and row, time of the start and age of
-        # ends; one number after the other.
-        self._started: list[float] = []
-        self._returned: list[float] = []
-        self._lost: list[float] = []
+        self._noted = _Noted([], [], [])
         # Starts that have not ended, by row, from each of these times to the next; rising.
         self._times_s: Table = np.zeros(0)
         self._out: Table = np.zeros((0, num_rows))
@@ -141,7 +137,7 @@ class Hazards:
         if now_s >= self._halves_s:
             self._halve(int(now_s // self._half_life_s))
         self.now_s = now_s
-        self._started += (row, now_s)
+        self._noted.started.extend((row, now_s))
         self._due -= 1
         if self._due <= 0:
             self._go_on()
@@ -150,21 +146,21 @@ class Hazards:
         # The given time is that of the last use, which may be later than the last start of all:
         # `_count` needs a time at which starts were counted.
         began_s = self.now_s if start_s > self.now_s else start_s
-        self._returned += (row, began_s, now_s - start_s)
+        self._noted.returned.extend((row, began_s, now_s - start_s))
 
     def lost(self, row: int, start_s: float) -> None:
         """Note that the ghost of a start was forgotten: its return will not be noticed."""
         began_s = self.now_s if start_s > self.now_s else start_s
-        self._lost += (row, began_s, self.now_s - began_s)
+        self._noted.lost.extend((row, began_s, self.now_s - began_s))
 
     def _count(self) -> None:
         # Starts first: an end is taken out of the slot of its start.
-        for started in (self._counting.started, self._started):
-            self._count_starts(started)
-        for returned in (self._counting.returned, self._returned):
-            self._count_ends(returned, self._returns)
-        for lost in (self._counting.lost, self._lost):
-            self._count_ends(lost, self._losses)
+        both = self._counting, self._noted
+        for noted in both:
+            self._count_starts(noted.started)
+        for noted in both:
+            self._count_ends(noted.returned, self._returns)
+            self._count_ends(noted.lost, self._losses)
 
     def _count_starts(self, started: list[float]) -> None:
         if not started:
@@ -272,8 +268,7 @@ class Hazards:
 
     def _begin(self) -> None:
         """Set apart what is noted by now."""
-        self._counting = _Noted(self._started, self._returned, self._lost)
-        self._started, self._returned, self._lost = [], [], []
+        self._counting, self._noted = self._noted, _Noted([], [], [])
         self._begun_s, self._num_done = self.now_s, 0
 
     def _do(self, num_parts: int) -> None:
@@ -404,19 +399,8 @@ def _chances(entered: Table, returns: Table, before: Table, trust: float) -> Tab
 
 
 def new_scratch(num_classes: int) -> Table:
-    """Return memory for `gittins_indices`: to get that much takes longer than to fill it."""
+    """Return memory for `steepest_slopes`: to get that much takes longer than to fill it."""
     return np.empty((2, num_classes, NUM_BINS, NUM_BINS + 1))
-
-
-def gittins_indices(chances: Table) -> Table:
-    """Return the Gittins index of each class and bin. O(classes x bins squared), in numpy.
-    `chances`: float [classes, bins], all below 1.
-
-    >>> (index,) = gittins_indices(np.array([[0.1, *[0.0] * (NUM_BINS - 2), 0.5]]))
-    >>> bool(index[0] > index[1] < index[-1])
-    True
-    """
-    return steepest_slopes(*expected_sums(chances), new_scratch(len(chances)))
 
 
 def expected_sums(chances: Table) -> tuple[Table, Table]:
@@ -433,8 +417,9 @@ def expected_sums(chances: Table) -> tuple[Table, Table]:
 
 
 def steepest_slopes(uses: Table, seconds: Table, scratch: Table) -> Table:
-    """Return the steepest slope from each bin's beginning to any later one, float [classes, bins].
-    `scratch`, of `new_scratch`, loses its content."""
+    """Return the steepest slope from each bin's beginning to any later one: the Gittins index,
+    float [classes, bins]. O(classes x bins squared). `scratch`, of `new_scratch`, loses its
+    content."""
     gained, took_s = scratch[:, : len(uses)]
     np.subtract(uses[:, None, :], uses[:, :-1, None], out=gained)
     np.subtract(seconds[:, None, :], seconds[:, :-1, None], out=took_s)

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from math import inf, nextafter
 from typing import Any, TypeAlias
 
@@ -63,17 +64,6 @@ class Line:
 
     def first(self) -> Entry | None:
         """Return the oldest entry, or None. Drops dead entries before it."""
-        # The usual case, with `_stands` written out: it runs for each page that is evicted.
-        if not self.oldest:  # as a rule
-            in_order = self.in_order
-            while in_order:
-                entry = in_order[0]
-                node = entry[1]
-                if node.entry is entry and not node.lock_ref and not node.children:
-                    break
-                _stands(entry)
-                in_order.popleft()
-            return in_order[0] if in_order else None
         # Both sources, each cleared of what is dead.
         while (in_order := self.in_order) and not _stands(in_order[0]):
             in_order.popleft()
@@ -85,16 +75,6 @@ class Line:
 
     def last(self) -> Entry | None:
         """Return the newest entry, or None. Drops dead entries behind it."""
-        if not self.newest:  # as a rule
-            in_order = self.in_order
-            while in_order:
-                entry = in_order[-1]
-                node = entry[1]
-                if node.entry is entry and not node.lock_ref and not node.children:
-                    break
-                _stands(entry)
-                in_order.pop()
-            return in_order[-1] if in_order else None
         while (in_order := self.in_order) and not _stands(in_order[-1]):
             in_order.pop()
         while (heap := self.newest) and not _stands(heap[0][1]):
@@ -274,12 +254,8 @@ class LeastWorth(LeafOrders):
         entries: list[Entry] = []
         worths, rises, order = [], [], []
         for kind, line in enumerate(self._lines):
-            here = [
-                entry
-                for part in (line.in_order, line.oldest)
-                for entry in part
-                if entry is entry[1].entry
-            ]
+            both = chain(line.in_order, line.oldest)
+            here = [entry for entry in both if entry is entry[1].entry]
             if not here:
                 continue
             entries += here
@@ -303,8 +279,7 @@ class LeastWorth(LeafOrders):
         self._num_dead += 1
 
     def _entries(self) -> Iterable[tuple[Any, ...]]:
-        return (entry for line in self._lines for part in (line.in_order, line.oldest)
-                for entry in part)  # fmt: skip
+        return chain.from_iterable((*line.in_order, *line.oldest) for line in self._lines)
 
     def _sweep(self) -> None:
         for line in self._lines:

@@ -21,12 +21,14 @@ from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.config import KVEventsConfig
 from prefixkv.kv_events.publisher import KVEventPublisher
+from prefixkv.pages.windows import WindowGroups
 from prefixkv.protocol.ids import PeerId
 from tests.integration.dynamo.services import Indexer, NotStartedError, Selector
 from tests.support.patience import PATIENCE_S, until
 
 PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
 FREE = "tcp://127.0.0.1:*"
+NO_WINDOWS = WindowGroups((), 1, 1, True)
 PAGE_SIZE, POOL, ROUNDS = 16, 120, 12
 
 
@@ -41,7 +43,7 @@ def test_services_count_pages_beside_checkpoints(tmp_path: Path) -> None:
         for _ in range(30)
     ]
     cache = RadixCache(page_size=PAGE_SIZE, policy="lru", pool_pages=POOL)
-    points = Checkpoints(cache, POOL, 4)
+    points = Checkpoints(cache, POOL, 4, NO_WINDOWS)
     free, saved = list(range(POOL)), 0
     worker = PeerId("prefill-0", 7)
     config = KVEventsConfig(FREE, FREE, FREE, heartbeat_s=0.1, checkpoint_blocks=True)

@@ -8,7 +8,9 @@ import pytest
 from prefixkv.cache.checkpoints import NO_SLOT, Checkpoints
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.errors import InternalError
+from prefixkv.pages.windows import WindowGroups
 
+NO_WINDOWS = WindowGroups((), 1, 1, True)
 PATH = list(range(8))  # one token a page
 
 
@@ -31,7 +33,7 @@ def saved(points: Checkpoints, *pages_and_depths: tuple[int, int]) -> list[int]:
 
 
 def test_the_deepest_on_the_path_is_found(cache: RadixCache) -> None:
-    points = Checkpoints(cache, 32, 8)
+    points = Checkpoints(cache, 32, 8, NO_WINDOWS)
     saved(points, (1, 2), (3, 4), (11, 6))
 
     def depth_of(tokens: list[int]) -> int:
@@ -49,7 +51,7 @@ def test_the_deepest_on_the_path_is_found(cache: RadixCache) -> None:
 
 
 def test_the_last_used_goes_last_and_what_was_left_behind_first(cache: RadixCache) -> None:
-    points = Checkpoints(cache, 32, 3)
+    points = Checkpoints(cache, 32, 3, NO_WINDOWS)
     saved(points, (1, 2), (3, 4))
     old = points.find(cache.match_prefix(PATH[:4]))
     assert old is not None
@@ -66,7 +68,7 @@ def test_the_last_used_goes_last_and_what_was_left_behind_first(cache: RadixCach
 
 
 def test_one_that_others_use_too_is_not_left_behind(cache: RadixCache) -> None:
-    points = Checkpoints(cache, 32, 3)
+    points = Checkpoints(cache, 32, 3, NO_WINDOWS)
     saved(points, (3, 4))
     common = points.find(cache.match_prefix(PATH))
     assert common is not None
@@ -77,7 +79,7 @@ def test_one_that_others_use_too_is_not_left_behind(cache: RadixCache) -> None:
 
 
 def test_a_locked_one_stays(cache: RadixCache) -> None:
-    points = Checkpoints(cache, 32, 1)
+    points = Checkpoints(cache, 32, 1, NO_WINDOWS)
     saved(points, (3, 4))
     found = points.find(cache.match_prefix(PATH))
     assert found is not None
@@ -93,7 +95,7 @@ def test_a_locked_one_stays(cache: RadixCache) -> None:
 
 
 def test_a_second_one_at_a_page_gives_its_slot_back(cache: RadixCache) -> None:
-    points = Checkpoints(cache, 32, 2)
+    points = Checkpoints(cache, 32, 2, NO_WINDOWS)
     first, second = saved(points, (3, 4), (3, 4))
     assert len(points) == 1
     assert points.take() == second
@@ -103,7 +105,7 @@ def test_a_second_one_at_a_page_gives_its_slot_back(cache: RadixCache) -> None:
 
 
 def test_it_goes_with_its_page(cache: RadixCache) -> None:
-    points = Checkpoints(cache, 32, 4)
+    points = Checkpoints(cache, 32, 4, NO_WINDOWS)
     saved(points, (7, 8), (3, 4))
     points.dropped(cache.evict(2))
     points.check_invariants()
@@ -115,7 +117,7 @@ def test_it_goes_with_its_page(cache: RadixCache) -> None:
 def test_what_was_emptied_under_a_lock_keeps_its_slot_until_the_lock_ends(
     cache: RadixCache,
 ) -> None:
-    points = Checkpoints(cache, 32, 1)
+    points = Checkpoints(cache, 32, 1, NO_WINDOWS)
     (slot,) = saved(points, (3, 4))
     found = points.find(cache.match_prefix(PATH))
     assert found is not None
@@ -131,7 +133,7 @@ def test_what_was_emptied_under_a_lock_keeps_its_slot_until_the_lock_ends(
 
 
 def test_a_broken_law_is_named(cache: RadixCache) -> None:
-    points = Checkpoints(cache, 32, 4)
+    points = Checkpoints(cache, 32, 4, NO_WINDOWS)
     saved(points, (3, 4))
     cache.evict(100)  # and nobody says so
     with pytest.raises(InternalError, match="H9"):

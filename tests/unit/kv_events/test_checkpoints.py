@@ -23,10 +23,12 @@ from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import CallerError
 from prefixkv.kv_events.blocks import BlockEvents
 from prefixkv.kv_events.stream import EventStream
+from prefixkv.pages.windows import WindowGroups
 from prefixkv.serving.router import BoundedAffinityRouter, WorkerIndex
 from tests.unit.kv_events.follower import Follower
 from tests.unit.kv_events.test_stream import FIRST, World
 
+NO_WINDOWS = WindowGroups((), 1, 1, True)
 POOL, SLOTS = 90, 3
 
 
@@ -39,7 +41,7 @@ class Told(World):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.cache = RadixCache(page_size=self.page_size, policy="lru", pool_pages=POOL)
-        self.points = Checkpoints(self.cache, POOL, SLOTS)
+        self.points = Checkpoints(self.cache, POOL, SLOTS, NO_WINDOWS)
         self.free = list(range(POOL))
         blocks = BlockEvents(self.page_size, "GPU", True)
         self.stream = EventStream(self.page_size, blocks, 0, FIRST, 8, 1 << 20)
@@ -161,7 +163,7 @@ def test_a_worker_that_is_expected_to_save_one_counts_in_full() -> None:
     """A request on its way there ends in a checkpoint; when it does not come the pages count no
     more. Of a worker that needs no checkpoints all pages count at any time."""
     cache = RadixCache(page_size=2, policy="lru", pool_pages=POOL)
-    points = Checkpoints(cache, POOL, SLOTS)
+    points = Checkpoints(cache, POOL, SLOTS, NO_WINDOWS)
     cache.insert(range(12), range(6))
     points.save(1, 2, points.take())
     keys = page_keys(RadixKey(range(16)).data, 2)

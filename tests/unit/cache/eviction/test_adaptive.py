@@ -26,7 +26,9 @@ from prefixkv.cache.eviction.hazards import (
     LENGTHS_S,
     NUM_BINS,
     Hazards,
-    gittins_indices,
+    expected_sums,
+    new_scratch,
+    steepest_slopes,
 )
 from prefixkv.cache.eviction.least_worth import LeastWorth
 from prefixkv.cache.eviction.queues import forget
@@ -102,7 +104,7 @@ def test_a_line_knows_its_oldest_and_its_newest_in_whatever_order_leaves_come():
 
 def test_the_index_is_the_best_ratio_over_all_times_to_keep():
     chance = [(7 * at % 11) / 40 for at in range(NUM_BINS)]
-    (index,) = gittins_indices(np.array([chance]))
+    (index,) = steepest_slopes(*expected_sums(np.array([chance])), new_scratch(1))
     for first, found in enumerate(index):
         out, uses, seconds, ratios = 1.0, 0.0, 0.0, []
         for at in range(first, NUM_BINS):
