@@ -37,7 +37,7 @@ from prefixkv.runtime.rank_spec import (
     RankSpec,
     checked_config,
 )
-from prefixkv.runtime.record import MAX_FILES, Recorder
+from prefixkv.runtime.record import Recorder
 from prefixkv.runtime.transfers import MakeTransport, secret_number
 from prefixkv.settings import check_callable
 
@@ -162,27 +162,18 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             return None
         # Threads run already, and the caller gets no node to close.
         try:
-            recorder = Recorder(
-                config.record,
-                max_bytes=config.record_bytes,
-                max_files=MAX_FILES,
-                block_tokens=config.record_block_tokens,
-                page_size=self.pool.layout.page_size,
-                bytes_per_token=bytes_per_token,
-                now_s=time.monotonic(),
-            )
+            page_size, now_s = self.pool.layout.page_size, time.monotonic()
+            recorder = Recorder(config, page_size, bytes_per_token, now_s)
         except BaseException:
             self.close()
             raise
-        journal = self.journal
-        log = journal.on_ended
-        assert log is not None
+        log = self._request_log
 
         def ended(req: DecodeRequest, now_s: float) -> None:
             recorder.ended(req, now_s)
             log(req, now_s)
 
-        journal.on_ended = ended
+        self.journal.on_ended = ended
         return recorder
 
     def close(self) -> None:
