@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Final, Generic, Protocol, TypeVar, assert_never, get_args
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar, assert_never, get_args
 
 from prefixkv.config import Way
 from prefixkv.control.effects import (
@@ -134,11 +134,10 @@ class Channel(Protocol[To]):
     def close(self, linger_s: float = 0.0) -> None: ...
 
 
-class ControlFailed:
+class ControlFailed(NamedTuple):
     """An event: an exception in the control thread, for the scheduler's thread to raise."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    error: Exception
 
 
 class ControlThread(Generic[Command, To]):
@@ -157,7 +156,7 @@ class ControlThread(Generic[Command, To]):
         control: Callable[[Mapping[Way, bytes]], Control[Command, To]],
         channel: Callable[[int], Channel[To]],
         copies: Callable[[CopySink], StagingCopies | None],
-        prover: Prover | None = None,
+        prover: Prover,
     ) -> None:
         """Create transports, control object, copies and sockets, and start the thread.
 
@@ -178,8 +177,7 @@ class ControlThread(Generic[Command, To]):
         with ExitStack() as undo:
             undo.callback(self._close_inboxes)
             self._prover = prover
-            if prover is not None:
-                undo.callback(prover.close)
+            undo.callback(prover.close)
             # A transport writes to addresses. The function that made it holds the memory
             # (`Memory`), which so lives as long as the thread, even if the node is dropped.
             self._made_of = transports
@@ -245,8 +243,7 @@ class ControlThread(Generic[Command, To]):
         # the copies, and the farewell, which tells peers that pages are free. It must not come
         # before the fence.
         try:
-            if self._prover is not None:
-                self._prover.close(ended=self._close_error is None)
+            self._prover.close(ended=self._close_error is None)
             if self._copies is not None:
                 self._copies.close()
             if self._close_error is None:
@@ -345,8 +342,6 @@ class ControlThread(Generic[Command, To]):
             case Renew():
                 self.transports.renew()
             case Examine():
-                if self._prover is None:
-                    raise InternalError("a process is to be looked at where nothing does")
                 self._prover.submit(effect.peer, effect.life)
             case AddPeer():
                 self.transports.add_peer(effect.way, effect.peer, effect.metadata, effect.memory)
