@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
@@ -48,10 +49,9 @@ def start_workers(
     if num_threads < 1:
         raise ConfigError(f"num_threads is {num_threads}, must be at least 1")
     on_cuda = device.startswith("cuda")
-    target: Callable[..., None] = _run_on_stream if on_cuda else run
-    args = (run, device) if on_cuda else (None,)
+    target = partial(_run_on_stream, run, device) if on_cuda else partial(run, None)
     threads = [
-        threading.Thread(target=target, args=args, name=f"prefixkv-{name}-{i}", daemon=True)
+        threading.Thread(target=target, name=f"prefixkv-{name}-{i}", daemon=True)
         for i in range(num_threads)
     ]
     for thread in threads:
