@@ -39,16 +39,17 @@ from prefixkv.wakeups import wait_readable
 
 
 def _check_ranks(
-    pools: Sequence[KVPool], states: Sequence[StatePool | None], num_ranks: int
+    pools: Sequence[KVPool], states: Sequence[StatePool | None], mesh: Mesh
 ) -> list[StatePool | None]:
     """Raises ConfigError if ranks differ in pages, page size or slots: one would refuse what
     another has done."""
+    check_kind("mesh", mesh, Mesh)
     for kind, given in (("pools", pools), ("states", states)):
         if not isinstance(given, tuple | list):
             raise ConfigError(f"{kind} is a {type(given).__name__}, a list is needed")
-        if len(given) != num_ranks and not (kind == "states" and not given):
-            raise ConfigError(f"{len(given)} {kind} are given for {num_ranks} ranks")
-    states = list(states) or [None] * num_ranks
+        if len(given) != mesh.num_ranks and not (kind == "states" and not given):
+            raise ConfigError(f"{len(given)} {kind} are given for {mesh.num_ranks} ranks")
+    states = list(states) or [None] * mesh.num_ranks
     for pool in pools:
         check_kind("a pool", pool, KVPool)
     for state in states:
@@ -121,8 +122,7 @@ class DecodeGroup(_Group[DecodeRequest, DecodeCommand, str, DecodeEvent], Decode
         states: Sequence[StatePool | None] = (),
     ) -> None:
         check_kind("config", config, DecodeConfig)
-        check_kind("mesh", mesh, Mesh)
-        states = _check_ranks(pools, states, mesh.num_ranks)
+        states = _check_ranks(pools, states, mesh)
         self.others: list[DecodeRank] = []
         self._readiness = select.epoll()
         log = RankLog() if mesh.num_ranks > 1 else None
@@ -198,8 +198,7 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, bytes, PrefillEvent], 
         usable_prefix: UsablePrefix | None = None,
     ) -> None:
         check_kind("config", config, PrefillConfig)
-        check_kind("mesh", mesh, Mesh)
-        states = _check_ranks(pools, states, mesh.num_ranks)
+        states = _check_ranks(pools, states, mesh)
         self.others: list[PrefillRank] = []
         self._readiness = select.epoll()
         self._chunk_ready: DeviceEvent | None = None  # of the chunk that is handed over now
