@@ -23,7 +23,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from enum import StrEnum
 from itertools import count
 from typing import Annotated, Any
 
@@ -31,8 +30,10 @@ import typer
 
 from benchmarks.chaos_clients import Clients, Conversation, Ledger, Sizes, system_prompts
 from benchmarks.chaos_cluster import Cluster, Worker
+from benchmarks.chaos_proxy import Proxy
 from benchmarks.chaos_worker import Spec
 from benchmarks.report import JsonFile, Row, check_json, write
+from benchmarks.transfer import Way
 from prefixkv.config import Backend, ControlConfig, DecodeConfig, PrefillConfig, TransportConfig
 
 CONTROL = ControlConfig(
@@ -89,26 +90,20 @@ def specs_of(seed: int, tls: str) -> dict[str, Spec]:
 class Run:
     """One seed, from the first process to the verdict."""
 
-    def __init__(self, seed: int, duration_s: float, tls: str, verbose: bool) -> None:
+    def __init__(self, seed: int, duration_s: float, tls: str) -> None:
         self.seed = seed
         self.duration_s = duration_s
-        self.verbose = verbose
         self.chance = random.Random(seed * 7919 + 1)
         self.cluster = Cluster(specs_of(seed, tls))
         self.ledger = Ledger(DEADLINE_S)
         self.clients: Clients | None = None
         self.faults: Counter[str] = Counter()
-        self.began_s = time.monotonic()
         self.reports: dict[Worker, dict[str, Any]] = {}
         self.crashes: list[str] = []
         self.totals: Counter[str] = Counter()
         self.storming = False
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
-
-    def log(self, text: str) -> None:
-        if self.verbose:
-            print(f"{time.monotonic() - self.began_s:7.3f} {text}", file=sys.stderr, flush=True)
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -129,7 +124,6 @@ class Run:
         kind, *args = message
         if kind == "up":
             self.cluster.is_up(worker, *args)
-            self.log(f"{worker} is up")
             if self.clients is not None:
                 self.clients.fill()
         elif kind == "ended":
@@ -151,7 +145,6 @@ class Run:
 
     def _reaped(self, worker: Worker) -> None:
         self.cluster.lives.remove(worker)
-        self.log(f"{worker} is reaped")
         if not worker.killed:
             self.crashes.append(f"{worker} ended by itself, exit code {worker.process.exitcode}")
             self._restart(worker)
@@ -202,75 +195,55 @@ class Run:
     def _next_fault(self) -> None:
         if not self.storming:
             return
-        name = self.chance.choices(list(_FAULTS), [weight for weight, _ in _FAULTS.values()])[0]
-        if _FAULTS[name][1](self):
+        name = self.chance.choices(list(_FAULTS), [one[0] for one in _FAULTS.values()])[0]
+        _, side, fault = _FAULTS[name]
+        proxies = list(self.cluster.proxies.values())
+        target = self.chance.choice(proxies) if side == "proxy" else self._victim(side)
+        if target is not None and fault(self, target) is not False:
             self.faults[name] += 1
         self.later(self.chance.uniform(0.05, 0.6), self._next_fault)
 
-    def _victim(self, side: str = "") -> Worker | None:
+    def _victim(self, side: str) -> Worker | None:
         """A current life that is up and not stopped."""
         side = side or self.chance.choice(("prefill", "decode"))
         able = [w for w in self.cluster.ready(side) if not w.stopped]
         return self.chance.choice(able) if able else None
 
-    def kill(self) -> bool:
-        worker = self._victim()
-        if worker is None:
-            return False
-        self.log(f"kill {worker}")
+    def kill(self, worker: Worker) -> None:
         worker.kill()
         self.later(self.chance.uniform(0.0, 0.5), lambda: self._restart(worker))
-        return True
 
     def _restart(self, worker: Worker) -> None:
         if self.cluster.current[worker.name] is worker:
-            self.log(f"restart {worker.name}")
             self.cluster.start(worker.name)
 
-    def stop(self) -> bool:
-        worker = self._victim()
-        if worker is None:
-            return False
+    def stop(self, worker: Worker) -> None:
         stop_s = self.chance.uniform(*STOP_S)
-        self.log(f"stop {worker} for {stop_s:.2f} s")
         worker.stop()
         self.later(stop_s, worker.resume)
-        return True
 
-    def stop_inside(self) -> bool:
+    def stop_inside(self, worker: Worker) -> None:
         """A prefill worker stands still between two writes of a request, and goes on writing when
         it wakes."""
-        worker = self._victim("prefill")
-        if worker is None:
-            return False
-        self.log(f"stop {worker} between two writes")
         worker.stopped = True
         worker.tell("trap", int(signal.SIGSTOP))
         awake_s = self.chance.uniform(1.0, 1.5 * STOP_S[1])
         self.later(awake_s, lambda: worker.tell("trap", 0))
         for later_s in (0.0, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0):  # the trap may close before it hears
             self.later(awake_s + later_s, worker.resume)
-        return True
 
-    def kill_inside(self) -> bool:
+    def kill_inside(self, worker: Worker) -> None:
         """A prefill worker dies between two writes of a request."""
-        worker = self._victim("prefill")
-        if worker is None:
-            return False
-        self.log(f"kill {worker} between two writes")
         worker.killed = True
         worker.tell("trap", int(signal.SIGKILL))
         self.later(1.0, worker.kill)
         self.later(self.chance.uniform(0.5, 1.5), lambda: self._restart(worker))
-        return True
 
-    def replace(self) -> bool:
+    def replace(self, worker: Worker) -> bool:
         """Restarted under its name while it is stopped; then it goes on for a while, or not; then
         it is killed."""
-        worker = self._victim()
-        if worker is None or len(self.cluster.lives) > len(self.cluster.specs) + 1:
+        if len(self.cluster.lives) > len(self.cluster.specs) + 1:
             return False
-        self.log(f"replace {worker}")
         worker.stop()
         chance = self.chance
         restart_s = chance.uniform(0.05, 0.8)
@@ -289,48 +262,21 @@ class Run:
             if name in names:
                 proxy.cut()
 
-    def _proxy(self) -> Any:
-        return self.chance.choice(list(self.cluster.proxies.values()))
-
-    def cut(self) -> bool:
-        self._proxy().cut()
-        return True
-
-    def stall(self) -> bool:
-        proxy = self._proxy()
+    def stall(self, proxy: Proxy) -> None:
         proxy.stall(*self.chance.choice(((True, True), (True, False), (False, True))))
         self.later(self.chance.uniform(0.05, 3.5), proxy.resume)
-        return True
 
-    def refuse(self) -> bool:
+    def refuse(self, proxy: Proxy) -> None:
         """Cut off for a while: no connection stands and none can be made."""
-        proxy = self._proxy()
         proxy.refuse(True)
         proxy.cut()
         self.later(self.chance.uniform(0.05, 3.5), lambda: proxy.refuse(False))
-        return True
 
-    def sleep(self) -> bool:
-        worker = self._victim()
-        if worker is None:
-            return False
+    def sleep(self, worker: Worker) -> None:
         worker.tell("sleep", self.chance.uniform(0.02, 0.6), self.chance.random() < 0.3)
-        return True
 
-    def cut_data(self) -> bool:
-        worker = self._victim()
-        if worker is None:
-            return False
-        self.log(f"cut the data sockets of {worker}")
+    def cut_data(self, worker: Worker) -> None:
         worker.tell("cut_data", self.cluster.control_ports(), self.chance.choice((0.3, 1.0)))
-        return True
-
-    def flush(self) -> bool:
-        worker = self._victim()
-        if worker is None:
-            return False
-        worker.tell("flush")
-        return True
 
     # --- calm -------------------------------------------------------------------------------------
 
@@ -400,17 +346,20 @@ def _left(worker: Worker, report: dict[str, Any]) -> str:
     return f"{worker} has {left}: {report['rooms'][:3]}, {report['peers']}" if left else ""
 
 
-_FAULTS: dict[str, tuple[float, Callable[[Run], bool]]] = {
-    "kill": (2, Run.kill), "stop": (2, Run.stop), "stop between writes": (2, Run.stop_inside),
-    "kill between writes": (1, Run.kill_inside), "replace": (1, Run.replace), "cut": (3, Run.cut),
-    "stall": (3, Run.stall), "refuse": (2, Run.refuse), "sleep": (4, Run.sleep),
-    "cut data": (2, Run.cut_data), "flush": (1, Run.flush),
+# How often, to whom, and what; a fault that returns False did not happen.
+_FAULTS: dict[str, tuple[float, str, Callable[[Run, Any], object]]] = {
+    "kill": (2, "", Run.kill), "stop": (2, "", Run.stop),
+    "stop between writes": (2, "prefill", Run.stop_inside),
+    "kill between writes": (1, "prefill", Run.kill_inside), "replace": (1, "", Run.replace),
+    "cut": (3, "proxy", lambda _, proxy: proxy.cut()), "stall": (3, "proxy", Run.stall),
+    "refuse": (2, "proxy", Run.refuse), "sleep": (4, "", Run.sleep),
+    "cut data": (2, "", Run.cut_data), "flush": (1, "", lambda _, worker: worker.tell("flush")),
 }  # fmt: skip
 
 
-def run(seed: int, duration_s: float, tls: str, verbose: bool) -> Row:
+def run(seed: int, duration_s: float, tls: str) -> Row:
     """A storm between two calm passes; what was found."""
-    storm = Run(seed, duration_s, tls, verbose)
+    storm = Run(seed, duration_s, tls)
     try:
         for name in storm.cluster.specs:
             storm.cluster.start(name)
@@ -456,27 +405,21 @@ def verdict(result: Row) -> str:
     )
 
 
-class Transport(StrEnum):
-    nixl = "nixl"
-    shm = "shm"
-
-
 def chaos(
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 1,
     seeds: Annotated[int, typer.Option(min=1, help="Storms, of this seed and the next ones.")] = 1,
     duration: Annotated[float, typer.Option(help="Of a storm, in seconds.")] = 60.0,
     transport: Annotated[
-        Transport, typer.Option(help="TransportConfig.backend of all workers.")
-    ] = Transport.nixl,
+        Way, typer.Option(help="TransportConfig.backend of all workers.")
+    ] = Way.nixl,
     json_file: JsonFile = None,
-    verbose: Annotated[bool, typer.Option(help="Tell of each fault.")] = False,
 ) -> int:
     """Whether any request reads a wrong byte, hangs or leaks while workers die and are cut off."""
     check_json(json_file)
     rows = []
     for number in range(seed, seed + seeds):
-        way = SHM if transport is Transport.shm else "tcp" if number % 2 else "default"
-        rows.append(run(number, duration, way, verbose))
+        way = SHM if transport is Way.shm else "tcp" if number % 2 else "default"
+        rows.append(run(number, duration, way))
         for name in ("violations", "left", "findings"):
             for text in rows[-1][name]:
                 print(f"{name}: {text}", file=sys.stderr)

@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar
@@ -520,20 +521,17 @@ def cut_sockets(control_ports: set[int], share: float, chance: random.Random) ->
 def _post_slowly(pause_s: float, chance: random.Random) -> None:
     """Now and then a write is posted long after what ended its room, so that one that is called
     drained too early has its pages written again."""
-    post, copy = NixlLoop._transfer, ShmLoop._transfer
 
-    def late(*args: Any) -> None:
-        if chance.random() < _SLOW_POSTS:
-            time.sleep(pause_s)
-        post(*args)
+    def slow(post: Callable[..., None]) -> Any:
+        def late(*args: Any) -> None:
+            if chance.random() < _SLOW_POSTS:
+                time.sleep(pause_s)
+            post(*args)
 
-    def late_copy(*args: Any) -> None:
-        if chance.random() < _SLOW_POSTS:
-            time.sleep(pause_s)
-        copy(*args)
+        return late
 
-    NixlLoop._transfer = late  # type: ignore[assignment, method-assign]
-    ShmLoop._transfer = late_copy  # type: ignore[assignment, method-assign]
+    NixlLoop._transfer = slow(NixlLoop._transfer)  # type: ignore[method-assign]
+    ShmLoop._transfer = slow(ShmLoop._transfer)  # type: ignore[method-assign]
 
 
 def serve(pipe: Connection, parent: int, spec: Spec) -> None:

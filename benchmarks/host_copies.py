@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.pair import turn_about
 from benchmarks.report import Row
 from prefixkv.config import HostConfig
 from prefixkv.memory.host_pool import HostPool
@@ -142,9 +143,7 @@ def _measure(shape: str, rounds: int, seed: int, pool_bytes: int) -> list[dict[s
                 "order_2": partial(case.order, host, device, is_load, 2),
             }
             # Each way has every place in a round equally often: what ran before leaves the caches.
-            names = list(ways)
-            names = names[number % len(names) :] + names[: number % len(names)]
-            took = {name: _timed_s(ways[name]) for name in names}
+            took = {name: _timed_s(ways[name]) for name in turn_about([*ways], number)}
             if number:  # the first touches the memory
                 for name, (wall_s, cpu_s) in took.items():
                     times.setdefault((what, name), []).append(wall_s)
@@ -165,11 +164,8 @@ def _measure(shape: str, rounds: int, seed: int, pool_bytes: int) -> list[dict[s
             },
             # Of each round: speed by the speed of the loop over rows.
             **{
-                f"{name}_by_rows": _quartiles(times, what, name)
-                for name in ("rows_again", "copy", "order_1", "order_2")
-            },
-            **{
-                f"{name}_by_rows_cpu": _quartiles(cpu, what, name)
+                f"{name}_by_rows{more}": _quartiles(took, what, name)
+                for more, took in (("", times), ("_cpu", cpu))
                 for name in ("rows_again", "copy", "order_1", "order_2")
             }
         }

@@ -14,7 +14,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
@@ -61,7 +61,7 @@ def codes(names: Iterable[str]) -> str:
 
 def about(thing: Any) -> str:
     """The docstring of a module, class or function; "" without one of its own."""
-    text = isinstance(thing, type | ModuleType | FunctionType) and thing.__doc__
+    text = isinstance(thing, type | ModuleType | FunctionType | MethodType) and thing.__doc__
     return inspect.cleandoc(text) if text and not text.startswith(f"{thing.__name__}(") else ""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prefixkv._lazy import lazy_names
+from prefixkv._lazy import homes_of, lazy_names
 
 if TYPE_CHECKING:
     from prefixkv.cache.namespace import Namespace as Namespace
@@ -42,33 +42,25 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "ComputeConfig": "config",
-    "ControlConfig": "config",
-    "CurveConfig": "config",
-    "DecodeConfig": "config",
-    "DecodeNode": "runtime.decode_node",
-    "DecodeRequest": "decode.request",
-    "HostConfig": "config",
-    "KVEventsConfig": "config",
-    "KVPool": "memory.kv_pool",
-    "Mesh": "memory.mesh",
-    "ModelConfig": "config",
-    "Namespace": "cache.namespace",
-    "NotFiniteError": "errors",
-    "OutOfPagesError": "errors",
-    "PoolGroup": "memory.kv_pool",
-    "PrefillAsk": "decode.request",
-    "PrefillConfig": "config",
-    "PrefillNode": "runtime.prefill_node",
-    "PrefillRequest": "prefill.request",
-    "PrefixKVError": "errors",
-    "Request": "request",
-    "StatePool": "memory.state_pool",
-    "StateTensor": "memory.state_layout",
-    "TransportConfig": "config",
-    "prompt_digest": "digest",
-    "shared_bytes": "memory.shared",
-}
+_HOMES = homes_of(
+    {
+        "config": """
+            ComputeConfig ControlConfig CurveConfig DecodeConfig HostConfig KVEventsConfig
+            ModelConfig PrefillConfig TransportConfig""",
+        "runtime.decode_node": "DecodeNode",
+        "decode.request": "DecodeRequest PrefillAsk",
+        "memory.kv_pool": "KVPool PoolGroup",
+        "memory.mesh": "Mesh",
+        "cache.namespace": "Namespace",
+        "errors": "NotFiniteError OutOfPagesError PrefixKVError",
+        "runtime.prefill_node": "PrefillNode",
+        "prefill.request": "PrefillRequest",
+        "request": "Request",
+        "memory.state_pool": "StatePool",
+        "memory.state_layout": "StateTensor",
+        "digest": "prompt_digest",
+        "memory.shared": "shared_bytes",
+    }
+)
 __all__ = sorted(_HOMES)
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

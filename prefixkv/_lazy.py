@@ -12,6 +12,11 @@ from importlib import import_module
 from typing import Any
 
 
+def homes_of(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the module of each name. `names` has those of each module, with blanks between."""
+    return {name: home for home, listed in names.items() for name in listed.split()}
+
+
 def lazy_names(
     module: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

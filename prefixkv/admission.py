@@ -8,12 +8,10 @@ cannot break that. Write one by deriving from `AdmissionPolicy`; `register_admis
 from __future__ import annotations
 
 from numbers import Real
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
 from prefixkv.errors import CallerError, shown
 from prefixkv.registry import Registry
-
-DEFAULT_ADMISSION = "hit_aware"
 
 Rank: TypeAlias = float | tuple[float, ...]
 """The least is tried first, and equal ones by arrival. A number is a tuple of one."""
@@ -31,15 +29,6 @@ def rank_as_tuple(rank: Any) -> tuple[float, ...]:
         if not is_number or number != number:
             raise CallerError(f"the admission policy ranks a request {shown(rank)}")
     return numbers
-
-
-class Admission(Protocol):
-    """Any object that has what `AdmissionPolicy` has."""
-
-    name: str
-    overtakes: bool
-
-    def rank(self, req: Any, new_pages: int) -> Rank: ...
 
 
 class AdmissionPolicy:
@@ -62,30 +51,8 @@ class AdmissionPolicy:
 
 
 _POLICIES: Registry[AdmissionPolicy] = Registry("admission", AdmissionPolicy)
-
-P = TypeVar("P", bound=type[AdmissionPolicy])
-
-
-def register_admission(policy: P) -> P:
-    """Register a policy's class under its `name` (decorator), in place of one of the same name."""
-    _POLICIES.add(policy)
-    return policy
-
-
-def admission_names() -> list[str]:
-    """Return the names of all registered admission policies."""
-    return _POLICIES.names()
-
-
-def explain_admission(name: str) -> str:
-    """Say why no admission policy has this name, with those that there are; "" where one has it."""
-    return _POLICIES.explain(name)
-
-
-def make_admission(policy: str | Admission) -> Admission:
-    """Return a policy by name, or the object itself. Raises ConfigError for an unknown name."""
-    return _POLICIES.make(cast("str | AdmissionPolicy", policy))
-
+register_admission, admission_names = _POLICIES.add, _POLICIES.names
+make_admission, explain_admission = _POLICIES.make, _POLICIES.explain
 
 register_admission(AdmissionPolicy)
 

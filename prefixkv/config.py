@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, Protocol, TypedDict
 from msgspec import Meta
 
 from prefixkv.addresses import check_address
-from prefixkv.admission import Admission, explain_admission
+from prefixkv.admission import AdmissionPolicy, explain_admission
 from prefixkv.cache.eviction.policy import Policy, explain_policy
 from prefixkv.errors import ConfigError, shown
 from prefixkv.settings import (
@@ -301,7 +301,7 @@ class Retarget(Protocol):
     def __call__(self, req: Any, error: Exception) -> str | None: ...
 
 
-def _check_names(policy: str | Policy, admission: str | Admission = "fifo") -> None:
+def _check_names(policy: str | Policy, admission: str | AdmissionPolicy = "fifo") -> None:
     """Raise ConfigError, with the nearest name, for an unregistered policy."""
     for setting, given in (("policy", policy), ("admission", admission)):
         # Both look like what is meant, and an object is what a node needs.
@@ -480,7 +480,8 @@ class DecodeConfig:
     """Which cached pages are evicted first: a registered name, or a `Policy` object
     (`Adaptive(trust=20)`), which serves one cache."""
     admission: Annotated[
-        str | Admission, doc("Which waiting request is admitted first: hit_aware, fifo, priority.")
+        str | AdmissionPolicy,
+        doc("Which waiting request is admitted first: hit_aware, fifo, priority."),
     ] = "hit_aware"
     """Which waiting request is admitted first: "hit_aware", "fifo", "priority", another registered
     name, or an `AdmissionPolicy` object."""

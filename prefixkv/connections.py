@@ -11,7 +11,7 @@ import resource
 import socket
 from collections import Counter
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -28,25 +28,15 @@ _POLLIN: Final = int(zmq.POLLIN)
 _Socket = zmq.Socket[bytes]
 
 
-class Bounds(NamedTuple):
-    """The bounds of each connection of a socket.
+def set_bounds(sock: _Socket, message_bytes: int, queued_messages: int, kernel_bytes: int) -> None:
+    """Set the bounds of each connection of a ZeroMQ socket, before it is bound or connected.
 
-    Args:
-        message_bytes: of a part of a message.
-        queued_messages: that wait for the owner.
-        kernel_bytes: that wait with the kernel, as `SO_RCVBUF` counts.
+    `message_bytes`: of a part of a message. `queued_messages`: that wait for the owner.
+    `kernel_bytes`: that wait with the kernel, as `SO_RCVBUF` counts.
     """
-
-    message_bytes: int
-    queued_messages: int
-    kernel_bytes: int
-
-
-def set_bounds(sock: _Socket, bounds: Bounds) -> None:
-    """Set a ZeroMQ socket's bounds, before it is bound or connected."""
-    sock.setsockopt(zmq.MAXMSGSIZE, bounds.message_bytes)
-    sock.setsockopt(zmq.RCVHWM, bounds.queued_messages)
-    sock.setsockopt(zmq.RCVBUF, bounds.kernel_bytes)
+    sock.setsockopt(zmq.MAXMSGSIZE, message_bytes)
+    sock.setsockopt(zmq.RCVHWM, queued_messages)
+    sock.setsockopt(zmq.RCVBUF, kernel_bytes)
     sock.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
 
 

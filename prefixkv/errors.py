@@ -137,7 +137,8 @@ class FormerLifeError(ProtocolError):
 class HandshakeError(PeerError):
     """Two nodes that cannot work together. Names the field, what is wrong with it, and both values.
 
-    `option` is the engine's option that sets the field, as its user knows it.
+    `option` is the engine's option that sets the field, as its user knows it. `text` is the whole
+    message, where it is of no two values, and no option sets them.
     """
 
     def __init__(
@@ -147,9 +148,11 @@ class HandshakeError(PeerError):
         theirs: object,
         reason: str = "differs",
         option: str = "",
+        text: str = "",
     ) -> None:
         name = f"{field} ({option})" if option else field
-        super().__init__(f"{name} {reason}: ours {ours!r}, theirs {theirs!r}")
+        super().__init__(text or f"{name} {reason}: ours {ours!r}, theirs {theirs!r}")
+        self._has_own_text = bool(text)
         self.field = field
         self.ours = ours
         self.theirs = theirs
@@ -167,6 +170,8 @@ class HandshakeError(PeerError):
         >>> HandshakeError("groups[0].window", 24, 32).named({"groups": "--model"})
         HandshakeError('groups[0].window (--model) differs: ours 24, theirs 32')
         """
+        if self._has_own_text:
+            return self
         field = self.field.removeprefix("layout.")
         found = [
             options[key] for key in _fields_of(field, self.ours, self.theirs) if key in options
@@ -193,42 +198,22 @@ class NameTakenError(HandshakeError):
     """Two processes have one worker's name. `theirs` says which one it belongs to."""
 
     def __init__(self, why: str) -> None:
-        # Past HandshakeError and its message of two values: these would be two random numbers.
-        PeerError.__init__(self, why)
-        self.field, self.ours, self.theirs = "name", "", why
-        self.reason, self.option = "is taken", ""
-
-    def named(self, options: Mapping[str, str]) -> HandshakeError:
-        """Return this error: the name of a worker is no property of its model."""
-        return self
+        super().__init__("name", "", why, "is taken", text=why)
 
 
 class RefusedError(HandshakeError):
     """A peer refuses to work with us. `theirs` is what it says."""
 
     def __init__(self, by: str, why: str) -> None:
-        # Past HandshakeError and its message of two values: the peer has compared them, not we.
-        PeerError.__init__(self, f"refused by {by}: {why}")
-        self.field, self.ours, self.theirs = f"refused by {by}", "", why
-        self.reason, self.option = "", ""
-
-    def named(self, options: Mapping[str, str]) -> HandshakeError:
-        """Return this error: it has the peer's own words."""
-        return self
+        super().__init__(f"refused by {by}", "", why, "", text=f"refused by {by}: {why}")
 
 
 class MetadataError(HandshakeError):
     """A peer's NIXL metadata that is not loaded here: it is of another agent than the peer's."""
 
     def __init__(self, why: str) -> None:
-        # Past HandshakeError and its message of two values: here only one side has one.
-        PeerError.__init__(self, f"NIXL metadata is refused: {why}")
-        self.field, self.ours, self.theirs = "agent_metadata", None, why
-        self.reason, self.option = "is refused", ""
-
-    def named(self, options: Mapping[str, str]) -> HandshakeError:
-        """Return this error: no option sets the metadata."""
-        return self
+        text = f"NIXL metadata is refused: {why}"
+        super().__init__("agent_metadata", None, why, "is refused", text=text)
 
 
 # --- a transfer's -------------------------------------------------------------------------------

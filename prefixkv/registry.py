@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any, Generic, Protocol, TypeVar
 
 from prefixkv.errors import ConfigError, shown
+from prefixkv.settings import nearest
 
 
 class Named(Protocol):
@@ -52,9 +52,7 @@ class Registry(Generic[T]):
         """Say why `name` names no class, with the known names and the nearest; "" where it does."""
         if name in self._classes:
             return ""
-        near = get_close_matches(name, self.names(), n=1)
-        hint = f"; the nearest is {near[0]}" if near else ""
-        return f"{name!r} is not one of {', '.join(self.names())}{hint}"
+        return f"{name!r} is not one of {', '.join(self.names())}{nearest(name, self._classes)}"
 
     def make(self, chosen: str | T) -> T:
         """Return a new object of the class named `chosen`, with default settings; an object as it

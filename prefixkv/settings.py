@@ -12,6 +12,7 @@ A settings class as a field is a table, `[control]`, with `--control-heartbeat-s
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import math
 import re
@@ -167,7 +168,8 @@ class Field(NamedTuple):
         if isinstance(value, Real) and not isinstance(value, bool):  # numbers of numpy, too
             value = int(value) if isinstance(value, Integral) else float(value)
         try:
-            if self.plain is not MISSING and not _is_nan(value):  # nan is within no bounds
+            is_nan = isinstance(value, float) and math.isnan(value)  # which no bounds refuse
+            if self.plain is not MISSING and not is_nan:
                 return msgspec.convert(value, self.plain)
         # msgspec takes an array for a mapping, and asks for its keys; a text may have no bytes.
         except (msgspec.ValidationError, AttributeError, UnicodeEncodeError):
@@ -194,25 +196,11 @@ class Field(NamedTuple):
         return " or ".join(names)
 
 
-_KNOWN: dict[type, tuple[Field, ...]] = {}
-
-
+@cache
 def fields_of(kind: type) -> tuple[Field, ...]:
     """Return the fields of a settings class, read once per class."""
-    if kind not in _KNOWN:
-        _KNOWN[kind] = tuple(_fields(kind))
-    return _KNOWN[kind]
-
-
-def _fields(kind: type) -> Iterator[Field]:
     hints = get_type_hints(kind, include_extras=True)
-    for field in fields(kind):
-        if not field.init:
-            continue
-        default = field.default
-        if field.default_factory is not MISSING:
-            default = field.default_factory()
-        yield _field(kind, field.name, default, hints[field.name], field.metadata)
+    return tuple(_field(kind, one, hints[one.name]) for one in fields(kind) if one.init)
 
 
 @cache
@@ -232,7 +220,7 @@ def sentences_of(kind: type) -> dict[str, str]:
     return found
 
 
-def _field(owner: type, name: str, default: Any, hint: Any, more: Mapping[str, Any]) -> Field:
+def _field(owner: type, field: dataclasses.Field[Any], hint: Any) -> Field:
     base, metas = _split(hint)
     is_union = get_origin(base) in (Union, UnionType)
     alternatives = get_args(base) if is_union else (hint,)
@@ -251,8 +239,8 @@ def _field(owner: type, name: str, default: Any, hint: Any, more: Mapping[str, A
             is_open = True
     kinds = tuple(Kind(*_split(one)) for one in plain)
     return Field(
-        name=name,
-        default=default,
+        name=field.name,
+        default=field.default if field.default_factory is MISSING else field.default_factory(),
         help=next((meta.description for meta in metas if meta.description), ""),
         kinds=kinds,
         plain=_union(plain),
@@ -260,8 +248,8 @@ def _field(owner: type, name: str, default: Any, hint: Any, more: Mapping[str, A
         classes=tuple(classes),
         is_open=is_open,
         table=next(filter(is_dataclass, classes), None),
-        flat=more.get("flat", False),
-        but=more.get("but", ()),
+        flat=field.metadata.get("flat", False),
+        but=field.metadata.get("but", ()),
         owner=owner,
     )
 
@@ -276,10 +264,6 @@ def _union(kinds: list[Any]) -> Any:
     return Union[tuple(kinds)] if kinds else MISSING  # noqa: UP007 - of a list
 
 
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
-
-
 def _shown(value: Any) -> str:
     """A table, a list or an object may have keys in it: its type alone is shown."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
@@ -289,7 +273,7 @@ def _shown(value: Any) -> str:
 
 def check_fields(config: Any) -> None:
     """Raise ConfigError for a field that is not of its declared type, or out of its bounds."""
-    for field in fields_of(type(config)):
+    for field in fields_of(type(config)):  # type: ignore[arg-type]
         field.check(getattr(config, field.name))
 
 
@@ -548,7 +532,7 @@ def _build(
     given: dict[str, Any] = {}
     # Tables first, the innermost before the others. A table of which nothing is set is left alone:
     # it may be None, and mean that something is off.
-    for field in fields_of(kind):
+    for field in fields_of(kind):  # type: ignore[arg-type]
         if field.name in but:
             continue
         default = field.default if base is MISSING else getattr(base, field.name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prefixkv._lazy import lazy_names
+from prefixkv._lazy import homes_of, lazy_names
 
 if TYPE_CHECKING:
     from prefixkv.admission import AdmissionPolicy as AdmissionPolicy
@@ -142,149 +142,71 @@ if TYPE_CHECKING:
     from prefixkv.variables import check_environ as check_environ
     from prefixkv.wakeups import Inbox as Inbox
 
-_HOMES = {
-    # Prefix cache: keys, results, the tree.
-    "RadixCache": "cache.radix_cache",
-    "RadixKey": "cache.radix_key",
-    "TOKEN_BYTES": "cache.radix_key",
-    "TOKEN_LIMIT": "cache.radix_key",
-    "common_pages": "cache.radix_key",
-    "TreeNode": "cache.node",
-    "InsertResult": "cache.results",
-    "MatchResult": "cache.results",
-    "PrefixLock": "cache.results",
-    "packed_ids": "cache.results",
-    "packed_range": "cache.page_flags",
-    "page_runs": "cache.page_flags",
-    "shortened": "cache.namespace",
-    # Changes of a cache, for routers.
-    "Change": "cache.events",
-    "CheckpointEvicted": "cache.events",
-    "CheckpointRemoved": "cache.events",
-    "CheckpointSaved": "cache.events",
-    "CheckpointStored": "cache.events",
-    "Cleared": "cache.events",
-    "EventBatch": "cache.events",
-    "Inserted": "cache.events",
-    "NO_PARENT": "cache.events",
-    "PagePaths": "cache.events",
-    "PageRef": "cache.events",
-    "Removed": "cache.events",
-    "Stored": "cache.events",
-    "TakenOut": "cache.events",
-    "page_keys": "cache.events",
-    "default_topic": "kv_events.publisher",
-    # Eviction and admission policies.
-    "Policy": "cache.eviction.policy",
-    "DEFAULT_POLICY": "cache.eviction.policy",
-    "explain_policy": "cache.eviction.policy",
-    "make_policy": "cache.eviction.policy",
-    "policy_names": "cache.eviction.policy",
-    "register_policy": "cache.eviction.policy",
-    "Use": "cache.eviction.policy",
-    "EvictionQueue": "cache.eviction.queues",
-    "LeafOrders": "cache.eviction.queues",
-    "Ghost": "cache.eviction.ghosts",
-    "GhostPolicy": "cache.eviction.ghosts",
-    "staircase": "cache.eviction.ghosts",
-    "AdmissionPolicy": "admission",
-    "register_admission": "admission",
-    # Where decode gets what a request lacks.
-    "Lack": "decode.sources",
-    "Source": "decode.sources",
-    "Sources": "decode.sources",
-    # Host memory behind a device's pages.
-    "HostTier": "decode.host_tier",
-    "HostMemory": "runtime.host_copies",
-    "HostCopy": "protocol.host_copy",
-    "HostCopyDone": "protocol.host_copy",
-    # Pages and tokens.
-    "MAX_INDEX": "paging",
-    "PageIds": "paging",
-    "Pages": "paging",
-    "as_pages": "paging",
-    "page_table": "paging",
-    "pages_for": "paging",
-    "slot_mapping": "paging",
-    "WindowPages": "pages.windows",
-    # Layouts and meshes.
-    "ITEMSIZE": "memory.kv_layout",
-    "KVLayout": "memory.kv_layout",
-    "Slab": "memory.kv_layout",
-    "check_page_sizes": "memory.mesh",
-    "check_device": "memory.kv_pool",
-    # Several ranks.
-    "DecodeGroup": "runtime.groups",
-    "PrefillGroup": "runtime.groups",
-    "DecodeRank": "runtime.decode_rank",
-    "RankLog": "ranks.row_log",
-    "PrefillRank": "runtime.prefill_rank",
-    # Processes: peers, their death, their metrics, threads.
-    "PeerId": "protocol.ids",
-    "PROTOCOL_VERSION": "protocol.messages",
-    "ProcessLife": "protocol.messages",
-    "HeldLife": "runtime.death",
-    "is_dead": "runtime.death",
-    "NodeCollector": "runtime.metrics",
-    "MakeTransport": "runtime.transfers",
-    "secret_number": "runtime.transfers",
-    "DeviceEvent": "request",
-    "Closing": "runtime.one_thread",
-    "Inbox": "wakeups",
-    # A transport of one's own.
-    "Transport": "transport.base",
-    # Settings: bounds, and the one converter.
-    "Bytes": "settings",
-    "Count": "settings",
-    "CountOrZero": "settings",
-    "Number": "settings",
-    "Port": "settings",
-    "FILE": "settings",
-    "MAX_BYTES": "settings",
-    "VARIABLE": "settings",
-    "Found": "settings",
-    "PREFIX": "settings",
-    "Seconds": "settings",
-    "SecondsOrZero": "settings",
-    "Setting": "settings",
-    "as_environ": "settings",
-    "check_fields": "settings",
-    "check_time": "settings",
-    "build": "settings",
-    "convert": "settings",
-    "doc": "settings",
-    "find": "settings",
-    "load": "settings",
-    "nearest": "settings",
-    "parse_size": "settings",
-    "read_toml": "settings",
-    "settings_of": "settings",
-    "at_least": "settings",
-    "check_environ": "variables",
-    "check_version": "config",
-    # Checks of values.
-    "whole_number": "request",
-    "check_laws": "errors",
-    "check_range": "errors",
-    "shown": "errors",
-    "shown_namespace": "errors",
-    # Errors (the whole tree is `prefixkv.errors`).
-    "AbortedError": "errors",
-    "CallerError": "errors",
-    "CapacityError": "errors",
-    "ClosedError": "errors",
-    "ConfigError": "errors",
-    "DrainingError": "errors",
-    "HandshakeError": "errors",
-    "InternalError": "errors",
-    "LockError": "errors",
-    "ProtocolError": "errors",
-    "RequestError": "errors",
-    "TokenError": "errors",
-    "TraceError": "errors",
-    "TransferError": "errors",
-    "UserErrors": "errors",
-}
+_HOMES = homes_of(
+    {
+        # Prefix cache: keys, results, the tree.
+        "cache.radix_cache": "RadixCache",
+        "cache.radix_key": "RadixKey TOKEN_BYTES TOKEN_LIMIT common_pages",
+        "cache.node": "TreeNode",
+        "cache.results": "InsertResult MatchResult PrefixLock packed_ids",
+        "cache.page_flags": "packed_range page_runs",
+        "cache.namespace": "shortened",
+        # Changes of a cache, for routers.
+        "cache.events": """
+            Change CheckpointEvicted CheckpointRemoved CheckpointSaved CheckpointStored
+            Cleared EventBatch Inserted NO_PARENT PagePaths PageRef Removed Stored TakenOut
+            page_keys""",
+        "kv_events.publisher": "default_topic",
+        # Eviction and admission policies.
+        "cache.eviction.policy": """
+            DEFAULT_POLICY Policy Use explain_policy make_policy policy_names
+            register_policy""",
+        "cache.eviction.queues": "EvictionQueue LeafOrders",
+        "cache.eviction.ghosts": "Ghost GhostPolicy staircase",
+        "admission": "AdmissionPolicy register_admission",
+        # Where decode gets what a request lacks.
+        "decode.sources": "Lack Source Sources",
+        # Host memory behind a device's pages.
+        "decode.host_tier": "HostTier",
+        "runtime.host_copies": "HostMemory",
+        "protocol.host_copy": "HostCopy HostCopyDone",
+        # Pages and tokens.
+        "paging": "MAX_INDEX PageIds Pages as_pages page_table pages_for slot_mapping",
+        "pages.windows": "WindowPages",
+        # Layouts and meshes.
+        "memory.kv_layout": "ITEMSIZE KVLayout Slab",
+        "memory.mesh": "check_page_sizes",
+        "memory.kv_pool": "check_device",
+        # Several ranks.
+        "runtime.groups": "DecodeGroup PrefillGroup",
+        "runtime.decode_rank": "DecodeRank",
+        "ranks.row_log": "RankLog",
+        "runtime.prefill_rank": "PrefillRank",
+        # Processes: peers, their death, their metrics, threads.
+        "protocol.ids": "PeerId",
+        "protocol.messages": "PROTOCOL_VERSION ProcessLife",
+        "runtime.death": "HeldLife is_dead",
+        "runtime.metrics": "NodeCollector",
+        "runtime.transfers": "MakeTransport secret_number",
+        "request": "DeviceEvent whole_number",
+        "runtime.one_thread": "Closing",
+        "wakeups": "Inbox",
+        # A transport of one's own.
+        "transport.base": "Transport",
+        # Settings: bounds, and the one converter.
+        "settings": """
+            Bytes Count CountOrZero FILE Found MAX_BYTES Number PREFIX Port Seconds
+            SecondsOrZero Setting VARIABLE as_environ at_least build check_fields check_time
+            convert doc find load nearest parse_size read_toml settings_of""",
+        "variables": "check_environ",
+        "config": "check_version",
+        # Checks of values, and errors (the whole tree is `prefixkv.errors`).
+        "errors": """
+            AbortedError CallerError CapacityError ClosedError ConfigError DrainingError
+            HandshakeError InternalError LockError ProtocolError RequestError TokenError
+            TraceError TransferError UserErrors check_laws check_range shown shown_namespace""",
+    }
+)
 # NodeCollector needs an extra, so that `import *` leaves it out.
 __all__ = sorted({*_HOMES} - {"NodeCollector"})  # pyright: ignore[reportUnsupportedDunderAll]
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

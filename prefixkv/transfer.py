@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prefixkv._lazy import lazy_names
+from prefixkv._lazy import homes_of, lazy_names
 
 if TYPE_CHECKING:
     from prefixkv.digest import prompt_digest as prompt_digest
@@ -32,19 +32,16 @@ if TYPE_CHECKING:
     from prefixkv.runtime.decode_transfers import DecodeTransfers as DecodeTransfers
     from prefixkv.runtime.prefill_transfers import PrefillTransfers as PrefillTransfers
 
-_HOMES = {
-    "Bootstrapped": "protocol.events",
-    "DecodeEvent": "protocol.events",
-    "DecodeTransfers": "runtime.decode_transfers",
-    "KVPoll": "protocol.ids",
-    "PrefillEvent": "protocol.events",
-    "PrefillTransfers": "runtime.prefill_transfers",
-    "RoomDrained": "protocol.events",
-    "RoomEnded": "protocol.events",
-    "RoomKey": "protocol.ids",
-    "RoomOverdue": "protocol.events",
-    "SourceFree": "protocol.events",
-    "prompt_digest": "digest",
-}
+_HOMES = homes_of(
+    {
+        "protocol.events": """
+            Bootstrapped DecodeEvent PrefillEvent RoomDrained RoomEnded RoomOverdue
+            SourceFree""",
+        "runtime.decode_transfers": "DecodeTransfers",
+        "protocol.ids": "KVPoll RoomKey",
+        "runtime.prefill_transfers": "PrefillTransfers",
+        "digest": "prompt_digest",
+    }
+)
 __all__ = sorted(_HOMES)
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -262,9 +262,7 @@ def compare(commit: str, plan: Plan, tell: Callable[[str], None]) -> tuple[list[
                         # A pair has processes of its own, so nothing of it stays warm.
                         if part in failed or (number < 0 and part in PAIRS):
                             continue
-                        order = Order(
-                            part, plan.calls, plan.seed, plan.policy, plan.quick, plan.cpu
-                        )
+                        order = plan.order(part)
                         for side in turn_about(SIDES, number + 1):
                             try:
                                 took = sides[side].measure(order)

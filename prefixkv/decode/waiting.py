@@ -26,7 +26,7 @@ from typing import Final
 
 from sortedcontainers import SortedList
 
-from prefixkv.admission import Admission, rank_as_tuple
+from prefixkv.admission import AdmissionPolicy, rank_as_tuple
 from prefixkv.cache.results import MatchResult
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.workers import Worker, Workers
@@ -93,7 +93,7 @@ class Waiting:
     """
 
     def __init__(
-        self, workers: Workers, policy: Admission, patience_s: float, timeout_s: float,
+        self, workers: Workers, policy: AdmissionPolicy, patience_s: float, timeout_s: float,
         errors: UserErrors,
     ) -> None:  # fmt: skip
         self._workers = workers

@@ -26,7 +26,7 @@ import zmq
 from prefixkv.addresses import is_loopback
 from prefixkv.cache.events import Change, Cleared, stored_pages
 from prefixkv.config import KVEventsConfig
-from prefixkv.connections import Bounds, Newcomers, set_bounds
+from prefixkv.connections import Newcomers, set_bounds
 from prefixkv.errors import ConfigError
 from prefixkv.kv_events.blocks import BlockEvents
 from prefixkv.kv_events.stream import Batch, EventStream
@@ -391,7 +391,7 @@ class KVEventPublisher:
         if is_read:
             sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
         queued = _QUEUED_REQUESTS if is_read else _QUEUED_SUBSCRIPTIONS
-        set_bounds(sock, Bounds(_MAX_REQUEST_BYTES, queued, _KERNEL_BYTES))
+        set_bounds(sock, _MAX_REQUEST_BYTES, queued, _KERNEL_BYTES)
         # Before it is bound, so that no connection is missed.
         self._newcomers[sock] = Newcomers(sock, _MAX_CLIENTS, self.counters)
         try:

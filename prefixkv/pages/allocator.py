@@ -254,6 +254,10 @@ class PageAllocator:
     def quarantined_pages(self) -> int:
         return self._counts[_QUARANTINED]
 
+    def counts(self) -> dict[str, int]:
+        """Return the number of pages in each state, without those that are reserved."""
+        return {state.name.lower(): self._counts[state] for state in list(PageState)[:_RESERVED]}
+
     def state(self, page: int) -> PageState:
         """Return the state of one page. Raises PageStateError if it is outside the pool."""
         if not 0 <= page < self.num_pages:

@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from prefixkv.addresses import check_address, is_loopback
 from prefixkv.config import ControlConfig, short_key
-from prefixkv.connections import Bounds, Newcomers, is_empty, set_bounds
+from prefixkv.connections import Newcomers, is_empty, set_bounds
 from prefixkv.control.effects import ConnectFailed, FrameReceived, Reached, Unreached
 from prefixkv.errors import ConfigError, HandshakeError, RefusedError
 from prefixkv.protocol.messages import MAX_FRAME_BYTES
@@ -86,7 +86,7 @@ class _Channel(Closing):
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.SNDHWM, self._config.max_queued_frames)
         queued = min(_QUEUED_MESSAGES, self._config.max_queued_frames)
-        set_bounds(sock, Bounds(MAX_FRAME_BYTES + _CURVE_BYTES, queued, _KERNEL_BYTES))
+        set_bounds(sock, MAX_FRAME_BYTES + _CURVE_BYTES, queued, _KERNEL_BYTES)
         sock.setsockopt(zmq.RECONNECT_IVL, 20)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if self._config.curve is not None:

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Final, Generic, Protocol, TypeVar, assert_never, get_args
+from typing import Generic, NamedTuple, Protocol, TypeVar, assert_never
 
 from prefixkv.config import Way
 from prefixkv.control.effects import (
@@ -44,17 +44,7 @@ from prefixkv.control.effects import (
 )
 from prefixkv.control.lives import LostPeers, PeerChanges
 from prefixkv.errors import ClosedError, ConfigError, InternalError
-from prefixkv.protocol.events import (
-    Bootstrapped,
-    PrefillAway,
-    PrefillLost,
-    PrefillReady,
-    RoomDrained,
-    RoomEnded,
-    RoomEvent,
-    RoomOverdue,
-    SourceFree,
-)
+from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.copies import CopySink, StagingCopies
@@ -70,12 +60,11 @@ _log = logging.getLogger("prefixkv.control")
 
 _FAREWELL_S = 0.5  # seconds in which the last frames of a node that closes may leave
 _RETRY_PAUSE_S = 0.01  # pause after a step that failed as a whole, lest it fail in a busy loop
-_EVENTS: Final = get_args(RoomEvent)
 
 Common = TransportEvent | CopyDone | ConnectFailed | Reached | Unreached | Tick | AgentDestroyed
 """Inputs of either side's control object, besides commands and frames."""
 
-Effect = (
+Act = (
     SendFrame[To]
     | Connect
     | Disconnect
@@ -90,9 +79,10 @@ Effect = (
     | Gather
     | Scatter
     | Raised
-    | RoomEvent
 )
-"""Effects of either side's control object."""
+"""Effects of either side's control object, besides events."""
+
+Effect = Act[To] | RoomEvent
 
 Command_contra = TypeVar("Command_contra", contravariant=True)
 Command = TypeVar("Command")
@@ -134,11 +124,10 @@ class Channel(Protocol[To]):
     def close(self, linger_s: float = 0.0) -> None: ...
 
 
-class ControlFailed:
+class ControlFailed(NamedTuple):
     """An event: an exception in the control thread, for the scheduler's thread to raise."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    error: Exception
 
 
 class ControlThread(Generic[Command, To]):
@@ -157,7 +146,7 @@ class ControlThread(Generic[Command, To]):
         control: Callable[[Mapping[Way, bytes]], Control[Command, To]],
         channel: Callable[[int], Channel[To]],
         copies: Callable[[CopySink], StagingCopies | None],
-        prover: Prover | None = None,
+        prover: Prover,
     ) -> None:
         """Create transports, control object, copies and sockets, and start the thread.
 
@@ -178,8 +167,7 @@ class ControlThread(Generic[Command, To]):
         with ExitStack() as undo:
             undo.callback(self._close_inboxes)
             self._prover = prover
-            if prover is not None:
-                undo.callback(prover.close)
+            undo.callback(prover.close)
             # A transport writes to addresses. The function that made it holds the memory
             # (`Memory`), which so lives as long as the thread, even if the node is dropped.
             self._made_of = transports
@@ -245,8 +233,7 @@ class ControlThread(Generic[Command, To]):
         # the copies, and the farewell, which tells peers that pages are free. It must not come
         # before the fence.
         try:
-            if self._prover is not None:
-                self._prover.close(ended=self._close_error is None)
+            self._prover.close(ended=self._close_error is None)
             if self._copies is not None:
                 self._copies.close()
             if self._close_error is None:
@@ -302,9 +289,9 @@ class ControlThread(Generic[Command, To]):
         """Events for the scheduler first, then the others in order."""
         # First what the scheduler waits for: a send wakes zmq's own thread and may cost 0.2 ms, and
         # nothing that the scheduler does depends on it.
-        rest: list[Effect[To]] = []
+        rest: list[Act[To]] = []
         for effect in effects:
-            if isinstance(effect, _EVENTS):
+            if isinstance(effect, RoomEvent):
                 self.events.put(effect)
             else:
                 rest.append(effect)
@@ -318,7 +305,7 @@ class ControlThread(Generic[Command, To]):
         self.num_errors += 1
         self.events.put(ControlFailed(error))
 
-    def _do(self, effect: Effect[To]) -> None:
+    def _do(self, effect: Act[To]) -> None:
         # Sockets, transport, copy threads and prover carry them out. No call here waits for
         # that; the result is an input later.
         match effect:
@@ -345,8 +332,6 @@ class ControlThread(Generic[Command, To]):
             case Renew():
                 self.transports.renew()
             case Examine():
-                if self._prover is None:
-                    raise InternalError("a process is to be looked at where nothing does")
                 self._prover.submit(effect.peer, effect.life)
             case AddPeer():
                 self.transports.add_peer(effect.way, effect.peer, effect.metadata, effect.memory)
@@ -360,11 +345,6 @@ class ControlThread(Generic[Command, To]):
                 self._connect(effect.address)
             case Disconnect():
                 self._dealer.disconnect(effect.address)
-            case (
-                RoomEnded() | RoomDrained() | RoomOverdue() | Bootstrapped() | SourceFree()
-                | PrefillReady() | PrefillAway() | PrefillLost()
-            ):  # fmt: skip
-                self.events.put(effect)
             case _:
                 assert_never(effect)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
@@ -48,10 +49,9 @@ def start_workers(
     if num_threads < 1:
         raise ConfigError(f"num_threads is {num_threads}, must be at least 1")
     on_cuda = device.startswith("cuda")
-    target: Callable[..., None] = _run_on_stream if on_cuda else run
-    args = (run, device) if on_cuda else (None,)
+    target = partial(_run_on_stream, run, device) if on_cuda else partial(run, None)
     threads = [
-        threading.Thread(target=target, args=args, name=f"prefixkv-{name}-{i}", daemon=True)
+        threading.Thread(target=target, name=f"prefixkv-{name}-{i}", daemon=True)
         for i in range(num_threads)
     ]
     for thread in threads:
@@ -150,21 +150,16 @@ class StagingCopies:
         # By part and unit, built at most a few times.
         self._copies: dict[tuple[Shard, int], StagingCopy] = {}
         # Read by workers, changed by the control thread.
-        self._to_peers: dict[PeerId, StagingCopy] = {}
-
-    @property
-    def num_peers(self) -> int:
-        """Number of readers that slices are gathered for."""
-        return len(self._to_peers)
+        self.to_peers: dict[PeerId, StagingCopy] = {}
 
     def add_peer(self, added: AddPeer) -> None:
         """Prepare the gathers for a peer, if it is staged to."""
         if added.staged and added.memory.parts is not None:
-            self._to_peers[added.peer] = self._copy_of(added.memory.parts[0], added.unit_tokens)
+            self.to_peers[added.peer] = self._copy_of(added.memory.parts[0], added.unit_tokens)
 
     def remove_peer(self, peer: PeerId) -> None:
         """Forget a peer. A gather for it that has not started fails, by its CopyDone."""
-        self._to_peers.pop(peer, None)
+        self.to_peers.pop(peer, None)
 
     def gather(self, effect: Gather) -> None:
         """Queue a gather into its slot. All errors come back in its CopyDone, as with `scatter`."""
@@ -172,7 +167,7 @@ class StagingCopies:
         def run() -> None:
             # In the worker, so that a peer that is removed meanwhile fails this copy alone.
             stage = self.buffer.slice(effect.slot * self._slot_bytes, effect.num_bytes)
-            self._to_peers[effect.peer].gather(effect.src_units, stage)
+            self.to_peers[effect.peer].gather(effect.src_units, stage)
 
         self._workers.submit(effect.gather_id, run)
 

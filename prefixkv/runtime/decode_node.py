@@ -37,7 +37,7 @@ from prefixkv.runtime.rank_spec import (
     RankSpec,
     checked_config,
 )
-from prefixkv.runtime.record import MAX_FILES, Recorder
+from prefixkv.runtime.record import Recorder
 from prefixkv.runtime.transfers import MakeTransport, secret_number
 from prefixkv.settings import check_callable
 
@@ -114,8 +114,29 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         # 2. The pages, the tree, and the scheduler over them, then the transfer side, which starts
         # the threads. If one fails, those before it are undone: the next node may have a policy
         # object, and host memory is given back.
+        layout, host = pool.layout, None
         with ExitStack() as undo:
-            self._build(config, spec, mesh, transport, undo)
+            if config.host_memory is not None:
+                self._host = memory = HostMemory(pool, config.host_memory, config.name)
+                undo.callback(memory.close)
+                policy = config.host_memory.policy or config.policy
+                host = HostPages(memory.num_pages, policy, lambda: memory.ready_pages)
+            settings = config.for_page_manager(layout.num_pages, spec.num_slots)
+            pages = self._make_pages(spec, settings, 0 if host is None else host.num_pages)
+            undo.callback(pages.cache.policy.release)
+            share_pages = config.prefill_share * layout.num_pages
+            sources = Sources(
+                config.compute, config.failure_policy == "local", loads=self._host is not None
+            )
+            workers = Workers(True, config.control.bootstrap_timeout_s, share_pages)
+            parts = DecodeParts(sources, workers, secret_number, host)
+            DecodeScheduler.__init__(self, pages, config, parts)
+            if self.host is not None:
+                undo.callback(self.host.cache.policy.release)
+            self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
+            undo.callback(self.transfers.close)
+            if self._host is not None:
+                self._host.start(self.transfers.thread.events.put)
             undo.pop_all()
         # 3. What observes all this, and may still fail: then the node is closed.
         self._leader = RankLeader(self, num_ranks, ranks, self.transfers.submit)
@@ -124,65 +145,23 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         self._recorder = self._record(config, pool.layout.kv_bytes_per_token * num_ranks)
         self._publish_events(config)
 
-    def _build(
-        self,
-        config: DecodeConfig,
-        spec: RankSpec,
-        mesh: Mesh | None,
-        transport: MakeTransport | None,
-        undo: ExitStack,
-    ) -> None:
-        pool, layout = self.pool, self.pool.layout
-        host = None
-        if config.host_memory is not None:
-            self._host = memory = HostMemory(pool, config.host_memory, config.name)
-            undo.callback(memory.close)
-            policy = config.host_memory.policy or config.policy
-            host = HostPages(memory.num_pages, policy, lambda: memory.ready_pages)
-        settings = config.for_page_manager(layout.num_pages, spec.num_slots)
-        pages = self._make_pages(spec, settings, 0 if host is None else host.num_pages)
-        undo.callback(pages.cache.policy.release)
-        share_pages = config.prefill_share * layout.num_pages
-        parts = DecodeParts(
-            Sources(config.compute, config.failure_policy == "local", loads=self._host is not None),
-            Workers(True, config.control.bootstrap_timeout_s, share_pages),
-            secret_number,
-            host,
-        )
-        DecodeScheduler.__init__(self, pages, config, parts)
-        if self.host is not None:
-            undo.callback(self.host.cache.policy.release)
-        self.transfers = DecodeTransfers(pool, config, mesh, state=self.state, transport=transport)
-        undo.callback(self.transfers.close)
-        if self._host is not None:
-            self._host.start(self.transfers.thread.events.put)
-
     def _record(self, config: DecodeConfig, bytes_per_token: int) -> Recorder | None:
         if config.record is None:
             return None
         # Threads run already, and the caller gets no node to close.
         try:
-            recorder = Recorder(
-                config.record,
-                max_bytes=config.record_bytes,
-                max_files=MAX_FILES,
-                block_tokens=config.record_block_tokens,
-                page_size=self.pool.layout.page_size,
-                bytes_per_token=bytes_per_token,
-                now_s=time.monotonic(),
-            )
+            page_size, now_s = self.pool.layout.page_size, time.monotonic()
+            recorder = Recorder(config, page_size, bytes_per_token, now_s)
         except BaseException:
             self.close()
             raise
-        journal = self.journal
-        log = journal.on_ended
-        assert log is not None
+        log = self._request_log
 
         def ended(req: DecodeRequest, now_s: float) -> None:
             recorder.ended(req, now_s)
             log(req, now_s)
 
-        journal.on_ended = ended
+        self.journal.on_ended = ended
         return recorder
 
     def close(self) -> None:

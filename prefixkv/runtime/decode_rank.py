@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from prefixkv.config import DecodeConfig
 from prefixkv.memory.kv_pool import KVPool
@@ -12,8 +10,6 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.windows import WindowPages
 from prefixkv.paging import Pages
-from prefixkv.protocol.events import CopyEnded, DecodeEvent
-from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.row_log import RowFollower
 from prefixkv.runtime.decode_transfers import DecodeTransfers
@@ -85,10 +81,6 @@ class DecodeRank(FollowingRank):
         for order in copies:
             assert self._host is not None  # else there are no pages of it
             self._host.submit(order)
-
-    def _to_send(self, events: Sequence[DecodeEvent | HostCopyDone]) -> Sequence[Any]:
-        # The threads that copy put their ends among the events of rooms.
-        return [CopyEnded(*one) if isinstance(one, HostCopyDone) else one for one in events]
 
     @property
     def page_table(self) -> Pages:

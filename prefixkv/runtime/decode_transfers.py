@@ -27,7 +27,7 @@ from prefixkv.protocol.events import (
     RoomDrained,
     RoomEnded,
 )
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.protocol.messages import MAX_PAGES, ProcessLife, Promise
 from prefixkv.request import whole_number
 from prefixkv.runtime.channel import DealerChannel
@@ -72,8 +72,6 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         if worker is not None:
             check_kind("worker", worker, PeerId)
         born_s = None if rank else begun_s
-        # Open, refused, or failed and not drained: their numbers are in use.
-        self._keys: set[RoomKey] = set()
 
         # Called by the control thread's constructor, once the transports have their metadata.
         def control(offers: Mapping[Way, bytes], life: ProcessLife | None) -> DecodeControl:
@@ -207,19 +205,12 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
         self._begin(key)
         self.submit(RefuseRoom(key, ticket, prefill, reason, digest))
 
-    def _begin(self, key: RoomKey) -> None:
-        if key in self._keys:
-            raise RequestError(f"room {key.room} generation {key.generation} is not over yet")
-        # Before the number is taken: a closed side would never give it back.
-        self.check_open()
-        self._keys.add(key)
-
     def _follow_event(self, event: DecodeEvent) -> None:
         # A failed room keeps its number until it is drained: a peer may still write its pages.
         if isinstance(event, RoomDrained) or (
             isinstance(event, RoomEnded) and event.poll is KVPoll.SUCCESS
         ):
-            self._keys.discard(event.key)
+            self._rooms.pop(event.key, None)
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
         """Return, by address, the identity of each prefill worker, and "ready", "suspect" or

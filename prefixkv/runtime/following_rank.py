@@ -3,7 +3,6 @@ became of the rooms back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from prefixkv.control.lives import LostPeers
@@ -11,6 +10,8 @@ from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import MAX_RANKS
 from prefixkv.memory.state_pool import StatePool
+from prefixkv.protocol.events import CopyEnded
+from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.joined import pack_rank_events
 from prefixkv.ranks.row_log import RowFollower
@@ -51,11 +52,9 @@ class FollowingRank(OneThread):
         if not events:
             return b""
         self._num_messages += 1
-        return pack_rank_events(self.rank, self._num_messages - 1, self._to_send(events))
-
-    def _to_send(self, events: Sequence[Any]) -> Sequence[Any]:
-        """Return the events as they travel."""
-        return events
+        # The threads that copy put their ends among the events of rooms.
+        told = [CopyEnded(*one) if isinstance(one, HostCopyDone) else one for one in events]
+        return pack_rank_events(self.rank, self._num_messages - 1, told)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until there may be events for rank 0, at most `timeout_s`; return whether."""

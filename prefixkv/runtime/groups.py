@@ -39,16 +39,17 @@ from prefixkv.wakeups import wait_readable
 
 
 def _check_ranks(
-    pools: Sequence[KVPool], states: Sequence[StatePool | None], num_ranks: int
+    pools: Sequence[KVPool], states: Sequence[StatePool | None], mesh: Mesh
 ) -> list[StatePool | None]:
     """Raises ConfigError if ranks differ in pages, page size or slots: one would refuse what
     another has done."""
+    check_kind("mesh", mesh, Mesh)
     for kind, given in (("pools", pools), ("states", states)):
         if not isinstance(given, tuple | list):
             raise ConfigError(f"{kind} is a {type(given).__name__}, a list is needed")
-        if len(given) != num_ranks and not (kind == "states" and not given):
-            raise ConfigError(f"{len(given)} {kind} are given for {num_ranks} ranks")
-    states = list(states) or [None] * num_ranks
+        if len(given) != mesh.num_ranks and not (kind == "states" and not given):
+            raise ConfigError(f"{len(given)} {kind} are given for {mesh.num_ranks} ranks")
+    states = list(states) or [None] * mesh.num_ranks
     for pool in pools:
         check_kind("a pool", pool, KVPool)
     for state in states:
@@ -63,37 +64,15 @@ def _check_ranks(
     return states
 
 
-class _Readiness:
-    """One descriptor for a group, readable while that of any of its ranks is."""
-
-    def __init__(self) -> None:
-        self._epoll = select.epoll()
-
-    def watch(self, fds: Sequence[int]) -> None:
-        for fd in fds:
-            self._epoll.register(fd, select.EPOLLIN)
-
-    @property
-    def fd(self) -> int:
-        return self._epoll.fileno()
-
-    def wait(self, timeout_s: float | None) -> bool:
-        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        # `wait_readable` may return early, for a signal.
-        while not wait_readable(self.fd, left_s := until_s - time.monotonic()):
-            if not left_s > 0:
-                return False
-        return True
-
-    def close(self) -> None:
-        self._epoll.close()
-
-
 class _Group(Node[Req, Command, To, E]):
     """Rank 0, and the calls that are alike on both sides."""
 
     others: Sequence[DecodeRank] | Sequence[PrefillRank]
-    _readiness: _Readiness
+    _readiness: select.epoll  # readable while any rank's descriptor is
+
+    def _watch(self) -> None:
+        for rank in (self.transfers, *self.others):
+            self._readiness.register(rank.fileno(), select.EPOLLIN)
 
     def _tell(self) -> None:
         super()._tell()
@@ -105,11 +84,16 @@ class _Group(Node[Req, Command, To, E]):
         """Let the other ranks follow."""
 
     def _sleep(self, timeout_s: float | None) -> bool:
-        return self._readiness.wait(timeout_s)
+        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        # `wait_readable` may return early, for a signal.
+        while not wait_readable(self._readiness.fileno(), left_s := until_s - time.monotonic()):
+            if not left_s > 0:
+                return False
+        return True
 
     def fileno(self) -> int:
         """As `Node.fileno`, for any rank."""
-        return self._readiness.fd if self.others else super().fileno()
+        return self._readiness.fileno() if self.others else super().fileno()
 
     def close(self) -> None:
         """Close every rank, rank 0 first: its scheduler tells the others nothing after that. An
@@ -138,10 +122,9 @@ class DecodeGroup(_Group[DecodeRequest, DecodeCommand, str, DecodeEvent], Decode
         states: Sequence[StatePool | None] = (),
     ) -> None:
         check_kind("config", config, DecodeConfig)
-        check_kind("mesh", mesh, Mesh)
-        states = _check_ranks(pools, states, mesh.num_ranks)
+        states = _check_ranks(pools, states, mesh)
         self.others: list[DecodeRank] = []
-        self._readiness = _Readiness()
+        self._readiness = select.epoll()
         log = RankLog() if mesh.num_ranks > 1 else None
         super().__init__(pools[0], config, log, mesh, states[0])
         # Rank 0 exists: others name it as their worker. If one fails, all are closed.
@@ -151,7 +134,7 @@ class DecodeGroup(_Group[DecodeRequest, DecodeCommand, str, DecodeEvent], Decode
         except BaseException:
             self.close()
             raise
-        self._readiness.watch([self.transfers.fileno(), *(other.fileno() for other in self.others)])
+        self._watch()
 
     def _pump(self) -> float:
         now_s = super()._pump()
@@ -215,10 +198,9 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, bytes, PrefillEvent], 
         usable_prefix: UsablePrefix | None = None,
     ) -> None:
         check_kind("config", config, PrefillConfig)
-        check_kind("mesh", mesh, Mesh)
-        states = _check_ranks(pools, states, mesh.num_ranks)
+        states = _check_ranks(pools, states, mesh)
         self.others: list[PrefillRank] = []
-        self._readiness = _Readiness()
+        self._readiness = select.epoll()
         self._chunk_ready: DeviceEvent | None = None  # of the chunk that is handed over now
         others: list[PrefillRank] = []
         # Rank 0 last: it says where the others are.
@@ -232,7 +214,7 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, bytes, PrefillEvent], 
             super().__init__(pools[0], config, mesh, endpoints, states[0], usable_prefix, ranks=log)
             undo.pop_all()
         self.others = others
-        self._readiness.watch([self.transfers.fileno(), *(other.fileno() for other in others)])
+        self._watch()
 
     @property
     def num_ranks(self) -> int:

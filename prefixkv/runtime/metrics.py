@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from prometheus_client.core import (
@@ -23,7 +23,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from prefixkv.errors import ClosedError
-from prefixkv.pages.allocator import PageAllocator
 from prefixkv.prefill.request import PrefillState
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.prefill_node import PrefillNode
@@ -33,25 +32,22 @@ NAME_AFTER_S = 60.0  # seconds until the owner of a lock is named
 
 Node = DecodeNode | PrefillNode
 Labels = tuple[str, ...]
-Samples = Iterable[tuple[Labels, float]]
+Samples = Iterable[tuple[Labels, float | Histogram]]
 
 
 class _Spec(NamedTuple):
     """One metric, and the function that reads its samples from a node: values of `labels` (besides
-    `node`) and a number."""
+    `node`) and a number, or a Histogram."""
 
-    family: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    family: type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily]
     name: str
     text: str
     labels: Labels
     read: Callable[[Any], Samples]
 
 
-class _HistogramSpec(NamedTuple):
-    name: str
-    text: str
-    labels: Labels
-    read: Callable[[Any], Iterable[tuple[Labels, Histogram]]]
+def _rows(read: Callable[[Any], Mapping[str, float | Histogram]]) -> Callable[[Any], Samples]:
+    return lambda node: [((name,), number) for name, number in read(node).items()]
 
 
 def _count(key: str) -> Callable[[Node], Samples]:
@@ -77,22 +73,10 @@ def _transfers(node: Node) -> Samples:
             yield (peer, outcome), count
 
 
-def _pages(node: Node) -> Samples:
-    yield from _by_state(node.pages.allocator)
-
-
 def _window_pages(node: Node) -> Samples:
     for group in node.pages.windows:
-        for state, number in _by_state(group.allocator):
-            yield (group.name, *state), number
-
-
-def _by_state(pages: PageAllocator) -> Samples:
-    yield ("free",), pages.free_pages
-    yield ("owned",), pages.owned_pages
-    yield ("cached",), pages.cached_pages
-    yield ("held",), pages.held_pages
-    yield ("quarantined",), pages.quarantined_pages
+        for state, number in group.allocator.counts().items():
+            yield (group.name, state), number
 
 
 def _decode_cut_tokens(node: DecodeNode) -> Samples:
@@ -136,16 +120,6 @@ def _host_pages(node: DecodeNode) -> Samples:
             yield (state,), getattr(host.allocator, f"{state}_pages")
 
 
-def _aside(node: DecodeNode) -> Samples:
-    for reason, count in node.waiting.aside().items():
-        yield (reason,), count
-
-
-def _stepped_aside(node: DecodeNode) -> Samples:
-    for reason, count in node.waiting.stepped_aside.items():
-        yield (reason,), count
-
-
 _PREFILL_QUEUES = {
     PrefillState.BOOTSTRAPPING: "decode", PrefillState.BOOTSTRAPPED: "pages",
     PrefillState.COMPUTING: "compute", PrefillState.SENDING: "send", PrefillState.SENT: "release",
@@ -183,11 +157,6 @@ def _peers(node: Node) -> Samples:
         yield (state,), states[state]
 
 
-def _dropped_frames(node: Node) -> Samples:
-    for reason, count in node.transfers.dropped_frames().items():
-        yield (reason,), count
-
-
 def _received_bytes(node: DecodeNode) -> Samples:
     yield (), node.journal.pages_received * node.pool.layout.page_bytes
 
@@ -203,16 +172,17 @@ def _prefill_skipped_bytes(node: PrefillNode) -> Samples:
     yield (), node.counters["decode_hit_tokens"] // layout.page_size * layout.page_bytes
 
 
-def _waits(node: Node) -> Iterable[tuple[Labels, Histogram]]:
-    return [((reason,), waits) for reason, waits in node.journal.waits.items()]
-
-
-def _value(read: Callable[[Any], float]) -> Callable[[Any], Samples]:
+def _value(read: Callable[[Any], float | Histogram]) -> Callable[[Any], Samples]:
     return lambda node: [((), read(node))]
 
 
 def _counter(name: str, text: str, read: Callable[[Any], Samples], *labels: str) -> _Spec:
     return _Spec(CounterMetricFamily, name, text, labels, read)
+
+
+def _counted(name: str, text: str) -> _Spec:
+    """A counter of the scheduler's, by the name that it has there."""
+    return _counter(name, text, _count(name))
 
 
 def _gauge(name: str, text: str, read: Callable[[Any], Samples], *labels: str) -> _Spec:
@@ -222,14 +192,12 @@ def _gauge(name: str, text: str, read: Callable[[Any], Samples], *labels: str) -
 _HIT_RATIO = "Hit tokens by prompt tokens, a mean that fades over about a hundred requests."
 _ON_THEIR_WAY = "Tokens of prompts that were on their way for another request already."
 _QUARANTINED = "Pages that went into quarantine; `pages` has those still there."
-_COMPUTED = "Requests whose missing part this worker computed itself."
 _DECLINED = "Requests within DecodeConfig.compute.below that prefill computed, by the rule."
-_HOST_HITS = "Tokens of admitted prompts that were loaded from host memory."
 _HOST_MISSED = "Pages that were needed for others before they were copied to host memory."
 _CUT = "Cached prompt tokens that were computed again; if it grows, raise `checkpoints`."
-_FAILOVERS = "Requests that went on without their prefill worker."
 _ASIDE = "Requests that wait and hold up no others, by what is missing."
 _STEPPED_ASIDE = "How often a request began to wait aside."
+_WAITS = "How long requests waited, by what for; first_token is all of it."
 _OWNER = f"The request that holds the oldest lock, once that is {NAME_AFTER_S:g} s old."
 
 # Three tables: metrics of both kinds of nodes, of decode's alone, of prefill's alone. A name may
@@ -239,7 +207,10 @@ BOTH = (
     _counter("hit_tokens", "Prompt tokens cached on this side.", _tokens(Journal.HIT), "namespace"),
     _gauge("recent_hit_ratio", _HIT_RATIO, _recent_ratio, "namespace"),
     _counter("transfers", "Transfers by how they ended.", _transfers, "peer", "outcome"),
-    _gauge("pages", "Pages of the pool by state.", _pages, "state"),
+    _gauge(
+        "pages", "Pages of the pool by state.",
+        _rows(lambda node: node.pages.allocator.counts()), "state",
+    ),
     _gauge("window_pages", "Pages of window groups by state.", _window_pages, "group", "state"),
     _gauge(
         "evictable_pages", "Cached pages that no lock covers.",
@@ -261,66 +232,64 @@ BOTH = (
     _gauge("oldest_lock_info", _OWNER, _oldest_lock_owner, "rid"),
     _gauge("rooms", "Rooms open, or not drained yet.", _value(lambda node: node.num_rooms)),
     _gauge("peers", "Peers by state.", _peers, "state"),
-    _counter("dropped_frames", "Control frames dropped, by why.", _dropped_frames, "reason"),
+    _counter(
+        "dropped_frames", "Control frames dropped, by why.",
+        _rows(lambda node: node.transfers.dropped_frames()), "reason",
+    ),
     _gauge("checkpoints", "Slots of checkpoints by state.", _checkpoints, "state"),
     _counter("checkpoints_evicted", "Checkpoints given up for others.", _checkpoints_evicted),
 )  # fmt: skip
 DECODE = (
     _counter("shared_tokens", _ON_THEIR_WAY, _tokens(Journal.SHARED), "namespace"),
-    _counter("shared_flights", "Requests that joined another's flight.", _count("shared_flights")),
+    _counted("shared_flights", "Requests that joined another's flight."),
     _counter("received_bytes", "KV that prefill has written here.", _received_bytes),
     _counter("skipped_bytes", "KV of prompts that was not asked for.", _decode_skipped_bytes),
     _gauge(
         "queue_requests", "Requests by what they wait for, and those that run.", _decode_queues,
         "queue",
     ),
-    _gauge("aside_requests", _ASIDE, _aside, "reason"),
-    _counter("stepped_aside", _STEPPED_ASIDE, _stepped_aside, "reason"),
+    _gauge("aside_requests", _ASIDE, _rows(lambda node: node.waiting.aside()), "reason"),
+    _counter(
+        "stepped_aside", _STEPPED_ASIDE, _rows(lambda node: node.waiting.stepped_aside), "reason"
+    ),
     _counter(
         "requests", "Requests that ended.", _ended("finished", "failed", "aborted"), "outcome"
     ),
     _counter(
         "retractions", "Running requests whose pages were taken back.", _count("retracted")
     ),
-    _counter(
-        "retries", "Requests asked for again after a failed transfer.", _count("retries")
-    ),
-    _counter("computed_requests", _COMPUTED, _count("computed_requests")),
-    _counter("computed_tokens", "Tokens of prompts computed here.", _count("computed_tokens")),
-    _counter("compute_declined", _DECLINED, _count("compute_declined")),
-    _counter("failovers", _FAILOVERS, _count("failovers")),
+    _counted("retries", "Requests asked for again after a failed transfer."),
+    _counted("computed_requests", "Requests whose missing part this worker computed itself."),
+    _counted("computed_tokens", "Tokens of prompts computed here."),
+    _counted("compute_declined", _DECLINED),
+    _counted("failovers", "Requests that went on without their prefill worker."),
     _counter("cut_tokens", _CUT, _decode_cut_tokens),
-    _counter("host_hit_tokens", _HOST_HITS, _count("host_hit_tokens")),
-    _counter("host_loads", "Loads from host memory.", _count("host_loads")),
-    _counter(
-        "host_loaded_pages", "Pages loaded from host memory.", _count("host_loaded_pages")
-    ),
-    _counter(
-        "host_written_pages", "Pages copied to host memory.", _count("host_written_pages")
-    ),
-    _counter("host_missed_pages", _HOST_MISSED, _count("host_missed_pages")),
-    _counter("host_copies_failed", "Copies of these that failed.", _count("host_copies_failed")),
+    _counted("host_hit_tokens", "Tokens of admitted prompts that were loaded from host memory."),
+    _counted("host_loads", "Loads from host memory."),
+    _counted("host_loaded_pages", "Pages loaded from host memory."),
+    _counted("host_written_pages", "Pages copied to host memory."),
+    _counted("host_missed_pages", _HOST_MISSED),
+    _counted("host_copies_failed", "Copies of these that failed."),
     _gauge("host_pages", "Pages of host memory by state.", _host_pages, "state"),
-    _counter("quarantined_pages", _QUARANTINED, _count("quarantined_pages")),
+    _counted("quarantined_pages", _QUARANTINED),
 )  # fmt: skip
 PREFILL = (
     _counter("sent_bytes", "KV written to decode workers.", _value(lambda node: node.bytes_sent)),
     _counter("skipped_bytes", "KV that decode had already.", _prefill_skipped_bytes),
-    _counter("cut_tokens", _CUT, _count("cut_tokens")),
+    _counted("cut_tokens", _CUT),
     _gauge("queue_requests", "Requests by what they wait for.", _prefill_queues, "queue"),
     _counter("requests", "Requests that ended.", _ended("sent", "failed"), "outcome"),
 )
 HISTOGRAMS = (
-    _HistogramSpec(
-        "wait_seconds",
-        "How long requests waited, by what for; first_token is all of it.",
-        ("reason",),
-        _waits,
+    _Spec(
+        HistogramMetricFamily, "wait_seconds", _WAITS, ("reason",),
+        _rows(lambda node: node.journal.waits),
     ),
-    _HistogramSpec(
-        "eviction_seconds", "How long making room took.", (), lambda node: [((), node.evictions)]
+    _Spec(
+        HistogramMetricFamily, "eviction_seconds", "How long making room took.", (),
+        _value(lambda node: node.evictions),
     ),
-)
+)  # fmt: skip
 
 
 class NodeCollector(Collector):
@@ -336,7 +305,9 @@ class NodeCollector(Collector):
         decode: list[Node] = [node for node in nodes if isinstance(node, DecodeNode)]
         prefill: list[Node] = [node for node in nodes if isinstance(node, PrefillNode)]
         families: dict[str, Metric] = {}
-        for specs, of in ((BOTH, nodes), (DECODE, decode), (PREFILL, prefill)):
+        for specs, of in (
+            (BOTH, nodes), (DECODE, decode), (PREFILL, prefill), (HISTOGRAMS, nodes),
+        ):  # fmt: skip
             for spec in specs if of else ():
                 labels = ("node", *spec.labels)
                 family = families.setdefault(
@@ -345,21 +316,11 @@ class NodeCollector(Collector):
                     spec.family(f"prefixkv_{spec.name}", spec.text, labels=labels),
                 )
                 for node in of:
-                    for values, number in spec.read(node):
-                        family.add_metric((node.peer_id.name, *values), number)  # type: ignore[attr-defined]
+                    for values, sample in spec.read(node):
+                        figures: tuple[Any, ...] = (sample,)
+                        if isinstance(sample, Histogram):
+                            bounds = [*map(floatToGoString, sample.bounds), "+Inf"]
+                            total, counts = sample.total, sample.cumulative()
+                            figures = [*zip(bounds, counts, strict=True)], total
+                        family.add_metric((node.peer_id.name, *values), *figures)  # type: ignore[attr-defined]
         yield from families.values()
-        for histogram in HISTOGRAMS if nodes else ():
-            yield self._histogram(histogram, nodes)
-
-    def _histogram(self, spec: _HistogramSpec, nodes: list[Node]) -> Metric:
-        family = HistogramMetricFamily(
-            f"prefixkv_{spec.name}", spec.text, labels=("node", *spec.labels)
-        )
-        for node in nodes:
-            for values, histogram in spec.read(node):
-                total, counts = histogram.total, histogram.cumulative()
-                bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
-                family.add_metric(
-                    (node.peer_id.name, *values), list(zip(bounds, counts, strict=True)), total
-                )
-        return family

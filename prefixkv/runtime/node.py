@@ -274,18 +274,13 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
           `staging_asks_repeated`: On prefill: late or repeated grants; leases asked for.
         """
         self._pump()
-        page_manager = self.pages
-        pages, slots = page_manager.allocator, page_manager.slots
-        points = page_manager.checkpoints
+        page_manager, states = self.pages, self.pages.allocator.counts()
+        slots, points = page_manager.slots, page_manager.checkpoints
         return {
             **dict.fromkeys(self._counters, 0),
             **self.counters,
             **self.transfers.stats(),
-            "pages_free": pages.free_pages,
-            "pages_owned": pages.owned_pages,
-            "pages_cached": pages.cached_pages,
-            "pages_held": pages.held_pages,
-            "pages_quarantined": pages.quarantined_pages,
+            **{f"pages_{state}": number for state, number in states.items()},
             "locks": page_manager.cache.stats().num_locks,
             "protected_pages": page_manager.cache.protected_pages,
             "evictable_pages": page_manager.cache.evictable_pages,

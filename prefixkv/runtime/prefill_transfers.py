@@ -75,6 +75,10 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
     cannot be registered, another number of endpoints than there are other ranks.
     """
 
+    # Rooms with pages that a write may still read. The plan covers the whole prompt: the control
+    # object cuts off what decode has. None: refused, or ended and its SourceFree still to come.
+    _rooms: dict[RoomKey, _Plans | None]
+
     def __init__(
         self,
         pool: KVPool,
@@ -97,10 +101,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 "ranks"
             )
         super().__init__(pool, config, spec, transport)
-        # Rooms with pages that a write may still read. The plan covers the whole prompt: the
-        # control object cuts off what decode has. None: refused, or ended and its SourceFree still
-        # to come.
-        self._rooms: dict[RoomKey, _Plans | None] = {}
         # By decode worker and room, the key with the generation that was added last.
         self._last: dict[tuple[str, int], RoomKey] = {}
         sizes = config.transport
@@ -307,7 +307,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         SourceFree follow. Raises RequestError as `add`, and for a reason that is no string."""
         check_reason(reason)
         key = _key(room, generation, decode)
-        self._begin(key, None)
+        self._begin(key)
         self.submit(DeclineRoom(key, reason))
         # No room of the control object's begins for the engine, so its end is said here.
         self._undelivered += [RoomEnded(key, KVPoll.FAILED, AbortedError(reason)), SourceFree(key)]
@@ -348,14 +348,6 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         """
         check_reason(reason)
         self.submit(WithdrawRoom(room_key(room, generation), reason))
-
-    def _begin(self, key: RoomKey, plan: _Plans | None) -> None:
-        if key in self._rooms:
-            of = f"{key.generation} of {key.decode!r}"
-            raise RequestError(f"room {key.room} generation {of} is here already")
-        # Before the number is taken: a closed side would never give it back.
-        self.check_open()
-        self._rooms[key] = plan
 
     def _follow_event(self, event: PrefillEvent) -> None:
         # An offer has no decode worker in its key; the first event of its room brings the name.

@@ -25,8 +25,10 @@ from queue import Empty, Full, Queue
 from typing import Any, Final, NamedTuple
 
 from prefixkv.cache.radix_key import TOKEN_BYTES
+from prefixkv.config import DecodeConfig
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import ConfigError
+from prefixkv.paging import page_floor
 
 MAX_FILES: Final = 4
 """Files of one record, the one that is written included."""
@@ -54,28 +56,18 @@ class Recorder:
     `recorded` and `lost`. The first loss is warned of.
 
     Args:
-        path: a file that is there already is kept as `path`.1.
-        max_bytes: per file; a line is never split.
-        max_files: at most, this one included; the oldest is deleted.
-        block_tokens: a block is the most whole pages that fit into it, at least one.
+        config: its `record` is the file; one that is there already is kept as `record`.1.
         now_s: the present time on the clock of the requests' times.
 
     Raises ConfigError: the file cannot be opened, or is no regular file.
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        max_bytes: int,
-        max_files: int,
-        block_tokens: int,
-        page_size: int,
-        bytes_per_token: int,
-        now_s: float,
+        self, config: DecodeConfig, page_size: int, bytes_per_token: int, now_s: float
     ) -> None:
-        self._path = Path(path)
-        self._max_bytes, self._max_files = max_bytes, max_files
-        self.block_tokens = max(page_size, block_tokens - block_tokens % page_size)
+        self._path = Path(str(config.record))
+        self._max_bytes = config.record_bytes  # of a file
+        self.block_tokens = max(page_size, page_floor(config.record_block_tokens, page_size))
         self._line_constants = {"block_size": self.block_tokens, "bytes_per_token": bytes_per_token}
         self._begin_s = now_s
         self.recorded = self.lost = 0
@@ -87,7 +79,9 @@ class Recorder:
             self._begin_file()
         except OSError as error:
             why = error.strerror or str(error)
-            raise ConfigError(f"record is {str(path)!r}, which cannot be written: {why}") from error
+            raise ConfigError(
+                f"record is {str(self._path)!r}, which cannot be written: {why}"
+            ) from error
 
     def ended(self, req: Any, now_s: float) -> None:
         """Queue a request that has ended. Left out if never admitted, or not to be cached."""
@@ -195,10 +189,8 @@ class Recorder:
         if path.exists():
             if not stat.S_ISREG(path.stat().st_mode):
                 raise OSError("it is no regular file")
-            if self._max_files == 1:
-                path.unlink()
             # From the oldest on, so that none is overwritten before it has moved.
-            for number in range(self._max_files - 1, 0, -1):
+            for number in range(MAX_FILES - 1, 0, -1):
                 source = path if number == 1 else Path(f"{path}.{number - 1}")
                 if source.exists():
                     source.replace(f"{path}.{number}")

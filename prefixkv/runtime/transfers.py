@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from prefixkv.addresses import is_loopback
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig, Way, check_version
@@ -106,6 +106,8 @@ class Transfers(OneThread, Generic[C, To, E]):
                 pool.device,
                 shared=self._transport.backend != "nixl" and pool.device == "cpu",
             )
+        # Rooms whose numbers are in use, with what the side keeps of each.
+        self._rooms: dict[RoomKey, Any] = {}
         # Events that are taken from the inbox and not given to the engine yet.
         self._undelivered: list[E] = []
         self._closed = False
@@ -191,6 +193,14 @@ class Transfers(OneThread, Generic[C, To, E]):
         for event in events:
             self._follow_event(event)
         return events
+
+    def _begin(self, key: RoomKey, kept: object = None) -> None:
+        if key in self._rooms:
+            of = f" of {key.decode!r}" if key.decode else ""
+            raise RequestError(f"room {key.room} generation {key.generation}{of} is not over yet")
+        # Before the number is taken: a closed side would never give it back.
+        self.check_open()
+        self._rooms[key] = kept
 
     def _follow_event(self, event: E) -> None:
         """Follow an event that the engine is about to get: a room that it opened may be over."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.policies.gated import Gated
-from prefixkv.admission import DEFAULT_ADMISSION, admission_names
+from prefixkv.admission import admission_names
 from prefixkv.cache.eviction.policy import policy_names, register_policy
 from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
@@ -155,7 +155,7 @@ class SchedulerSim(PairSim):
         self.config = DecodeConfig(
             max_running=ROWS,
             policy=chance.choice(["gated-quick", *policy_names()]),
-            admission=chance.choice([DEFAULT_ADMISSION, *admission_names()]),
+            admission=chance.choice(["hit_aware", *admission_names()]),
             evict_reserve=chance.choice([0.0, 0.2]),
             cache=chance.randrange(8) < 7 or has_host,
         )

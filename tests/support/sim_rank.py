@@ -329,7 +329,7 @@ class PrefillRank(SimRank):
             taken = machine.num_slots - len(machine.free_slots)
             left["staged"] = len(machine.jobs) + machine.num_rooms + taken
             left["forgotten peers"] = set(machine.peers) - {peer.id for peer in peers}
-            left["peers of the copies"] = self.staging.num_peers - len(machine.peers)
+            left["peers of the copies"] = len(self.staging.to_peers) - len(machine.peers)
         return left
 
 

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from prefixkv import connections
-from prefixkv.connections import Bounds, Newcomers, is_empty, set_bounds
+from prefixkv.connections import Newcomers, is_empty, set_bounds
 from tests.support.patience import PATIENCE_S, until
 
 MOST = 16
@@ -27,7 +27,7 @@ class Bound:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> None:
         self.sock = context.socket(kind)
         self.counters: Counter[str] = Counter()
-        set_bounds(self.sock, Bounds(1024, 16, 1 << 16))
+        set_bounds(self.sock, 1024, 16, 1 << 16)
         self.newcomers = Newcomers(self.sock, MOST, self.counters)
         self.sock.bind(address)
         self.endpoint = self.sock.getsockopt_string(zmq.LAST_ENDPOINT)

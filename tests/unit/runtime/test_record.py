@@ -29,10 +29,9 @@ from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import PATIENCE_S
 
 
-def make(
-    path, max_bytes=1 << 20, max_files=3, page_size=16, now_s=100.0, block_tokens=512
-) -> Recorder:
-    return Recorder(path, max_bytes, max_files, block_tokens, page_size, 2048, now_s)
+def make(path, max_bytes=1 << 20, page_size=16, now_s=100.0, block_tokens=512) -> Recorder:
+    config = DecodeConfig(record=path, record_bytes=max_bytes, record_block_tokens=block_tokens)
+    return Recorder(config, page_size, 2048, now_s)
 
 
 def request(tokens, arrived_s=101.0, namespace=None, output=5, admitted_s=101.5, cacheable=True):
@@ -146,28 +145,22 @@ def test_what_never_asked_the_cache_is_left_out(tmp_path):
 
 def test_files_are_bounded_in_size_and_number(tmp_path):
     path = tmp_path / "r.jsonl"
-    recorder = make(path, max_bytes=4096, max_files=3)
-    write(recorder, *[request(tokens_of(at, 5000), arrived_s=100.0 + at) for at in range(60)])
+    recorder = make(path, max_bytes=4096)
+    write(recorder, *[request(tokens_of(at, 5000), arrived_s=100.0 + at) for at in range(80)])
     files = sorted(tmp_path.iterdir())
-    assert [file.name for file in files] == ["r.jsonl", "r.jsonl.1", "r.jsonl.2"]
+    assert [file.name for file in files] == ["r.jsonl", "r.jsonl.1", "r.jsonl.2", "r.jsonl.3"]
     assert all(0 < file.stat().st_size <= 4096 for file in files)
     stamps = [[line["timestamp"] for line in lines(file)] for file in reversed(files)]
-    assert list(chain(*stamps)) == [1000 * at for at in range(60 - sum(map(len, stamps)), 60)]
-    assert recorder.recorded == 60
+    assert list(chain(*stamps)) == [1000 * at for at in range(80 - sum(map(len, stamps)), 80)]
+    assert recorder.recorded == 80
 
 
 def test_a_recording_that_is_there_is_kept_and_the_oldest_goes(tmp_path):
     path = tmp_path / "r.jsonl"
-    for at in range(4):
-        write(make(path, max_files=3), request(tokens_of(1, 100 + at)))
-    kept = [lines(tmp_path / name)[0]["input_length"] for name in ("r.jsonl", "r.jsonl.1",
-                                                                   "r.jsonl.2")]  # fmt: skip
-    assert kept == [103, 102, 101]
-    assert len(list(tmp_path.iterdir())) == 3
-    alone = tmp_path / "alone"
-    for at in range(2):
-        write(make(alone, max_files=1), request([at]))
-    assert len(lines(alone)) == 1
+    for at in range(5):
+        write(make(path), request(tokens_of(1, 100 + at)))
+    kept = [lines(file)[0]["input_length"] for file in sorted(tmp_path.iterdir())]
+    assert kept == [104, 103, 102, 101]
 
 
 @pytest.mark.parametrize("where", ["missing/r.jsonl", "", "pipe"])

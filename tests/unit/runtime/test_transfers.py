@@ -202,7 +202,7 @@ def test_an_offer_that_is_not_wanted_is_not_proved_or_comes_too_late(pair: Pair)
     pair.until(lambda: bool(pair.ends()))
     assert "the promise does not" in str(pair.ends()[0].error)
     assert pair.prefill.num_rooms == 1, "it stands for who has the secret"
-    with pytest.raises(RequestError, match="is here already"):
+    with pytest.raises(RequestError, match="is not over yet"):
         pair.prefill.offer(7, 0, NUM_TOKENS, offer, timeout_s=60.0)
     pair.prefill.withdraw(7, 0, "the blocks are needed")
     pair.until(lambda: len(pair.ends()) == 2)
@@ -342,7 +342,7 @@ def test_what_is_refused_changes_nothing(pair: Pair) -> None:
     with pytest.raises(RequestError, match="room 7 of 'decode-0' was not added"):
         pair.send(8)
     pair.add()
-    with pytest.raises(RequestError, match="here already"):
+    with pytest.raises(RequestError, match="not over yet"):
         pair.add()
     with pytest.raises(
         RequestError, match="4 pages, 20 tokens need 5: pages begin with the first token's, also"
