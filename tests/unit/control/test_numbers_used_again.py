@@ -11,6 +11,7 @@ import pytest
 
 from prefixkv.control.effects import FrameFailed, FrameReceived
 from prefixkv.digest import prompt_digest
+from prefixkv.errors import RequestError
 from prefixkv.protocol.commands import AbortRoom, OfferRoom, WithdrawRoom
 from prefixkv.protocol.events import Bootstrapped, RoomDrained, RoomEnded
 from prefixkv.protocol.ids import KVPoll
@@ -102,6 +103,20 @@ def test_a_number_is_used_a_thousand_times() -> None:
         assert peer.on(landed(ticket, 7)) == []
         assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
     assert peer.control.counters == {"tags_dropped": 999}
+
+
+def test_a_number_whose_pages_may_still_be_written_is_not_promised_again() -> None:
+    """Its room has ended, and is not drained."""
+    peer = PrefillPeer()
+    peer.open(of_use(FORMER))
+    peer.greet()
+    peer.on(AbortRoom(KEY, "enough"))
+    (refused,) = of(said := peer.open(of_use(NEXT)), RoomEnded)
+    assert isinstance(refused.error, RequestError)
+    assert of(said, Promise) == []
+    assert peer.expected == 1, "its writer is listened to"
+    assert of(peer.say(Drained(*KEY.numbers, 0, FORMER)), RoomDrained) == [RoomDrained(KEY)]
+    assert of(peer.open(of_use(NEXT)), Promise) == [of_use(NEXT)]
 
 
 def test_a_frame_of_a_former_use_that_raises_ends_no_other_on_decode() -> None:
