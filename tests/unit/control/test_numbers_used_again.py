@@ -156,6 +156,26 @@ def opens(peer: DecodePeer, ticket: int = NEXT) -> bool:
     return bool(of(peer.say(of_use(ticket)), Bootstrapped))
 
 
+def test_a_number_with_a_write_under_way_is_neither_promised_nor_offered_again() -> None:
+    peer = DecodePeer().bootstrapped(of_use(FORMER))
+    (job,) = of(peer.chunk(1, [5, 6], last=True), WriteJob)
+    peer.say(Abort(*KEY.numbers, "enough", FORMER))
+    (told,) = peer.say(of_use(NEXT))
+    assert (type(told), told.ok, told.ticket) == (Outcome, False, NEXT)
+    (ended,) = of(peer.on(OFFER), RoomEnded)
+    assert isinstance(ended.error, RequestError)
+    assert of(peer.ended(job.job_id), Drained) == [Drained(*KEY.numbers, 0, FORMER)]
+    assert of(peer.on(OFFER), RoomEnded) == []
+
+
+def test_a_late_abort_ends_no_request_for_another_prompt() -> None:
+    peer = DecodePeer().known()
+    peer.on(add_room())
+    late = Abort(*KEY.numbers, "enough", FORMER, digest=OTHER_PROMPT)
+    assert kinds(peer.say(late)) == ["Drained"]
+    assert opens(peer)
+
+
 def test_a_late_abort_of_a_room_ends_no_offer_of_its_number() -> None:
     peer = DecodePeer().bootstrapped(of_use(FORMER))
     for _ in range(2):  # repeated, since its Drained was lost

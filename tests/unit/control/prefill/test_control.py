@@ -411,6 +411,8 @@ def test_a_name_stays_with_the_key_that_used_it_first() -> None:
         assert "key of 'decode-0' is not the one that it was met with" in reply.refused
     assert peer.say(promise(), credential="key b") == []
     assert peer.say(promise(), credential="key a") == [ACK]
+    raw = peer.raw(Abort(*SENT.numbers, "enough"))
+    assert peer.on(FrameFailed(FrameReceived(ROUTE, raw, "key b"), OSError("broken"))) == []
     assert peer.control.counters["frames_dropped"] == 3
 
 
