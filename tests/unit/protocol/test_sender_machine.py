@@ -542,7 +542,7 @@ def test_an_outcome_said_again_is_up_to_date_about_drained() -> None:
 
 
 def test_an_outcome_does_not_drain_what_has_to_settle() -> None:
-    """Its write proved nothing before its agent was destroyed: Drained asks for that, when asked."""
+    """A write that proved nothing before its agent was destroyed: Drained asks for that."""
     laws = run(SCRIPTS["failed, write in flight"])
     laws.on(JobEnded(1, BROKEN, False))
     assert laws.on(JobDrained(1)) == []
