@@ -11,11 +11,18 @@ import pytest
 
 from prefixkv.control.effects import FrameFailed, FrameReceived
 from prefixkv.digest import prompt_digest
-from prefixkv.errors import RequestError
-from prefixkv.protocol.commands import AbortRoom, OfferRoom, WithdrawRoom
+from prefixkv.errors import PromptMismatchError, RequestError
+from prefixkv.protocol.commands import AbortRoom, DeclineRoom, OfferRoom, WithdrawRoom
 from prefixkv.protocol.events import Bootstrapped, RoomDrained, RoomEnded
 from prefixkv.protocol.ids import KVPoll
-from prefixkv.protocol.messages import Abort, Drained, Outcome, Promise, PromiseAck
+from prefixkv.protocol.messages import (
+    Abort,
+    Drained,
+    Outcome,
+    OutcomeAck,
+    Promise,
+    PromiseAck,
+)
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import Arrived, WriteJob
 from tests.unit.control.wire import (
@@ -156,14 +163,15 @@ def opens(peer: DecodePeer, ticket: int = NEXT) -> bool:
     return bool(of(peer.say(of_use(ticket)), Bootstrapped))
 
 
-def test_a_number_with_a_write_under_way_is_neither_promised_nor_offered_again() -> None:
+def test_a_number_with_a_write_under_way_is_not_used_again() -> None:
     peer = DecodePeer().bootstrapped(of_use(FORMER))
     (job,) = of(peer.chunk(1, [5, 6], last=True), WriteJob)
     peer.say(Abort(*KEY.numbers, "enough", FORMER))
     (told,) = peer.say(of_use(NEXT))
     assert (type(told), told.ok, told.ticket) == (Outcome, False, NEXT)
-    (ended,) = of(peer.on(OFFER), RoomEnded)
-    assert isinstance(ended.error, RequestError)
+    for again in (OFFER, add_room()):
+        (ended,) = of(peer.on(again), RoomEnded)
+        assert isinstance(ended.error, RequestError)
     assert of(peer.ended(job.job_id), Drained) == [Drained(*KEY.numbers, 0, FORMER)]
     assert of(peer.on(OFFER), RoomEnded) == []
 
@@ -229,3 +237,21 @@ def test_of_the_same_prompt_it_is_that_request() -> None:
     peer.after(TIMING.parked_timeout_s)
     (ended,) = of(peer.on(add_room()), RoomEnded)
     assert (ended.key, ended.poll) == (SENT, KVPoll.FAILED)
+
+
+def test_a_promise_of_another_prompt_has_ended_the_request_that_it_was_for() -> None:
+    """Two requests, of which each side has one, under one number."""
+    peer = DecodePeer().known()
+    peer.on(add_room())
+    peer.say(of_use(FORMER, digest=OTHER_PROMPT))
+    peer.say(OutcomeAck(*KEY.numbers, 0, FORMER))
+    (ended,) = of(peer.on(add_room(digest=OTHER_PROMPT)), RoomEnded)
+    assert isinstance(ended.error, PromptMismatchError)
+
+
+def test_an_abort_of_a_request_that_was_declined_ends_no_later_one() -> None:
+    peer = DecodePeer().known()
+    peer.on(DeclineRoom(SENT, "too long", PROMPT))
+    assert kinds(peer.say(Abort(*KEY.numbers, "enough", FORMER))) == ["Drained"]
+    assert of(peer.on(add_room()), RoomEnded) == []
+    assert opens(peer)
