@@ -345,6 +345,69 @@ MUTANTS = (
         "for one in message.commands]", "for one in reversed(message.commands)]",
         ("ranks/test_row_log.py::test_all_commands_of_schedulers_travel_in_order_and_no_other",),
     ),
+    Mutant(
+        "1", "what the engine gave up leaves pages to nobody",
+        ("PrefillScheduler._maybe_release",),
+        "self.pages.drop(req.pages_held)", "pass",
+        ("prefill/test_given_up.py::test_only_what_was_cached_before_stays",),
+    ),
+    Mutant(
+        "2", "a flight without a request keeps its lock", ("DecodeTransferQueue.pop_transferred",),
+        "self._pages.drop(flight.pages)", "pass",
+        (
+            "decode/test_sharing.py::"
+            "test_an_aborted_owner_ends_at_once_and_its_room_goes_on_for_the_others",
+        ),
+    ),
+    Mutant(
+        "4", "pages are free before what kernels hold has landed", ("DecodeControl._take_drained",),
+        "drained.settle and room.poll.ended", "False",
+        (
+            "control/decode/test_control.py::"
+            "test_a_drained_that_took_the_end_of_an_agent_waits_likewise",
+        ),
+    ),
+    Mutant(
+        "proof", "a promise that is refused drains what has to settle",
+        ("PrefillControl._refuse_promise",),
+        "drained=not self._rooms.may_need_settle", "drained=True",
+        (
+            "control/prefill/test_control.py::"
+            "test_a_write_that_proves_nothing_is_not_acknowledged_before_its_agent_is_destroyed",
+        ),
+    ),
+    Mutant(
+        "trust", "a repeat of a promise that is over opens a room",
+        ("PrefillControl._take_promise",),
+        "self._check_over(self._tombs.over((key, peer.id, ticket)))", "pass",
+        (
+            "control/prefill/test_tombs.py::"
+            "test_a_repeat_of_the_promise_before_is_not_the_next_ones",
+        ),
+    ),
+    Mutant(
+        "H9", "after a flush a state is entered at a page of before", ("DecodeCheckpoints.enter",),
+        " or held.epoch != self._pages.epoch", "",
+        ("decode/test_points_machine.py::test_checkpoints_are_what_the_model_says",),
+    ),
+    Mutant(
+        "H12", "decode goes on from another depth's state", ("DecodeCheckpoints.go_on_from_sent",),
+        "req.prefix_len, req.checkpoint_slot = req.sent_len, req.state_slot",
+        "req.prefix_len = req.sent_len",
+        (
+            "decode/test_sent_ends.py::"
+            "test_what_was_sent_leaves_a_checkpoint_before_the_end_is_computed",
+        ),
+    ),
+    Mutant(
+        "H13", "a checkpoint stays locked on a path that is not",
+        ("PrefillScheduler._maybe_release",),
+        "self.checkpoints.end(req)", "pass",
+        (
+            "prefill/test_state_checkpoints.py::"
+            "test_no_window_of_another_path_or_depth_is_ever_gone_on_from",
+        ),
+    ),
 )  # fmt: skip
 
 

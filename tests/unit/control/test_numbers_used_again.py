@@ -11,10 +11,18 @@ import pytest
 
 from prefixkv.control.effects import FrameFailed, FrameReceived
 from prefixkv.digest import prompt_digest
-from prefixkv.protocol.commands import AbortRoom, OfferRoom, WithdrawRoom
+from prefixkv.errors import PromptMismatchError, RequestError
+from prefixkv.protocol.commands import AbortRoom, DeclineRoom, OfferRoom, WithdrawRoom
 from prefixkv.protocol.events import Bootstrapped, RoomDrained, RoomEnded
 from prefixkv.protocol.ids import KVPoll
-from prefixkv.protocol.messages import Abort, Drained, Outcome, Promise, PromiseAck
+from prefixkv.protocol.messages import (
+    Abort,
+    Drained,
+    Outcome,
+    OutcomeAck,
+    Promise,
+    PromiseAck,
+)
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import Arrived, WriteJob
 from tests.unit.control.wire import (
@@ -104,6 +112,20 @@ def test_a_number_is_used_a_thousand_times() -> None:
     assert peer.control.counters == {"tags_dropped": 999}
 
 
+def test_a_number_whose_pages_may_still_be_written_is_not_promised_again() -> None:
+    """Its room has ended, and is not drained."""
+    peer = PrefillPeer()
+    peer.open(of_use(FORMER))
+    peer.greet()
+    peer.on(AbortRoom(KEY, "enough"))
+    (refused,) = of(said := peer.open(of_use(NEXT)), RoomEnded)
+    assert isinstance(refused.error, RequestError)
+    assert of(said, Promise) == []
+    assert peer.expected == 1, "its writer is listened to"
+    assert of(peer.say(Drained(*KEY.numbers, 0, FORMER)), RoomDrained) == [RoomDrained(KEY)]
+    assert of(peer.open(of_use(NEXT)), Promise) == [of_use(NEXT)]
+
+
 def test_a_frame_of_a_former_use_that_raises_ends_no_other_on_decode() -> None:
     peer = used_again()
     for ticket, polls in ((FORMER, KVPoll.WAITING_FOR_INPUT), (NEXT, KVPoll.FAILED)):
@@ -139,6 +161,27 @@ OFFER = OfferRoom(KEY, 10, PROMPT, 30.0)
 
 def opens(peer: DecodePeer, ticket: int = NEXT) -> bool:
     return bool(of(peer.say(of_use(ticket)), Bootstrapped))
+
+
+def test_a_number_with_a_write_under_way_is_not_used_again() -> None:
+    peer = DecodePeer().bootstrapped(of_use(FORMER))
+    (job,) = of(peer.chunk(1, [5, 6], last=True), WriteJob)
+    peer.say(Abort(*KEY.numbers, "enough", FORMER))
+    (told,) = peer.say(of_use(NEXT))
+    assert (type(told), told.ok, told.ticket) == (Outcome, False, NEXT)
+    for again in (OFFER, add_room()):
+        (ended,) = of(peer.on(again), RoomEnded)
+        assert isinstance(ended.error, RequestError)
+    assert of(peer.ended(job.job_id), Drained) == [Drained(*KEY.numbers, 0, FORMER)]
+    assert of(peer.on(OFFER), RoomEnded) == []
+
+
+def test_a_late_abort_ends_no_request_for_another_prompt() -> None:
+    peer = DecodePeer().known()
+    peer.on(add_room())
+    late = Abort(*KEY.numbers, "enough", FORMER, digest=OTHER_PROMPT)
+    assert kinds(peer.say(late)) == ["Drained"]
+    assert opens(peer)
 
 
 def test_a_late_abort_of_a_room_ends_no_offer_of_its_number() -> None:
@@ -194,3 +237,21 @@ def test_of_the_same_prompt_it_is_that_request() -> None:
     peer.after(TIMING.parked_timeout_s)
     (ended,) = of(peer.on(add_room()), RoomEnded)
     assert (ended.key, ended.poll) == (SENT, KVPoll.FAILED)
+
+
+def test_a_promise_of_another_prompt_has_ended_the_request_that_it_was_for() -> None:
+    """Two requests, of which each side has one, under one number."""
+    peer = DecodePeer().known()
+    peer.on(add_room())
+    peer.say(of_use(FORMER, digest=OTHER_PROMPT))
+    peer.say(OutcomeAck(*KEY.numbers, 0, FORMER))
+    (ended,) = of(peer.on(add_room(digest=OTHER_PROMPT)), RoomEnded)
+    assert isinstance(ended.error, PromptMismatchError)
+
+
+def test_an_abort_of_a_request_that_was_declined_ends_no_later_one() -> None:
+    peer = DecodePeer().known()
+    peer.on(DeclineRoom(SENT, "too long", PROMPT))
+    assert kinds(peer.say(Abort(*KEY.numbers, "enough", FORMER))) == ["Drained"]
+    assert of(peer.on(add_room()), RoomEnded) == []
+    assert opens(peer)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from prefixkv.decode.request import DecodeState
+from prefixkv.digest import prompt_digest
 from prefixkv.errors import WeightsVersionError
 from prefixkv.protocol.commands import MoveWeights, OfferRoom
 from prefixkv.protocol.events import RoomEnded
@@ -124,6 +125,11 @@ def test_an_offer_is_of_the_weights_that_computed_it() -> None:
     said = peer.say(OF_NEW)
     assert kinds(said) == ["RoomEnded", "SourceFree", "Outcome"]
     assert versions(said, RoomEnded) == versions(said, Outcome) == NEW_AND_OLD
+    peer = DecodePeer().known()
+    peer.on(offer)
+    unproved = msgspec.structs.replace(OF_NEW, digest=prompt_digest(range(9)))
+    assert versions(peer.say(unproved), Outcome) == NEW_AND_OLD
+    assert kinds(peer.say(OF_OLD)) == ["PromiseAck", "Bootstrapped"], "it does not know the prompt"
 
 
 def test_decode_says_that_it_has_moved() -> None:

@@ -719,6 +719,23 @@ def test_nothing_is_promised_before_its_bytes_are_there() -> None:
     assert promise.prefix_len == 0
 
 
+def test_nothing_is_promised_that_host_memory_has_forgotten_while_a_request_waited() -> None:
+    desk = HostDesk(num_pages=12, host_pages=4)
+    desk.leave_in_host_memory("a", 16)
+    other = desk.start("x", 36)
+    req = desk.add("b", prompt("a", 22))
+    assert desk.admit() == []
+    assert desk.host.cache.num_pages == 4
+    desk.finish(other)
+    desk.end_all_copies()
+    assert desk.host.cache.match_prefix(req.key).prefix_len == 0, "what was left last is there"
+    desk.commands()
+    assert desk.admit() == ["b"]
+    (promise,) = desk.promises().values()
+    assert promise.prefix_len == req.prefix_len == 0
+    assert desk.orders() == []
+
+
 def test_an_eviction_for_a_load_does_not_wait_for_the_write_of_what_it_evicts() -> None:
     """A pool and host memory that are both full of what is used: one makes room for the other."""
     desk = HostDesk(num_pages=8, host_pages=4)

@@ -18,6 +18,7 @@ from prefixkv.errors import (
     OutOfPagesError,
     RequestError,
     TokenError,
+    WeightsVersionError,
 )
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
@@ -536,6 +537,20 @@ def test_a_device_that_is_done_already_defers_nothing() -> None:
 
 
 # --- the cache ------------------------------------------------------------------------------------
+
+
+def test_other_weights_end_what_has_output_or_is_on_its_way_and_leave_what_only_waits() -> None:
+    desk = Desk()
+    desk.start("runs", 8, outputs=1)
+    back = desk.start("back", 8, outputs=2)
+    desk.add("way", 8)
+    assert desk.admit() == ["way"]
+    desk.retract(back)
+    desk.add("new", 8)
+    desk.scheduler.flush("v2")
+    failed = {req.rid: type(req.error) for req in desk.pop_failed()}
+    assert failed == dict.fromkeys(["runs", "back", "way"], WeightsVersionError)
+    assert desk.admit() == ["new"]
 
 
 @pytest.mark.parametrize("place", ["preallocated", "running", "being retracted"])

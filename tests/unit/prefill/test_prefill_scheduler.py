@@ -17,6 +17,7 @@ from prefixkv.errors import (
     RequestError,
     TransferError,
     TransferTimeoutError,
+    WeightsVersionError,
 )
 from prefixkv.pages.allocator import PageState
 from prefixkv.pages.manager import PageManager
@@ -404,6 +405,18 @@ def test_source_free_before_the_end_is_known_waits_for_it() -> None:
     assert_at_rest(desk.scheduler)
 
 
+def test_a_number_is_used_again_once_its_source_is_free_though_its_end_is_not_popped() -> None:
+    desk = Desk()
+    first = desk.sending("a", room=7)
+    desk.end(first)
+    with pytest.raises(RequestError, match="in use"):
+        desk.add("b", room=7)
+    desk.source_free(first)
+    second = desk.add("b", room=7)
+    assert desk.pop_sent() == [first]
+    assert desk.bootstrap(second) == ["b"], "its room is known still"
+
+
 def test_duplicates_that_are_being_read_are_not_freed_early() -> None:
     desk = Desk()
     first, second = desk.computing("a", list(range(10))), desk.computing("b", list(range(10)))
@@ -424,6 +437,17 @@ def test_duplicates_that_are_being_read_are_not_freed_early() -> None:
     assert [desk.pages.allocator.state(page) for page in own] == [PageState.FREE] * 3
     desk.done(first)
     assert_at_rest(desk.scheduler)
+
+
+def test_other_weights_end_what_decode_has_promised_and_leave_what_waits_for_that() -> None:
+    desk = Desk()
+    desk.send(desk.computing("a"), 4)
+    desk.promised("b")
+    waits = desk.add("c")
+    desk.scheduler.flush("v2")
+    failed = {req.rid: type(req.error) for req in desk.pop_failed()}
+    assert failed == dict.fromkeys(["a", "b"], WeightsVersionError)
+    assert desk.bootstrap(waits) == ["c"]
 
 
 def test_a_flush_while_writes_read_the_pages_keeps_them() -> None:

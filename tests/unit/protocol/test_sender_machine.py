@@ -539,3 +539,14 @@ def test_an_outcome_said_again_is_up_to_date_about_drained() -> None:
     laws.on(JobEnded(1))
     [said] = laws.on(RoomTick(), 2 * TIMING.resend_s)
     assert said.body.drained
+
+
+def test_an_outcome_does_not_drain_what_has_to_settle() -> None:
+    """A write that proved nothing before its agent was destroyed: Drained asks for that."""
+    laws = run(SCRIPTS["failed, write in flight"])
+    laws.on(JobEnded(1, BROKEN, False))
+    assert laws.on(JobDrained(1)) == []
+    [said] = laws.on(RoomTick(), TIMING.resend_s)
+    assert not said.body.drained
+    [said] = laws.on(ABORT_SAID)
+    assert said.body == Drained(*KEY.numbers, 2, settle=True)

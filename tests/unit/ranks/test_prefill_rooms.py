@@ -95,6 +95,16 @@ def test_whatever_the_order_the_scheduler_hears_what_all_ranks_say(data: st.Data
     assert not len(rooms)
 
 
+def test_what_a_rank_has_sent_before_it_died_is_free_once_it_is_dead() -> None:
+    rooms = PrefillRankRooms(2)
+    for rank in (0, 1):
+        rooms.on(rank, begun(rank))
+        rooms.on(rank, SUCCESS)
+    assert rooms.on(0, FREE) == ([], [])
+    assert rooms.fence(1) == ([FREE], [])
+    assert not len(rooms)
+
+
 def test_a_rank_that_alone_is_not_done_is_named() -> None:
     rooms = PrefillRankRooms(3)
     for rank in (0, 2):

@@ -483,6 +483,17 @@ def test_a_refusal_later_on_fails_what_waits_and_still_drains_what_was_promised(
     assert kinds(peer.greet(refused="too many")) == ["RoomEnded", "RoomDrained", "Disconnect"]
 
 
+def test_a_worker_that_holds_us_for_dead_has_ended_our_rooms_and_still_drains_them() -> None:
+    """It takes no frame of ours, and answers none with the Hello's life."""
+    peer = PrefillPeer().opened()
+    said = peer.say(msgspec.structs.replace(peer.reply, refused="decode-0 was fenced", known=0))
+    (ended,) = ends(said)
+    assert (ended.key, ended.poll) == (KEY, KVPoll.FAILED)
+    assert not any(isinstance(one, RoomDrained) for one in said), "its writes may still land"
+    assert peer.expected == 1
+    assert peer.say(Drained(*KEY.numbers, 0)) == [RoomDrained(KEY)]
+
+
 def test_farewell_is_said_to_each_worker_that_is_known() -> None:
     peer = PrefillPeer().opened()
     peer.open(promise(8), "tcp://silent")

@@ -411,6 +411,8 @@ def test_a_name_stays_with_the_key_that_used_it_first() -> None:
         assert "key of 'decode-0' is not the one that it was met with" in reply.refused
     assert peer.say(promise(), credential="key b") == []
     assert peer.say(promise(), credential="key a") == [ACK]
+    raw = peer.raw(Abort(*SENT.numbers, "enough"))
+    assert peer.on(FrameFailed(FrameReceived(ROUTE, raw, "key b"), OSError("broken"))) == []
     assert peer.control.counters["frames_dropped"] == 3
 
 
@@ -856,6 +858,8 @@ def test_a_write_that_proves_nothing_is_not_acknowledged_before_its_agent_is_des
     assert peer.say(Abort(*SENT.numbers, "enough")) == [Drained(*SENT.numbers, 0, settle=True)], (
         "that it was lost is no reason to hurry"
     )
+    (refused,) = peer.say(promise())
+    assert (refused.ok, refused.drained) == (False, False), "nor is a repeat of the promise"
 
 
 def test_the_end_of_an_agent_says_nothing_of_a_room_that_was_dropped_since() -> None:

@@ -216,7 +216,9 @@ def test_the_halves_that_are_awaited_are_bounded_for_each_worker_and_expire() ->
     assert kept.due_s == 10.0
     kept.expire(10.0)
     assert (kept.awaited(), kept.due_s) == (one[2:], 12.0)
-    kept.expire(14.0)
+    kept.await_half(one[2], Half.REQUEST, END, 12.5)
+    assert (kept.awaited(), kept.due_s) == ([*one[3:], one[2]], 13.0), "anew, it is the youngest"
+    kept.expire(22.5)
     assert (kept.awaited(), kept.due_s) == ([], float("inf"))
 
 
