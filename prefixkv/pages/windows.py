@@ -358,11 +358,11 @@ class WindowGroups(tuple[WindowGroup, ...]):
 
     # The pages that a checkpoint keeps, by group; () if its model has no windows.
 
-    def pin(self, windows: tuple[Pages, ...], count: int) -> None:
+    def pin(self, windows: Sequence[Pages], count: int) -> None:
         for group, ids in zip(self, windows, strict=bool(windows)):
             group.pins[ids] += count
 
-    def drop(self, windows: tuple[Pages, ...]) -> None:
+    def drop(self, windows: Sequence[Pages]) -> None:
         for group, ids in zip(self, windows, strict=bool(windows)):
             group.drop(ids)
 
@@ -395,18 +395,3 @@ class WindowGroups(tuple[WindowGroup, ...]):
         none there; `owner` is known all the same."""
         for group in self:
             group.allocator.hold(_NONE if row is None else group.close(row), owner)
-
-    # --- as checkpoints use them ------------------------------------------------------------------
-
-    def pin(self, windows: Sequence[Pages], count: int) -> None:
-        for group, ids in zip(self, windows, strict=bool(windows)):
-            group.pins[ids] += count
-
-    def drop(self, windows: Sequence[Pages]) -> None:
-        for group, ids in zip(self, windows, strict=bool(windows)):
-            group.drop(ids)
-
-    def lacks(self, needs: Sequence[int]) -> bool:
-        return any(
-            group.allocator.free_pages < need for group, need in zip(self, needs, strict=True)
-        )
