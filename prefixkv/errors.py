@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
 from hashlib import blake2b
 from traceback import format_exception
 
@@ -361,6 +362,16 @@ def shown(value: object) -> str:
         return repr(value)[:100]
     except Exception:
         return f"a {type(value).__name__}"
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """Return the end of an error text about an unknown name: the nearest known one.
+
+    >>> nearest("lruu", ["adaptive", "lru"]), nearest("x", ["lru"])
+    ('; the nearest is lru', '')
+    """
+    near = get_close_matches(name, sorted(known), n=1)
+    return f"; the nearest is {near[0]}" if near else ""
 
 
 def shown_secret(value: object) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, Protocol, TypeVar
 
-from prefixkv.errors import ConfigError, shown
-from prefixkv.settings import nearest
+from prefixkv.errors import ConfigError, nearest, shown
 
 
 class Named(Protocol):

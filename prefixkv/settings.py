@@ -42,7 +42,7 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
-from prefixkv.errors import CallerError, ConfigError, shown
+from prefixkv.errors import CallerError, ConfigError, nearest, shown
 
 PREFIX: Final = "PREFIXKV_"  # of the variables of the environment
 MAX_COUNT: Final = 2**31 - 1
@@ -509,16 +509,6 @@ def _unknown(
     near = [".".join(one) for one in known if one[-1] == key[-1]] or get_close_matches(path, paths)
     hint = f"; the nearest is {under}{near[0]}" if near else ""
     return f"there is no {what} {under}{path}{hint}"
-
-
-def nearest(name: str, known: Collection[str]) -> str:
-    """Return the end of an error text about an unknown name: the nearest known one.
-
-    >>> nearest("lruu", ["adaptive", "lru"]), nearest("x", ["lru"])
-    ('; the nearest is lru', '')
-    """
-    near = get_close_matches(name, sorted(known), n=1)
-    return f"; the nearest is {near[0]}" if near else ""
 
 
 def _build(

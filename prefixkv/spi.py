@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from prefixkv.errors import UserErrors as UserErrors
     from prefixkv.errors import check_laws as check_laws
     from prefixkv.errors import check_range as check_range
+    from prefixkv.errors import nearest as nearest
     from prefixkv.errors import shown as shown
     from prefixkv.errors import shown_namespace as shown_namespace
     from prefixkv.kv_events.publisher import default_topic as default_topic
@@ -134,7 +135,6 @@ if TYPE_CHECKING:
     from prefixkv.settings import doc as doc
     from prefixkv.settings import find as find
     from prefixkv.settings import load as load
-    from prefixkv.settings import nearest as nearest
     from prefixkv.settings import parse_size as parse_size
     from prefixkv.settings import read_toml as read_toml
     from prefixkv.settings import settings_of as settings_of
@@ -197,14 +197,15 @@ _HOMES = homes_of(
         "settings": """
             Bytes Count CountOrZero FILE Found MAX_BYTES Number PREFIX Port Seconds
             SecondsOrZero Setting VARIABLE as_environ at_least build check_fields check_time
-            convert doc find load nearest parse_size read_toml settings_of""",
+            convert doc find load parse_size read_toml settings_of""",
         "variables": "check_environ",
         "config": "check_version",
         # Checks of values, and errors (the whole tree is `prefixkv.errors`).
         "errors": """
             AbortedError CallerError CapacityError ClosedError ConfigError DrainingError
             HandshakeError InternalError LockError ProtocolError RequestError TokenError
-            TraceError TransferError UserErrors check_laws check_range shown shown_namespace""",
+            TraceError TransferError UserErrors check_laws check_range nearest shown
+            shown_namespace""",
     }
 )
 # NodeCollector needs an extra, so that `import *` leaves it out.

@@ -8,8 +8,8 @@ from functools import cache
 from typing import Final
 
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.errors import ConfigError
-from prefixkv.settings import PREFIX, nearest, settings_of
+from prefixkv.errors import ConfigError, nearest
+from prefixkv.settings import PREFIX, settings_of
 
 # A plug-in of an engine cannot ask the commands for theirs, so the names stand here;
 # tests/unit/serving/test_plan.py holds them against the commands' classes.

@@ -342,13 +342,11 @@ class WindowGroups(tuple[WindowGroup, ...]):
 
     def counts(self) -> dict[str, int]:
         """Return how many pages of all window groups are in each state, 0 without any."""
-        states = [group.allocator for group in self]
-        return {
-            "window_pages_free": sum(one.free_pages for one in states),
-            "window_pages_owned": sum(one.owned_pages for one in states),
-            "window_pages_cached": sum(one.cached_pages for one in states),
-            "window_pages_held": sum(one.held_pages + one.quarantined_pages for one in states),
-        }
+        states = "free", "owned", "cached", "held", "quarantined"
+        found = [group.allocator.counts() for group in self]
+        total = {f"window_pages_{state}": sum(one[state] for one in found) for state in states}
+        total["window_pages_held"] += total.pop("window_pages_quarantined")
+        return total
 
     def num_replaced(self, row: int, depth: int, end_pages: int) -> list[int]:
         return [group.num_replaced(row, depth, end_pages) for group in self]
