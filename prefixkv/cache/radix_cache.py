@@ -28,8 +28,8 @@ from prefixkv.cache.events import (
     TakenOut,
 )
 from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
-from prefixkv.cache.eviction.queues import LeafHeap, forget
-from prefixkv.cache.node import PAGE_ID_BYTES, Packed, TreeNode, Want
+from prefixkv.cache.eviction.queues import forget
+from prefixkv.cache.node import PAGE_ID_BYTES, TreeNode, Want
 from prefixkv.cache.radix_key import RadixKey, TokensLike
 from prefixkv.cache.results import (
     NO_PAGES,
@@ -454,9 +454,16 @@ class RadixCache(RadixTree):
         if not num_pages:
             return NO_PAGES.copy()
         merge_candidates: dict[TreeNode, None] = {}  # lost a child, so may have become mergeable
-        taken = self._evict_in_order(num_pages, merge_candidates)
+        # If everything goes, the order does not matter and `_evict_all` is quicker. It walks over
+        # what is held, though, so that has to be the smaller part. Listeners hear of pages in
+        # reverse: what follows on a path is removed before what it follows.
+        if num_pages == self.evictable_pages >= self.protected_pages and self._order_is_free():
+            taken = self._evict_all(merge_candidates)
+            reported = taken[::-1]
+        else:
+            reported = taken = self._evict_in_order(num_pages, merge_candidates)
         if self._log is not None:
-            self._log.append(TakenOut(taken))
+            self._log.append(TakenOut(reported))
         # Merge last. A node that lost one child may lose the others in the same call, and
         # `_evict_in_order` must not meet nodes that died in a merge.
         for node in merge_candidates:
@@ -485,19 +492,14 @@ class RadixCache(RadixTree):
             # Pages of former orphans come back here; all other pages are evictable then.
             orphans = [self.unlock(lock) for lock in list(self._locks)]
             return np.concatenate([*orphans, self.reset()])
-        # What is held keeps its own root, so that locks can still walk up, but no match finds that
-        # root again. Wants and queue entries belong to the tree, which goes on without it.
-        freed: list[Packed] = []
-        for node in [*self._roots.values(), *self.nodes()]:
-            node.wants = node.entry = None
-            if not node.lock_ref:
-                freed.append(node.pages)
-                if node.parent is not None and node.parent.lock_ref:
-                    node.parent.disown(bytes(node.key[: self._page_bytes]))
-                node.leave_tree()
-        self._roots = {}
-        self._queue = self._new_queue()
-        self._wanted_queue = LeafHeap(self.policy.last_tick)
+        freed = self._evict_all({})
+        # What is left is held. It keeps its own root, so that locks can still walk up, but no match
+        # finds that root again. Its wants and queue entries belong to the tree, which goes on
+        # without it.
+        for namespace, root in list(self._roots.items()):
+            for node in self._subtree(root):
+                node.wants = node.entry = None
+            del self._roots[namespace]
         self.policy.reset()
         # Before the counters start again at 0. The flags of orphans stay set: a page that a lock
         # still holds must not be inserted.

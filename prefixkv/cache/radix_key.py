@@ -196,27 +196,24 @@ def token_list(tokens: TokensLike) -> list[int]:
 
 
 def common_pages(
-    data: bytes, other: bytes | bytearray, equal: int, end: int, page_bytes: int, at: int = 0
+    data: bytes, other: bytes | bytearray, equal: int, end: int, page_bytes: int
 ) -> int:
     """Return how many whole pages two packed runs of tokens have in common, from `equal` to `end`.
 
-    The first `equal` pages are known to be the same; pages from `end` on are not compared. `data`
-    begins at byte `at`. Binary search by memcmp; no probe compares again what was equal before.
+    The first `equal` pages are known to be the same; pages from `end` on are not compared. Binary
+    search by memcmp, and no probe compares again what was equal before.
 
     >>> common_pages(b"aabbccdd", b"aabbccxx", equal=1, end=4, page_bytes=2)
     3
     """
     view = memoryview(other)  # a slice of it costs no copy
-    start = equal * page_bytes
-    # The two frequent answers first: everything, and nothing.
-    if data.startswith(view[start : end * page_bytes], at + start):
+    # The frequent answer first.
+    if data.startswith(view[equal * page_bytes : end * page_bytes], equal * page_bytes):
         return end
-    if not data.startswith(view[start : start + page_bytes], at + start):
-        return equal
     # Invariant: equal up to `equal`, different somewhere before `end`.
     while end - equal > 1:
         middle = (equal + end) // 2
-        if data.startswith(view[equal * page_bytes : middle * page_bytes], at + equal * page_bytes):
+        if data.startswith(view[equal * page_bytes : middle * page_bytes], equal * page_bytes):
             equal = middle
         else:
             end = middle

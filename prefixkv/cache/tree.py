@@ -15,7 +15,7 @@ from prefixkv.cache.eviction.policy import Policy, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, Root, TreeNode, Want
 from prefixkv.cache.page_flags import PageFlags, Runs
-from prefixkv.cache.radix_key import TOKEN_BYTES, common_pages
+from prefixkv.cache.radix_key import TOKEN_BYTES
 from prefixkv.cache.results import PrefixLock, packed_ids
 from prefixkv.errors import PageStateError, UserErrors
 from prefixkv.paging import MAX_INDEX, Pages, Where
@@ -110,12 +110,34 @@ class RadixTree:
             # The run differs, or `data` ends inside it. It ends the walk within the child, or above
             # it if not even the first page is equal (an only child that was taken unseen).
             if not data.startswith(key, at):
-                most = min(len(key), end - at) // page_bytes
-                common = common_pages(data, key, 0, most, page_bytes, at) * page_bytes
+                common = self._common_bytes(data, at, end, key)
                 return (child, at + common) if common else (node, at)
             node = child
             at += len(key)
         return node, at
+
+    def _common_bytes(self, data: bytes, at: int, end: int, key: bytes | bytearray) -> int:
+        """Return the bytes, in whole pages, that `key` has in common with `data` from `at` to
+        `end`. Binary search by memcmp; what matched is never compared again."""
+        page_bytes = self._page_bytes
+        view = memoryview(key)
+        high = min(len(key), end - at)
+        # The two frequent answers first: nothing, and everything up to where the shorter one ends.
+        if not data.startswith(view[:page_bytes], at):
+            return 0
+        if data.startswith(view[page_bytes:high], at + page_bytes):
+            return high
+        # Equal up to low_page, different somewhere before high_page.
+        low_page, high_page = 1, high // page_bytes
+        while high_page - low_page > 1:
+            middle = (low_page + high_page) // 2
+            if data.startswith(
+                view[low_page * page_bytes : middle * page_bytes], at + low_page * page_bytes
+            ):
+                low_page = middle
+            else:
+                high_page = middle
+        return low_page * page_bytes
 
     # --- shape ---------------------------------------------------------------------------------
 
@@ -163,6 +185,15 @@ class RadixTree:
         child.absorb_parent()
         grandparent.adopt(first_page, child)
         self.num_nodes -= 1
+
+    def _subtree(self, top: TreeNode, held: bool = False) -> list[TreeNode]:
+        """Return `top` and all below it, each before its children; with `held`, only those that a
+        lock covers."""
+        found = [top]
+        # The list grows while it is iterated over: a breadth-first walk.
+        for node in found:
+            found += [child for child in node.children.values() if child.lock_ref or not held]
+        return found
 
     # --- holding -------------------------------------------------------------------------------
 
@@ -280,10 +311,9 @@ class RadixTree:
                 forget(node)
             # Wants that are attached here and ask for these pages move down.
             for want in wants.served_by(parent, depth, key[:page_bytes]):
-                at = depth * page_bytes
-                most = min(len(key), len(want.data) - at) // page_bytes
-                common = common_pages(want.data, key, 1, most, page_bytes, at)
-                wants.attach(want, node, depth + common)
+                whole = len(want.data) - len(want.data) % page_bytes
+                common = self._common_bytes(want.data, depth * page_bytes, whole, key)
+                wants.attach(want, node, depth + common // page_bytes)
         # A node that grew under `lock` is held already. A new node is not, and `_extend` moves its
         # pages from evictable to protected; it stays out of the queue, which it would leave at
         # once.
@@ -353,14 +383,7 @@ class RadixTree:
             # its pages have one history, else to where the policy says, and not past a wanted page.
             parent, end, steps = node.parent, node.end, node.steps
             assert parent is not None
-            floor = parent.end
-            if steps:
-                # Pages above a step have another history, so it may not be their turn, unless the
-                # policy says that ranks are equal.
-                floor = steps[-1][0]
-                if floor > end - missing:
-                    lowest = self.policy.floor(steps, node.mark, end - missing)
-                    floor = parent.end if lowest is None else lowest
+            floor = self._floor(node, end - missing) if steps else parent.end
             if node.wants:
                 floor = max(floor, wants.deepest(node, end - 1))
             count = end - floor
@@ -379,14 +402,31 @@ class RadixTree:
                 taken.append(node.pages)
                 self._remove_leaf(node, parent, merge_candidates)
             else:
-                taken.append(node.trim(count, self._page_bytes, self.policy.fold))
-                # A want is attached at the deepest page of it in the tree: now the leaf's end.
-                if node.wants:
-                    wants.move(node, node, node.end, end, limit=node.end)
-                self._queue.add(node)
+                taken.append(self._trim(node, count))
         # The eviction is over, also when it found less than was asked for.
         self._queue.expect(0, self._now_s)
         return taken
+
+    def _floor(self, node: TreeNode, low: int) -> int:
+        """Return the depth down to which a leaf with steps may be cut in one go; `low` is enough.
+        Pages above a step have another history, so it may not be their turn, unless the policy says
+        that ranks are equal."""
+        steps, mark = node.steps, node.mark
+        assert steps
+        assert node.parent is not None
+        if steps[-1][0] <= low:
+            return steps[-1][0]
+        floor = self.policy.floor(steps, mark, low)
+        return node.parent.end if floor is None else floor
+
+    def _trim(self, node: TreeNode, num_pages: int) -> bytes:
+        end = node.end
+        pages = node.trim(num_pages, self._page_bytes, self.policy.fold)
+        # A want is attached at the deepest page of it that the tree has: now this leaf's end.
+        if node.wants:
+            wants.move(node, node, node.end, end, limit=node.end)
+        self._queue.add(node)
+        return pages
 
     def _remove_leaf(
         self, node: TreeNode, parent: TreeNode, merge_candidates: dict[TreeNode, None]
@@ -411,6 +451,48 @@ class RadixTree:
             self._drop_root_if_idle(parent)
         elif not parent.lock_ref:
             self._queue.add(parent)
+
+    def _order_is_free(self) -> bool:
+        """True if evicting everything leaves the same state in any order: if it leaves no ghosts.
+        Whether events are recorded must not matter: only one of several ranks records them, and
+        marks that fold in another order may round to other floats."""
+        ghost_pages = self.policy.ghost_pages
+        return not (ghost_pages and any(node.end >= ghost_pages for node in self.nodes()))
+
+    def _evict_all(self, merge_candidates: dict[TreeNode, None]) -> list[Packed]:
+        """Take out all that no lock covers, a branch before what follows. The history of its uses
+        goes to the page above."""
+        freed: list[Packed] = []
+        fold = self.policy.fold
+        for root in list(self._roots.values()):
+            # The list holds only held nodes and the root, none of which leaves below: safe to
+            # iterate over.
+            for node in self._subtree(root, held=True):
+                gone = [item for item in node.children.items() if not item[1].lock_ref]
+                for first_page, child in gone:
+                    node.disown(first_page)
+                    branch = self._subtree(child) if child.children else [child]
+                    for below in branch:
+                        freed.append(below.pages)
+                        # What was below the held node counts as its last page's history, as after
+                        # single evictions.
+                        if node is not root:
+                            for _, mark in [*(below.steps or ()), (below.end, below.mark)]:
+                                if mark is not None:
+                                    node.mark = mark if node.mark is None else fold(node.mark, mark)
+                        # Wants survive: each is now attached at the end of the held node, the
+                        # deepest page that is left.
+                        if below.wants:
+                            wants.move(below, node, 0, below.end, limit=node.end)
+                        below.leave_tree()
+                        self.num_nodes -= 1
+                if gone:
+                    merge_candidates[node] = None
+            self._drop_root_if_idle(root)
+        # All that stood in the old ones is gone, or held.
+        self._queue = self._new_queue()
+        self._wanted_queue = LeafHeap(self.policy.last_tick)
+        return freed
 
     def _release_orphan(self, node: TreeNode) -> Pages:
         """Release a path of before a reset, and return the pages without a lock. Unlike in
