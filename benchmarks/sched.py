@@ -178,7 +178,7 @@ class HostWorker:
     def __init__(self, has_host: bool) -> None:
         self.pages = PageManager(HOST_POOL, PAGE_SIZE, 64, spare_rows=8 if has_host else 0)
         parts = DecodeParts(host=HostPages(HOST_PAGES, "adaptive") if has_host else None)
-        self.scheduler = DecodeScheduler(self.pages, DecodeConfig(reserve_tokens=0), parts)
+        self.scheduler = DecodeScheduler(self.pages, Endless(reserve_tokens=0), parts)
         self.now_s, self._rooms = 0.0, 0
         self.others: list[Tokens] = []
 
