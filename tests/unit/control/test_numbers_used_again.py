@@ -255,3 +255,10 @@ def test_an_abort_of_a_request_that_was_declined_ends_no_later_one() -> None:
     assert kinds(peer.say(Abort(*KEY.numbers, "enough", FORMER))) == ["Drained"]
     assert of(peer.on(add_room()), RoomEnded) == []
     assert opens(peer)
+
+
+def test_an_abort_before_its_promise_is_answered_under_its_own_ticket() -> None:
+    peer = DecodePeer().known()
+    peer.on(add_room())
+    said = of(peer.say(Abort(*KEY.numbers, "enough", NEXT)), Drained)
+    assert said == [Drained(*KEY.numbers, 0, NEXT)]

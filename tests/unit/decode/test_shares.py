@@ -57,6 +57,20 @@ def test_what_waits_for_its_share_is_looked_at_as_soon_as_some_of_it_is_back() -
     assert d.admit() == ["w"]
 
 
+def test_one_whose_share_is_held_without_proof_waits_alone() -> None:
+    """The end of its worker's transfers would not help it. What is behind it needs less."""
+    d = desk(most=4, admission="fifo")
+    d.add("x", 4, 4, prefill="b")
+    lost = d.add("u", 12, 1, prefill="a")
+    assert d.admit() == ["x", "u"]
+    d.abort(lost)
+    d.add("v", 8, 1, prefill="a")
+    d.add("w", 4, 1, prefill="a")
+    assert d.admit() == ["w"]
+    d.drain(lost.room_key)
+    assert d.admit() == ["v"]
+
+
 def test_alone_a_worker_may_have_all() -> None:
     d = desk()
     for rid in "uvw":

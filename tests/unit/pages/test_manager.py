@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import (
     CapacityError,
+    InternalError,
     OutOfPagesError,
     PageStateError,
     UserErrors,
@@ -197,6 +198,19 @@ def test_a_request_that_joins_is_one_visitor_of_all_that_it_found() -> None:
     marks = [*(node.steps or ()), (node.end, node.mark)]
     visits = {page: sum(mark[0] for depth, mark in marks if depth >= page) for page in (1, 2, 3)}
     assert visits == {1: 3, 2: 2, 3: 1}
+
+
+def test_what_was_joined_before_a_flush_is_not_what_the_tree_has_since() -> None:
+    manager = PageManager(12, PAGE_SIZE, 4)
+    owner, key = opened(manager, [1, 2, 3, 4])
+    joiner = manager.open(key, manager.match(key), 0, 0.0, owner, 2)
+    manager.flush()
+    manager.cache_finished(*opened(manager, [1, 2, 3, 4]), 0.0)
+    with pytest.raises(InternalError, match="2 pages were joined"):
+        manager.lock_joined(joiner, key, 0.0)
+    for pages in (owner, joiner):
+        manager.drop(pages)
+    assert manager.cache.protected_pages == 0
 
 
 def test_with_caching_off_nothing_is_matched_or_kept() -> None:

@@ -71,6 +71,18 @@ def test_a_bad_promise_is_refused_and_writes_nothing(windows: Any, text: str, ad
     assert peer.control.num_rooms == added
 
 
+def test_groups_in_one_memory_have_no_page_in_common() -> None:
+    group = PageGroup("last", WINDOW, LAYOUT)
+    digest = msgspec.structs.replace(DIGEST, groups=(GroupDigest.of(group),))
+    layout = msgspec.structs.replace(LAYOUT, groups=(group,))
+    peer = DecodePeer(hello=msgspec.structs.replace(HELLO, digest=digest, layout=layout)).known()
+    (refused,) = peer.say(promised(((5, 9),)))
+    assert "two groups of one memory" in refused.error
+    assert peer.control.num_rooms == 0
+    peer.say(msgspec.structs.replace(promised(((5, 2),)), ticket=1))
+    assert peer.control.num_rooms == 1
+
+
 def test_pages_of_all_groups_count_against_what_the_worker_has() -> None:
     peer = DecodePeer(hello=OF_GROUPS).known()
     rank = peer.control._peers.all()[0]
