@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import benchmarks.policies.gittins  # noqa: F401
 from benchmarks.policies.gated import Gated
-from prefixkv.admission import admission_names
-from prefixkv.cache.eviction.policy import policy_names, register_policy
+from prefixkv.cache.eviction.policy import register_policy
 from prefixkv.config import ComputeConfig, DecodeConfig, HostConfig
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.sources import Source, Sources
@@ -45,6 +45,14 @@ _IDLE, _DONE, _DECODE, _PREFILL = (
     2,
     4,
 )  # what an action says: nothing to do; done; and whose books it touched
+
+
+# Names and not what is registered: a run follows from its integers, whatever else was imported.
+POLICIES = (
+    "gated-quick", "adaptive", "fifo", "filo", "gated", "gittins", "lfu", "lru", "mru", "priority",
+    "slru",
+)  # fmt: skip
+ADMISSIONS = "hit_aware", "fifo", "priority"
 
 
 @register_policy
@@ -154,15 +162,15 @@ class SchedulerSim(PairSim):
         self.counts: Counter[str] = Counter()
         self.config = DecodeConfig(
             max_running=ROWS,
-            policy=chance.choice(["gated-quick", *policy_names()]),
-            admission=chance.choice(["hit_aware", *admission_names()]),
+            policy=chance.choice(POLICIES),
+            admission=chance.choice(ADMISSIONS),
             evict_reserve=chance.choice([0.0, 0.2]),
             cache=chance.randrange(8) < 7 or has_host,
         )
         sizes = [24, 6, 60] if has_host else [0, 24, 6, 60]
         self.host_pages = chance.choice(sizes) if self.config.cache else 0
         if self.host_pages:
-            policy = chance.choice(["lru", *policy_names()])
+            policy = chance.choice(("lru", *POLICIES))
             host = HostConfig(num_pages=self.host_pages, policy=policy)
             self.config = replace(self.config, host_memory=host)
         self.is_ready = chance.randrange(3) < 2
