@@ -321,7 +321,7 @@ MUTANTS = (
     ),
     Mutant(
         "H14", "prefill goes on behind pages without a state", ("StateCheckpoints.usable_tokens",),
-        "return 0 if self._found is None else self._found.depth * self._pages.page_size",
+        "return 0 if self.found is None else self.found.depth * self._pages.page_size",
         "return req.dense_pages * self._pages.page_size",
         ("prefill/test_state_checkpoints.py::test_pages_without_a_state_are_not_gone_on_from",),
     ),
@@ -370,7 +370,7 @@ MUTANTS = (
     Mutant(
         "proof", "a promise that is refused drains what has to settle",
         ("PrefillControl._refuse_promise",),
-        "drained=not self._rooms.may_need_settle", "drained=True",
+        "drained = not self._rooms.may_need_settle", "drained = True",
         (
             "control/prefill/test_control.py::"
             "test_a_write_that_proves_nothing_is_not_acknowledged_before_its_agent_is_destroyed",
