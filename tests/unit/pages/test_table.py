@@ -64,17 +64,17 @@ def test_rows_come_back_empty() -> None:
     assert table.array[rows[1]].tolist() == [-1] * 4
 
 
-def append_each(table: PageTable, rows: Any, pages: Any) -> None:
+def append_to_each(table: PageTable, rows: Any, pages: Any) -> None:
     """A page for each of the rows."""
     table.append_checked(table.check_growth(rows), np.array(pages, np.int32))
 
 
-def test_append_each() -> None:
+def test_append_to_each() -> None:
     table = PageTable(4, 3)
     rows = [table.alloc_row() for _ in range(3)]
     table.write(rows[1], 0, [5, 6])
-    append_each(table, np.array([rows[2], rows[1]]), np.array([10, 11], np.int32))
-    append_each(table, [], [])
+    append_to_each(table, np.array([rows[2], rows[1]]), np.array([10, 11], np.int32))
+    append_to_each(table, [], [])
     table.check_invariants()
     assert [table.pages(row).tolist() for row in rows] == [[], [5, 6, 11], [10]]
 
@@ -89,7 +89,7 @@ def test_append_each() -> None:
         ([0, 1], [3, 4], RequestError, "row 1 would have 3 pages, the limit is 2"),
     ],
 )
-def test_append_each_all_or_nothing(
+def test_append_to_each_all_or_nothing(
     rows: list[int], pages: list[int], error: type[Exception], message: str
 ) -> None:
     table = PageTable(3, 2)
@@ -97,7 +97,7 @@ def test_append_each_all_or_nothing(
     table.write(table.alloc_row(), 0, [1, 2])
     before = snapshot(table)
     with pytest.raises(error, match=message):
-        append_each(table, rows, pages)
+        append_to_each(table, rows, pages)
     assert snapshot(table) == before
 
 
