@@ -458,7 +458,7 @@ def waiting(size: Size) -> Times:
     with no_collector():
         for _ in range(size.calls):
             pages = worker.pages
-            pages.drop(pages.open(RadixKey(), None, 1, worker.tick()))
+            pages.drop(pages.open(None, 1, worker.tick()))
             assert not passes.take(scheduler.pop_preallocated)
         for rid in np.random.default_rng(size.seed).permutation(rids)[: size.calls].tolist():
             assert aborts.take(scheduler.abort, rid)

@@ -139,7 +139,7 @@ def _age(page_manager: PageManager, case: Transfer, seed: int) -> None:
         while True:
             try:
                 running.append(
-                    (page_manager.open(key, page_manager.match(key), pages, float(number)), key)
+                    (page_manager.open(page_manager.match(key), pages, float(number)), key)
                 )
                 break
             except OutOfPagesError:

@@ -518,14 +518,10 @@ class DecodePreallocQueue(Waiting):
                 cut = None
         # A page that was left is found elsewhere already.
         shareable = match is not None and not waiter.leaves_last
-        # By the key that was matched: other ranks match it again.
-        key = req.key.prefix(len(req.key) - 1) if waiter.leaves_last else req.key
         if cut is not None:
             assert self._points is not None
             # What is cached behind the checkpoint, or on its way, is found there.
             shareable = match is not None and shared_pages == cut.depth
-            if match is not None and cut.depth < match.depth:
-                key = req.key.prefix(cut.depth * pages.page_size)
             joined, shared_pages, match, new = None, cut.depth, cut.match, cut.new_pages
             start, sent_len = cut_start, req.fill_len
             # What is loaded has no checkpoint: it is computed from where there is one.
@@ -548,7 +544,6 @@ class DecodePreallocQueue(Waiting):
             self._points.hold(req, cut.checkpoint)
         try:
             req.pages_held = pages.open(
-                key,
                 match,
                 new,
                 now_s,
@@ -588,7 +583,7 @@ class DecodePreallocQueue(Waiting):
         key = waiter.req.key.prefix(waiter.load_end * pages.page_size)
         joined_pages = joined.pages if joined is not None else None
         loaded = pages.open(
-            key, waiter.match, num_pages, now_s, joined_pages, shared_pages, is_load=True
+            waiter.match, num_pages, now_s, joined_pages, shared_pages, is_load=True
         )
         packed = pages.table.packed(loaded.row, shared_pages, waiter.load_end)
         new = np.frombuffer(packed, np.int32)

@@ -185,7 +185,6 @@ class PageManager:
 
     def open(
         self,
-        key: RadixKey,
         match: MatchResult | None,
         num_new_pages: int,
         now_s: float,
@@ -195,8 +194,7 @@ class PageManager:
         is_used: bool = False,
         window_start: WindowStart | None = None,
     ) -> RequestPages:
-        """Lock the match of `key`, take new pages behind it, and return the request's pages, in a
-        new row.
+        """Lock a match, take new pages behind it, and return the request's pages, in a new row.
 
         Args:
             joined: a request on its way that has the first `joined_end` pages, more than the match.

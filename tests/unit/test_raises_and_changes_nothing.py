@@ -119,17 +119,15 @@ class ManagerWorld(World):
         )
         self.keys = [RadixKey([1, 2, 3, 4]), RadixKey([1, 2, 9]), RadixKey([1, 2, 3, 4, 5, 6])]
         first, second, third = self.keys
-        self.first = pages.open(first, None, 2, 1.0, window_start=WindowStart(4, 4))
+        self.first = pages.open(None, 2, 1.0, window_start=WindowStart(4, 4))
         pages.cache_unfinished(self.first, first, 1.0)
-        self.second = pages.open(
-            second, pages.match(second), 1, 2.0, window_start=WindowStart(3, 4)
-        )
+        self.second = pages.open(pages.match(second), 1, 2.0, window_start=WindowStart(3, 4))
         self.third = pages.open(
-            third, pages.match(third), 1, 3.0, self.second, 1, window_start=WindowStart(6, 4)
+            pages.match(third), 1, 3.0, self.second, 1, window_start=WindowStart(6, 4)
         )
-        gone = pages.open(RadixKey([7, 7, 7]), None, 2, 3.0, window_start=WindowStart(3, 4))
+        gone = pages.open(None, 2, 3.0, window_start=WindowStart(3, 4))
         pages.cache_finished(gone, RadixKey([7, 7, 7]), 3.0)
-        held = pages.open(RadixKey([8, 8]), None, 1, 3.0, window_start=WindowStart(2, 4))
+        held = pages.open(None, 1, 3.0, window_start=WindowStart(2, 4))
         pages.hold(held, "room")
         match = pages.match(third)
         elsewhere = PageManager(16, 2, 6, 4)
@@ -276,7 +274,7 @@ def test_a_policy_whose_cache_was_not_built_serves_the_next(where: str) -> None:
         PageManager(**{**sizes, **({where: 0} if where in sizes else {})}, policy=policy)
     policy.where = ""
     pages = PageManager(**sizes, policy=policy)
-    pages.drop(pages.open(RadixKey([1, 2]), None, 1, 0.0))
+    pages.drop(pages.open(None, 1, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -326,7 +324,7 @@ def test_an_admission_policy_that_raises_leaves_nothing_behind(priority: int) ->
 def test_a_usable_prefix_that_is_no_number_is_none(usable: Any) -> None:
     pages = PageManager(32, 2, 8)
     scheduler = PrefillScheduler(pages, PrefillConfig(), usable_prefix=lambda *_: usable)
-    cached = pages.open(RadixKey([1, 2, 3, 4]), None, 2, 0.0)
+    cached = pages.open(None, 2, 0.0)
     pages.cache_finished(cached, RadixKey([1, 2, 3, 4]), 0.0)
     for room in (1, 2):
         scheduler.add(request(str(room), room))

@@ -63,13 +63,13 @@ def test_under_the_scheduler_s_books_what_a_request_leaves_is_filled(
     page_manager = PageManager(8, 4, 4)
     page_manager.allocator = watched
     key = RadixKey(range(10))
-    pages = page_manager.open(key, page_manager.match(key), 3, 0.0)
+    pages = page_manager.open(page_manager.match(key), 3, 0.0)
     ids = page_manager.pages(pages).copy()
     watched._pool.write_pages(ids, watched._pool.read_pages(ids).fill_(9))
     page_manager.cache_finished(pages, key, 0.0)
     assert [watched.holds_canary(page) for page in ids.tolist()] == [False, False, True]
     other = RadixKey(range(100, 128))
-    pages = page_manager.open(other, page_manager.match(other), 7, 1.0)
+    pages = page_manager.open(page_manager.match(other), 7, 1.0)
     assert watched.num_findings == 0
     assert watched.holds_canary(int(ids[1]))  # evicted
     page_manager.hold(pages, "room")

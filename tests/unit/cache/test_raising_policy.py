@@ -114,7 +114,7 @@ def test_books_stay_right_under_a_policy_that_raises(seed: int, kind: str) -> No
                 match = manager.match(key)
                 new = pages_for(len(key), PAGE_SIZE) - (match.depth if match is not None else 0)
                 with suppress(OutOfPagesError):
-                    live.append((manager.open(key, match, new, float(step)), key))
+                    live.append((manager.open(match, new, float(step)), key))
             case "commit" if live:
                 manager.cache_unfinished(*rng.choice(live), float(step))
             case "finish" if live:

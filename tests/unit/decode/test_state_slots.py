@@ -49,7 +49,7 @@ def test_a_request_without_a_free_slot_waits() -> None:
     assert desk.admit() == ["b"]
     assert second.state_slot == 0
     with pytest.raises(CapacityError, match="1 state slots"):
-        desk.pages.open(desk.request("c").key, None, 1, 0.0)
+        desk.pages.open(None, 1, 0.0)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -44,7 +44,7 @@ class Desk:
         missing = pages_for(len(key), PAGE_SIZE) - match.depth
         if not manager.can_open or missing > manager.available_pages - match.unprotected_pages:
             return False
-        held = manager.open(key, match, missing, 0.0)
+        held = manager.open(match, missing, 0.0)
         held.hashes = hashes
         manager.keep_hashes(held)
         self.running.append((held, key))

@@ -44,7 +44,7 @@ def opened(
     match = manager.match(key)
     num_pages = pages_for(len(tokens), PAGE_SIZE) if num_pages is None else num_pages
     return manager.open(
-        key, match, num_pages - (match.prefix_len // PAGE_SIZE if match else 0), 0.0
+        match, num_pages - (match.prefix_len // PAGE_SIZE if match else 0), 0.0
     ), key
 
 
@@ -188,7 +188,7 @@ def test_a_request_that_joins_is_one_visitor_of_all_that_it_found() -> None:
     manager.cache_finished(first, first_key, 0.0)
     owner, owner_key = opened(manager, [1, 2, 3, 4])
     key = key_of([1, 2, 3, 4, 5, 6])
-    joiner = manager.open(key, manager.match(key), 1, 0.0, owner, 2)
+    joiner = manager.open(manager.match(key), 1, 0.0, owner, 2)
     manager.cache_unfinished(owner, owner_key, 0.0)
     manager.lock_joined(joiner, key, 0.0)
     manager.cache_unfinished(joiner, key, 0.0)
@@ -203,7 +203,7 @@ def test_a_request_that_joins_is_one_visitor_of_all_that_it_found() -> None:
 def test_what_was_joined_before_a_flush_is_not_what_the_tree_has_since() -> None:
     manager = PageManager(12, PAGE_SIZE, 4)
     owner, key = opened(manager, [1, 2, 3, 4])
-    joiner = manager.open(key, manager.match(key), 0, 0.0, owner, 2)
+    joiner = manager.open(manager.match(key), 0, 0.0, owner, 2)
     manager.flush()
     manager.cache_finished(*opened(manager, [1, 2, 3, 4]), 0.0)
     with pytest.raises(InternalError, match="2 pages were joined"):
@@ -341,7 +341,7 @@ class Books(RuleBasedStateMachine):
         num_new = pages_for(len(tokens), PAGE_SIZE) - prefix_pages + reserve
         fits = num_new <= manager.available_pages - unprotected
         if fits and manager.table.free_rows:
-            pages = manager.open(key, match, num_new, self._time())
+            pages = manager.open(match, num_new, self._time())
             assert (pages.num_locked, pages.num_pages) == (prefix_pages, prefix_pages + num_new), (
                 "as the match said"
             )
@@ -355,7 +355,7 @@ class Books(RuleBasedStateMachine):
                 manager.evicted_pages,
             )
             with pytest.raises(CapacityError if not manager.table.free_rows else OutOfPagesError):
-                manager.open(key, match, num_new, self._time())
+                manager.open(match, num_new, self._time())
             assert (
                 states(manager),
                 manager.cache.protected_pages,
@@ -381,7 +381,7 @@ class Books(RuleBasedStateMachine):
             return
         if owner.pages.num_joined and common <= owner.pages.num_shared:
             return  # those pages are of the request that the owner joined: join that one
-        pages = manager.open(key, match, num_new, self._time(), owner.pages, common)
+        pages = manager.open(match, num_new, self._time(), owner.pages, common)
         assert (pages.num_locked, pages.num_joined, pages.num_own) == (
             num_locked,
             common - num_locked,

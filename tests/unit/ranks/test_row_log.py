@@ -64,7 +64,7 @@ class Ranks:
         assert match is not None
         start = WindowStart(match.prefix_len, num_pages) if self.pages.windows else None
         num_new = num_pages - match.prefix_len // PAGE_SIZE
-        return self.pages.open(key, match, num_new, 1.0, window_start=start), key
+        return self.pages.open(match, num_new, 1.0, window_start=start), key
 
     def follow(self) -> None:
         self.follower.apply(self.log.take(self.pages))
@@ -154,7 +154,7 @@ def test_what_has_not_changed_is_not_told_again() -> None:
 def test_pages_that_are_loaded_for_a_request_are_no_row_of_another_rank() -> None:
     ranks = Ranks()
     key = RadixKey(range(8))
-    load = ranks.pages.open(key, ranks.pages.match(key), 2, 0.0, is_load=True)
+    load = ranks.pages.open(ranks.pages.match(key), 2, 0.0, is_load=True)
     assert ranks.pages.table.is_spare(load.row)
     ranks.follow()
     assert not len(ranks.follower)
