@@ -18,7 +18,8 @@ Rank: TypeAlias = float | tuple[float, ...]
 
 
 def rank_as_tuple(rank: Any) -> tuple[float, ...]:
-    """Check what an admission policy has returned.
+    """Check what an admission policy has returned, and make it plain numbers: comparing those
+    raises nothing.
 
     >>> rank_as_tuple(3), rank_as_tuple((1, 2.5))
     ((3,), (1, 2.5))
@@ -28,7 +29,7 @@ def rank_as_tuple(rank: Any) -> tuple[float, ...]:
         is_number = type(number) in (int, float) or isinstance(number, Real)
         if not is_number or number != number:
             raise CallerError(f"the admission policy ranks a request {shown(rank)}")
-    return numbers
+    return tuple(one if type(one) in (int, float) else float(one) for one in numbers)
 
 
 class AdmissionPolicy:

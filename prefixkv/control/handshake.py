@@ -225,7 +225,8 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
         cut.check_slots(rank, ours.slot_bytes)
         memory = added.memory._replace(staging=hello.staging)
         added = msgspec.structs.replace(added, memory=memory, staged=True)
-    # 7. If its memory cannot be mapped after all, NIXL takes the peer where it may.
+    # 7. If its memory cannot be mapped after all, NIXL takes the peer where it may. Rooms that were
+    # being written fail.
     instead = None
     if way == "shm" and not copied:
         with suppress(HandshakeError):
@@ -237,7 +238,7 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
 def _way(ours: OurSide, hello: Hello) -> tuple[Way, bytes]:
     """Choose by which transport the peer is written, among its offers. Raises HandshakeError."""
     offers: dict[Way, bytes] = {"nixl": hello.agent_metadata, "shm": hello.shm}
-    is_near = hello.place == ours.place
+    is_near = hello.place == ours.place != ""
     if ours.backend == "auto":
         way: Way = "shm" if hello.shm and (is_near or not hello.agent_metadata) else "nixl"
     else:
@@ -245,7 +246,7 @@ def _way(ours: OurSide, hello: Hello) -> tuple[Way, bytes]:
     if not offers[way]:
         theirs = "shm" if hello.shm else "nixl" if hello.agent_metadata else "none"
         raise HandshakeError("transport backend", ours.backend, theirs)
-    if way == "shm" and not is_near:
+    if way == "shm" and hello.place != ours.place:
         reason = "differs, and shm is within one machine, network namespace and user"
         raise HandshakeError("place", ours.place, hello.place, reason)
     return way, offers[way]

@@ -270,7 +270,7 @@ class DecodePreallocQueue(Waiting):
     def admit(self, now_s: float) -> None:
         """Make a pass: lock prefixes, take pages, write rows of what fits, for `take_admitted`.
         Where a user's policy fails, a request keeps its rank."""
-        # `_bring_back` sets it to False where more requests are aside than one pass may bring back.
+        # `_bring_back` returns False where more requests are aside than one pass may bring back.
         self._all_back = True
         self._now_s = now_s
         self._admit_what_fits(now_s)
@@ -331,7 +331,7 @@ class DecodePreallocQueue(Waiting):
 
     def _admit_in_order(self, now_s: float) -> None:
         """Admit what fits by its estimates; if nothing does, renew the oldest estimates."""
-        # Each round searches from the front again: `renew` may reorder, and an admission
+        # Each round searches from the front again: `_renew` may reorder, and an admission
         # leaves less space for all the others. Looks that admit nothing count down, so that a pass
         # is bounded.
         looks = MAX_LOOKS

@@ -262,9 +262,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 self._end(req, DecodeState.FAILED, self.choice.too_much(req), now_s)
         self._admitted += [req for req in asked if req.state is DecodeState.PREALLOCATED]
         # 4. Raise last: by now every admitted request has its room, and the next call returns it.
-        self.pages.errors.raise_due()
-        admitted, self._admitted = self._admitted, []
-        self._tell()
+        try:
+            self.pages.errors.raise_due()
+            admitted, self._admitted = self._admitted, []
+        finally:  # prefill hears of the rooms all the same
+            self._tell()
         return admitted
 
     def pop_transferred(self) -> list[DecodeRequest]:
@@ -598,7 +600,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         One that was never admitted is refused where it was submitted, and comes out of
         `pop_needs_prefill` once admitted. Raises RequestError, with nothing changed, if the request
         is not here, its KV is on its way, `prefill` is no address, or the worker there is known to
-        hold too little; and what comparing a user's ranks raises.
+        hold too little.
         """
         self._pump()
         req = self._named(rid)
@@ -681,6 +683,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         complete = self.arriving.num_complete
         if self._failed or self._attempts.asks or complete or self.waiting.may_admit:
             return True
+        if self._admitted:  # by a call that raised
+            return True
         return bool(self.computing.new(self.arriving.local))
 
     @property
@@ -722,8 +726,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         flight = self.arriving.get(key)
         if flight is None:
             return
-        # 3. Failure. It is no proof: writes may still be landing. `_cancel` moves the pages to the
-        # room, which holds them until `room_drained`. The request tries again with other pages.
+        # 3. Failure. It is no proof: writes may still be landing. `FlightEnds.cancel` moves the
+        # pages to the room, which holds them until `room_drained`. The request tries again with
+        # other pages.
         self.counters["transfers_failed"] += 1
         self.journal.transfer_ended(flight.prefill, "failed")
         error = error or InternalError(f"{key} failed without a reason")

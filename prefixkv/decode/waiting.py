@@ -84,12 +84,12 @@ class Waiter:
 
 
 class Waiting:
-    """The list. Owned by the scheduler's thread. Its steps cost O(log waiting), a search O(workers)
-    besides.
+    """The list. Owned by the scheduler's thread. To enter or leave costs O(log waiting), a search
+    O(workers) besides.
 
     `patience_s`: a request that has waited this long is overtaken by nothing. `timeout_s`: how long
-    one without a `deadline_s` may wait, and any that came back. What `policy` raises later than in
-    `rank` is in `errors`.
+    one without a `deadline_s` may wait, and any that came back. What `policy` raises when a request
+    is ranked again is in `errors`.
     """
 
     def __init__(
@@ -392,15 +392,15 @@ class Waiting:
         removed. O(1) if there are none."""
         if self._unanswered.next_s > now_s:
             return []
-        late: dict[DecodeRequest, None] = {}
+        late: dict[Waiter, None] = {}
         for key in self._unanswered.due(now_s):
             for waiter in [key] if isinstance(key, Waiter) else self._line(key):
                 # It has stopped again, or the wait of one in the line has begun later.
                 if self._answer_due_s(waiter) > now_s:
                     self._time_answer(waiter)
                 else:
-                    late[waiter.req] = None
-        return list(late)
+                    late[waiter] = None
+        return [waiter.req for waiter in sorted(late, key=attrgetter("arrival"))]
 
     # --- laws -------------------------------------------------------------------------------------
 

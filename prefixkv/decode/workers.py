@@ -76,7 +76,7 @@ class Workers:
         self.gated = gated
         self.patience_s = patience_s
         self.share_pages = share_pages
-        # Grows whenever a worker answers or not, or one that was refused may be promised more.
+        # Grows when a worker begins or ceases to answer, or one that was refused may have more.
         self.version = 0
         self._workers: dict[str, Worker] = {}
         self._of_room: dict[RoomKey, Worker] = {}  # that has pages in its power

@@ -261,9 +261,9 @@ class PagedScheduler(ABC, Generic[Req, Command]):
     """The live requests of one side, as its engine calls them, and the commands for its control
     plane.
 
-    Each call of the engine's begins with `_pump` and ends with `_tell`, which a node overrides: it
-    takes in events, and hands commands on. By itself a scheduler has neither clock nor control
-    plane: its owner sets `now_s` before a call, and takes the commands after it.
+    A call of the engine's takes in events by `_pump`, and hands its commands on by `_tell`; a node
+    overrides both. By itself a scheduler has neither clock nor control plane: its owner sets
+    `now_s` before a call, and takes the commands after it.
     """
 
     now_s = 0.0
@@ -309,7 +309,7 @@ class PagedScheduler(ABC, Generic[Req, Command]):
 
     @abstractmethod
     def feeds(self, worker: PeerId) -> list[EventFeed]:
-        """Return the feed of the cache, and behind it that of host memory, if there is one."""
+        """Return the feeds of its caches, that of the pages first."""
 
     @abstractmethod
     def check_invariants(self) -> None:

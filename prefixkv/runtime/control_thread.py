@@ -168,8 +168,8 @@ class ControlThread(Generic[Command, To]):
             undo.callback(self._close_inboxes)
             self._prover = prover
             undo.callback(prover.close)
-            # A transport writes to addresses. The function that made it holds the memory
-            # (`Memory`), which so lives as long as the thread, even if the node is dropped.
+            # A transport writes to addresses. What made it holds the memory, which so lives as long
+            # as the thread, even if the node is dropped.
             self._made_of = transports
             self.transports = transports(self.inbox.put)
             undo.callback(self.transports.close)
@@ -237,7 +237,10 @@ class ControlThread(Generic[Command, To]):
             if self._copies is not None:
                 self._copies.close()
             if self._close_error is None:
-                self._carry_out(self.control.on(AgentDestroyed(), time.monotonic()))
+                effects = self.control.on(AgentDestroyed(), time.monotonic())
+                self._carry_out(effects)
+                raised = [effect.error for effect in effects if isinstance(effect, Raised)]
+                self._close_error = next(iter(raised), None)
             self._log_news(time.monotonic())
         except Exception as error:
             self._close_error = self._close_error or error
@@ -260,7 +263,10 @@ class ControlThread(Generic[Command, To]):
         # none.
         try:
             if self.control.wake_s <= now_s:
+                before = self.num_errors
                 self._carry_out(self.control.on(Tick(), now_s))
+                if self.num_errors > before:  # it may be due at once again
+                    time.sleep(_RETRY_PAUSE_S)
         finally:
             self._log_news(now_s)
 

@@ -149,10 +149,12 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class PeerUnreachable:
-    """`add_peer` failed, or a write found the peer gone. A later write tries to reconnect."""
+    """`add_peer` failed, or a write found the peer gone. A later write tries to reconnect.
+    `was_reached`: it was connected before."""
 
     peer: PeerId
     error: Exception
+    was_reached: bool = False
 
 
 # A job's events: WriteDone; or WriteFailed, and after one that is not drained WriteDrained, once

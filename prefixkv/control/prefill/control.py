@@ -825,7 +825,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         self.counters["peers_unreachable"] += 1
         self._peers.deaths.doubt(what.peer, now_s)
         peer = self._peers.find(what.peer)
-        if peer is not None and peer.instead is not None:
+        # Memory that was mapped once can be mapped: then its process is gone.
+        if peer is not None and peer.instead is not None and not what.was_reached:
             self._out.append(peer.instead)
             peer.instead = None
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from prefixkv.protocol.ids import PeerId, RoomKey
 
@@ -47,6 +47,10 @@ class Tomb(NamedTuple):
     def is_of(self, digest: bytes) -> bool:
         """Return whether this prompt may be the tomb's; b"" names none."""
         return not (self.digest and digest) or self.digest == digest
+
+
+_MOST_OFFERS: Final = 4096
+"""Closed offers that are kept: they name no worker, so those of all count together."""
 
 
 class Tombs:
@@ -82,7 +86,7 @@ class Tombs:
         tombs = self._awaited.setdefault(key.decode, {})
         tombs.pop(key, None)  # to the end, which is the order of the deadlines
         tombs[key] = Tomb(error, half, digest, ticket, now_s + self._keep_s)
-        self._bound(tombs)
+        self._bound(tombs, self._most if key.decode else _MOST_OFFERS)
 
     def meet_request(self, key: RoomKey, digest: bytes) -> Exception | None:
         """Return the error with which a request that has come ends, None if it goes on.
@@ -144,7 +148,7 @@ class Tombs:
         table = self._answered if answered else self._unanswered
         uses = table.setdefault(use[1], {})
         uses[use] = error
-        self._bound(uses)
+        self._bound(uses, self._most)
 
     def answer(self, use: Use) -> None:
         """Note that the rank has acknowledged or aborted a use. Not buried: no-op."""
@@ -161,6 +165,6 @@ class Tombs:
         self._unanswered.pop(peer, None)
         self._answered.pop(peer, None)
 
-    def _bound(self, tombs: dict[K, V]) -> None:
-        if len(tombs) > self._most:
+    def _bound(self, tombs: dict[K, V], most: int) -> None:
+        if len(tombs) > most:
             del tombs[next(iter(tombs))]

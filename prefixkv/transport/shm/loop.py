@@ -207,6 +207,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         # `routes` last: it says that the peer can be copied to. Then the jobs that waited, in
         # order.
         peer.routes = routes
+        peer.was_reached = True
         self._jobs.start_parked(peer.outbox, routes)
         return True
 
@@ -223,7 +224,7 @@ class ShmLoop(TransportLoop[ShmPeer]):
         # alone.
         peer.retry_at = 0.0 if connected else time.monotonic() + RECONNECT_S
         if not peer.removed and (waited or not connected):
-            self.emit(PeerUnreachable(peer.peer, error))
+            self.emit(PeerUnreachable(peer.peer, error, peer.was_reached))
 
     # --- copies -----------------------------------------------------------------------------------
 

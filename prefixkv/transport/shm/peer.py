@@ -232,6 +232,7 @@ class ShmPeer(LoopPeer):
         super().__init__(peer, metadata, memory)
         self.link: ShmLink | None = None
         self.plans: dict[str, CopyPlan] = {}
+        self.was_reached = False
 
     def disconnect(self) -> None:
         """Close the connection and give the memory back."""

@@ -95,13 +95,13 @@ def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
 
 
 def place_of() -> str:
-    """Return boot, network namespace and user of this process, "" for what the kernel does not
-    tell. Between equal places memory can be mapped."""
-    boot, space = "", 0
+    """Return boot, network namespace and user of this process, "" where the kernel does not tell.
+    Between equal places memory can be mapped."""
     with contextlib.suppress(OSError):
         boot = _BOOT.read_text().strip()
         space = os.stat("/proc/thread-self/ns/net").st_ino
-    return f"{boot} net {space} user {os.geteuid()}"
+        return f"{boot} net {space} user {os.geteuid()}"
+    return ""
 
 
 # --- sockets --------------------------------------------------------------------------------------

@@ -146,6 +146,19 @@ def test_a_request_admitted_before_a_policy_raised_is_in_flight() -> None:
     desk.at_rest()
 
 
+def test_prefill_hears_of_what_was_admitted_before_a_policy_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the engine, which may only sleep now, that there is something to pop."""
+    told: list[Any] = []
+    monkeypatch.setattr(DecodeScheduler, "_tell", lambda self: told.extend(self._commands))
+    desk, first, second = desk_halfway()
+    rooms = [command.promise.room for command in told if isinstance(command, OpenRoom)]
+    assert rooms[-2:] == [first.room, second.room]
+    assert desk.scheduler.has_results
+    assert desk.admit() == ["a", "b"]
+
+
 @pytest.mark.parametrize("end", ["abort", "fail", "succeed"])
 def test_a_request_admitted_before_a_policy_raised_may_end_before_the_caller_sees_it(
     end: str,
@@ -203,6 +216,21 @@ def test_a_policy_that_raises_at_every_look_keeps_no_request_waiting() -> None:
             admitted += desk.admit()
         desk.scheduler.check_invariants()
     assert sorted(admitted) == ["a", "b", "c", "d"]
+
+
+def test_ranks_that_raise_where_they_are_compared_are_taken_as_plain_numbers() -> None:
+    class Moody(float):
+        def __lt__(self, other: object) -> bool:
+            raise ZeroDivisionError
+
+    class Broken(AdmissionPolicy):
+        def rank(self, req: DecodeRequest, new_pages: int) -> Any:
+            return Moody(-req.request.priority)
+
+    desk = Desk(24, admission=Broken())
+    for rid, priority in (("a", 0), ("b", 5)):
+        desk.add(rid, 4, max_new=1, priority=priority)
+    assert desk.admit() == ["b", "a"]
 
 
 def test_a_rank_that_is_no_number_is_refused_with_its_request() -> None:

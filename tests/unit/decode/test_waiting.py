@@ -248,7 +248,8 @@ class Case:
             and max(one.since_s, one.worker.away_s) + AWAY_S <= self.now_s
         }
         late = self.list.unanswered(self.now_s)
-        assert set(late) == due
+        by_arrival = sorted(self.all, key=lambda one: one.arrival)
+        assert late == [one.req for one in by_arrival if one.req in due]
         for waiter in [one for one in self.all if one.req in due]:
             self._end(waiter)
 

@@ -3,13 +3,16 @@ miss."""
 
 from __future__ import annotations
 
+import math
 import select
 import threading
 from typing import Any
 
 import pytest
 
-from prefixkv.control.effects import Tick
+from prefixkv.config import DecodeConfig
+from prefixkv.control.decode.control import DecodeControl
+from prefixkv.control.effects import AgentDestroyed, Tick
 from prefixkv.errors import InternalError, ProtocolError
 from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.messages import Hello, HelloReply, RoomBody
@@ -17,8 +20,10 @@ from prefixkv.runtime import control_thread
 from prefixkv.runtime.control_thread import ControlFailed
 from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.prefill_node import PrefillNode
-from tests.support.node_pair import NodePair, tokens_of
+from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import PATIENCE_S, SkippableClock, until
+from tests.support.wires import wired
+from tests.unit.runtime.conftest import node_threads
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])
@@ -157,8 +162,9 @@ def test_what_was_said_before_an_exception_is_heard(
     assert raised == pair.decode.stats()["control_errors"]
 
 
+@pytest.mark.parametrize("where", ["poll", "tick"])
 def test_a_step_that_keeps_failing_is_no_busy_loop(
-    pair: NodePair, monkeypatch: pytest.MonkeyPatch
+    pair: NodePair, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """It pauses after each failure, so that whoever wants to close the node gets the processor."""
     naps: list[float] = []
@@ -174,8 +180,22 @@ def test_a_step_that_keeps_failing_is_no_busy_loop(
             raise ZeroDivisionError("on purpose")
         return poll(timeout_s)
 
+    def broken_tick(control: DecodeControl, what: Tick, now_s: float) -> None:
+        if len(naps) < 5:
+            raise ZeroDivisionError("on purpose")
+        tick(control, what, now_s)
+
+    def wake_s(control: DecodeControl) -> float:
+        return -math.inf if len(naps) < 5 else due(control)
+
     Clock().install(monkeypatch.setattr)
-    monkeypatch.setattr(thread.channel, "poll", broken)
+    if where == "poll":
+        monkeypatch.setattr(thread.channel, "poll", broken)
+    else:
+        tick, due = DecodeControl.INPUTS[Tick], DecodeControl.wake_s.fget
+        inputs = {**DecodeControl.INPUTS, Tick: broken_tick}
+        monkeypatch.setattr(DecodeControl, "INPUTS", inputs)
+        monkeypatch.setattr(DecodeControl, "wake_s", property(wake_s))
     thread.inbox.put(None)
     until(lambda: len(naps) == 5)
     with pytest.raises(InternalError):
@@ -184,6 +204,18 @@ def test_a_step_that_keeps_failing_is_no_busy_loop(
     assert pair.decode.stats()["control_errors"] == 5
     pair.submit("r", tokens_of(1, 10))
     pair.run("r")
+
+
+def test_a_farewell_that_fails_is_an_error_of_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(control: DecodeControl, what: AgentDestroyed, now_s: float) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    inputs = {**DecodeControl.INPUTS, AgentDestroyed: broken}
+    monkeypatch.setattr(DecodeControl, "INPUTS", inputs)
+    node = DecodeNode(make_pool(), wired(DecodeConfig()))
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        node.close()
+    assert not node_threads()
 
 
 def test_a_failure_takes_no_other_event_with_it(pair: NodePair) -> None:

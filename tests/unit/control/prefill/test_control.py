@@ -277,9 +277,17 @@ def test_a_peer_whose_memory_cannot_be_mapped_is_written_by_nixl_from_then_on() 
     [added] = of(peer.say(hello), AddPeer)
     lost = PeerUnreachable(DECODE, OSError("cannot be mapped"))
     assert peer.on(PeerUnreachable(OTHER, lost.error)) == []
+    assert peer.on(PeerUnreachable(DECODE, lost.error, was_reached=True)) == [], "it was mapped"
     [moved] = peer.on(lost)
     assert moved == msgspec.structs.replace(added, way="nixl", metadata=NIXL)
     assert peer.on(lost) == [], "by NIXL it is tried again there"
+
+
+@pytest.mark.parametrize(("backend", "way"), [("auto", "nixl"), ("shm", "shm")])
+def test_where_the_kernel_tells_no_place_none_is_taken_for_the_same(backend: Any, way: str) -> None:
+    hello = msgspec.structs.replace(HELLO, agent_metadata=NIXL, shm=SHM, place="")
+    [added] = of(DecodePeer(backend=backend, place="").say(hello), AddPeer)
+    assert added.way == way
 
 
 @pytest.mark.parametrize("backend", ["shm", "nixl"])

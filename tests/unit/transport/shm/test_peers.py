@@ -202,6 +202,16 @@ def test_a_copy_that_fails_fails_its_job_drained_and_nothing_else(
     assert not writer.of(PeerUnreachable)
 
 
+def test_a_peer_that_was_connected_once_is_said_to_have_been(driver: ShmDriver) -> None:
+    """Else it would be taken for one whose memory cannot be mapped."""
+    writer, target = driver.pair()
+    until(lambda: is_connected(writer, target))
+    target.transport.close()
+    writer.transport.write(writer.job(1, target, [1], [1]))
+    driver.until(lambda: writer.of(PeerUnreachable))
+    assert all(event.was_reached for event in writer.of(PeerUnreachable))
+
+
 def test_a_peer_found_lost_by_a_tag_is_connected_again(
     driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -547,7 +557,7 @@ def test_a_peer_that_is_lost_while_a_job_waits_is_said(driver: ShmDriver, liar: 
     link.close()
     driver.until(lambda: writer.ends(1) and writer.of(PeerUnreachable))
     assert [(type(end.error), end.drained) for end in writer.ends(1)] == [(PeerLostError, True)]
-    assert [event.peer for event in writer.of(PeerUnreachable)] == [liar.me]
+    assert [(one.peer, one.was_reached) for one in writer.of(PeerUnreachable)] == [(liar.me, True)]
 
 
 def test_a_tag_for_a_peer_that_is_gone_says_so(liar: Liar) -> None:
