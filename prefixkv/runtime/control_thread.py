@@ -154,9 +154,6 @@ class ControlThread(Generic[Command, To]):
         descriptor that wakes its sockets, `copies` where their ends are reported. `prover` looks at
         processes; it is closed here, also if this raises.
         """
-        self.inbox: Inbox[Command | FrameReceived[To] | Common | None] = Inbox()
-        # The threads that copy to and from host memory put theirs there as well.
-        self.events: Inbox[RoomEvent | ControlFailed | HostCopyDone] = Inbox()
         self.num_errors = 0  # exceptions handed to the scheduler's thread
         self.num_log_errors = 0  # what log handlers have raised
         self._peer_log = PeerLog(name)
@@ -165,9 +162,13 @@ class ControlThread(Generic[Command, To]):
         self._pid = os.getpid()  # a fork of this process must not close what its parent uses
         self._close_error: Exception | None = None
         with ExitStack() as undo:
-            undo.callback(self._close_inboxes)
             self._prover = prover
             undo.callback(prover.close)
+            self.inbox: Inbox[Command | FrameReceived[To] | Common | None] = Inbox()
+            undo.callback(self.inbox.close)
+            # The threads that copy to and from host memory put theirs there as well.
+            self.events: Inbox[RoomEvent | ControlFailed | HostCopyDone] = Inbox()
+            undo.callback(self.events.close)
             # A transport writes to addresses. What made it holds the memory, which so lives as long
             # as the thread, even if the node is dropped.
             self._made_of = transports
@@ -206,13 +207,10 @@ class ControlThread(Generic[Command, To]):
         self.inbox.put(None)  # only wakes the thread
         self._thread.join()
         # After the thread, which waits on them.
-        self._close_inboxes()
-        if self._close_error is not None:
-            raise self._close_error
-
-    def _close_inboxes(self) -> None:
         self.inbox.close()
         self.events.close()
+        if self._close_error is not None:
+            raise self._close_error
 
     # --- the thread -------------------------------------------------------------------------------
 

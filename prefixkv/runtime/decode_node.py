@@ -112,8 +112,8 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         if config.compute is not None and not all(group.window for group in pool.groups):
             raise ConfigError("compute: not with a pool of aligned groups of layers")
         # 2. The pages, the tree, and the scheduler over them, then the transfer side, which starts
-        # the threads. If one fails, those before it are undone: the next node may have a policy
-        # object, and host memory is given back.
+        # the threads, and last what observes all this. If one fails, those before it are undone:
+        # the next node may have a policy object, and host memory is given back.
         layout, host = pool.layout, None
         with ExitStack() as undo:
             if config.host_memory is not None:
@@ -137,24 +137,19 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             undo.callback(self.transfers.close)
             if self._host is not None:
                 self._host.start(self.transfers.thread.events.put)
+            undo.callback(self.close)
+            self._leader = RankLeader(self, num_ranks, ranks, self.transfers.submit)
+            self.peer_id = self.transfers.peer_id
+            self._observe(decode_journal.timeline)
+            self._recorder = self._record(config, pool.layout.kv_bytes_per_token * num_ranks)
+            self._publish_events(config)
             undo.pop_all()
-        # 3. What observes all this, and may still fail: then the node is closed.
-        self._leader = RankLeader(self, num_ranks, ranks, self.transfers.submit)
-        self.peer_id = self.transfers.peer_id
-        self._observe(decode_journal.timeline)
-        self._recorder = self._record(config, pool.layout.kv_bytes_per_token * num_ranks)
-        self._publish_events(config)
 
     def _record(self, config: DecodeConfig, bytes_per_token: int) -> Recorder | None:
         if config.record is None:
             return None
-        # Threads run already, and the caller gets no node to close.
-        try:
-            page_size, now_s = self.pool.layout.page_size, time.monotonic()
-            recorder = Recorder(config, page_size, bytes_per_token, now_s)
-        except BaseException:
-            self.close()
-            raise
+        page_size, now_s = self.pool.layout.page_size, time.monotonic()
+        recorder = Recorder(config, page_size, bytes_per_token, now_s)
         log = self._request_log
 
         def ended(req: DecodeRequest, now_s: float) -> None:

@@ -126,14 +126,14 @@ class DecodeGroup(_Group[DecodeRequest, DecodeCommand, str, DecodeEvent], Decode
         self.others: list[DecodeRank] = []
         self._readiness = select.epoll()
         log = RankLog() if mesh.num_ranks > 1 else None
-        super().__init__(pools[0], config, log, mesh, states[0])
-        # Rank 0 exists: others name it as their worker. If one fails, all are closed.
-        try:
+        # Rank 0 first: others name it as their worker. If one fails, all are closed.
+        with ExitStack() as undo:
+            undo.callback(self._readiness.close)
+            super().__init__(pools[0], config, log, mesh, states[0])
+            undo.callback(self.close)
             for rank, pool in enumerate(pools[1:], start=1):
                 self.others.append(DecodeRank(pool, config, mesh, rank, self.peer_id, states[rank]))
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
         self._watch()
 
     def _pump(self) -> float:

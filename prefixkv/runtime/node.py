@@ -113,22 +113,17 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         self._request_log.listeners.append(listener)
 
     def _publish_events(self, config: Config) -> None:
-        """Called last of all in a node's constructor. Raises ConfigError with the node closed."""
+        """Called last of all in a node's constructor. Raises ConfigError."""
         if config.kv_events is None:
             return
-        page_size = self.pool.layout.page_size
-        try:
-            self.kv_events = KVEventPublisher(
-                config.kv_events,
-                self.peer_id,
-                config.model.model,
-                page_size,
-                has_host=len(self._feeds) > 1,
-                network_is_isolated=config.control.network_is_isolated,
-            )
-        except BaseException:  # threads run already, and the caller gets no node to close
-            self.close()
-            raise
+        self.kv_events = KVEventPublisher(
+            config.kv_events,
+            self.peer_id,
+            config.model.model,
+            self.pool.layout.page_size,
+            has_host=len(self._feeds) > 1,
+            network_is_isolated=config.control.network_is_isolated,
+        )
         for feed, listener in zip(self._feeds, (self.kv_events, self.kv_events.host), strict=False):
             if listener is not None:
                 feed.listen(listener)

@@ -7,6 +7,7 @@ own threads (control, transport) are started here and joined by `close`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import assert_never
 
 from prefixkv.config import PageSettings, PrefillConfig, check_reserved
@@ -100,19 +101,19 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
         }
         pages = self._make_pages(spec, settings, 0)
         num_slots = max(0, spec.num_slots - config.checkpoints)
-        PrefillScheduler.__init__(self, pages, config, num_slots, usable_prefix)
-        try:
+        with ExitStack() as undo:
+            undo.callback(pages.cache.policy.release)  # the next node may have it
+            PrefillScheduler.__init__(self, pages, config, num_slots, usable_prefix)
             self.transfers = PrefillTransfers(
                 pool, config, mesh, 0, endpoints, state=state, transport=transport
             )
-        except BaseException:
-            pages.cache.policy.release()  # the next node may have it
-            raise
-        self.peer_id = self.transfers.peer_id
-        num_ranks = spec.mesh.num_ranks
-        self._rank_rooms = None if ranks is None else PrefillRankRooms(num_ranks)
-        self._observe(timeline)
-        self._publish_events(config)
+            undo.callback(self.close)
+            self.peer_id = self.transfers.peer_id
+            num_ranks = spec.mesh.num_ranks
+            self._rank_rooms = None if ranks is None else PrefillRankRooms(num_ranks)
+            self._observe(timeline)
+            self._publish_events(config)
+            undo.pop_all()
 
     @property
     def endpoint(self) -> str:

@@ -379,8 +379,10 @@ class ThreadedTransport(QueuedCalls[L]):
         except BaseException as error:
             started.put(bare(error))
             return
-        loop.serve(self._inbox)
-        self._close_error = loop.destroy()
+        try:
+            loop.serve(self._inbox)
+        finally:  # only then are its writes fenced
+            self._close_error = loop.destroy()
 
     def _call(self, command: Callable[[L], None], or_raise: bool = True) -> None:
         with self._lock:

@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 
 from prefixkv.cache.events import page_keys
+from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.cache.namespace import Namespace
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.config import CurveConfig, DecodeConfig, HostConfig, KVEventsConfig
+from prefixkv.config import (
+    CurveConfig,
+    DecodeConfig,
+    HostConfig,
+    KVEventsConfig,
+    PrefillConfig,
+)
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.serving.router import WorkerIndex
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import until
@@ -157,6 +165,21 @@ def test_a_port_in_use_closes_the_node(pair: NodePair) -> None:
         taken = KVEventsConfig(node.kv_events.endpoint, FREE, FREE)
         with pytest.raises(ConfigError, match="in use"):
             DecodeNode(make_pool(), DecodeConfig(control=QUICK, kv_events=taken))
+
+
+@pytest.mark.parametrize(
+    ("node", "config"), [(DecodeNode, DecodeConfig), (PrefillNode, PrefillConfig)]
+)
+def test_a_policy_serves_the_next_node_where_the_last_part_of_one_failed(
+    node: Any, config: Any
+) -> None:
+    policy = LeastRecentlyUsed()
+    events = replace(EVENTS, endpoint="tcp://0.0.0.0:*")
+    with pytest.raises(ConfigError, match="network_is_isolated"):
+        node(make_pool(), config(control=QUICK, policy=policy, kv_events=events))
+    assert not node_threads()
+    with node(make_pool(), config(control=QUICK, policy=policy)):
+        pass
 
 
 def test_a_node_publishes_beyond_loopback_on_an_isolated_network_alone() -> None:
