@@ -42,7 +42,8 @@ class ControlInbox(Generic[Input, E]):
 
     def on(self, what: Input, now_s: float) -> list[E]:
         """Take one input and return what to do about it, in order. An exception ends the item that
-        raised it, and no other: a `Raised` says so, and the room that a frame names ends."""
+        raised it, and no other, nor what it has said: a `Raised` says so, and the room that a frame
+        names ends."""
         if type(what) not in self.INPUTS:
             raise InternalError(f"{type(self).__name__} takes no {type(what).__name__}")
         self._out = []

@@ -681,11 +681,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def has_results(self) -> bool:
         """True if a `pop_*` call returns something, or may admit. O(1)."""
         complete = self.arriving.num_complete
-        if self._failed or self._attempts.asks or complete or self.waiting.may_admit:
-            return True
-        if self._admitted:  # by a call that raised
-            return True
-        return bool(self.computing.new(self.arriving.local))
+        # Admitted: by a call that raised.
+        left = self._failed or self._admitted or self._attempts.asks or complete
+        return bool(left or self.waiting.may_admit or self.computing.new(self.arriving.local))
 
     @property
     def idle(self) -> bool:

@@ -116,10 +116,6 @@ class Workers:
 
     # --- pages in their power ---------------------------------------------------------------------
 
-    def pages(self, address: str) -> int:
-        """Return the number of pages that count against a worker's share."""
-        return self.of(address).num_pages
-
     def owners(self) -> list[str]:
         """Return the addresses of workers with pages in their power, at most 8."""
         return sorted({worker.address for worker in self._of_room.values()})[:8]

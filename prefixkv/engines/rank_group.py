@@ -1,5 +1,5 @@
-"""Transfers of a server with a process per rank; the ranks gather addresses and ids at the start.
-And their events."""
+"""Transfers of a server with a process per rank; the ranks gather addresses and ids at the start,
+and take events all together."""
 
 from __future__ import annotations
 

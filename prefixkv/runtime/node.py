@@ -245,7 +245,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
           named has ended. The log has it: report it.
         - `handshakes_refused`: Peers that do not fit.
         - `peers_proved_dead`: Peers that were fenced since they are proved dead.
-        - `peers_unreachable`: Peers that NIXL could not reach.
+        - `peers_unreachable`: Peers that a transport could not reach.
         - `log_errors`: What handlers of the logs of peers and frames have raised.
         - `control_errors`: Steps of the control thread that failed. The next call raises
           `InternalError`: report it.

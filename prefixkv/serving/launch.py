@@ -105,7 +105,7 @@ class Kept:
 
 
 class Child(Kept):
-    """As a child process.
+    """A worker as a child process.
 
     Args:
         environ: its whole environment, with its settings.

@@ -9,7 +9,7 @@
 
 A proxy writes `chat NAME`, `routing`, `decode` and `prefill`. W3C headers carry the context. The
 standard variables of OpenTelemetry turn it on (`asked_by`); without them no span is written, and
-the context of a client that is traced goes on as it came. A node's spans are made from the request
+the context of a client that is traced goes on. A node's spans are made from the request
 log once its request has ended, so that no step waits.
 """
 

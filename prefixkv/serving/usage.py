@@ -97,19 +97,24 @@ def _part(parsed: dict[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _decoded(answer: bytes) -> dict[str, Any] | None:
+def _decoded(answer: bytes, kind: Any = dict[str, Any]) -> Any:
     """Return an answer or event as a JSON object; None if it is none."""
     try:
-        parsed = msgspec.json.decode(answer)
+        return msgspec.json.decode(answer, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return parsed if isinstance(parsed, dict) else None
+
+
+class _WithUsage(msgspec.Struct):
+    """All else is skipped, and not built: an answer may have 64 MiB."""
+
+    usage: dict[str, Any] | None = None
 
 
 def counts_of(answer: bytes) -> dict[str, int]:
     """Return the tokens that an answer, or an event, reports, by their names in the request log."""
-    usage = _part(_decoded(answer) or {}, "usage")
-    if not usage:
+    report = _decoded(answer, _WithUsage)
+    if report is None or not (usage := report.usage):
         return {}
     counts = {
         "prompt_tokens": usage.get("prompt_tokens", 0),

@@ -3,8 +3,8 @@ reports how each write ended.
 
 `nixl/`, `shm/` and the tests' fabric keep it, and one test suite holds them to it. A
 call queues and returns at once, from any thread. Events come through the `sink` given at
-construction, one call at a time, from a thread of the transport's own (in the fake: from the caller
-that steps it).
+construction, one call of each transport at a time, from a thread of its own (in the fake: from the
+caller that steps it).
 
 A write passes three points: *posted* (NIXL has it; it can no longer be called back), *ended* (DONE,
 or an error), and the job as a whole is *drained* when none of its writes can land any more. An

@@ -329,7 +329,7 @@ class AdmissionDay:
     def _is_limited(self, req: DecodeRequest, waiting: Iterable[DecodeRequest]) -> bool:
         """Its worker has pages in its power, and with those it needs these are above its share; or
         that is so of one that stands before it in the same line."""
-        has = self.scheduler.workers.pages(req.prefill)
+        has = self.scheduler.workers.of(req.prefill).num_pages
         before = [
             other
             for other in waiting

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from starlette.requests import Request
@@ -40,22 +40,21 @@ async def fronted(
         return StreamingResponse(signs())
 
     routes = [Route("/generate", generate, methods=["POST"]), Route("/events", events)]
-    worker = HttpServer(make_app(routes), "127.0.0.1", 0, Limits())
-    await worker.start()
-    fleet = Fleet()
-    for role in ("prefill", "decode"):
-        fleet.add(
-            WorkerInfo(
-                role=role, name=role, url=worker.url, status_url="", endpoint="tcp://127.0.0.1:1",
-                model="small", identity="small", page_size=16, num_pages=1024, context=context,
-                vocab_size=516, life=role, pid=1,
-            )
-        )  # fmt: skip
-    front = Front(fleet, texts, "small", ListenSettings(port=0, status_port=0), **more)
-    await front.server.start()
-    await front.status.start()
-    try:
+    async with AsyncExitStack() as stack:
+        worker = HttpServer(make_app(routes), "127.0.0.1", 0, Limits())
+        await worker.start()
+        stack.push_async_callback(worker.stop, 0)
+        fleet = Fleet()
+        for role in ("prefill", "decode"):
+            fleet.add(
+                WorkerInfo(
+                    role=role, name=role, url=worker.url, status_url="", endpoint="tcp://127.0.0.1:1",
+                    model="small", identity="small", page_size=16, num_pages=1024, context=context,
+                    vocab_size=516, life=role, pid=1,
+                )
+            )  # fmt: skip
+        front = Front(fleet, texts, "small", ListenSettings(port=0, status_port=0), **more)
+        stack.push_async_callback(front.stop, 0)
+        await front.server.start()
+        await front.status.start()
         yield front, asked
-    finally:
-        await front.stop(0)
-        await worker.stop(0)

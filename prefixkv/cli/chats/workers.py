@@ -38,8 +38,8 @@ class ModelWorkerError(PrefixKVError):
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """Outcome of one request. Of its prompt, the KV of the first `hit_tokens` was cached on decode
-    (`host_tokens` of these in its host memory), and that of the next `shared_tokens` was arriving
+    """Outcome of one request. Of its prompt, the KV of the first `hit_tokens` was cached on decode,
+    and that of the next `shared_tokens` was arriving
     there for another request. Prefill had that of the first `prefill_hit_tokens` cached."""
 
     prompt: list[int]
@@ -50,7 +50,6 @@ class ChatAnswer:
     shared_tokens: int = 0
     ttft_s: float = 0.0  # from when it was sent to its first token
     itl_s: list[float] = field(default_factory=list)  # between two of its tokens
-    host_tokens: int = 0
 
     @property
     def computed_tokens(self) -> int:
@@ -168,7 +167,6 @@ class ModelWorkers:
                     answer.hit_tokens = output.hit_tokens
                     answer.prefill_hit_tokens = output.prefill_hit_tokens
                     answer.shared_tokens = output.shared_tokens
-                    answer.host_tokens = output.host_tokens
         except ApiError as error:
             raise ModelWorkerError(f"request {rid}: {error}") from None
         return answer

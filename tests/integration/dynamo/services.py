@@ -10,14 +10,14 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from benchmarks.ports import free_port
+from prefixkv.runtime.one_thread import Closing
 from tests.support.patience import PATIENCE_S
 
 
-class Process:
+class Process(Closing):
     """One that is ended with the `with` that it lives in."""
 
     def __init__(self, command: list[str], log: Path, **more: Any) -> None:
@@ -25,18 +25,7 @@ class Process:
         with log.open("wb") as file:
             self.process = subprocess.Popen(command, stderr=file, text=True, **more)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.kill()
-
-    def kill(self) -> None:
+    def close(self) -> None:
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -72,7 +61,7 @@ class Service(Process):
                 return
             except OSError:
                 if self.process.poll() is not None or time.monotonic() > end_s:
-                    self.kill()
+                    self.close()
                     raise NotStartedError(self.log.read_text()[-2000:]) from None
                 time.sleep(0.1)
 

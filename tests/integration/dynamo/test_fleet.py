@@ -125,7 +125,7 @@ class Fleet:
         try:
             self.services.append(Selector(PYTHON, folder))
         except BaseException:
-            self.services[0].kill()
+            self.services[0].close()
             raise
         self.workers = [self.worker(1), self.worker(2, queue_batches=20, keep_batches=30)]
         for service in self.services:
@@ -186,7 +186,7 @@ class Fleet:
         self.tap.closing = True
         self.tap.join()
         for process in (*self.workers, *self.services):
-            process.kill()
+            process.close()
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_they_agree_after_a_worker_was_killed(fleet: Fleet) -> None:
     killed = fleet.workers[0]
     killed.begin(do="run", num_operations=10**9, seed=3, per_second=1e9, flushes=0)
     time.sleep(1.0)
-    killed.kill()
+    killed.close()
     names = {"endpoint": "endpoint", "replay": "replay_endpoint", "snapshot": "snapshot_endpoint"}
     config = {names[name]: address for name, address in killed.where.items()}
     fleet.workers[0] = fleet.worker(1, **config)

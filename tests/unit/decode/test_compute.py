@@ -182,7 +182,7 @@ def test_where_prefill_was_told_it_is_refused_there() -> None:
 def test_no_share_of_prefills_is_taken() -> None:
     desk = Alone()
     desk.compute("a")
-    assert desk.scheduler.workers.pages("p") == 0
+    assert desk.scheduler.workers.of("p").num_pages == 0
 
 
 def test_what_wants_more_of_prefill_than_kv_is_not_computed() -> None:
@@ -468,10 +468,10 @@ def test_one_that_carries_on_alone_and_lacks_too_much_by_then_is_asked_of_its_wo
     assert desk.admit() == ["w2"]
     assert [type(one) for one in desk.commands()] == [OpenRoom]
     assert [ask.rid for ask in desk.scheduler.pop_needs_prefill()] == ["w2"]
-    assert desk.scheduler.workers.pages("p") == 3
+    assert desk.scheduler.workers.of("p").num_pages == 3
     desk.succeed(req.room_key)
     assert desk.transferred() == ["w2"]
-    assert desk.scheduler.workers.pages("p") == 0
+    assert desk.scheduler.workers.of("p").num_pages == 0
 
 
 def test_what_waits_goes_back_to_prefill_when_it_answers_again() -> None:

@@ -194,7 +194,13 @@ def test_a_share_of_the_pool_is_of_the_worker_that_is_asked() -> None:
     desk = Desk(max_retries=1, retarget=lambda req, error: "q")
     req = desk.add("a", 8)
     desk.admit()
-    assert (desk.scheduler.workers.pages("p"), desk.scheduler.workers.pages("q")) == (2, 0)
+    assert (desk.scheduler.workers.of("p").num_pages, desk.scheduler.workers.of("q").num_pages) == (
+        2,
+        0,
+    )
     desk.fail(req.room_key, drained=True)
     desk.admit()
-    assert (desk.scheduler.workers.pages("p"), desk.scheduler.workers.pages("q")) == (0, 2)
+    assert (desk.scheduler.workers.of("p").num_pages, desk.scheduler.workers.of("q").num_pages) == (
+        0,
+        2,
+    )

@@ -42,7 +42,7 @@ def test_what_came_back_by_success_counts_no_more() -> None:
     d.finish(second)
     d.add("x", 12, 4, prefill="a")
     assert d.admit() == ["x"]
-    assert d.scheduler.workers.pages("a") == 3
+    assert d.scheduler.workers.of("a").num_pages == 3
 
 
 def test_what_waits_for_its_share_is_looked_at_as_soon_as_some_of_it_is_back() -> None:

@@ -41,7 +41,7 @@ def test_a_worker_that_stalls_has_its_share_of_the_pool_and_another_serves(
         for i, rid in enumerate(served):
             submit(rid, 20 + i)
         step_until(*served)
-        in_power = pair.decode.workers.pages(pair.prefill.endpoint)
+        in_power = pair.decode.workers.of(pair.prefill.endpoint).num_pages
         assert 0 < in_power <= NUM_PAGES // 2
         assert pair.decode.waiting
         pair.p.hold = False
