@@ -1,0 +1,184 @@
+"""Large bodies, connections that stall and bytes that are no HTTP, to a real server: they cost no
+memory, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import resource
+import selectors
+import socket
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+
+from tests.support.patience import PATIENCE_S, until
+from tests.support.served import Expected, Serve, at_rest, client_of
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Once upon a time"}]
+MIB = 1 << 20
+
+
+def is_served(client: openai.OpenAI, expected: Expected) -> None:
+    answer = client.chat.completions.create(
+        model="small", messages=HELLO, max_tokens=4, temperature=0
+    )
+    assert answer.choices[0].message.content == expected.chat(HELLO, 4)
+
+
+def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text[:300]
+    return answer.json()["error"]
+
+
+def asked(**more: Any) -> bytes:
+    good = {"model": "small", "messages": HELLO, "max_tokens": 2, "temperature": 0}
+    return json.dumps({**good, **more}).encode()
+
+
+def test_bodies_of_100_mb_are_refused_and_cost_no_memory(
+    serve: Serve, client: openai.OpenAI, expected: Expected
+) -> None:
+    http = httpx.Client(base_url=serve.url.removesuffix("/v1"), timeout=PATIENCE_S)
+
+    def chunks(num: int) -> Iterator[bytes]:
+        for _ in range(num):
+            yield b"x" * MIB
+
+    with open(f"/proc/{serve.process.pid}/clear_refs", "w") as refs:
+        refs.write("5")  # its peak begins here: what it has had for others hides nothing
+    most = peak_bytes(serve.process.pid)
+    for _ in range(3):
+        assert refused(http.post(CHAT, content=chunks(100)), 413)["code"] == "request_too_large"
+        big = b'{"model":"' + b"x" * (100 * MIB) + b'"}'
+        assert refused(http.post(CHAT, content=big), 413)["code"] == "request_too_large"
+    assert peak_bytes(serve.process.pid) - most < 64 * MIB
+    # As large as is taken: prompts that are too long, told by their length or by their tokens.
+    for said in ("word " * (3 * MIB), "\U0001f600" * 20_000):
+        body = asked(messages=[{"role": "user", "content": said}])
+        assert refused(http.post(CHAT, content=body))["code"] == "context_length_exceeded"
+    assert peak_bytes(serve.process.pid) - most < 128 * MIB
+    http.close()
+    is_served(client, expected)
+    at_rest(serve)
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process has had."""
+    with open(f"/proc/{pid}/status") as status:
+        found = re.search(r"VmHWM:\s+(\d+) kB", status.read())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+class Stalled:
+    """Connections that were begun, and that nothing more is done with. Leaving closes them."""
+
+    def __init__(self, serve: Serve) -> None:
+        parts = urlsplit(serve.url)
+        self._address = parts.hostname, parts.port
+        self._sockets: list[socket.socket] = []
+        self._told: dict[socket.socket, bytes] = {}  # what came back
+
+    def __enter__(self) -> Stalled:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sock in self._sockets:
+            sock.close()
+
+    def open(self, num: int, sent: bytes) -> None:
+        for _ in range(num):
+            sock = socket.socket()
+            self._sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # little is taken unread
+            sock.settimeout(PATIENCE_S)
+            sock.connect(self._address)
+            sock.sendall(sent)
+
+    def trickle(self, sent: bytes) -> None:
+        """A little more on each."""
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.send(sent)
+
+    def num_closed(self) -> int:
+        """How many the server has closed, with an answer or without."""
+        selector = selectors.DefaultSelector()
+        for sock in self._sockets:
+            if sock.fileno() >= 0:
+                selector.register(sock, selectors.EVENT_READ)
+        for key, _ in selector.select(0):
+            with contextlib.suppress(BlockingIOError):
+                with contextlib.suppress(ConnectionResetError):
+                    while data := key.fileobj.recv(65536, socket.MSG_DONTWAIT):
+                        # The head and the body may come apart.
+                        told = self._told[key.fileobj] = self._told.get(key.fileobj, b"") + data
+                        assert told.startswith(b"HTTP/1.1 408 "[: len(told)])
+                key.fileobj.close()
+        selector.close()
+        return sum(sock.fileno() < 0 for sock in self._sockets)
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+
+
+def test_a_thousand_connections_that_stall_do_not_keep_others_from_being_served(
+    expected: Expected,
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+
+    def whole(num: int) -> bytes:
+        body = asked(stream=True, max_tokens=num)
+        return HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+
+    config = {"PREFIXKV_LIMITS_HEAD_TIMEOUT_S": "5", "PREFIXKV_LIMITS_BODY_TIMEOUT_S": "5"}
+    try:
+        with Serve(**config) as serve, client_of(serve) as client:
+            is_served(client, expected)
+            with Stalled(serve) as heads, Stalled(serve) as bodies, Stalled(serve) as answers:
+                heads.open(400, HEAD)
+                bodies.open(400, HEAD + b"content-length: 1000\r\n\r\n{")
+                is_served(client, expected)
+                answers.open(196, whole(8))  # as many as others ahead of one that reads
+                answers.open(4, whole(2000))  # more than the kernels take unread
+                is_served(client, expected)
+                heads.trickle(b"x")
+                bodies.trickle(b"x")
+                # They are shown out, however slowly they go on.
+                until(lambda: heads.num_closed() == 400)
+                until(lambda: bodies.num_closed() == 400)
+                is_served(client, expected)
+            at_rest(serve)
+            is_served(client, expected)
+            assert not [line for line in serve.err if "Traceback" in line]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_requests_that_are_no_http_are_refused(serve: Serve) -> None:
+    parts = urlsplit(serve.url)
+    for sent in (
+        b"\x16\x03\x01\x02\x00", b"\0" * 1000, b"GET\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n", HEAD + b"content-length: -1\r\n\r\n",
+        HEAD + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", HEAD + b"x: " + b"y" * 200_000,
+        HEAD + b"host: example.org\r\n\r\n", b"GET / HTTP/1.1\r\nhost: example.org\r\n\r\n",
+        b"OPTIONS /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\norigin: http://a\r\n"
+        b"access-control-request-method: POST\r\n\r\n",
+    ):  # fmt: skip
+        with socket.create_connection((parts.hostname, parts.port), PATIENCE_S) as sock:
+            got = b""
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(sent)
+                sock.shutdown(socket.SHUT_WR)
+                while data := sock.recv(65536):
+                    got += data
+        assert re.match(rb"HTTP/1.1 4\d\d ", got) or not got
+        assert b"access-control" not in got.lower()
