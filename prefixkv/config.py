@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Protocol, TypedDict
 
@@ -68,6 +68,16 @@ def check_version(version: str) -> str:
             f"weights_version: has {len(version)} characters, more than {MAX_VERSION_CHARS}"
         )
     return version
+
+
+# Of a setting that asks for a part of a node that the package may have been left without.
+_ORGAN: Final = {"organ": True}
+
+
+def organs_of(config: Any) -> list[tuple[str, Any]]:
+    """The settings that ask for such a part, with their values."""
+    named = (one.name for one in fields(config) if one.metadata.get("organ"))
+    return [(name, value) for name in named if (value := getattr(config, name)) is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,7 +514,7 @@ class DecodeConfig:
     record: Annotated[
         Annotated[str, Meta(min_length=1)] | Path | None,
         doc("File for a record of the traffic, for prefixkv replay."),
-    ] = None
+    ] = field(default=None, metadata=_ORGAN)
     """File to which the node writes its traffic, for `prefixkv replay`: lengths, times and salted
     hashes of blocks, no tokens. An existing file is kept as `PATH.1`."""
     record_bytes: Annotated[int, Meta(ge=4096, le=MAX_BYTES, extra={"unit": "bytes"})] = 64 << 20
@@ -525,7 +535,7 @@ class DecodeConfig:
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
     transport: TransportConfig = TransportConfig()
-    kv_events: KVEventsConfig | None = None
+    kv_events: KVEventsConfig | None = field(default=None, metadata=_ORGAN)
     """Publish the changes of the prefix cache, for routers. None: not."""
     compute: ComputeConfig | None = None
     """Let the engine compute prompts of which little is missing. None: prefill computes all.
@@ -625,7 +635,7 @@ class PrefillConfig:
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
     transport: TransportConfig = TransportConfig()
-    kv_events: KVEventsConfig | None = None
+    kv_events: KVEventsConfig | None = field(default=None, metadata=_ORGAN)
     """Publish the changes of the prefix cache, for routers; of several ranks the first publishes.
     None: not."""
     checkpoints: CountOrZero = 0

@@ -15,6 +15,10 @@ from prefixkv._lazy import homes_of, lazy_names
 if TYPE_CHECKING:
     from prefixkv.admission import AdmissionPolicy as AdmissionPolicy
     from prefixkv.admission import register_admission as register_admission
+    from prefixkv.assembly import DecodeGroup as DecodeGroup
+    from prefixkv.assembly import DecodeRank as DecodeRank
+    from prefixkv.assembly import PrefillGroup as PrefillGroup
+    from prefixkv.assembly import PrefillRank as PrefillRank
     from prefixkv.cache.events import NO_PARENT as NO_PARENT
     from prefixkv.cache.events import Change as Change
     from prefixkv.cache.events import CheckpointEvicted as CheckpointEvicted
@@ -104,13 +108,9 @@ if TYPE_CHECKING:
     from prefixkv.request import whole_number as whole_number
     from prefixkv.runtime.death import HeldLife as HeldLife
     from prefixkv.runtime.death import is_dead as is_dead
-    from prefixkv.runtime.decode_rank import DecodeRank as DecodeRank
-    from prefixkv.runtime.groups import DecodeGroup as DecodeGroup
-    from prefixkv.runtime.groups import PrefillGroup as PrefillGroup
     from prefixkv.runtime.host_copies import HostMemory as HostMemory
     from prefixkv.runtime.metrics import NodeCollector as NodeCollector
     from prefixkv.runtime.one_thread import Closing as Closing
-    from prefixkv.runtime.prefill_rank import PrefillRank as PrefillRank
     from prefixkv.runtime.transfers import MakeTransport as MakeTransport
     from prefixkv.runtime.transfers import secret_number as secret_number
     from prefixkv.settings import FILE as FILE
@@ -178,10 +178,8 @@ _HOMES = homes_of(
         "memory.mesh": "check_page_sizes",
         "memory.kv_pool": "check_device",
         # Several ranks.
-        "runtime.groups": "DecodeGroup PrefillGroup",
-        "runtime.decode_rank": "DecodeRank",
+        "assembly": "DecodeGroup DecodeRank PrefillGroup PrefillRank",
         "ranks.row_log": "RankLog",
-        "runtime.prefill_rank": "PrefillRank",
         # Processes: peers, their death, their metrics, threads.
         "protocol.ids": "PeerId",
         "protocol.messages": "PROTOCOL_VERSION ProcessLife",

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Generic, NamedTuple, Protocol, TypeVar, assert_never
 
-from prefixkv.config import Way
+from prefixkv.config import ControlConfig, Way
 from prefixkv.control.effects import (
     AddPeer,
     AgentDestroyed,
@@ -46,9 +46,10 @@ from prefixkv.control.lives import LostPeers, PeerChanges
 from prefixkv.errors import ClosedError, ConfigError, InternalError
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.host_copy import HostCopyDone
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.copies import CopySink, StagingCopies
-from prefixkv.runtime.death import Prover
 from prefixkv.runtime.logs import PeerLog
 from prefixkv.staging.receiver import Scatter, StagingReceiver
 from prefixkv.staging.sender import Gather, StagingSender
@@ -122,6 +123,30 @@ class Channel(Protocol[To]):
     def send(self, to: To, raw: bytes) -> None: ...
 
     def close(self, linger_s: float = 0.0) -> None: ...
+
+
+class Prover:
+    """Where nothing proves deaths: the fence of a peer is the caller's word alone.
+
+    A part that looks at processes overrides these; `Transfers.prover` makes it.
+    """
+
+    def __init__(
+        self, name: str, timing: ControlConfig, is_written_to: bool, tell: Callable[[PeerId], None]
+    ) -> None:
+        """`tell` takes each peer that is dead and has nothing on its way here. `is_written_to`:
+        peers write into memory of this process."""
+
+    @property
+    def life(self) -> ProcessLife | None:
+        """Identity of this process for Hello, None if it is not said."""
+        return None
+
+    def submit(self, peer: PeerId, life: ProcessLife) -> None:
+        """Have a peer's process looked at soon. No-op while that is under way."""
+
+    def close(self, *, ended: bool = True) -> None:
+        """Let the identity go, if writes have `ended`. Idempotent."""
 
 
 class ControlFailed(NamedTuple):

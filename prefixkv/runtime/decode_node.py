@@ -6,7 +6,6 @@ own threads (control, transport) are started here and joined by `close`.
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 
 from prefixkv.config import DecodeConfig
@@ -37,7 +36,6 @@ from prefixkv.runtime.rank_spec import (
     RankSpec,
     checked_config,
 )
-from prefixkv.runtime.record import Recorder
 from prefixkv.runtime.transfers import MakeTransport, secret_number
 from prefixkv.settings import check_callable
 
@@ -82,7 +80,6 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
     side = "decode"
     config: DecodeConfig
     transfers: DecodeTransfers
-    _recorder: Recorder | None = None
     _host: HostMemory | None = None
     _counters = _COUNTERS
 
@@ -118,6 +115,8 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         with ExitStack() as undo:
             if config.host_memory is not None:
                 self._host = memory = HostMemory(pool, config.host_memory, config.name)
+                # Copies that run end before `close` does: the caller may give the pool back then.
+                self.on_close(memory.close)
                 undo.callback(memory.close)
                 policy = config.host_memory.policy or config.policy
                 host = HostPages(memory.num_pages, policy, lambda: memory.ready_pages)
@@ -141,34 +140,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             self._leader = RankLeader(self, num_ranks, ranks, self.transfers.submit)
             self.peer_id = self.transfers.peer_id
             self._observe(decode_journal.timeline)
-            self._recorder = self._record(config, pool.layout.kv_bytes_per_token * num_ranks)
-            self._publish_events(config)
             undo.pop_all()
-
-    def _record(self, config: DecodeConfig, bytes_per_token: int) -> Recorder | None:
-        if config.record is None:
-            return None
-        page_size, now_s = self.pool.layout.page_size, time.monotonic()
-        recorder = Recorder(config, page_size, bytes_per_token, now_s)
-        log = self._request_log
-
-        def ended(req: DecodeRequest, now_s: float) -> None:
-            recorder.ended(req, now_s)
-            log(req, now_s)
-
-        self.journal.on_ended = ended
-        return recorder
-
-    def close(self) -> None:
-        """Close the node, its recorder last: that writes what waits. See `Node.close`."""
-        try:
-            super().close()
-        finally:
-            # Copies that run end first: the caller may give the pool back when this returns.
-            if self._host is not None:
-                self._host.close()
-            if self._recorder is not None:
-                self._recorder.close()
 
     def stats(self) -> dict[str, int]:
         """Return the counters of every node, and of decode alone:
@@ -209,8 +181,6 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
           number. A few after aborts are usual.
         """
         stats = super().stats()
-        if (recorder := self._recorder) is not None:
-            stats |= {"recorded": recorder.recorded, "record_lost": recorder.lost}
         host, points = self.host, self.points
         stats |= {
             "cut_tokens": 0 if points is None else points.cut_tokens,

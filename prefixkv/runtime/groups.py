@@ -216,10 +216,6 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, bytes, PrefillEvent], 
         self.others = others
         self._watch()
 
-    @property
-    def num_ranks(self) -> int:
-        return 1 + len(self.others)
-
     def _pump(self) -> float:
         now_s = super()._pump()
         rooms = self._rank_rooms

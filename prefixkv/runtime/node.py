@@ -7,15 +7,15 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from prefixkv.cache.events import EventBatch
-from prefixkv.config import DecodeConfig, PageSettings, PrefillConfig
+from prefixkv.cache.events import EventBatch, EventFeed, Listener
+from prefixkv.config import DecodeConfig, PageSettings, PrefillConfig, organs_of
 from prefixkv.control.effects import To
 from prefixkv.errors import CallerError, ConfigError, InternalError, shown
-from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -57,7 +57,9 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
     transfers: Transfers[Command, To, E]
     peer_id: PeerId
     evictions: Histogram  # seconds that making room took
-    kv_events: KVEventPublisher | None = None
+    kv_events: Any = None  # the publisher of cache events, if there is one
+    # By setting, what puts in the part of a node that the setting asks for (`assembly.py`).
+    installers: ClassVar[dict[str, Callable[[Any, Any], None]]] = {}
     # Keys that `stats` has from the start, at 0.
     _counters: tuple[str, ...]
 
@@ -67,7 +69,12 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
     ) -> RankSpec:  # fmt: skip
         """Remember these; raise ConfigError for what does not fit together."""
         self.pool, self.state, self.config, self._ranks = pool, state, config, ranks
+        self._closing = ExitStack()
+        self.checks: list[Callable[[Request], object]] = []  # of a request that is added
+        self.more_stats: list[Callable[[], dict[str, int]]] = []
+        self._heard: list[EventFeed] = []
         spec = RankSpec.of(pool, config.model, mesh, state=state)
+        self.num_ranks = spec.mesh.num_ranks
         if ranks is not None:
             check_kind("ranks", ranks, RankLog)
         elif spec.mesh.num_ranks > 1:
@@ -95,10 +102,15 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         self._request_log = RequestLog(
             self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size)
         )
-        self.journal.on_ended = self._request_log
+        self.journal.on_ended.append(self._request_log)
         # A scheduler by itself, and pages, have no clock.
         pages.clock, self.evictions = time.perf_counter, pages.evictions
         self._feeds = self.feeds(self.peer_id)
+        # Last of all, what the config asks for besides.
+        for setting, value in organs_of(self.config):
+            if setting not in self.installers:
+                raise ConfigError(f"{setting}: this installation has no part for it")
+            self.installers[setting](self, value)
 
     def on_ended(self, listener: Callable[[dict[str, Any], float], object]) -> None:
         """Have the node call `listener(record, arrived_s)` for each request that ends from now on.
@@ -112,37 +124,31 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
             raise CallerError(f"{shown(listener)} cannot be called")
         self._request_log.listeners.append(listener)
 
-    def _publish_events(self, config: Config) -> None:
-        """Called last of all in a node's constructor. Raises ConfigError."""
-        if config.kv_events is None:
-            return
-        self.kv_events = KVEventPublisher(
-            config.kv_events,
-            self.peer_id,
-            config.model.model,
-            self.pool.layout.page_size,
-            has_host=len(self._feeds) > 1,
-            network_is_isolated=config.control.network_is_isolated,
-        )
-        for feed, listener in zip(self._feeds, (self.kv_events, self.kv_events.host), strict=False):
-            if listener is not None:
-                feed.listen(listener)
+    def on_change(self, *listeners: Listener) -> None:
+        """Hand the changes of each cache to a listener: of the pages, then of those behind them."""
+        self._heard = self._feeds
+        for feed, listener in zip(self._feeds, listeners, strict=True):
+            feed.listen(listener)
 
-    def _pass_on_events(self) -> None:
-        for feed in self._feeds:
-            feed.pass_on()
+    @property
+    def num_caches(self) -> int:
+        return len(self._feeds)
+
+    def on_close(self, close: Callable[[], object]) -> None:
+        """Call `close` once the transfer side has closed; what came last is called first."""
+        self._closing.callback(close)
 
     def _check_new(self, request: Request, num_pages: int, needs: str) -> None:
-        if self.kv_events is not None and request.cacheable:
-            self.kv_events.blocks.check(request.key.namespace)
+        for check in self.checks:
+            check(request)
         super()._check_new(request, num_pages, needs)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a `pop_*` may have something, at most `timeout_s`. Returns whether."""
         check_timeout(timeout_s)
         self._check_open()
-        if self.kv_events is not None:
-            self._pass_on_events()
+        for feed in self._heard:
+            feed.pass_on()
         if self.has_results:
             return True
         left_s = self.wake_s - time.monotonic()
@@ -271,7 +277,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         self._pump()
         page_manager, states = self.pages, self.pages.allocator.counts()
         slots, points = page_manager.slots, page_manager.checkpoints
-        return {
+        stats = {
             **dict.fromkeys(self._counters, 0),
             **self.counters,
             **self.transfers.stats(),
@@ -289,6 +295,9 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
             "checkpoint_slots": 0 if points is None else points.num_slots,
             "checkpoints_evicted": 0 if points is None else points.evicted,
         }
+        for more in self.more_stats:
+            stats |= more()
+        return stats
 
     def close(self) -> None:
         """Destroy the transport's agent, tell the peers, join every thread. Idempotent.
@@ -300,15 +309,14 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         try:
             self.transfers.close()
         finally:
-            if self.kv_events is not None:
-                self.kv_events.close()
+            self._closing.close()
 
     def _pump(self) -> float:
         """Take in what the control thread has to say; return the time. Every call of the engine
         begins with this. Raises InternalError for an exception there, with all events taken in."""
         now_s = time.monotonic()
-        if self.kv_events is not None:
-            self._pass_on_events()
+        for feed in self._heard:
+            feed.pass_on()
         if not self.transfers.pending:  # the usual case: nothing has come
             self._check_open()
             return now_s
@@ -331,8 +339,8 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         if self.has_results:
             # 2. The engine's poller comes back for what only a `pop_*` takes.
             self.transfers.notify()
-        if self.kv_events is not None:
-            self._pass_on_events()
+        for feed in self._heard:
+            feed.pass_on()
 
     def _check_open(self) -> None:
         self.transfers.check_open()

@@ -112,7 +112,6 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
             num_ranks = spec.mesh.num_ranks
             self._rank_rooms = None if ranks is None else PrefillRankRooms(num_ranks)
             self._observe(timeline)
-            self._publish_events(config)
             undo.pop_all()
 
     @property

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig, Way
@@ -27,7 +30,6 @@ from prefixkv.protocol.messages import (
 from prefixkv.ranks.row_log import RankSizes
 from prefixkv.settings import check_kind, check_whole
 from prefixkv.transport.nixl.ucx import loaded_libraries
-from prefixkv.transport.shm.wire import place_of
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
@@ -107,7 +109,7 @@ class RankSpec:
 
     @property
     def place(self) -> str:
-        """Where the shm transport may write from and to, "" for a device that it cannot."""
+        """Within which memory can be mapped, "" for a device that it cannot."""
         return place_of() if self.layout.device == "cpu" else ""
 
     @property
@@ -136,6 +138,16 @@ class RankSpec:
             libraries=loaded_libraries() if "nixl" in offers else Libraries(),
             place=self.place if offers.get("shm") else "",
         )
+
+
+def place_of() -> str:
+    """Return boot, network namespace and user of this process, "" where the kernel does not tell.
+    Between equal places memory can be mapped."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.stat("/proc/thread-self/ns/net").st_ino
+        return f"{boot} net {space} user {os.geteuid()}"
+    return ""
 
 
 def window_specs(pool: KVPool) -> list[WindowSpec]:

@@ -19,7 +19,6 @@ import contextlib
 import fcntl
 import mmap
 import os
-import pathlib
 import socket
 import struct
 from bisect import bisect_right
@@ -44,7 +43,6 @@ _MAX_ANSWER_BYTES: Final = 1 << 20
 TAGS_A_PACKET: Final = 256
 _DOOR: Final = "\0prefixkv-shm-"
 _CREDENTIALS: Final = struct.Struct("3i")
-_BOOT: Final = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 class ShmOffer(msgspec.Struct, frozen=True, array_like=True):
@@ -92,16 +90,6 @@ def read_offer(raw: bytes, peer: PeerId) -> ShmOffer:
     if (offer.name, offer.incarnation) != peer:
         raise HandshakeError("shm offer", peer, (offer.name, offer.incarnation), "is of another")
     return offer
-
-
-def place_of() -> str:
-    """Return boot, network namespace and user of this process, "" where the kernel does not tell.
-    Between equal places memory can be mapped."""
-    with contextlib.suppress(OSError):
-        boot = _BOOT.read_text().strip()
-        space = os.stat("/proc/thread-self/ns/net").st_ino
-        return f"{boot} net {space} user {os.geteuid()}"
-    return ""
 
 
 # --- sockets --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.receiver_machine import RoomDrained
 from prefixkv.request import Request
 from prefixkv.runtime.control_thread import ControlFailed
-from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
+from prefixkv.spi import DecodeGroup, PrefillGroup
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import tokens_of
 from tests.support.patience import lasting_address, returned, until

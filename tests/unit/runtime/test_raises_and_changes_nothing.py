@@ -15,12 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import CallerError, CapacityError, RequestError, shown
 from prefixkv.prefill.request import PrefillState
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.junk import JUNK, Broken, OwnError
 from tests.support.node_pair import left, make_pool, scheduling, tokens_of
 from tests.support.patience import PATIENCE_S, until

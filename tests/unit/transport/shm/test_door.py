@@ -22,6 +22,7 @@ from prefixkv.memory.kv_layout import ADDRESS_END
 from prefixkv.memory.shared import SharedBlock, block_of
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import TAG_BYTES, ChunkTag
+from prefixkv.runtime import rank_spec
 from prefixkv.transport.base import RankMemory, WriteDone
 from prefixkv.transport.shm import door as shm_door
 from prefixkv.transport.shm import wire as shm_wire
@@ -383,7 +384,7 @@ def test_blocks_lie_apart_and_ranges_inside_one(where: str) -> None:
 def test_the_place_is_the_kernels() -> None:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     space = os.stat("/proc/self/ns/net").st_ino
-    assert shm_wire.place_of() == f"{boot} net {space} user {os.geteuid()}"
+    assert rank_spec.place_of() == f"{boot} net {space} user {os.geteuid()}"
 
 
 @pytest.mark.parametrize(

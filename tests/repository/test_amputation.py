@@ -1,0 +1,121 @@
+"""An organ can be taken out: its files are deleted, and the lines of `assembly.py` that name it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 600
+
+ORGANS = {
+    "kv_events": ["kv_events"],
+    "record": ["runtime/record.py"],
+    "death": ["runtime/death.py"],
+    "shm": ["transport/shm"],
+}
+"""Paths below the package, by organ."""
+
+# Of the kernel alone, so that it runs whatever is away.
+MACHINE = "tests/unit/pages/test_manager.py::TestBooks"
+KERNEL_TESTS = ("cache", "pages", "decode", "prefill", "control", "protocol", "transport/nixl")
+
+
+def pruned(text: str, gone: Iterable[str]) -> str:
+    """`assembly.py` without the imports of modules below `gone`, and without the statements that
+    use what was imported.
+
+    >>> pruned("from a.b import c\\nfrom d import e\\ne.x = c\\ne.y = 1\\n", ["a"])
+    'from d import e\\ne.y = 1'
+    """
+    lost: set[str] = set()
+    kept = []
+    for node in ast.parse(text).body:
+        used = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+        if isinstance(node, ast.ImportFrom):
+            names = [alias.asname or alias.name for alias in node.names]
+            modules = [f"{node.module}.{name}" for name in names]
+            if any(f"{module}.".startswith(f"{one}.") for module in modules for one in gone):
+                lost |= {*names}
+                continue
+        if not used & lost:
+            kept.append(ast.unparse(node))
+    return "\n".join(kept)
+
+
+def imported(path: Path, root: Path) -> Iterator[str]:
+    """The modules that a file of the tests needs, through other files of them too."""
+    seen: set[Path] = set()
+    files = [path]
+    while files:
+        file = files.pop()
+        if file in seen or not file.is_file():
+            continue
+        seen.add(file)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for module in (node.module, *(f"{node.module}.{x.name}" for x in node.names)):
+                    yield module
+                    if module.split(".")[0] in ("tests", "benchmarks"):
+                        files.append((root / module.replace(".", "/")).with_suffix(".py"))
+
+
+def without(organs: Iterable[str], copy: Path) -> list[str]:
+    """Copy the package and its tests without these organs; return the modules that are gone."""
+    for name in ("prefixkv", "tests", "benchmarks"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    paths = [path for organ in organs for path in ORGANS[organ]]
+    for path in (copy / "prefixkv" / path for path in paths):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    gone = [f"prefixkv.{path.removesuffix('.py').replace('/', '.')}" for path in paths]
+    assembly = copy / "prefixkv" / "assembly.py"
+    assembly.write_text(pruned(assembly.read_text(), gone))
+    return gone
+
+
+def run(copy: Path, *args: str) -> str:
+    command = [sys.executable, *args]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def readme_example() -> str:
+    (code,) = re.findall(
+        r"```python\n(from prefixkv import.*?)```", (ROOT / "README.md").read_text(), re.S
+    )
+    return str(code)
+
+
+def check_alive(copy: Path) -> None:
+    assert "96 of 150 tokens hit" in run(copy, "-c", readme_example())
+    run(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", MACHINE)
+
+
+@pytest.mark.parametrize("organ", ORGANS)
+def test_without_one_organ_the_example_and_a_machine_run(organ: str, tmp_path: Path) -> None:
+    without([organ], tmp_path)
+    check_alive(tmp_path)
+
+
+@pytest.mark.slow
+def test_without_any_organ_the_tests_of_the_kernel_pass(tmp_path: Path) -> None:
+    gone = without(ORGANS, tmp_path)
+    check_alive(tmp_path)
+    needs = re.compile("|".join(rf"{re.escape(one)}(\.|$)" for one in gone))
+    files = [
+        path
+        for folder in KERNEL_TESTS
+        for path in (tmp_path / "tests/unit" / folder).rglob("test_*.py")
+    ]
+    kept = [str(path) for path in files if not any(map(needs.match, imported(path, tmp_path)))]
+    assert len(kept) > 0.8 * len(files)
+    run(tmp_path, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *kept)
