@@ -32,7 +32,7 @@ from benchmarks.replay import generated
 from benchmarks.report import JsonFile, check_json, tell, write
 from benchmarks.samples import COLD_BYTES, Samples, no_collector
 from prefixkv.cache.events import EventFeed
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY
+from prefixkv.spi import DEFAULT_POLICY
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cli.replay import replay_policy
 from prefixkv.config import DecodeConfig, KVEventsConfig, PrefillConfig

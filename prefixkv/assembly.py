@@ -6,6 +6,7 @@ leave one out, delete it and its lines here. `tests/repository/test_amputation.p
 
 from __future__ import annotations
 
+from prefixkv import policies as policies
 from prefixkv.kv_events import publisher
 from prefixkv.runtime import record
 from prefixkv.runtime.death import ProverThread

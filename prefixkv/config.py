@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from prefixkv.addresses import check_address
 from prefixkv.admission import AdmissionPolicy, explain_admission
-from prefixkv.cache.eviction.policy import Policy, explain_policy
+from prefixkv.cache.eviction.policy import Policy, default_policy, explain_policy
 from prefixkv.errors import ConfigError, shown
 from prefixkv.settings import (
     MAX_BYTES,
@@ -486,7 +486,7 @@ class DecodeConfig:
     Raise it if many requests are retracted; lower it if pages stay free while requests wait."""
     cache: Annotated[bool, doc("Keep and match prefixes.")] = True
     """Keep and match prefixes. Off is for comparison."""
-    policy: PolicyName = "adaptive"
+    policy: PolicyName = field(default_factory=default_policy)
     """Which cached pages are evicted first: a registered name, or a `Policy` object
     (`Adaptive(trust=20)`), which serves one cache."""
     admission: Annotated[
@@ -627,7 +627,7 @@ class PrefillConfig:
     """Requests that hold pages at once. Further ones wait as promised."""
     cache: Annotated[bool, doc("Keep and match prefixes.")] = True
     """Prefill's own prefix cache."""
-    policy: PolicyName = "adaptive"
+    policy: PolicyName = field(default_factory=default_policy)
     follow_s: SecondsOrZero = 1.0
     """A request whose prefix another request is computing waits for it, until nothing has been
     computed for this long. 0: each computes its own. At most `control.longest_wait_s`."""

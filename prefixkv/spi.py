@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from prefixkv.cache.eviction.ghosts import Ghost as Ghost
     from prefixkv.cache.eviction.ghosts import GhostPolicy as GhostPolicy
     from prefixkv.cache.eviction.ghosts import staircase as staircase
-    from prefixkv.cache.eviction.policy import DEFAULT_POLICY as DEFAULT_POLICY
     from prefixkv.cache.eviction.policy import Policy as Policy
     from prefixkv.cache.eviction.policy import Use as Use
     from prefixkv.cache.eviction.policy import explain_policy as explain_policy
@@ -98,6 +97,7 @@ if TYPE_CHECKING:
     from prefixkv.paging import page_table as page_table
     from prefixkv.paging import pages_for as pages_for
     from prefixkv.paging import slot_mapping as slot_mapping
+    from prefixkv.policies import DEFAULT_POLICY as DEFAULT_POLICY
     from prefixkv.protocol.host_copy import HostCopy as HostCopy
     from prefixkv.protocol.host_copy import HostCopyDone as HostCopyDone
     from prefixkv.protocol.ids import PeerId as PeerId
@@ -159,8 +159,8 @@ _HOMES = homes_of(
         "kv_events.publisher": "default_topic",
         # Eviction and admission policies.
         "cache.eviction.policy": """
-            DEFAULT_POLICY Policy Use explain_policy make_policy policy_names
-            register_policy""",
+            Policy Use explain_policy make_policy policy_names register_policy""",
+        "policies": "DEFAULT_POLICY",
         "cache.eviction.queues": "EvictionQueue LeafOrders",
         "cache.eviction.ghosts": "Ghost GhostPolicy staircase",
         "admission": "AdmissionPolicy register_admission",

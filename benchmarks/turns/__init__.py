@@ -31,7 +31,7 @@ from benchmarks.report import JsonFile, Row, check_json, tell, write
 from benchmarks.turns.options import LOAD_FRACTION, PassPlan, StandInOptions
 from benchmarks.turns.report import Measured
 from benchmarks.turns.workers import SWITCH_INTERVAL_S, Workers
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY
+from prefixkv.spi import DEFAULT_POLICY
 from prefixkv.cli.figures import CACHE_NAMES
 
 SMALL: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY
+from prefixkv.spi import DEFAULT_POLICY
 from prefixkv.cli.chats.workload import Workload, chat
 from prefixkv.cli.policies import policy_of
 from prefixkv.config import TransportConfig

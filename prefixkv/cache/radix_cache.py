@@ -27,7 +27,7 @@ from prefixkv.cache.events import (
     Cleared,
     TakenOut,
 )
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
+from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.eviction.queues import forget
 from prefixkv.cache.node import PAGE_ID_BYTES, TreeNode, Want
 from prefixkv.cache.radix_key import RadixKey, TokensLike
@@ -97,7 +97,7 @@ class RadixCache(RadixTree):
     def __init__(
         self,
         page_size: int = 16,
-        policy: str | Policy = DEFAULT_POLICY,
+        policy: str | Policy = "",
         pool_pages: int | None = None,
         errors: UserErrors | None = None,
     ) -> None:

@@ -3,15 +3,15 @@ attaching new pages and taking pages out. `radix_cache.py` builds the public cal
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from typing import ClassVar
 
 import numpy as np
 
 from prefixkv.cache import wants
 from prefixkv.cache.events import Change, Inserted
 from prefixkv.cache.eviction.guard import guarded
-from prefixkv.cache.eviction.hints import HintedQueue, Hints
-from prefixkv.cache.eviction.policy import Policy, Use, make_policy
+from prefixkv.cache.eviction.policy import Policy, SessionHints, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, Root, TreeNode, Want
 from prefixkv.cache.page_flags import PageFlags, Runs
@@ -35,6 +35,8 @@ class RadixTree:
             count, so a result of the same version is still right.
     """
 
+    make_hints: ClassVar[Callable[[Policy], SessionHints] | None] = None
+
     def __init__(
         self, page_size: int, policy: str | Policy, pool_pages: int | None, errors: UserErrors
     ) -> None:
@@ -56,7 +58,7 @@ class RadixTree:
             self.policy.release()
             raise
         self.policy, self._queue = guarded(self.policy, self._queue, errors, self._requeue)
-        self._hints: Hints | None = None  # from the first one on
+        self._hints: SessionHints | None = None  # from the first one on
         # Every evictable leaf stands in exactly one of two queues. `TreeNode.entry` says where.
         # Leaves on the path of a waiting request: they go last.
         self._wanted_queue = LeafHeap(self.policy.last_tick)
@@ -226,7 +228,7 @@ class RadixTree:
 
     def _new_queue(self) -> EvictionQueue:
         queue = self.policy.make_queue()
-        return queue if self._hints is None else HintedQueue(self.policy, self._hints, queue)
+        return queue if self._hints is None else self._hints.queue(self.policy, queue)
 
     def _requeue(self) -> EvictionQueue:
         queue = self._queue = self._new_queue()
@@ -238,11 +240,10 @@ class RadixTree:
 
     def _hint(self, mark: Mark, continues: bool) -> None:
         if self._hints is None:
-            hints = Hints(self.policy.promise_s, self.policy.reports_returns)
-            if self.policy.reports_returns:
-                self.policy.hears_returns(hints.came_back)
-            self._queue = HintedQueue(self.policy, hints, self._queue)
-            self._hints = hints
+            if self.make_hints is None:  # they are soft: without what keeps them none counts
+                return
+            self._hints = self.make_hints(self.policy)
+            self._queue = self._hints.queue(self.policy, self._queue)
         self._hints.note(self.policy.last_tick(mark), continues, self._now_s)
 
     # --- attaching -----------------------------------------------------------------------------

@@ -14,16 +14,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafRank
 from prefixkv.cache.node import Mark, TreeNode
 from prefixkv.errors import ConfigError
 from prefixkv.registry import Registry
-
-DEFAULT_POLICY = "adaptive"
-"""The policy that held up best in replays of unlike workloads (`adaptive.py`). It needs the
-time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -197,6 +193,22 @@ class Policy(ABC):
         return []
 
 
-_POLICIES: Registry[Policy] = Registry("policy", Policy)  # type: ignore[type-abstract]
+class SessionHints(Protocol):
+    """What keeps hints about sessions, and the order that they make."""
+
+    def queue(self, policy: Policy, queue: EvictionQueue) -> EvictionQueue:
+        """Return a queue of the policy's that heeds them. `queue` has the leaves so far."""
+
+    def note(self, tick: int, continues: bool, now_s: float) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+_POLICIES: Registry[Policy] = Registry("policy", Policy, "lru")  # type: ignore[type-abstract]
 register_policy, policy_names, make_policy = _POLICIES.add, _POLICIES.names, _POLICIES.make
-explain_policy = _POLICIES.explain
+explain_policy, use_by_default = _POLICIES.explain, _POLICIES.use_by_default
+
+
+def default_policy() -> str:
+    """Return the name of the policy where none is given."""
+    return _POLICIES.default
