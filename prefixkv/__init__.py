@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from prefixkv._lazy import homes_of, lazy_names
 
 if TYPE_CHECKING:
-    from prefixkv.cache.namespace import Namespace as Namespace
+    from prefixkv.cache.radix_key import Namespace as Namespace
     from prefixkv.config import ComputeConfig as ComputeConfig
     from prefixkv.config import ControlConfig as ControlConfig
     from prefixkv.config import CurveConfig as CurveConfig
