@@ -15,7 +15,7 @@ from prefixkv._lazy import homes_of, lazy_names
 if TYPE_CHECKING:
     from prefixkv.assembly import DecodeNode as DecodeNode
     from prefixkv.assembly import PrefillNode as PrefillNode
-    from prefixkv.cache.namespace import Namespace as Namespace
+    from prefixkv.cache.radix_key import Namespace as Namespace
     from prefixkv.config import ComputeConfig as ComputeConfig
     from prefixkv.config import ControlConfig as ControlConfig
     from prefixkv.config import CurveConfig as CurveConfig

@@ -60,7 +60,8 @@ class Registry(Generic[T]):
 
     def make(self, chosen: str | T) -> T:
         """Return a new object of the class named `chosen`, with default settings; for "" of the
-        default class; an object as it is. Raises ConfigError for an unknown name, or an object of another kind."""
+        default class; an object as it is. Raises ConfigError for an unknown name, or an object of
+        another kind."""
         if isinstance(chosen, str):
             chosen = chosen or self.default
             if why := self.explain(chosen):

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from prefixkv.cache.eviction.policy import register_policy as register_policy
     from prefixkv.cache.eviction.queues import EvictionQueue as EvictionQueue
     from prefixkv.cache.eviction.queues import LeafOrders as LeafOrders
-    from prefixkv.cache.namespace import shortened as shortened
     from prefixkv.cache.node import TreeNode as TreeNode
     from prefixkv.cache.page_flags import packed_range as packed_range
     from prefixkv.cache.page_flags import page_runs as page_runs
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from prefixkv.cache.radix_key import TOKEN_LIMIT as TOKEN_LIMIT
     from prefixkv.cache.radix_key import RadixKey as RadixKey
     from prefixkv.cache.radix_key import common_pages as common_pages
+    from prefixkv.cache.radix_key import shortened as shortened
     from prefixkv.cache.results import InsertResult as InsertResult
     from prefixkv.cache.results import MatchResult as MatchResult
     from prefixkv.cache.results import PrefixLock as PrefixLock

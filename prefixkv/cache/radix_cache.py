@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from prefixkv.cache import audit, dump, wants
+from prefixkv.cache import audit
 from prefixkv.cache.events import (
     Change,
     CheckpointEvicted,
@@ -514,7 +514,7 @@ class RadixCache(RadixTree):
             self._log.append(Cleared())
         # Waiting requests begin again at the top of their namespaces.
         for want in self._wants.values():
-            wants.attach(want, self._root(want.namespace), 0)
+            want.attach(self._root(want.namespace), 0)
         return self._taken_out(freed)
 
     # --- hints, all of them soft -----------------------------------------------------------------
@@ -566,7 +566,7 @@ class RadixCache(RadixTree):
         self._last_want += 1
         want = Want(match.data, match.namespace, self._page_bytes)
         self._wants[self._last_want] = want
-        wants.attach(want, node, depth)
+        want.attach(node, depth)
         return self._last_want
 
     def unwant(self, number: int) -> None:
@@ -576,7 +576,7 @@ class RadixCache(RadixTree):
         want = self._wants.pop(number, None)
         if want is None:
             raise CallerError(f"want {shown(number)} is not here, {len(self._wants)} others are")
-        home = wants.detach(want)
+        home = want.detach()
         if home.parent is None:
             self._drop_root_if_idle(home)
         elif not home.children and not home.lock_ref:
@@ -643,12 +643,12 @@ class RadixCache(RadixTree):
         """Return the tree as text, one node per line: depth, tokens, lock_ref, age in uses, and
         what the policy adds."""
         max_nodes = whole_count("max_nodes", max_nodes)
-        return "\n".join(dump.lines(self, max_nodes))
+        return "\n".join(audit.dump(self, max_nodes))
 
     def check_invariants(self) -> None:
         """Raise InternalError, with every broken law and the state. O(tree)."""
         if broken := audit.broken_laws(self, self._locks, self._epoch):
-            check_laws(dict.fromkeys(broken, False), self.stats(), audit.picture(self))
+            check_laws(dict.fromkeys(broken, False), self.stats(), "\n" + self.dump())
 
     # --- shared ----------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ from prefixkv.protocol.messages import (
     ProcessLife,
     Topology,
 )
-from prefixkv.staging.cut import LeaseCut
+from prefixkv.staging.leases import LeaseCut
 from prefixkv.staging.receiver import StagingPlan
 from prefixkv.transport.base import PeerMemory
 

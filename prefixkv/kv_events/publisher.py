@@ -28,8 +28,7 @@ from prefixkv.cache.events import Change, Cleared, stored_pages
 from prefixkv.config import KVEventsConfig
 from prefixkv.connections import Newcomers, set_bounds
 from prefixkv.errors import ConfigError
-from prefixkv.kv_events.blocks import BlockEvents
-from prefixkv.kv_events.stream import Batch, EventStream
+from prefixkv.kv_events.stream import Batch, BlockEvents, EventStream
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.runtime.node import Node

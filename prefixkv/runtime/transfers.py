@@ -23,9 +23,8 @@ from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig, Way, c
 from prefixkv.control.effects import To
 from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ClosedError, InternalError, RequestError, shown, travels
-from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.kv_pool import KVPool, StagingBuffer
 from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.staging_buffer import StagingBuffer
 from prefixkv.protocol.commands import Fence, MoveWeights
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId, RoomKey

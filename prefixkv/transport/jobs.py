@@ -14,8 +14,7 @@ from prefixkv.paging import Pages, checked_pages
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import Sink, WriteDone, WriteFailed, WriteJob
-from prefixkv.transport.routes import Routes
-from prefixkv.transport.runs import Part, Runs, cut_parts, next_indices
+from prefixkv.transport.runs import Part, Routes, Runs, cut_parts, next_indices
 
 _MAX_PARTS = 2**16 - 1  # a tag counts parts in 16 bits
 _PARTS_AHEAD = 16  # parts that `ActiveJob.next_post` works out at once

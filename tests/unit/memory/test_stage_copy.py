@@ -23,10 +23,9 @@ from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh, Shard, sent_share, sent_shares
 from prefixkv.memory.stage_copy import StagingCopy, staging_copy
-from prefixkv.memory.stage_plan import StagePlan
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagePlan, StagingArea
 from prefixkv.paging import unit_pages
-from prefixkv.staging.cut import LeaseCut
+from prefixkv.staging.leases import LeaseCut
 from tests.support.engine_tensors import DTYPES
 from tests.support.mesh_pools import ORDERS, mesh_layout, shards
 from tests.support.rank_memory import Memory

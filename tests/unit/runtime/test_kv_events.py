@@ -11,8 +11,7 @@ import pytest
 from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.events import page_keys
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
-from prefixkv.cache.namespace import Namespace
-from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.radix_key import Namespace, RadixKey
 from prefixkv.config import (
     CurveConfig,
     DecodeConfig,
