@@ -3,14 +3,14 @@ attaching new pages and taking pages out. `radix_cache.py` builds the public cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import ClassVar
 
 import numpy as np
 
 from prefixkv.cache.events import Change, Inserted
 from prefixkv.cache.eviction.guard import guarded
-from prefixkv.cache.eviction.policy import Policy, SessionHints, Use, make_policy
+from prefixkv.cache.eviction.policy import MakeHints, Policy, SessionHints, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, Root, TreeNode, Want
 from prefixkv.cache.page_flags import PageFlags, Runs
@@ -34,7 +34,7 @@ class RadixTree:
             count, so a result of the same version is still right.
     """
 
-    make_hints: ClassVar[Callable[[Policy], SessionHints] | None] = None
+    make_hints: ClassVar[MakeHints | None] = None
 
     def __init__(
         self, page_size: int, policy: str | Policy, pool_pages: int | None, errors: UserErrors

@@ -204,6 +204,12 @@ class SessionHints(Protocol):
     def clear(self) -> None: ...
 
 
+class MakeHints(Protocol):
+    """What makes them for the policy of one cache."""
+
+    def __call__(self, policy: Policy, /) -> SessionHints: ...
+
+
 _POLICIES: Registry[Policy] = Registry("policy", Policy, "lru")  # type: ignore[type-abstract]
 register_policy, policy_names, make_policy = _POLICIES.add, _POLICIES.names, _POLICIES.make
 explain_policy, use_by_default = _POLICIES.explain, _POLICIES.use_by_default
