@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
