@@ -519,7 +519,7 @@ class RadixCache(RadixTree):
 
     # --- hints, all of them soft -----------------------------------------------------------------
 
-    def hint(self, target: MatchResult | PrefixLock | TreeNode, continues: bool | None) -> None:
+    def hint(self, target: MatchResult | PrefixLock, continues: bool | None) -> None:
         """Note whether the session that used `target` last will continue; soft, it changes only the
         order of evictions.
 
@@ -531,9 +531,7 @@ class RadixCache(RadixTree):
         check_flag("continues", continues, or_none=True)
         # 1. Find the place. A lock of an earlier epoch, or after its end, may point to where
         #    nothing is.
-        if isinstance(target, TreeNode):
-            node, depth = target, target.end
-        elif isinstance(target, PrefixLock):
+        if isinstance(target, PrefixLock):
             if target.cache is not self:
                 raise LockError("the lock is another cache's")
             node, depth = target.node, target.prefix_len // self.page_size

@@ -409,7 +409,7 @@ class PageManager:
             on_cached()
         # Before `drop`, which ends the lock that says where the use ended.
         if continues is not None and pages.lock is not None and pages.epoch == self.epoch:
-            self.cache.hint(pages.lock.node, continues=continues)
+            self.cache.hint(pages.lock, continues)
         self.drop(pages)
 
     def _can_cache(self, pages: RequestPages) -> bool:

@@ -149,7 +149,6 @@ def paired_runs(
     if src.opaque:
         check_equal("num_heads", src.num_kv_heads, src_part.num_heads)
     check_page_sizes(src.page_size, dst.page_size)
-    dst = dst.sized()
     dst.validate()
 
     # 2. The smallest pieces of both sides, both in the order of the source's addresses.

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, Protocol, Self, cast
+from dataclasses import dataclass
+from typing import Protocol
 
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafRank
 from prefixkv.cache.node import Mark, TreeNode
@@ -106,26 +105,6 @@ class Policy(ABC):
     def release(self) -> None:
         """Serve no cache: the one that was to be built could not be."""
         self._serves_a_cache = False
-
-    def another(self) -> Self:
-        """Return a policy with the same settings that serves no cache: for another rank.
-
-        Raises ConfigError if this one serves a cache and is no dataclass, or its constructor does
-        not take its fields.
-        """
-        # One that has not served has learnt nothing, so a copy of it is another.
-        if not self._serves_a_cache:
-            return deepcopy(self)
-        # The fields of a dataclass are its settings: `replace` builds a fresh object from them.
-        try:
-            if is_dataclass(self):
-                return cast("Self", replace(cast("Any", self)))
-        except TypeError as error:  # a subclass has a constructor of its own
-            raise ConfigError(
-                f"policy {self.name!r} serves a cache already, and is not made of its fields: "
-                f"{error}"
-            ) from None
-        raise ConfigError(f"policy {self.name!r} serves a cache already, and is no dataclass")
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:  # noqa: B027
         """Learn the sizes of the cache, before its first use. Called once."""
