@@ -295,7 +295,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     def _tick(self, tick: Tick, now_s: float) -> None:
         def look(key: str | RoomKey) -> None:
             if isinstance(key, str):
-                self._links.tick(key, now_s)
+                self._links.tick(key, lambda link: bool(self._rooms.at(link)), now_s)
                 # No connection for too long: the rooms that wait there fail.
                 link = self._links.get(key)
                 if link and (why := self._links.gone(link, self._lives.how, now_s)):
@@ -500,7 +500,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
 
     def _promote(self, link: Link, now_s: float) -> None:
         for leader in self._links.leaders(link):
-            if leader.waiting and leader.ready:
+            if leader.has_waiting and leader.ready:
                 self._promote_rooms(leader, now_s)
             # The scheduler waits to hear that this worker is ready.
             if self._asked_workers.get(leader.address) is False:
@@ -540,22 +540,20 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         links = self._ranks_ready(leader, now_s)
         if links is None:
             return
-        for key in list(leader.waiting):
-            room = self._rooms[key]
-            # Out of the queue first: if what follows raises, it must not be done a second time.
-            leader.waiting.pop(key, None)
-            # From here on the room belongs to these processes, whatever answers on the links later.
-            # `peers` is set before the promise is sent, so that an answer finds its room.
+        for room in self._rooms.waiting(leader):
+            # From here on the room belongs to these processes, whatever answers on the links later,
+            # and waits no more: if what follows raises, it must not be done a second time. `peers`
+            # is set before the promise is sent, so that an answer finds its room.
             room.links = links
             for rank, link in links.items():
                 assert link.peer is not None
                 room.peers[rank] = link.peer
-                link.rooms.add(key)
             # Staging knows the room before the promise is out: a lease may be asked for right away.
             if leader.plan is not None and not room.poll.ended:
                 assert self.staging is not None
                 self.say_all(self.staging.open(room.promise, self._page_size, leader.plan))
             self._rooms.on(room, receiver.PeerReady(tuple(links)), now_s)
+        leader.has_waiting = False
 
     def _refuse_peer(
         self,
@@ -580,11 +578,10 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         self.news.say(kind, link.peer or link.address, str(error))
         # `close` below removes the link, so its leaders are collected first, each once.
         for leader in dict.fromkeys((link, *self._links.leaders(link))):
-            # A copy, since a failed room leaves `waiting`.
-            for key in list(leader.waiting):
-                self._rooms.on(self._rooms[key], Fail(error, tell=False), now_s)
+            for room in self._rooms.waiting(leader):
+                self._rooms.on(room, Fail(error, tell=False), now_s)
             self._lose_worker(leader.address, error)
-        if any(link.peer in self._rooms[key].peers.values() for key in link.rooms):
+        if any(link.peer in room.peers.values() for room in self._rooms.at(link)):
             self._links.suspend(link, now_s)  # it has pages of ours: only its word can drain them
         else:
             self._links.close(link, now_s)

@@ -25,7 +25,7 @@ from prefixkv.control.effects import (
 from prefixkv.control.inbox import ControlInbox
 from prefixkv.control.lives import DeathWatch, PeerClock, Stamper
 from prefixkv.errors import FormerLifeError, PeerLostError
-from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import (
     AnyBody,
     Fenced,
@@ -51,8 +51,8 @@ class Link:
     and False while it has to be repeated. `rank_addresses` has the addresses, by rank, that a room
     of this leader is promised to; `leaders` are the addresses of the links that have this one among
     theirs. `nonce` is that of the last HelloWanted. `is_local`: the address is on this machine.
-    `plan` says how the ranks of this leader stage what they write to us, once `planned`. `rooms`
-    are those that hold on to this link; `waiting` those to be promised, in the order of admission.
+    `plan` says how the ranks of this leader stage what they write to us, once `planned`.
+    `has_waiting`: rooms of this leader may still be to be promised.
     """
 
     address: str
@@ -70,8 +70,7 @@ class Link:
     leaders: set[str] = field(default_factory=set)
     nonce: int = 0
     is_local: bool = False
-    rooms: set[RoomKey] = field(default_factory=set)
-    waiting: dict[RoomKey, None] = field(default_factory=dict)
+    has_waiting: bool = False
 
     @property
     def known(self) -> int:
@@ -206,13 +205,13 @@ class Links:
         while len(self._answered) > _MOST_ANSWERED:
             del self._answered[next(iter(self._answered))]
 
-    def tick(self, address: str, now_s: float) -> None:
+    def tick(self, address: str, has_rooms: Callable[[Link], bool], now_s: float) -> None:
         """Repeat a Hello, say a Heartbeat, or close a link that is silent and has no rooms."""
         link = self._links.get(address)
         if link is None:
             return
         # A link with rooms is kept however long it is silent: its word may still drain their pages.
-        if not link.rooms and link.live.forgettable(self._timing, now_s):
+        if link.live.forgettable(self._timing, now_s) and not has_rooms(link):
             self.news.say("forgotten", link.peer or link.address, "was silent for long")
             self.close(link, now_s)
             return

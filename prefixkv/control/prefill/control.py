@@ -170,7 +170,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     @property
     def num_rooms(self) -> int:
         """Number of rooms and offers. Any thread may ask."""
-        return len(self._rooms.all()) + len(self._offers)
+        return self._rooms.num_rooms + len(self._offers)
 
     def rooms(self) -> Iterable[SenderMachine]:
         """Return the machines of all rooms, for audits."""
@@ -310,7 +310,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if was == (now := self._weights_version):
             return
         moved = WeightsVersionError(was, now)
-        for room in list(self._rooms.all()):
+        for room in self._rooms.all():
             if room.poll.ended:
                 continue
             # 1. Nothing is computed, nothing promised: it will be, under the new version.
@@ -516,7 +516,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         former life's, which knows them no more. Only most likely, since a router may name a worker
         that is about to start."""
         until_s = now_s + self.timing.suspect_after_s
-        for room in list(self._rooms.all()):
+        for room in self._rooms.all():
             before = room.added_s is not None and room.added_s < born_s
             if before and room.key.decode == life.name and not room.poll.ended:
                 self._rooms.on(room, sender.LifeBegan(life, until_s), now_s)
@@ -555,7 +555,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if known is not None and known.id != worker:
             return
         error = PeerLostError(f"{worker} {how}, and had not promised pages", worker)
-        for room in list(self._rooms.all()):
+        for room in self._rooms.all():
             if room.key.decode == worker.name and room.awaits_promise:
                 self.counters["never_promised"] += 1
                 self._rooms.on(room, Fail(error), now_s)

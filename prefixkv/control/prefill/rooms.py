@@ -18,7 +18,7 @@ readers are the decode ranks that have named it. Who holds a room, and what free
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -50,9 +50,9 @@ class SenderRooms:
         peers: Peers,
         tombs: Tombs,
     ) -> None:
-        self._rooms: dict[RoomKey, SenderMachine] = {}
-        # The same by number: one entry for each decode worker that has a room of it.
-        self._by_numbers: dict[tuple[int, int], dict[RoomKey, SenderMachine]] = {}
+        # By number: one of each decode worker that has a room of it, so one nearly always.
+        self._rooms: dict[tuple[int, int], list[SenderMachine]] = {}
+        self.num_rooms = 0
         # The room itself of each write that is not proved over: its number may be in use again. A
         # write that failed undrained stays, so that its proof (`job_drained`) finds the room.
         self.jobs: dict[int, SenderMachine] = {}
@@ -66,12 +66,15 @@ class SenderRooms:
         self._tombs = tombs
         self._job_ids = count(1)
 
-    def all(self) -> Collection[SenderMachine]:
-        """Return a live view of the machines."""
-        return self._rooms.values()
+    def all(self) -> list[SenderMachine]:
+        """Return the machines of all rooms. Any thread may ask."""
+        return [room for same in list(self._rooms.values()) for room in same]
 
     def get(self, key: RoomKey) -> SenderMachine | None:
-        return self._rooms.get(key)
+        for room in self._rooms.get(key.numbers, ()):
+            if room.key == key:
+                return room
+        return None
 
     def new(self, key: RoomKey, now_s: float) -> SenderMachine:
         """Add a room that begins now, for a request, a promise or an offer. `on` follows, which
@@ -80,8 +83,8 @@ class SenderRooms:
         room = SenderMachine(key, *of, now_s)
         # Peers met later may know nothing of the room: see `Peers.heard_s`.
         room.met_before = self._peers.num_met
-        self._rooms[key] = room
-        self._by_numbers.setdefault(key.numbers, {})[key] = room
+        self._rooms.setdefault(key.numbers, []).append(room)
+        self.num_rooms += 1
         return room
 
     def on(self, room: SenderMachine, event: sender.SenderEvent, now_s: float) -> None:
@@ -127,10 +130,10 @@ class SenderRooms:
 
     def of(self, peer: PeerId) -> list[SenderMachine]:
         """Return the rooms that this decode rank has named. O(rooms)."""
-        return [room for room in self._rooms.values() if room.has_reader(peer)]
+        return [room for room in self.all() if room.has_reader(peer)]
 
     def of_numbers(self, numbers: tuple[int, int]) -> list[SenderMachine]:
-        return list(self._by_numbers.get(numbers, {}).values())
+        return list(self._rooms.get(numbers, ()))
 
     def tick(self, room: SenderMachine, now_s: float) -> None:
         key = room.key
@@ -140,11 +143,12 @@ class SenderRooms:
     def drop(self, room: SenderMachine) -> None:
         """Forget a room; the use is remembered for each of its readers, so that a late repeat is
         not taken for the next use of the number."""
-        self._rooms.pop(room.key, None)
-        same = self._by_numbers.get(room.key.numbers, {})
-        same.pop(room.key, None)
-        if not same:
-            self._by_numbers.pop(room.key.numbers, None)
+        same = self._rooms.get(room.key.numbers, [])
+        if room in same:
+            same.remove(room)
+            self.num_rooms -= 1
+            if not same:
+                del self._rooms[room.key.numbers]
         self._timers.forget(room.key)
         for reader in room.readers.values():
             is_known = self._peers.find(reader.peer) is not None
@@ -177,7 +181,7 @@ class SenderRooms:
         self, room: SenderMachine | None, event: sender.JobEnded | sender.JobDrained, now_s: float
     ) -> None:
         # A room whose readers are all gone is dropped before its last proof.
-        if room is not None and self._rooms.get(room.key) is room:
+        if room is not None and room in self._rooms.get(room.key.numbers, ()):
             self.on(room, event, now_s)
 
     # --- audits -----------------------------------------------------------------------------------
@@ -187,7 +191,7 @@ class SenderRooms:
         may ask."""
         found: LostPeers = {}
         # Copies: this also runs on the scheduler's thread, while the control thread changes both.
-        for room in list(self._rooms.values()):
+        for room in self.all():
             for reader in list(room.readers.values()):
                 if what := trouble(reader.peer):
                     found[reader.peer] = what, found.get(reader.peer, (what, 0))[1] + 1
@@ -195,11 +199,10 @@ class SenderRooms:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a room is not where it belongs, or peers count what is not."""
+        assert self.num_rooms == len(self.all()), "rooms"
         pages, parked = Counter[PeerId](), Counter[PeerId]()
-        for key, room in self._rooms.items():
-            same = self._by_numbers[key.numbers]
-            assert room.key == key, "a room is at its key"
-            assert same[key] is room, "and at its number"
+        for room in self.all():
+            assert self.get(room.key) is room, "a room is at its key"
             assert not room.over, "what is over is dropped"
             for reader in room.readers.values():
                 pages[reader.peer] += 0 if room.drained else reader.num_pages

@@ -225,11 +225,7 @@ def leftovers(control: Any) -> dict[str, Any]:
             "rooms of peers": [peer.id for peer in peers if control._rooms.of(peer.id)],
         }  # fmt: skip
     else:
-        links = control._links.all()
-        left |= {
-            "expected": control.num_expected, "settling": set(control._rooms.settling),
-            "rooms of links": [link.address for link in links if link.rooms or link.waiting],
-        }  # fmt: skip
+        left |= {"expected": control.num_expected, "settling": set(control._rooms.settling)}
     return {name: what for name, what in left.items() if what}
 
 
