@@ -49,7 +49,6 @@ from prefixkv.errors import (
     InternalError,
     PeerLostError,
     ProtocolError,
-    RequestError,
     TransferError,
     VersionError,
     WeightsVersionError,
@@ -72,7 +71,7 @@ from prefixkv.protocol.events import (
     RoomEnded,
     RoomOverdue,
 )
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.machine import Fail, RoomTick
 from prefixkv.protocol.messages import (
     Drained,
@@ -160,11 +159,6 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         """Return the machines of all open or undrained rooms, for audits."""
         return [room for room in self._rooms.all() if not (room.poll.ended and room.drained)]
 
-    def poll(self, key: RoomKey) -> KVPoll | None:
-        """Return how far a room is; None once it has ended and is drained."""
-        room = self._rooms.get(key)
-        return None if room is None else room.poll
-
     def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
         """Return, by address, which process answers there, and "ready", "suspect" or "connecting".
         Any thread may ask."""
@@ -184,11 +178,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     def _open(self, command: OpenRoom, now_s: float) -> None:
         """Promise the pages once the prefill worker answers."""
         promise = msgspec.structs.replace(command.promise, digest=command.digest)
-        try:
-            self._enter(promise, command.address, now_s)
-        except RequestError as error:  # no peer has learned of the pages
-            self.say(RoomEnded(promise.key, KVPoll.FAILED, error))
-            self.say(RoomDrained(promise.key))
+        self._enter(promise, command.address, now_s)
 
     def _watch_worker(self, command: MeetPrefill, now_s: float) -> None:
         """Report once whether a worker that the scheduler asks about answers."""
@@ -208,12 +198,14 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     def _enter(
         self, promise: Promise, address: str, now_s: float, refused: TransferError | None = None
     ) -> None:
-        """Let a room wait at its leader's link. Raise RequestError if its number is in use."""
+        """Let a room wait at its leader's link. Raise InternalError if its number is in use: an
+        event with this key would be taken for one of the room that has it, whose pages may still be
+        written."""
         known = self._rooms.get(promise.key)
         if known is not None:
             if not known.is_only_owed:
                 room, generation = promise.key.numbers
-                raise RequestError(f"room {room} generation {generation} is open already")
+                raise InternalError(f"room {room} generation {generation} is open already")
             self._rooms.drop(known)  # the number is in use again
         self._links.open(address, now_s)
         link = self._links.get(address)
