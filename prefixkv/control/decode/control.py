@@ -9,7 +9,7 @@ restarted worker knows nothing of earlier writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, ClassVar, assert_never
 
 import msgspec
@@ -115,8 +115,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         option_names: Mapping[str, str] | None = None,
         born_s: float | None = None,
     ) -> None:
-        super().__init__(me, timing)
-        self._option_names = option_names or {}
+        super().__init__(me, timing, option_names)
         self.staging = None if hello.staging is None else StagingReceiver(hello.staging)
         self._page_size = hello.topology.page_size
         self._links = Links(hello, self, born_s)
@@ -501,9 +500,8 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     def _ranks_ready(self, leader: Link, now_s: float) -> dict[int, Link] | None:
         """Return the links of the ranks that rooms of this leader are promised to, None if one does
         not answer. Opens those that are missing; a rank that does not fit is refused."""
-        links = self._links.promised_links(leader, now_s)
         try:
-            return links if self._links.ready(leader, links, now_s) else None
+            return self._links.ready(leader, now_s)
         except HandshakeError as refused:
             self._refuse_peer(leader, leader.peer, leader.reply, refused, now_s)
             return None
@@ -555,7 +553,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         refused: HandshakeError | ConfigError,
         now_s: float,
     ) -> None:
-        error = handshake.named(refused, self._option_names)
+        error = handshake.named(refused, self.option_names)
         self.counters["handshakes_refused"] += 1
         if life is not None:
             self._links.refuse(link, life, reply, error, now_s)
@@ -599,9 +597,6 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     def _farewell(self, destroyed: AgentDestroyed, now_s: float) -> None:
         self._links.farewell()
 
-    def _ended(self, ended: RoomEnded, now_s: float) -> None:
-        self._out.append(handshake.named_end(ended, self._option_names))
-
     # --- what staging says of rooms ---------------------------------------------------------------
 
     def _grant(self, action: Grant, now_s: float) -> None:
@@ -640,16 +635,13 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         AgentDestroyed: _farewell,
     }
     INSIDE: ClassVar[Takes] = {
-        RoomEnded: _ended,
+        RoomEnded: ControlInbox._end,
         LeadersChanged: _report_workers,
         Grant: _grant,
         SectionArrived: _section_arrived,
         BreakRoom: _break,
-        **dict.fromkeys(
-            (
-                SendFrame, Connect, Disconnect, Expect, Settle, Examine, Scatter, RoomDrained,
-                RoomOverdue, PrefillReady, PrefillAway, PrefillLost,
-            ),
-            ControlInbox._put_out,
-        ),
+    }
+    EFFECTS: ClassVar[Set[type]] = {
+        SendFrame, Connect, Disconnect, Expect, Settle, Examine, Scatter, RoomDrained, RoomOverdue,
+        PrefillReady, PrefillAway, PrefillLost,
     }  # fmt: skip

@@ -19,11 +19,10 @@ from prefixkv.control.effects import (
     Connect,
     Disconnect,
     Reached,
-    SendFrame,
     Unreached,
 )
 from prefixkv.control.inbox import ControlInbox
-from prefixkv.control.lives import DeathWatch, PeerClock, Stamper
+from prefixkv.control.lives import DeathWatch, PeerClock
 from prefixkv.errors import FormerLifeError, PeerLostError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import (
@@ -92,11 +91,11 @@ class Links:
         self._born_s = born_s
         self.news = inbox.news
         self._say = inbox.say
+        self._send = inbox.send
         self.deaths = DeathWatch(inbox.timing, inbox.lost_peers, self._current, inbox.say)
         self._hello = hello
         self._timing = inbox.timing
         self._timers = inbox.timers
-        self._stamp = Stamper(inbox.me)
         self._links: dict[str, Link] = {}
         self._answered: dict[str, tuple[PeerId, float]] = {}  # by address, until when
         self._changed: set[str] = set()  # leaders that may be ready now, or may not be any more
@@ -162,7 +161,7 @@ class Links:
 
     def send(self, link: Link, body: AnyBody, now_s: float) -> None:
         link.live.sent_s = now_s
-        self._say(SendFrame(link.address, self._stamp.frame(body)))
+        self._send(link.address, body)
 
     def heard_of(self, what: Reached | Unreached, now_s: float) -> None:
         link = self._links.get(what.address)
@@ -253,7 +252,7 @@ class Links:
         """Send a Fenced over every link whose rank answered: this process leaves."""
         for link in self._links.values():
             if link.peer is not None:
-                self._say(SendFrame(link.address, self._stamp.frame(Fenced())))
+                self._send(link.address, Fenced())
 
     # --- handshake --------------------------------------------------------------------------------
 
@@ -303,19 +302,15 @@ class Links:
     def _current(self) -> list[PeerId]:
         return [link.peer for link in self._links.values() if link.peer is not None]
 
-    def promised_links(self, leader: Link, now_s: float) -> dict[int, Link]:
-        """Return, by rank, the links to the ranks that rooms of this leader are promised to; opened
-        if need be."""
+    def ready(self, leader: Link, now_s: float) -> dict[int, Link] | None:
+        """Return, by rank, the links to the ranks that rooms of this leader are promised to, None
+        while one is not known or does not answer; opened if need be. Raises HandshakeError if a
+        rank is not what the leader said, or only some of the ranks stage."""
         links: dict[int, Link] = {}
         for rank, address in leader.rank_addresses.items():
             self.open(address, now_s)
             links[rank] = self._links[address]
             links[rank].leaders.add(leader.address)
-        return links
-
-    def ready(self, leader: Link, links: dict[int, Link], now_s: float) -> bool:
-        """Return whether every rank that learns of a leader's rooms is known and answers. Raises
-        HandshakeError if a rank is not what the leader said, or only some of the ranks stage."""
         assert leader.reply is not None
         replies = {
             rank: link.reply
@@ -327,12 +322,12 @@ class Links:
             if link.ready and link.reply is not None:
                 handshake.check_rank(link.address, link.reply, rank, leader.reply)
         if any(not link.ready or link.live.suspect(self._timing, now_s) for link in links.values()):
-            return False
+            return None
         # Computed once per set of replies, since rooms ask for it each time: see `accept`.
         if not leader.planned:
             leader.plan = handshake.staging_plan(self._hello, leader.reply, replies)
             leader.planned = True
-        return True
+        return links
 
     def max_tokens(self, leader: Link) -> int:
         """Return the smallest capacity that a worker's ranks say, 0 if none says one."""

@@ -9,7 +9,7 @@ worker that proves the prompt gets it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import ClassVar, NamedTuple, assert_never
 
 import numpy as np
@@ -148,7 +148,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         staging: StagingSlots | None = None,
         weights_version: str = "",
     ) -> None:
-        super().__init__(me, timing)
+        super().__init__(me, timing, ours.option_names)
         self._ours = ours._replace(slot_bytes=0 if staging is None else staging.slot_bytes)
         self._rank = ours.rank
         self._weights_version = weights_version
@@ -361,7 +361,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         self._tombs.expire(now_s)
         self._peers.deaths.tick(now_s)
         # Behind what rooms cancel now, so that staging repeats no ask for that.
-        self.say(StagingTick())
+        if self.staging is not None:
+            self.say(StagingTick())
 
     # --- frames -----------------------------------------------------------------------------------
 
@@ -490,7 +491,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             accepted = handshake.accept(self._ours, frame.sender, hello)
             self._peers.check_worker(frame, received.credential, hello, now_s)
         except (HandshakeError, ConfigError) as error:
-            why = str(handshake.named(error, self._ours.option_names))
+            why = str(handshake.named(error, self.option_names))
             self.counters["handshakes_refused"] += 1
             self.news.say("refused", frame.sender, why)
             self._peers.reply(route, hello, why)
@@ -774,7 +775,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if self.staging is not None and self.staging.owns(end.job_id):
             self.say_all(self.staging.on_write_ended(end.job_id, end.error, end.drained, now_s))
         else:
-            self._rooms.job_ended(end, now_s)
+            self._rooms.on_job(end, now_s)
 
     def _write_drained(self, proof: WriteDrained, now_s: float) -> None:
         self.counters["writes_drained_by_renewal"] += 1
@@ -784,7 +785,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if self.staging is not None and self.staging.owns(proof.job_id):
             self.say_all(self.staging.on_write_drained(proof.job_id))
         else:
-            self._rooms.job_drained(proof, now_s)
+            self._rooms.on_job(proof, now_s)
 
     def _gathered(self, done: CopyDone, now_s: float) -> None:
         if self.staging is not None:
@@ -795,8 +796,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             self._peers.send(peer, ask.ask, now_s)
 
     def _tick_staging(self, tick: StagingTick, now_s: float) -> None:
-        if self.staging is not None:
-            self.say_all(self.staging.tick(now_s))
+        assert self.staging is not None
+        self.say_all(self.staging.tick(now_s))
 
     # --- the transport's peers --------------------------------------------------------------------
 
@@ -817,9 +818,6 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if self.staging is not None:
             self.staging.forget(free.key)
         self._out.append(free)
-
-    def _ended(self, ended: RoomEnded, now_s: float) -> None:
-        self._out.append(handshake.named_end(ended, self._ours.option_names))
 
     def _unreachable(self, what: PeerUnreachable, now_s: float) -> None:
         self.counters["peers_unreachable"] += 1
@@ -871,8 +869,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         SendLeaseAsk: _ask_for_lease,
         StagingTick: _tick_staging,
         SourceFree: _free,
-        RoomEnded: _ended,
+        RoomEnded: ControlInbox._end,
         PeerAccepted: _accept,
         RemovePeer: _remove,
-        **dict.fromkeys((SendFrame, Examine, Renew, Gather, Bootstrapped), ControlInbox._put_out),
     }
+    EFFECTS: ClassVar[Set[type]] = {SendFrame, Examine, Renew, Gather, Bootstrapped}

@@ -54,7 +54,7 @@ class SenderRooms:
         self._rooms: dict[tuple[int, int], list[SenderMachine]] = {}
         self.num_rooms = 0
         # The room itself of each write that is not proved over: its number may be in use again. A
-        # write that failed undrained stays, so that its proof (`job_drained`) finds the room.
+        # write that failed undrained stays, so that its proof (JobDrained) finds the room.
         self.jobs: dict[int, SenderMachine] = {}
         # An agent was replaced: a Drained that was lost may have asked decode to let it settle
         self.may_need_settle = False
@@ -102,7 +102,8 @@ class SenderRooms:
                     self.jobs[action.job_id] = room
                 self._say(action)
         self._count(room)
-        is_gone = room.poll.ended and self._all_gone(room)
+        peers = [self._peers.find(reader.peer) for reader in room.readers.values()]
+        is_gone = room.poll.ended and bool(peers) and not any(peers)
         # The half that has not come ends with this one. Of a process that is gone none comes.
         unheard = room.poll.ended and not room.readers
         if was_open and room.poll.ended and not is_gone and (unheard or not room.added):
@@ -123,10 +124,6 @@ class SenderRooms:
                 peer.num_promised += now[0] - reader.counted[0]
                 peer.num_parked += now[1] - reader.counted[1]
             reader.counted = now
-
-    def _all_gone(self, room: SenderMachine) -> bool:
-        peers = [self._peers.find(reader.peer) for reader in room.readers.values()]
-        return bool(peers) and not any(peers)
 
     def of(self, peer: PeerId) -> list[SenderMachine]:
         """Return the rooms that this decode rank has named. O(rooms)."""
@@ -163,23 +160,18 @@ class SenderRooms:
         """Return a number for a write or copy, never given before."""
         return next(self._job_ids)
 
-    def job_ended(self, end: sender.JobEnded, now_s: float) -> None:
-        # A write that failed and is not drained stays known, for `job_drained`.
-        is_proved = end.error is None or end.drained
-        room = self.jobs.pop(end.job_id, None) if is_proved else self.jobs.get(end.job_id)
-        self._on_job(room, end, now_s)
-
-    def job_drained(self, proof: sender.JobDrained, now_s: float) -> None:
-        """Tell a write's room that nothing of it can land any more, though it had ended
-        undrained."""
+    def on_job(self, event: sender.JobEnded | sender.JobDrained, now_s: float) -> None:
+        """Tell a write's room that it has ended, or that nothing of it can land any more though it
+        had ended undrained."""
+        job_id = event.job_id
+        # A write that failed and is not drained stays known, for its proof.
+        if isinstance(event, sender.JobEnded) and event.error is not None and not event.drained:
+            room = self.jobs.get(job_id)
+        else:
+            room = self.jobs.pop(job_id, None)
         # From now on any Drained may follow the end of an agent, so decode is asked to let settle
         # what kernels may hold of it.
-        self.may_need_settle = True
-        self._on_job(self.jobs.pop(proof.job_id, None), proof, now_s)
-
-    def _on_job(
-        self, room: SenderMachine | None, event: sender.JobEnded | sender.JobDrained, now_s: float
-    ) -> None:
+        self.may_need_settle |= isinstance(event, sender.JobDrained)
         # A room whose readers are all gone is dropped before its last proof.
         if room is not None and room in self._rooms.get(room.key.numbers, ()):
             self.on(room, event, now_s)
