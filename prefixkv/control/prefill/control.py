@@ -3,7 +3,7 @@
 It holds the known decode ranks (`peers.py`), the rooms (`rooms.py`), each a `SenderMachine`, and
 `StagingSender` between them and the transport. A room's key names its decode worker, so no other
 worker can speak about it. Page ids are checked before they become addresses. What is remembered of
-numbers without a room is a tomb (`tombs.py`). A room that our engine draws is an *offer*: the first
+numbers without a room is a tomb (`Tombs`). A room that our engine draws is an *offer*: the first
 worker that proves the prompt gets it.
 """
 
@@ -39,8 +39,7 @@ from prefixkv.control.handshake import OurSide
 from prefixkv.control.inbox import ControlInbox, Takes
 from prefixkv.control.lives import FENCED, FENCED_DEAD, LEFT, LostPeers
 from prefixkv.control.prefill.peers import Peer, Peers
-from prefixkv.control.prefill.rooms import SenderRooms
-from prefixkv.control.prefill.tombs import Half, Tombs
+from prefixkv.control.prefill.rooms import Half, SenderRooms, Tombs
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
