@@ -104,13 +104,13 @@ if TYPE_CHECKING:
     from prefixkv.request import whole_number as whole_number
     from prefixkv.runtime.death import HeldLife as HeldLife
     from prefixkv.runtime.death import is_dead as is_dead
-    from prefixkv.runtime.decode_rank import DecodeRank as DecodeRank
+    from prefixkv.runtime.following_rank import DecodeRank as DecodeRank
+    from prefixkv.runtime.following_rank import PrefillRank as PrefillRank
     from prefixkv.runtime.groups import DecodeGroup as DecodeGroup
     from prefixkv.runtime.groups import PrefillGroup as PrefillGroup
     from prefixkv.runtime.host_copies import HostMemory as HostMemory
     from prefixkv.runtime.metrics import NodeCollector as NodeCollector
     from prefixkv.runtime.one_thread import Closing as Closing
-    from prefixkv.runtime.prefill_rank import PrefillRank as PrefillRank
     from prefixkv.runtime.transfers import MakeTransport as MakeTransport
     from prefixkv.runtime.transfers import secret_number as secret_number
     from prefixkv.settings import FILE as FILE
@@ -179,9 +179,8 @@ _HOMES = homes_of(
         "memory.kv_pool": "check_device",
         # Several ranks.
         "runtime.groups": "DecodeGroup PrefillGroup",
-        "runtime.decode_rank": "DecodeRank",
+        "runtime.following_rank": "DecodeRank PrefillRank",
         "ranks.row_log": "RankLog",
-        "runtime.prefill_rank": "PrefillRank",
         # Processes: peers, their death, their metrics, threads.
         "protocol.ids": "PeerId",
         "protocol.messages": "PROTOCOL_VERSION ProcessLife",

@@ -101,7 +101,7 @@ class DecodeCalls(_Calls):
     def __init__(
         self, mesh: Mesh, rank: int, config: DecodeConfig, worker: PeerId, device: str = DEVICE
     ) -> None:
-        from prefixkv.runtime.decode_rank import DecodeRank
+        from prefixkv.runtime.following_rank import DecodeRank
         from prefixkv.testing.hashing import PrefixHasher
         from tests.support.mesh_workers import SALT
         from tests.support.patterns import make_pools, pattern_in

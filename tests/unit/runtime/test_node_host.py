@@ -16,8 +16,8 @@ from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.decode_transfers import DecodeTransfers
+from prefixkv.runtime.following_rank import DecodeRank
 from prefixkv.runtime.host_copies import HostCopies
 from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.mesh_workers import MeshPair

@@ -16,7 +16,7 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.decode_rank import DecodeRank
+from prefixkv.runtime.following_rank import DecodeRank
 from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.node_pair import NodePair, left, make_pool, tokens_of
 from tests.support.patience import until

@@ -21,8 +21,8 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.decode_rank import DecodeRank
 from prefixkv.runtime.decode_transfers import DecodeTransfers
+from prefixkv.runtime.following_rank import DecodeRank
 from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
 from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.runtime.prefill_transfers import PrefillTransfers

@@ -18,8 +18,8 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.decode_node import DecodeNode
+from prefixkv.runtime.following_rank import PrefillRank
 from prefixkv.runtime.prefill_node import PrefillNode
-from prefixkv.runtime.prefill_rank import PrefillRank
 from prefixkv.testing.hashing import PrefixHasher
 from tests.support.node_pair import tokens_of
 from tests.support.patience import until

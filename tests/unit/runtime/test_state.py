@@ -13,7 +13,7 @@ from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
 from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.decode_rank import DecodeRank
+from prefixkv.runtime.following_rank import DecodeRank
 from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import make_pool, tokens_of
