@@ -268,8 +268,8 @@ MUTANTS = (
         ("decode/test_host_tier.py::test_what_the_pool_forgets_is_loaded_again",),
     ),
     Mutant(
-        "T3", "one rank's good end is that of all", ("RankCopies.on",),
-        "next(errors, None)", "ranks[0].error",
+        "T3", "one rank's good end is that of all", ("RankLeader._end_copy",),
+        "next(iter(errors), None)", "ends[0].error",
         ("decode/test_host_tier.py::test_a_second_rank_that_failed_ends_the_load",),
     ),
     Mutant(

@@ -11,13 +11,13 @@ from prefixkv.kv_events import publisher
 from prefixkv.runtime import record
 from prefixkv.runtime.death import ProverThread
 from prefixkv.runtime.decode_node import DecodeNode as DecodeNode
-from prefixkv.runtime.decode_rank import DecodeRank as DecodeRank
 from prefixkv.runtime.decode_transfers import DecodeTransfers as DecodeTransfers
+from prefixkv.runtime.following_rank import DecodeRank as DecodeRank
+from prefixkv.runtime.following_rank import PrefillRank as PrefillRank
 from prefixkv.runtime.groups import DecodeGroup as DecodeGroup
 from prefixkv.runtime.groups import PrefillGroup as PrefillGroup
 from prefixkv.runtime.node import Node
 from prefixkv.runtime.prefill_node import PrefillNode as PrefillNode
-from prefixkv.runtime.prefill_rank import PrefillRank as PrefillRank
 from prefixkv.runtime.prefill_transfers import PrefillTransfers as PrefillTransfers
 from prefixkv.runtime.transfers import Transfers
 from prefixkv.transport.shm.loop import ShmTransport

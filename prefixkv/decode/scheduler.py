@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from prefixkv.addresses import check_prefill
 from prefixkv.cache.events import EventFeed
@@ -69,6 +69,16 @@ from prefixkv.pages.requests import (
 )
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import DecodeCommand, MoveWeights
+from prefixkv.protocol.events import (
+    DecodeEvent,
+    PrefillAway,
+    PrefillLost,
+    PrefillReady,
+    RoomDrained,
+    RoomEnded,
+    RoomOverdue,
+    WorkerEvent,
+)
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES
@@ -704,6 +714,26 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         return min(self.waiting.wake_s, self._deadlines.next_s)
 
     # --- calls of the control plane ---------------------------------------------------------------
+
+    def hear(self, event: DecodeEvent | WorkerEvent | HostCopyDone, now_s: float) -> None:
+        """Take what became of a room on all ranks, of a prefill worker, or of a copy."""
+        match event:
+            case RoomEnded():
+                self.room_ended(event.key, event.poll, event.error, event.aux, now_s)
+            case RoomDrained():
+                self.room_drained(event.key)
+            case RoomOverdue():
+                self.room_overdue(event.key)
+            case HostCopyDone():
+                self.copy_ended(event, now_s)
+            case PrefillReady():
+                self.prefill_ready(event.address, event.max_tokens, now_s)
+            case PrefillAway():
+                self.prefill_away(event.address, now_s)
+            case PrefillLost():
+                self.prefill_lost(event.address, event.error, now_s)
+            case _:
+                assert_never(event)
 
     def room_ended(
         self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float

@@ -19,14 +19,9 @@ from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.protocol.commands import DecodeCommand, Fence
-from prefixkv.protocol.events import (
-    DecodeEvent,
-    WorkerEvent,
-)
-from prefixkv.protocol.host_copy import HostCopyDone
+from prefixkv.protocol.commands import DecodeCommand
+from prefixkv.protocol.events import DecodeEvent
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.leader import RankLeader
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent, check_event
 from prefixkv.runtime.decode_transfers import DecodeTransfers
@@ -137,8 +132,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             if self._host is not None:
                 self._host.start(self.transfers.thread.events.put)
             undo.callback(self.close)
-            self._leader = RankLeader(self, num_ranks, ranks, self.transfers.submit)
-            self.peer_id = self.transfers.peer_id
+            self._lead(spec)
             self._observe(decode_journal.timeline)
             undo.pop_all()
 
@@ -192,11 +186,6 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         stats |= {f"stepped_aside_{why}": num for why, num in self.waiting.stepped_aside.items()}
         return stats
 
-    def take_log(self) -> bytes:
-        """Return what the other tensor-parallel ranks have to apply of this pass, to be broadcast
-        once per pass. Raises CallerError without `ranks`."""
-        return self._log.take(self.pages)
-
     def fence_rank(self, rank: int, after: DeviceEvent | None = None) -> None:
         """Take the caller's word that the process of another rank of this worker is dead.
 
@@ -208,13 +197,9 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         there is no such rank. Nothing was changed.
         """
         check_event("after", after)
-        self._leader.fence(rank, self._pump(), after)
+        now_s = self._pump()
+        self._leader.fence(rank, now_s, lambda error: self.end_all(error, now_s, after))
         self._tell()
-
-    def awaited_ranks(self) -> dict[int, int]:
-        """Return, by rank, how many rooms wait for what it alone has not said. A rank that stays
-        there is dead (`fence_rank`), or a peer that writes to it (its `lost_peers`)."""
-        return {} if self._leader.rooms is None else self._leader.rooms.awaited()
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
         """Return, by address, the identity of each prefill worker, and "ready", "suspect" or
@@ -229,13 +214,6 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         """
         return self.transfers.lost_peers()
 
-    def _take(self, event: DecodeEvent | WorkerEvent | HostCopyDone, now_s: float) -> None:
-        """The leader waits for the other ranks before the scheduler hears of a room."""
-        if isinstance(event, HostCopyDone):
-            self._leader.on_copy(0, event, now_s)
-        else:
-            self._leader.on(event, now_s)
-
     def _tell(self) -> None:
         if self._host is not None:
             for order in self.take_copies():
@@ -243,15 +221,6 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
                 if self._ranks is not None:
                     self._ranks.copy(order)
         super()._tell()
-
-    def apply_rank_events(self, raw: bytes) -> None:
-        """Take the events of a `DecodeRank` (its `take_rank_events`); b"" is nothing. Raises
-        CallerError if a batch of this rank is missing or doubled: each has to come, in order."""
-        self._leader.on_rank_events(raw, self._pump())
-        self._tell()
-
-    def _command(self, command: DecodeCommand | Fence) -> None:
-        self._leader.command(command)
 
 
 def _check_decode_checkpoints(config: DecodeConfig, spec: RankSpec) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
@@ -24,11 +23,12 @@ from prefixkv.pages.requests import Command, PagedScheduler, Req
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.row_log import RankLog
+from prefixkv.ranks.leader import RankLeader
+from prefixkv.ranks.row_log import LoggedRequest, RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.logs import RequestLog
 from prefixkv.runtime.one_thread import OneThread
-from prefixkv.runtime.rank_spec import RankSpec, check_own_memory, rank_sizes, window_specs
+from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.runtime.transfers import Transfers, peer_id
 from prefixkv.settings import at_least, check_flag, check_kind, check_timeout
 from prefixkv.stats import Histogram
@@ -60,6 +60,8 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
     kv_events: Any = None  # the publisher of cache events, if there is one
     # By setting, what puts in the part of a node that the setting asks for (`assembly.py`).
     installers: ClassVar[dict[str, Callable[[Any, Any], None]]] = {}
+    _logged: Iterable[LoggedRequest] = ()  # prefill's requests
+    _command: Callable[[Command | Fence], None]  # to the control objects of all ranks
     # Keys that `stats` has from the start, at 0.
     _counters: tuple[str, ...]
 
@@ -79,16 +81,16 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
             check_kind("ranks", ranks, RankLog)
         elif spec.mesh.num_ranks > 1:
             raise ConfigError(f"a mesh of {spec.mesh.num_ranks} ranks needs a RankLog")
-        check_own_memory(pool.layout)
+        spec.check_own_memory()
         return spec
 
     def _make_pages(self, spec: RankSpec, settings: PageSettings, host_pages: int) -> PageManager:
         """Return the pages of the pool; their policy is released if this fails."""
-        pool, layout, max_running = self.pool, self.pool.layout, self.config.max_running
+        layout, max_running = spec.layout, self.config.max_running
         if self._ranks is not None:
-            self._ranks.sizes = rank_sizes(self.side, pool, max_running, spec.num_slots, host_pages)
+            self._ranks.sizes = spec.sizes(self.side, max_running, host_pages)
         sizes = layout.num_pages, layout.page_size, max_running
-        pages = PageManager(*sizes, **settings, windows=window_specs(pool))
+        pages = PageManager(*sizes, **settings, windows=spec.windows)
         try:
             _check_windows(pages, layout.page_size)
         except BaseException:
@@ -351,19 +353,39 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         self._check_open()
         self._command(Fence(peer_id(peer, incarnation)))
 
+    def _lead(self, spec: RankSpec) -> None:
+        self.peer_id, submit = self.transfers.peer_id, self.transfers.submit
+        self._leader: RankLeader[Any] = RankLeader(
+            self.side, spec.mesh.num_ranks, self._ranks, submit, self.hear
+        )
+        self._command = self._leader.command
+
+    def _take(self, event: E, now_s: float) -> None:
+        self._leader.on(0, event, now_s)
+
     @property
     def _log(self) -> RankLog:
         if self._ranks is None:
             raise CallerError("this node was built without ranks=RankLog()")
         return self._ranks
 
-    @abstractmethod
-    def _command(self, command: Command | Fence) -> None:
-        """Hand a command to the control objects of all ranks."""
+    def take_log(self) -> bytes:
+        """Return what the other ranks have to apply, to be broadcast once a pass: before they
+        compute, and on prefill once its chunks were handed over. Raises CallerError without
+        `ranks`."""
+        return self._log.take(self.pages, self._logged)
 
-    @abstractmethod
-    def _take(self, event: E, now_s: float) -> None:
-        """Tell the scheduler what became of a room."""
+    def apply_rank_events(self, raw: bytes) -> None:
+        """Take the events of another rank of this worker (its `take_rank_events`); b"" is nothing.
+        Raises CallerError if a batch of this rank is missing or doubled: each has to come, in
+        order."""
+        self._leader.on_rank_events(raw, self._pump())
+        self._tell()
+
+    def awaited_ranks(self) -> dict[int, int]:
+        """Return, by rank, how many rooms wait for what it alone has not said. A rank that stays
+        there is dead (`fence_rank`), or a peer that it sends to or gets from (its `lost_peers`)."""
+        return self._leader.awaited()
 
 
 def _check_windows(pages: PageManager, page_size: int) -> None:

@@ -46,11 +46,15 @@ def checked_config(config: Config | None, kind: type[Config]) -> Config:
 class RankSpec:
     """Rank `rank` of `mesh`, with its pool, and its state pool if the model has extra state."""
 
-    layout: KVLayout
+    pool: KVPool
     model: ModelConfig
     mesh: Mesh
     rank: int
     state: StatePool | None = None
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.pool.layout
 
     @classmethod
     def of(
@@ -86,7 +90,7 @@ class RankSpec:
                 state.layout.check_holds(state.tensors, mesh, rank)
         except HandshakeError as error:
             raise ConfigError(f"the pool of rank {rank}: {error}") from error
-        return cls(layout, model, mesh, rank, state)
+        return cls(pool, model, mesh, rank, state)
 
     @property
     def num_slots(self) -> int:
@@ -139,6 +143,30 @@ class RankSpec:
             place=self.place if offers.get("shm") else "",
         )
 
+    @property
+    def windows(self) -> list[WindowSpec]:
+        return [
+            WindowSpec(group.name, group.window, group.pool.layout.num_pages, group.step_tokens)
+            for group in self.pool.groups
+            if group.window
+        ]
+
+    def sizes(self, side: str, max_running: int, host_pages: int = 0) -> RankSizes:
+        """Return what all ranks of a worker have alike."""
+        num_pages, page_size = self.layout.num_pages, self.layout.page_size
+        pages = num_pages, page_size, max_running, self.num_slots, host_pages
+        return RankSizes(side, *pages, tuple(self.windows))
+
+    def check_own_memory(self) -> None:
+        """Raise ConfigError for a group in the memory of the first one: the node takes their page
+        ids for those of two pools."""
+        for group in self.layout.windows:
+            if self.layout.is_shared(group):
+                raise ConfigError(
+                    f"group {group.name!r} has the first group's memory, which is for an engine "
+                    "with its own pages (prefixkv.transfer)"
+                )
+
 
 def place_of() -> str:
     """Return boot, network namespace and user of this process, "" where the kernel does not tell.
@@ -148,31 +176,3 @@ def place_of() -> str:
         space = os.stat("/proc/thread-self/ns/net").st_ino
         return f"{boot} net {space} user {os.geteuid()}"
     return ""
-
-
-def window_specs(pool: KVPool) -> list[WindowSpec]:
-    return [
-        WindowSpec(group.name, group.window, group.pool.layout.num_pages, group.step_tokens)
-        for group in pool.groups
-        if group.window
-    ]
-
-
-def rank_sizes(
-    side: str, pool: KVPool, max_running: int, num_slots: int, host_pages: int = 0
-) -> RankSizes:
-    """Return what all ranks of a worker have alike."""
-    layout, windows = pool.layout, tuple(window_specs(pool))
-    sizes = layout.num_pages, layout.page_size
-    return RankSizes(side, *sizes, max_running, num_slots, host_pages, windows)
-
-
-def check_own_memory(layout: KVLayout) -> None:
-    """Raise ConfigError for a group in the memory of the first one: the node takes their page ids
-    for those of two pools."""
-    for group in layout.windows:
-        if layout.is_shared(group):
-            raise ConfigError(
-                f"group {group.name!r} has the first group's memory, which is for an engine with "
-                "its own pages (prefixkv.transfer)"
-            )

@@ -24,7 +24,7 @@ from prefixkv.pages.windows import WindowPages, WindowSpec
 from prefixkv.paging import Pages
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import GroupDigest, Hello, ModelDigest, Topology
-from prefixkv.ranks.joined import pack_rank_events
+from prefixkv.ranks.leader import pack_rank_events
 from prefixkv.ranks.row_log import RowFollower
 from prefixkv.runtime.copies import StagingCopies
 from prefixkv.staging.receiver import Scatter

@@ -16,9 +16,10 @@ from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.request import DeviceEvent
 
 CONTROL = frozenset({
-    "check_invariants", "check_own", "copy_ended", "end_all", "feeds", "holders", "prefill_away",
-    "prefill_lost", "prefill_ready", "release_deferred", "room_bootstrapped", "room_drained",
-    "room_ended", "room_overdue", "settle_deferred", "source_free", "take_commands", "take_copies",
+    "check_invariants", "check_own", "copy_ended", "end_all", "feeds", "hear", "holders",
+    "prefill_away", "prefill_lost", "prefill_ready", "release_deferred", "room_bootstrapped",
+    "room_drained", "room_ended", "room_overdue", "settle_deferred", "source_free",
+    "take_commands", "take_copies",
 })  # fmt: skip
 """Calls of the control plane and of audits: an engine makes none of them."""
 

@@ -293,15 +293,16 @@ class Groups:
         """All that no call that raises may change."""
         self.decode.audit()
         self.prefill.audit()
-        others = [rank.follower for rank in (*self.decode.others, *self.prefill.others)]
-        rows = [(follower.page_table, follower._rows, follower._views) for follower in others]
+        others = *self.decode.others, *self.prefill.others
+        rows = [(rank.page_table, rank._rows, rank._views) for rank in others]
         return picture(scheduling(self.decode), scheduling(self.prefill), rows)
 
     def calls(self) -> dict[str, tuple[list[Any], dict[str, Any]]]:
         """Calls that a group does otherwise than a node, or hands on to its ranks; as they stand
         they are refused, or of no request that is here, or only look."""
         rank = {"wait": (["0"], {}), "apply": ([b"none"], {}), "pages": ([99], {}),
-                "state_slot": ([99], {}), "window_pages": ([99, "last"], {})}  # fmt: skip
+                "state_slot": ([99], {}), "window_pages": ([99, "last"], {}),
+                "request": (["nobody"], {})}  # fmt: skip
         return {
             "decode.pages_of": ([self.running], {}),
             "decode.append_many": ([[self.running], [-1]], {}),
@@ -342,7 +343,7 @@ def groups() -> Iterator[Groups]:
 
 
 _WITHOUT_ARGUMENTS = {
-    "audit", "close", "fileno", "lost_peers", "pop_sent", "stats", "take_rank_events",
+    "audit", "close", "fileno", "is_like", "lost_peers", "pop_sent", "stats", "take_rank_events",
 }  # fmt: skip
 
 
