@@ -34,7 +34,7 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
         written += machine.is_written
         if machine.drained:
             continue
-        flight = scheduler.arriving.get(machine.key)
+        flight = scheduler.prefill.open.get(machine.key)
         mine = set(machine.promise.page_ids().tolist())
         _audit_slot(scheduler, machine, slots)
         _audit_windows(scheduler, machine, window_pages)
@@ -69,7 +69,7 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
             ), "law 4"
             writable[page] = machine.key
     assert written == control.num_expected, "the control counts the rooms that may be written"
-    for flight in scheduler.arriving.local:
+    for flight in scheduler.compute.local:
         mine = set(pages.pages(flight.pages)[flight.pages.num_shared :].tolist())
         assert not mine & writable.keys(), f"law 9: a peer may write what {flight} computes"
         assert flight.owner is not None, "law 9: nothing computes it"
@@ -85,7 +85,7 @@ def _audit_slot(
     assert (slot >= 0) == (pages.slots is not None), "a slot is promised where there is extra state"
     if pages.slots is None:
         return
-    flight = scheduler.arriving.get(key)
+    flight = scheduler.prefill.open.get(key)
     if flight is not None:
         assert flight.pages.slot == slot, f"law 4: slot {slot} of {key} is not its flight's"
         states = {PageState.OWNED}
@@ -112,7 +112,7 @@ def _audit_windows(
     pages, key, promise = scheduler.pages, machine.key, machine.promise
     groups, windows = pages.windows, promise.window_ids()
     assert len(windows) == len(groups), "each window group is promised"
-    flight = scheduler.arriving.get(key)
+    flight = scheduler.prefill.open.get(key)
     for group, ids in zip(groups, windows, strict=True):
         first = group.first_page(promise.fill_len)
         assert len(ids) == pages_for(promise.fill_len, pages.page_size) - first, "H14"

@@ -212,7 +212,7 @@ def compute(desk: Desk, rid: str, tokens: int | list[int], max_new: int = 4) -> 
     req = desk.add(rid, tokens, max_new)
     assert desk.admit() == [rid]
     assert desk.scheduler.pop_local(desk.now_s) == [req]
-    while (done := desk.scheduler.computing.done(req)) is not None:
+    while (done := desk.scheduler.compute._done.get(req)) is not None:
         desk.scheduler.computed(req, min(done + 4 - done % 4, req.fill_len), desk.now_s)
         desk.scheduler.check_invariants()
     assert desk.transferred() == [rid]
