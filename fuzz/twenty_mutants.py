@@ -130,7 +130,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "6", "a flight of another prompt is joined", ("Flights._common_pages", "InFlight._common_pages"),
+        "6", "a flight of another prompt is joined", ("Flights._common_pages",),
         (
             "if not data.startswith(memoryview(flight_data)[: (start + 1) * page_bytes]):",
             "if not data.startswith(memoryview(theirs)[: (start + 1) * page_bytes]):",
@@ -171,7 +171,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "8", "a flight is committed before the one it joined", ("Flights.arrived", "DecodeTransferQueue.arrived"),
+        "8", "a flight is committed before the one it joined", ("Flights.arrived",),
         "if flight.joined is None:", "if True:",
         (
             "decode/test_sharing.py::"
@@ -184,8 +184,8 @@ MUTANTS = (
         ("prefill/test_given_up.py::test_only_what_was_cached_before_stays",),
     ),
     Mutant(
-        "10", "what decode's engine has aborted goes on for others", ("Ending.leave", "FlightEnds.leave"),
-        ("or not flight.source.outlives_request", "or flight.is_local"),
+        "10", "what decode's engine has aborted goes on for others", ("Ending.leave",),
+        "or not flight.source.outlives_request",
         "or (flight.is_open and not flight.source.outlives_request)",
         (
             "decode/test_given_up.py::"
@@ -209,7 +209,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "order", "pages that come back wake no request", ("Admission._version", "DecodePreallocQueue._version"),
+        "order", "pages that come back wake no request", ("Admission._version",),
         "return pages + budget", "return budget",
         (
             "decode/test_prealloc_queue.py::"
