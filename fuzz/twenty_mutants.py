@@ -92,17 +92,17 @@ MUTANTS = (
     Mutant(
         "4", "a match is locked after its pages were evicted for it", ("PageManager.open",),
         """                lock = self.cache.lock(match, now_s=now_s, visit=visit)
-            if window_start is not None:
+            if start is not None:
                 points = self.checkpoints
-                self.windows.open(row, window_start, None if points is None else points.make_room)
-                has_windows = True
+                self.groups.open(row, start, None if points is None else points.make_room)
+                has_groups = True
             new = self._take(num_new_pages, now_s)
 """,
         """                pass
-            if window_start is not None:
+            if start is not None:
                 points = self.checkpoints
-                self.windows.open(row, window_start, None if points is None else points.make_room)
-                has_windows = True
+                self.groups.open(row, start, None if points is None else points.make_room)
+                has_groups = True
             new = self._take(num_new_pages, now_s)
             if match is not None:
                 lock = self.cache.lock(match, now_s=now_s, visit=visit)

@@ -188,12 +188,7 @@ class Attempts:
                 mine = AbortedError(f"request {req.rid!r} is computed by decode")
                 self.refuse_waiting(req, mine)
             return True
-        if (
-            req.resumed
-            and req.prefix_len == req.fill_len
-            and pages.slot < 0
-            and not self._pages.windows
-        ):
+        if req.resumed and req.prefix_len == req.fill_len and not self._pages.groups:
             # 1. A resumed request with all its KV in the tree, and no extra state and no window,
             # which are never cached: nothing is to be sent, so no room is opened, whether or not
             # prefill is there.
@@ -234,7 +229,7 @@ class Attempts:
             prefix_len=req.prefix_len,
             pages=page_manager.table.packed(pages.row, start, end),
             ticket=self._rooms.ticket(),
-            state_slot=pages.slot,
+            state_slot=page_manager.state_slot(pages.row),
             weights_version=weights_version,
             windows=windows.promised(pages.row, end) if windows else (),
         )

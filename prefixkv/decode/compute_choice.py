@@ -30,7 +30,7 @@ class ComputeChoice:
         points = self._points = ledger.points
         self._host = ledger.host
         self._counters = ledger.journal.counters
-        has_more = pages.slots is not None or bool(pages.windows)
+        has_more = bool(pages.groups)
         self.can_compute = not has_more or points is not None
         """True unless the requests have extra state or windows, and no checkpoint of those is kept
         to compute from."""

@@ -481,19 +481,19 @@ class DecodePreallocQueue(Waiting):
             # for each of the others: then these go on by a step first.
             space = min(space, pages.available_pages - self._budget.active)
         new, worker = waiter.new_pages, waiter.worker
-        # In a window group what it needs is bounded, and taken now: it never grows there. What host
+        # In a group what it needs is bounded, and taken now: it never grows there. What host
         # memory has prefill does not send.
         here_pages = max(shared_pages, waiter.load_end)
-        windows, start, sent_len = pages.windows, None, req.fill_len
+        groups, start, sent_len = pages.groups, None, req.fill_len
         if self._points is not None:
             sent_len = self._sent_len(req, here_pages)
-        if windows:
+        if groups:
             start = WindowStart(sent_len, req.max_pages)
         if (
             waiter.needed_pages > space
             or waiter.most_pages > most
             or self._workers.refuses(worker, new)
-            or (start is not None and not windows.fit(start))
+            or (start is not None and not groups.fit(start))
         ):
             waiter.seen_at = self._version
             return False
@@ -501,7 +501,7 @@ class DecodePreallocQueue(Waiting):
         cut_start: WindowStart | None = None
         if self._points is not None:
             cut = self._cut_to_compute(waiter, here_pages, now_s)
-            if cut is not None and windows:
+            if cut is not None and groups:
                 behind = cut.depth * pages.page_size
                 held = () if cut.checkpoint is None else cut.checkpoint.windows
                 cut_start = WindowStart(behind, req.max_pages, held)
@@ -510,7 +510,7 @@ class DecodePreallocQueue(Waiting):
             if cut is not None and (
                 cut.needed_pages > space
                 or cut.most_pages > most
-                or (cut_start is not None and not windows.fit(cut_start))
+                or (cut_start is not None and not groups.fit(cut_start))
             ):
                 if worker.address == ALONE:
                     waiter.seen_at = self._version
@@ -550,7 +550,7 @@ class DecodePreallocQueue(Waiting):
                 joined_pages,
                 shared_pages,
                 is_used=num_loaded > 0,
-                window_start=start,
+                start=start,
             )
         except BaseException:
             if self._points is not None:

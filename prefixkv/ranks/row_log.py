@@ -235,7 +235,7 @@ class RankLog:
                 row,
                 start := int(told.lengths[row]) if goes_on[row] else 0,
                 pages.table.packed(row, start, int(now.lengths[row])),
-                pages.slot_of_row[row],
+                pages.state_slot(row),
                 [(first, packed_ids(ids)) for first, ids in (g.row(row) for g in pages.windows)]
                 if has_moved[row]
                 else None,
@@ -353,7 +353,7 @@ class RowFollower:
                 row,
                 _shown(
                     pages.table.pages(row),
-                    pages.slot_of_row[row],
+                    pages.state_slot(row),
                     {group.name: group.row(row) for group in pages.windows},
                 ),
             )

@@ -87,7 +87,8 @@ def _audit_slot(
         return
     flight = scheduler.arriving.get(key)
     if flight is not None:
-        assert flight.pages.slot == slot, f"law 4: slot {slot} of {key} is not its flight's"
+        its = pages.state_slot(flight.pages.row)
+        assert its == slot, f"law 4: slot {slot} of {key} is not its flight's"
         states = {PageState.OWNED}
     elif pages.allocator.holds(key):
         assert pages.slots.held_by(key).tolist() == [slot], (

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from prefixkv.errors import CapacityError
+from prefixkv.errors import OutOfPagesError
 from prefixkv.pages.allocator import PageState
+from prefixkv.pages.windows import WindowStart
 from tests.unit.decode.desk import Desk, OpenRoom
 
 
@@ -48,8 +49,8 @@ def test_a_request_without_a_free_slot_waits() -> None:
     desk.drain(first.room_key)
     assert desk.admit() == ["b"]
     assert second.state_slot == 0
-    with pytest.raises(CapacityError, match="1 state slots"):
-        desk.pages.open(None, 1, 0.0)
+    with pytest.raises(OutOfPagesError, match="1 pages needed, 0 free"):
+        desk.pages.open(None, 1, 0.0, start=WindowStart(0, 1))
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -62,9 +62,9 @@ class Ranks:
         key = RadixKey(tokens)
         match = self.pages.match(key)
         assert match is not None
-        start = WindowStart(match.prefix_len, num_pages) if self.pages.windows else None
+        start = WindowStart(match.prefix_len, num_pages) if self.pages.groups else None
         num_new = num_pages - match.prefix_len // PAGE_SIZE
-        return self.pages.open(match, num_new, 1.0, window_start=start), key
+        return self.pages.open(match, num_new, 1.0, start=start), key
 
     def follow(self) -> None:
         self.follower.apply(self.log.take(self.pages))
@@ -85,7 +85,7 @@ def test_a_follower_has_the_array_that_its_kernels_read() -> None:
     assert table.shape == (ROWS, 16)
     assert np.array_equal(table, ranks.pages.table.array[:ROWS])
     assert ranks.follower.pages(one.row).tolist() == ranks.pages.pages(one).tolist() != []
-    assert ranks.follower.state_slot(one.row) == one.slot >= 0
+    assert ranks.follower.state_slot(one.row) == ranks.pages.state_slot(one.row) >= 0
     mine, its = (
         ranks.pages.windows.named("last").row(one.row),
         ranks.follower.window_pages(one.row, "last"),
