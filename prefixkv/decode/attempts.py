@@ -222,16 +222,14 @@ class Attempts:
         """Return the promise of the pages [start, end) of the flight's row. Costs a match and a
         digest, where that is not its whole prompt."""
         pages, page_manager = flight.pages, self._pages
-        windows = page_manager.windows
         promise = Promise(
             *flight.room_key.numbers,
             fill_len=req.sent_len,
             prefix_len=req.prefix_len,
             pages=page_manager.table.packed(pages.row, start, end),
             ticket=self._rooms.ticket(),
-            state_slot=page_manager.state_slot(pages.row),
             weights_version=weights_version,
-            windows=windows.promised(pages.row, end) if windows else (),
+            groups=page_manager.groups.promised(pages.row, end),
         )
         # After some output the tokens to compute are more than the prompt, and without its end they
         # are fewer, so their digest is another.

@@ -24,7 +24,8 @@ def test_a_slot_from_admission_to_the_end() -> None:
     assert desk.admit() == ["a"]
     (opened,) = desk.commands()
     assert isinstance(opened, OpenRoom)
-    assert opened.promise.state_slot == req.state_slot >= 0
+    assert opened.promise.group_ids()[0].tolist() == [req.state_slot]
+    assert req.state_slot >= 0
     desk.succeed(req.room_key)
     desk.transferred()
     assert slots(desk) == {"FREE": 1, "OWNED": 1}
@@ -66,7 +67,8 @@ def test_a_full_hit_holds_a_slot_and_has_a_room(shared: bool) -> None:
     assert desk.admit() == ["a2"]
     assert req.prefix_len == 8
     promises = [command.promise for command in desk.commands() if isinstance(command, OpenRoom)]
-    assert (promises[-1].pages, promises[-1].state_slot) == (b"", req.state_slot)
+    assert promises[-1].pages == b""
+    assert promises[-1].group_ids()[0].tolist() == [req.state_slot]
     assert req.state_slot != other.state_slot
     desk.abort(req)
     assert slots(desk) == {"FREE": 1, "OWNED": 1, "HELD": 1}
