@@ -151,7 +151,7 @@ class Planner:
             if (
                 plan.needed_pages <= limits[0]
                 and plan.most_pages <= limits[1]
-                and (start is None or self._ledger.pages.windows.fit(start))
+                and (start is None or self._ledger.pages.groups.fit(start))
             ):
                 return plan
         return None if ways else Plan(req, None, None, look.shared_pages, look.loads, (), 0, 0, 0)
@@ -193,7 +193,7 @@ class Planner:
             and ledger.flights.find(req.key, need.start // ledger.page_size)[0] is not None
         )
         start = None
-        if ledger.pages.windows:
+        if ledger.has_more:
             at = first.end if first.source.sends else first.start
             start = WindowStart(at, req.max_pages, *(first.found.windows if first.found else ()))
         return Plan(
@@ -227,7 +227,7 @@ class Planner:
         first.source.opening(req, first)
         req.pages_held = row = pages.open(
             plan.match, plan.new_pages, now_s, _row(joined), shared_pages,
-            is_used=bool(flights), window_start=plan.group_start,
+            is_used=bool(flights), start=plan.group_start,
         )  # fmt: skip
         req.prefix_len = shared_pages * page_size
         if req.hashes:
