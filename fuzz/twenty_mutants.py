@@ -295,7 +295,7 @@ MUTANTS = (
         ("cache/test_checkpoints.py::test_it_goes_with_its_page",),
     ),
     Mutant(
-        "H10", "window pages that nothing has any more are kept", ("WindowGroup.count",),
+        "H10", "window pages that nothing has any more are kept", ("WindowGroup.add_counts",),
         "(gone := ids[self.refs[ids] == 0])", "(gone := ids[:0])",
         ("pages/test_windows.py::test_no_page_of_another_path_depth_or_request_is_ever_read",),
     ),

@@ -125,7 +125,7 @@ class WindowGroup:
     def _loose(self, ids: Pages) -> int:
         return int(np.count_nonzero((self.refs[ids] > 0) & (self.pins[ids] == 0)))
 
-    def count(self, ids: Pages, refs: int, pins: int) -> None:
+    def add_counts(self, ids: Pages, refs: int, pins: int) -> None:
         """Add to the counts of these pages; those without a count are free."""
         before = self._loose(ids)
         self.refs[ids] += refs
@@ -142,7 +142,7 @@ class WindowGroup:
         OutOfPagesError, with nothing changed."""
         ids = self.allocator.alloc(num_own)
         if len(shared):
-            self.count(shared, 1, 1)
+            self.add_counts(shared, 1, 1)
             ids = np.concatenate([shared, ids])
         self.array[row, : len(ids)] = ids
         self.first_pages[row] = self.first_page(num_tokens)
@@ -196,7 +196,7 @@ class WindowGroup:
         if self.is_shared:
             is_shared = self.refs[ids] > 0
             for shared in [*self._passed.pop(row, []), ids[is_shared]]:
-                self.count(shared, -1, -1)
+                self.add_counts(shared, -1, -1)
             ids = ids[~is_shared]
         self.array[row, :length] = UNUSED
         self._lengths[row], self.first_pages[row] = _NO_ROW, 0
@@ -225,8 +225,8 @@ class WindowGroup:
         mine = kept[self.refs[kept] == 0]
         self.allocator.cache(mine)
         # One count for the row, which still reads them, and one for the checkpoint.
-        self.count(mine, 1, 1)
-        self.count(kept, 1, 1)
+        self.add_counts(mine, 1, 1)
+        self.add_counts(kept, 1, 1)
         length = len(ids)
         self.array[row, length : length + len(new)] = new
         self._lengths[row] = length + len(new)
@@ -355,9 +355,9 @@ class WindowGroups(tuple[WindowGroup, ...]):
 
     # The pages that a checkpoint keeps, by group; () if its model has no windows.
 
-    def count(self, windows: Sequence[Pages], refs: int, pins: int) -> None:
+    def add_counts(self, windows: Sequence[Pages], refs: int, pins: int) -> None:
         for group, ids in zip(self, windows, strict=bool(windows)):
-            group.count(ids, refs, pins)
+            group.add_counts(ids, refs, pins)
 
     def lacks(self, needs: Sequence[int]) -> bool:
         return any(g.allocator.free_pages < need for g, need in zip(self, needs, strict=False))
