@@ -30,7 +30,7 @@ from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import AbortRoom, OpenRoom
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.request import Request
-from tests.support.timed import DecodeScheduler
+from tests.support.schedulers import decode_scheduler
 
 P = 4  # tokens per page
 STEP = 6  # most tokens of a chunk
@@ -97,7 +97,7 @@ class Machine:
         )  # fmt: skip
         self.pages.hash_every_pages = 1
         config = ComputeConfig(below=1000, ask=chance.choice(["late", "late", "both"]))
-        self.scheduler = DecodeScheduler(
+        self.scheduler = decode_scheduler(
             self.pages, reserve_tokens=0, sources=Sources(config), checkpoint_tokens=self.step,
             max_retries=1,
         )  # fmt: skip
@@ -107,7 +107,7 @@ class Machine:
         compute.is_best = self.is_best  # type: ignore[method-assign]
         assert self.pages.checkpoints is not None
         self.real = self.pages.checkpoints
-        self.now_s, self.rooms = 0.0, 0
+        self.rooms = 0
         # Memory: by page (of the window group, by page) what each of its tokens was written with;
         # by slot the tokens that the state is of.
         self.kv: dict[int, dict[int, Tokens]] = {}
@@ -320,7 +320,7 @@ class Machine:
                 room=self.rooms, prefill="p", cacheable=self.chance.random() < 0.9,
                 may_compute=self.chance.random() < 0.9,
             )  # fmt: skip
-            req = self.scheduler.add(request, self.now_s)
+            req = self.scheduler.add(request)
             self.runs[req] = Run(req)
 
     def reaches(self, need: Need) -> Segment | None:
@@ -343,7 +343,7 @@ class Machine:
 
     def admit(self) -> None:
         self.release()
-        admitted = self.scheduler.pop_preallocated(self.now_s)
+        admitted = self.scheduler.pop_preallocated()
         for req in admitted:
             run = self.runs[req]
             run.epoch, run.done = self.pages.epoch, -1
@@ -405,7 +405,9 @@ class Machine:
         command, _ = self.opened.pop(key, (None, ()))
         if command is not None:
             self.failed[key] = command
-        self.scheduler.room_ended(key, KVPoll.FAILED, TransferError("broken"), b"", self.now_s)
+        self.scheduler.room_ended(
+            key, KVPoll.FAILED, TransferError("broken"), b"", self.scheduler.now_s
+        )
 
     def room(self) -> None:
         """A room succeeds or fails; one that has failed may be written until it is drained."""
@@ -427,7 +429,7 @@ class Machine:
         self.send(command, tokens[: command.promise.fill_len])
         flight = self.scheduler.prefill.open.get(key)
         owner = None if flight is None else flight.owner
-        self.scheduler.room_ended(key, KVPoll.SUCCESS, None, b"", self.now_s)
+        self.scheduler.room_ended(key, KVPoll.SUCCESS, None, b"", self.scheduler.now_s)
         if owner is not None and command.promise.fill_len < len(tokens):
             self.seen["sent up to a checkpoint"] += 1
             run = self.runs[owner]
@@ -446,7 +448,7 @@ class Machine:
             assert all(depth * P != at for depth, _ in run.req.saved)
 
     def begin(self) -> None:
-        for req in self.scheduler.pop_local(self.now_s):
+        for req in self.scheduler.pop_local():
             run, tokens = self.runs[req], tokens_of(req)
             run.done = start = req.prefix_len
             is_sent = not run.computes
@@ -485,7 +487,7 @@ class Machine:
         self.computed(run, end)
 
     def save(self, run: Run, at: int, tokens: Tokens) -> None:
-        slot = self.scheduler.save_state(run.req, at, self.now_s)
+        slot = self.scheduler.save_state(run.req, at)
         if self.tight and slot == NO_SLOT:
             self.seen["without room"] += 1
             return
@@ -498,7 +500,7 @@ class Machine:
     def computed(self, run: Run, end: int) -> None:
         req = run.req
         is_stop = not self.has_state and end in req.stops
-        self.scheduler.computed(req, end, self.now_s, b"")
+        self.scheduler.computed(req, end, b"")
         self.unlock(run)
         run.done = -1 if end == req.fill_len else end
         if is_stop:
@@ -506,7 +508,7 @@ class Machine:
 
     def start(self) -> None:
         """What has arrived runs, and what it came with is entered."""
-        came = self.scheduler.pop_transferred(self.now_s)
+        came = self.scheduler.pop_transferred()
         for req in came:
             run, tokens = self.runs[req], tokens_of(req)
             self.read(req, len(tokens), tokens)
@@ -531,7 +533,7 @@ class Machine:
             self.note_left(run, at)
 
     def keep(self, reqs: Sequence[DecodeRequest]) -> None:
-        copies = self.scheduler.save_states(reqs, self.now_s)
+        copies = self.scheduler.save_states(reqs)
         for req in reqs:
             run, at = self.runs[req], req.kv_len
             if not self.has_state or at % self.step or at <= run.known or not self.may_save(run):
@@ -570,7 +572,7 @@ class Machine:
     def append(self, reqs: list[DecodeRequest], sampled: list[int]) -> None:
         while reqs:
             try:
-                self.scheduler.append_many(reqs, sampled, self.now_s)
+                self.scheduler.append_many(reqs, sampled)
                 return
             except OutOfPagesError as error:
                 if not error.retract:
@@ -604,14 +606,14 @@ class Machine:
         if keep is not None:
             self.talks[-1] = tokens[:keep]
         how = {"after": after, "keep_tokens": keep}
-        self.leaves(req, keep, after, lambda: self.scheduler.finish(req, self.now_s, **how))
+        self.leaves(req, keep, after, lambda: self.scheduler.finish(req, **how))
 
     def event(self) -> Done | None:
         return Done() if self.chance.random() < 0.2 else None
 
     def retract(self, req: DecodeRequest) -> None:
         after = self.event()
-        self.leaves(req, None, after, lambda: self.scheduler.retract(req.rid, self.now_s, after))
+        self.leaves(req, None, after, lambda: self.scheduler.retract(req.rid, after))
 
     def leaves(
         self, req: DecodeRequest, keep: int | None, after: Done | None, call: Callable[[], None]
@@ -636,7 +638,7 @@ class Machine:
         due = [one for one in self.deferred if one[0].done]
         self.deferred = [one for one in self.deferred if not one[0].done]
         had = [self.before(run.req) for _, run, _ in due]
-        self.scheduler.release_deferred(self.now_s)
+        self.scheduler.release_deferred(self.scheduler.now_s)
         for (_, run, keep), before in zip(due, had, strict=True):
             self.leave(run, keep, before)
 
@@ -645,7 +647,7 @@ class Machine:
             return
         if req in self.running:
             self.running.remove(req)
-        self.scheduler.abort(req.rid, self.now_s)
+        self.scheduler.abort(req.rid)
 
     def pop_failed(self) -> None:
         for req in self.scheduler.pop_failed():
@@ -653,7 +655,7 @@ class Machine:
                 self.running.remove(req)
 
     def turn(self) -> None:
-        self.now_s += 0.01
+        self.scheduler.now_s += 0.01
         what = self.chance.random()
         if what < 0.12:
             self.arrive()
@@ -753,7 +755,7 @@ class Machine:
         for _ in range(num_turns):
             self.turn()
         if self.chance.random() < 0.5:
-            self.scheduler.end_all(TransferError("a rank is dead"), self.now_s)
+            self.scheduler.end_all(TransferError("a rank is dead"), self.scheduler.now_s)
             self.running.clear()
         for req in list(self.scheduler.requests.values()):
             self.abort(req)

@@ -13,7 +13,7 @@ from prefixkv.decode.sources import Sources
 from prefixkv.digest import prompt_digest
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.windows import WindowSpec
-from tests.support.timed import DecodeScheduler
+from tests.support.schedulers import decode_scheduler
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom
 
 SLOTS = 4
@@ -28,7 +28,7 @@ def desk_of(
     desk.pages = PageManager(
         60, PAGE_SIZE, 8, num_slots=0 if window else SLOTS, num_checkpoints=4, windows=windows
     )
-    desk.scheduler = DecodeScheduler(
+    desk.scheduler = decode_scheduler(
         desk.pages,
         reserve_tokens=0,
         sources=Sources(ComputeConfig(below=below, ask=ask)),  # type: ignore[arg-type]
@@ -49,11 +49,11 @@ def depths(desk: Desk) -> list[int]:
 
 
 def local(desk: Desk) -> list[DecodeRequest]:
-    return desk._checked(desk.scheduler.pop_local(desk.now_s))
+    return desk._checked(desk.scheduler.pop_local())
 
 
 def computed(desk: Desk, req: DecodeRequest, end: int) -> None:
-    desk._checked(desk.scheduler.computed(req, end, desk.now_s))
+    desk._checked(desk.scheduler.computed(req, end))
 
 
 @pytest.mark.parametrize("window", [0, 6])
@@ -74,7 +74,7 @@ def test_what_was_sent_leaves_a_checkpoint_before_the_end_is_computed(window: in
     assert req.checkpoint_slot == req.state_slot
     if not window:
         assert req.stops == [24]
-        assert desk.scheduler.save_state(req, 24, desk.now_s) == SLOTS
+        assert desk.scheduler.save_state(req, 24) == SLOTS
     computed(desk, req, 26)
     assert desk.transferred() == ["a"]
     assert depths(desk) == [24]
@@ -104,7 +104,7 @@ def test_a_prompt_of_whole_pages_is_sent_whole_and_its_end_is_kept(window: int) 
     assert desk.transferred() == ["a"]
     for _ in range(10):
         desk.token(req)
-        desk.scheduler.save_states([req], desk.now_s)
+        desk.scheduler.save_states([req])
     # A state is entered once its slot is wanted for the next one, or at the request's end.
     assert depths(desk) == [24]
     desk.finish(req, keep_tokens=24)
@@ -199,7 +199,7 @@ def test_one_that_ends_when_it_is_whole_gives_its_slots_back_and_its_flight_ends
     desk.admit()
     assert second.prefix_len == 8
     if not window:
-        assert desk.scheduler.save_state(first, 8, desk.now_s) == SLOTS
+        assert desk.scheduler.save_state(first, 8) == SLOTS
         computed(desk, first, 10)
     else:
         computed(desk, first, 8)
