@@ -78,9 +78,17 @@ def _leave_flight(self: Ending, flight: Any, error: Exception) -> None:
         del self._dropped
 
 
+EVICT_ONE = Checkpoints._evict_one
+
+
 def _use(self: Checkpoints, checkpoint: Checkpoint) -> None:
     checkpoint.uses += 1
-    checkpoint.is_superseded = False
+    self._superseded.discard(checkpoint)
+
+
+def _evict_any(self: Checkpoints) -> bool:
+    self._superseded.clear()
+    return EVICT_ONE(self)
 
 
 def _sent_further(self: DecodeCheckpoints, req: DecodeRequest, at: int) -> None:
@@ -109,7 +117,7 @@ BROKEN: dict[str, tuple[type, str, Any, dict[str, Any]]] = {
     ),
     "a use is not noted": (Checkpoints, "use", _use, STATES),
     "superseded ones are like others": (
-        Checkpoint, "rank", property(lambda self: (True, self.tick)), STATES,
+        Checkpoints, "_evict_one", _evict_any, STATES,
     ),
     "all is sent": (
         CheckpointedCompute, "takes_over", lambda self, need: need.end, STATES,
