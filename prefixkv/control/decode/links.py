@@ -8,6 +8,7 @@ pages have been greeted and answer.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -51,7 +52,7 @@ class Link:
     of this leader is promised to; `leaders` are the addresses of the links that have this one among
     theirs. `nonce` is that of the last HelloWanted. `is_local`: the address is on this machine.
     `plan` says how the ranks of this leader stage what they write to us, once `planned`.
-    `has_waiting`: rooms of this leader may still be to be promised.
+    `waiting`: the rooms of this leader that are to be promised, in the order of admission.
     """
 
     address: str
@@ -69,7 +70,7 @@ class Link:
     leaders: set[str] = field(default_factory=set)
     nonce: int = 0
     is_local: bool = False
-    has_waiting: bool = False
+    waiting: deque[Any] = field(default_factory=deque)
 
     @property
     def known(self) -> int:
@@ -98,17 +99,12 @@ class Links:
         self._timers = inbox.timers
         self._links: dict[str, Link] = {}
         self._answered: dict[str, tuple[PeerId, float]] = {}  # by address, until when
-        self._changed: set[str] = set()  # leaders that may be ready now, or may not be any more
-
-    def take_changed(self) -> set[str]:
-        """Return and reset the addresses of the leaders for which something has changed."""
-        changed, self._changed = self._changed, set()
-        return changed
+        self.changed: set[str] = set()  # leaders that may be ready now, or may not be any more
 
     def note_change(self, link: Link) -> None:
         """Note that the leaders of this link may have become ready, or may be ready no more."""
-        self._changed.add(link.address)
-        self._changed |= link.leaders
+        self.changed.add(link.address)
+        self.changed |= link.leaders
 
     def get(self, address: str) -> Link | None:
         return self._links.get(address)

@@ -97,8 +97,9 @@ def test_the_transport_looks_for_notifications_until_the_last_has_come() -> None
     peer = PrefillPeer().opened()
     assert peer.expected == 1
     said = msgspec.structs.replace(peer.outcome(), num_units=2)
-    assert peer.say(said) == [ACK]
-    assert peer.expected == 1, "it would not poll for them any more"
+    effects = peer.control.on(FrameReceived(ADDRESS, peer.raw(said)), peer.now_s)
+    assert kinds(effects) == ["SendFrame", "Expect"], "it is to look at once"
+    assert effects[1] == Expect(1), "it would not poll for them any more"
     tag = ChunkTag(PREFILL.incarnation, *KEY.numbers, 0, 0, num_pages=2)
     assert peer.on(Arrived(tag.pack())) == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"first")]
     assert peer.expected == 0
