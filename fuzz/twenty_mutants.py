@@ -315,8 +315,9 @@ MUTANTS = (
         ("cache/test_checkpoints.py::test_a_locked_one_stays",),
     ),
     Mutant(
-        "H14", "prefill goes on behind pages without a state", ("StateCheckpoints.usable_tokens",),
-        "return 0 if self.found is None else self.found.depth * self._pages.page_size",
+        "H14", "prefill goes on behind pages without a state",
+        ("PrefillBootstrapQueue._usable_tokens",),
+        "return 0 if self._found is None else self._found.depth * self._pages.page_size",
         "return req.dense_pages * self._pages.page_size",
         ("prefill/test_state_checkpoints.py::test_pages_without_a_state_are_not_gone_on_from",),
     ),
@@ -389,7 +390,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "H9", "after a flush a state is entered at a page of before", ("DecodeCheckpoints.enter",),
+        "H9", "after a flush a state is entered at a page of before", ("RequestCheckpoints.enter",),
         " or held.epoch != self._pages.epoch", "",
         ("decode/test_points_machine.py::test_checkpoints_are_what_the_model_says",),
     ),

@@ -347,11 +347,14 @@ class WindowGroups(tuple[WindowGroup, ...]):
         total["window_pages_held"] += total.pop("window_pages_quarantined")
         return total
 
-    def num_replaced(self, row: int, depth: int, end_pages: int) -> list[int]:
-        return [group.num_replaced(row, depth, end_pages) for group in self]
-
-    def has_room(self, needs: Sequence[int]) -> bool:
-        return all(need <= group.available_pages() for group, need in zip(self, needs, strict=True))
+    def num_replaced(self, row: int, depth: int, end_pages: int) -> list[int] | None:
+        """By group `WindowGroup.num_replaced`; None where the row has moved on, or too few pages
+        are available."""
+        if any(one.row(row).first_page > one.first_page(depth * one.page_size) for one in self):
+            return None
+        needs = [group.num_replaced(row, depth, end_pages) for group in self]
+        has_room = all(n <= one.available_pages() for one, n in zip(self, needs, strict=True))
+        return needs if has_room else None
 
     # The pages that a checkpoint keeps, by group; () if its model has no windows.
 

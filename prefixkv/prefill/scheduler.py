@@ -28,6 +28,7 @@ from prefixkv.errors import (
     check_laws,
 )
 from prefixkv.pages.manager import PageManager
+from prefixkv.pages.request_checkpoints import RequestCheckpoints
 from prefixkv.pages.requests import (
     PagedScheduler,
     check_failure,
@@ -46,7 +47,6 @@ from prefixkv.prefill.request import (
     checked_chunk,
 )
 from prefixkv.prefill.shared_prefixes import SharedPrefixes
-from prefixkv.prefill.state_checkpoints import StateCheckpoints
 from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
@@ -82,9 +82,9 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         """
         super().__init__(pages, PrefillJournal(), config.model.weights_version)
         self.num_slots = num_slots
-        self.checkpoints: StateCheckpoints | None = None
+        self.checkpoints: RequestCheckpoints[PrefillRequest] | None = None
         if pages.checkpoints is not None:
-            self.checkpoints = StateCheckpoints(pages, num_slots, config.checkpoint_tokens)
+            self.checkpoints = RequestCheckpoints(pages, num_slots, config.checkpoint_tokens)
         elif pages.windows:
             usable_prefix = _no_prefix  # no pages of the window are kept behind a prefix
         elif num_slots:
@@ -95,7 +95,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         self.shared_prefixes = SharedPrefixes(
             pages.page_size, self.counters, config.follow_s,
             step_pages=1 if points is None else points.step_pages,
-            on_wait=None if points is None else points.add_stop,
+            on_wait=None if points is None else self._save_at,
         )  # fmt: skip
         self.bootstrapped = PrefillBootstrapQueue(
             pages, self.shared_prefixes, usable_prefix, points
@@ -267,8 +267,8 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             req.state_slot = state_slot
             req.become(PrefillState.SENDING)
         if self.checkpoints is not None:
-            self.checkpoints.computed(req)
-        if req.window_plans:
+            self.checkpoints.computed(req, end)
+        elif req.window_plans:
             self.pages.slide(req.pages_held, end)
         # 4. Progress, for the tree and for those that follow this request.
         self._computed[req] = None
@@ -298,9 +298,13 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
             first, ids = group.row(req.pages_held.row)
             sent = ids[span.first_page - first : span.end_page - first].copy()
             chunks.append(GroupChunk(span.first_page - plan.first_page, sent))
-        if chunks and self.checkpoints is not None:
-            self.checkpoints.take_if_stop(req, end)
         return tuple(chunks)
+
+    def _save_at(self, leader: PrefillRequest, tokens: int) -> None:
+        """Have a checkpoint saved where a request that waits for the leader's prefix parts."""
+        assert self.checkpoints is not None
+        assert leader.plan is not None
+        self.checkpoints.add_stop(leader, tokens, max(leader.prefix_len, leader.plan.computed))
 
     def save_state(self, req: PrefillRequest, end: int) -> int:
         """Return the slot of the StatePool into which the engine copies the extra state behind
