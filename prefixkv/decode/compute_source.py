@@ -178,7 +178,7 @@ class ComputeSource(FlightSource):
             del self.open[flight]
             req.aux = aux
             self._ledger.flights.arrived(flight)
-            if req.prefix_len == flight.start_pages * self._ledger.page_size:  # else it was sent
+            if flight.rest is None:  # else most of it was sent
                 self._ledger.journal.computed(req, now_s)
         return written
 

@@ -73,7 +73,7 @@ class CachedSource(Source):
 
     def reach(self, need: Need) -> Segment | None:
         # Extra state and windows are not cached.
-        is_whole = need.start == need.end and need.req.resumed and not self._ledger.has_more
+        is_whole = need.start == need.end and not self._ledger.has_more
         return Segment(self, need.start, need.end) if is_whole else None
 
     def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
@@ -138,13 +138,14 @@ class Planner:
         """Plan where a request gets what it lacks: the best way that fits, within the most pages
         needed and the most ever needed. None if none does; not whole if there is no way."""
         need, ways = self._need(req, look, not req.is_alone, now_s), []
-        if (segment := self._cached.reach(need)) is not None:
+        if req.resumed and (segment := self._cached.reach(need)) is not None:
             ways = [(segment,)]
         else:
             ways = [(segment,) for source in self._makers if (segment := source.reach(need))]
             if (need.can_ask or not ways) and (segment := self._prefill.reach(need)) is not None:
                 is_best = not ways or not ways[0][0].source.is_best(need, ways[0][0])
-                ways.insert(0 if is_best else len(ways), self._sent(need, segment))
+                way = self._sent(need, segment) if self._makers else (segment,)
+                ways.insert(0 if is_best else len(ways), way)
         for way in ways:
             plan = self._plan(req, look, need, way)
             start = plan.group_start
@@ -163,7 +164,8 @@ class Planner:
             return False
         look = self.look(req, None, now_s, can_ask=False, joins=joins)
         need = self._need(req, look, False, now_s)
-        return any(source.reach(need) is not None for source in (self._cached, *self._makers))
+        sources = (self._cached, *self._makers) if req.resumed else self._makers
+        return any(source.reach(need) is not None for source in sources)
 
     def _need(self, req: DecodeRequest, look: Look, can_ask: bool, now_s: float) -> Need:
         start = look.loads[-1].end if look.loads else look.shared_pages * self._ledger.page_size

@@ -204,7 +204,7 @@ class PrefillSource(Source):
         if rest is None:
             self._ledger.flights.arrived(flight)
         else:
-            flight.source, flight.rest = rest.source, None
+            flight.source = rest.source
             rest.source.begin(flight, rest, now_s)
         return flight
 
