@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from prefixkv.protocol.ids import RoomKey as RoomKey
     from prefixkv.runtime.decode_transfers import DecodeTransfers as DecodeTransfers
     from prefixkv.runtime.prefill_transfers import PrefillTransfers as PrefillTransfers
+    from prefixkv.runtime.rank_spec import RankSpec as RankSpec
 
 _HOMES = homes_of(
     {
@@ -40,6 +41,7 @@ _HOMES = homes_of(
         "runtime.decode_transfers": "DecodeTransfers",
         "protocol.ids": "KVPoll RoomKey",
         "runtime.prefill_transfers": "PrefillTransfers",
+        "runtime.rank_spec": "RankSpec",
         "digest": "prompt_digest",
     }
 )

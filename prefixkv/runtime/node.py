@@ -69,7 +69,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
     ) -> RankSpec:  # fmt: skip
         """Remember these; raise ConfigError for what does not fit together."""
         self.pool, self.state, self.config, self._ranks = pool, state, config, ranks
-        spec = RankSpec.of(pool, config.model, mesh, state=state)
+        spec = RankSpec(pool, mesh, state=state)
         if ranks is not None:
             check_kind("ranks", ranks, RankLog)
         elif spec.mesh.num_ranks > 1:

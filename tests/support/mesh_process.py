@@ -38,13 +38,14 @@ class PrefillCalls(_Calls):
         device: str = DEVICE,
     ) -> None:  # fmt: skip
         from prefixkv.runtime.prefill_transfers import PrefillTransfers
+        from prefixkv.runtime.rank_spec import RankSpec
         from prefixkv.testing.hashing import PrefixHasher
         from tests.support.mesh_workers import SALT
         from tests.support.patterns import make_pools, pattern_in
 
         super().__init__()
         pool = make_pools(mesh, 64, 4, 16, order="layer_major", device=device)[rank]
-        self.node = PrefillTransfers(pool, config, mesh, rank, endpoints)
+        self.node = PrefillTransfers(RankSpec(pool, mesh, rank), config, endpoints)
         self.hello = (self.node.peer_id, self.node.endpoint)
         self._free = list(range(64))
         self._reqs: dict[str, tuple[int, Tokens, list[int]]] = {}  # room, tokens, pages
