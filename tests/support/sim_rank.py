@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+import prefixkv.assembly  # noqa: F401 - its parts, also where no conftest is loaded
 from prefixkv.config import Backend, ControlConfig, TransportConfig
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
