@@ -131,7 +131,8 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
             return self._todo.popleft()
         # Two answers depend on the state after an input, not on it. Asking whether a worker is
         # ready may change links itself, so until nothing changes.
-        if changed := self._links.take_changed():
+        if changed := self._links.changed:
+            self._links.changed = set()
             return LeadersChanged(changed)
         # Last, so that an input which closes one room and opens another says it once.
         if self._rooms.num_expected != self._said_expected:
