@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from prefixkv.protocol.events import SourceFree as SourceFree
     from prefixkv.protocol.ids import KVPoll as KVPoll
     from prefixkv.protocol.ids import RoomKey as RoomKey
+    from prefixkv.runtime.rank_spec import RankSpec as RankSpec
 
 _HOMES = homes_of(
     {
@@ -39,6 +40,7 @@ _HOMES = homes_of(
             SourceFree""",
         "assembly": "DecodeTransfers PrefillTransfers",
         "protocol.ids": "KVPoll RoomKey",
+        "runtime.rank_spec": "RankSpec",
         "digest": "prompt_digest",
     }
 )

@@ -126,7 +126,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             DecodeScheduler.__init__(self, pages, config, parts)
             if self.host is not None:
                 undo.callback(self.host.cache.policy.release)
-            self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
+            self.transfers = DecodeTransfers(spec, config, transport=transport)
             undo.callback(self.transfers.close)
             if self._host is not None:
                 self._host.start(self.transfers.thread.events.put)

@@ -154,7 +154,7 @@ class DecodeRank(FollowingRank):
     ) -> None:
         check_kind("config", config, DecodeConfig)
         check_kind("worker", worker, PeerId)
-        spec = RankSpec.of(pool, config.model, mesh, rank, state)
+        spec = RankSpec(pool, mesh, rank, state)
         # If a part fails, those before it are undone.
         with ExitStack() as undo:
             if config.host_memory is not None:
@@ -164,7 +164,7 @@ class DecodeRank(FollowingRank):
             if self._host is not None:
                 # Rank 0 knows of its own memory only, and orders copies once that can be used.
                 self._host.wait_until_ready()
-            self.transfers = DecodeTransfers(pool, config, mesh, rank, worker, state)
+            self.transfers = DecodeTransfers(spec, config, worker)
             undo.callback(self.transfers.close)
             if self._host is not None:
                 self._host.start(self.transfers.thread.events.put)
@@ -198,8 +198,9 @@ class PrefillRank(FollowingRank):
         state: StatePool | None = None,
     ) -> None:
         check_kind("config", config, PrefillConfig)
-        self._follow(RankSpec.of(pool, config.model, mesh, rank, state), config)
-        self.transfers = PrefillTransfers(pool, config, mesh, rank, state=state)
+        spec = RankSpec(pool, mesh, rank, state)
+        self._follow(spec, config)
+        self.transfers = PrefillTransfers(spec, config)
 
     @property
     def endpoint(self) -> str:

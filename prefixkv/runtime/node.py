@@ -124,7 +124,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         self.checks: list[Callable[[Request], object]] = []  # of a request that is added
         self.more_stats: list[Callable[[], dict[str, int]]] = []
         self._heard: list[EventFeed] = []
-        spec = RankSpec.of(pool, config.model, mesh, state=state)
+        spec = RankSpec(pool, mesh, state=state)
         self.num_ranks = spec.mesh.num_ranks
         if ranks is not None:
             if self.lead is None:

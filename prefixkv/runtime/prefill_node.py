@@ -97,9 +97,7 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
             undo.callback(pages.cache.policy.release)  # the next node may have it
             PrefillScheduler.__init__(self, pages, config, num_slots, usable_prefix)
             self._logged = self.requests.values()
-            self.transfers = PrefillTransfers(
-                pool, config, mesh, 0, endpoints, state=state, transport=transport
-            )
+            self.transfers = PrefillTransfers(spec, config, endpoints, transport)
             undo.callback(self.close)
             self._lead(spec)
             self._observe(timeline)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig, Way
 from prefixkv.errors import ConfigError, HandshakeError
-from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import MAX_RANKS, Mesh, check_holds
 from prefixkv.memory.staging_area import StagingArea
@@ -41,39 +39,25 @@ def checked_config(config: Config | None, kind: type[Config]) -> Config:
     return config
 
 
-@dataclass(frozen=True, slots=True)
 class RankSpec:
-    """Rank `rank` of `mesh`, with its pool, and its state pool if the model has extra state."""
+    """Rank `rank` of `mesh`, with its pool, and its state pool if the model has extra state.
 
-    pool: KVPool
-    model: ModelConfig
-    mesh: Mesh
-    rank: int
-    state: StatePool | None = None
+    Without a mesh it is the only rank. Raises ConfigError if a pool does not hold the rank's share,
+    or the two pools are on different devices.
+    """
 
-    @property
-    def layout(self) -> KVLayout:
-        return self.pool.layout
-
-    @classmethod
-    def of(
-        cls,
-        pool: KVPool,
-        model: ModelConfig,
-        mesh: Mesh | None,
-        rank: int = 0,
-        state: StatePool | None = None,
-    ) -> RankSpec:
-        """Return the spec of a rank; without a mesh, that of the only rank. Raises ConfigError if a
-        pool does not hold the rank's share, or the two pools are on different devices."""
+    def __init__(
+        self, pool: KVPool, mesh: Mesh | None = None, rank: int = 0, state: StatePool | None = None
+    ) -> None:
         check_kind("pool", pool, KVPool)
         if mesh is not None:
             check_kind("mesh", mesh, Mesh)
         if state is not None:
             check_kind("state", state, StatePool)
         check_whole("rank", rank, 0, MAX_RANKS - 1)
-        layout = pool.layout
-        mesh = mesh or Mesh(layout.num_layers, layout.num_kv_heads)
+        self.pool, self.rank, self.state = pool, rank, state
+        self.layout = layout = pool.layout
+        self.mesh = mesh = mesh or Mesh(layout.num_layers, layout.num_kv_heads)
         mesh.validate()
         if layout.groups and mesh.pp_size > 1:
             raise ConfigError(f"a pool with groups of layers is of one stage, not {mesh.pp_size}")
@@ -83,13 +67,12 @@ class RankSpec:
         try:
             # Shares are compared by the handshake's own rules, so what passes here passes there.
             check_holds(layout, mesh.shard(rank))
-            for tensor in state.tensors if state is not None else ():
-                tensor.validate(mesh)
             if state is not None:
+                for tensor in state.tensors:
+                    tensor.validate(mesh)
                 state.layout.check_holds(state.tensors, mesh, rank)
         except HandshakeError as error:
             raise ConfigError(f"the pool of rank {rank}: {error}") from error
-        return cls(pool, model, mesh, rank, state)
 
     @property
     def num_slots(self) -> int:
@@ -99,10 +82,9 @@ class RankSpec:
     def state_layout(self) -> StateLayout | None:
         return None if self.state is None else self.state.layout
 
-    @property
-    def digest(self) -> ModelDigest:
-        """Properties of the model that two workers compare."""
-        layout, model, mesh = self.layout, self.model, self.mesh
+    def digest(self, model: ModelConfig) -> ModelDigest:
+        """Return the properties of the model that two workers compare."""
+        layout, mesh = self.layout, self.mesh
         return ModelDigest(
             model.model, model.kv_scales, layout.dtype, layout.attention,
             mesh.num_layers, mesh.num_kv_heads, layout.head_dim, layout.opaque,
@@ -122,13 +104,14 @@ class RankSpec:
 
     def hello(
         self,
+        model: ModelConfig,
         offers: Mapping[Way, bytes],
         worker: PeerId,
         area: StagingArea | None,
         life: ProcessLife | None,
     ) -> Hello:
         return Hello(
-            self.digest,
+            self.digest(model),
             self.topology,
             self.layout,
             offers.get("nixl", b""),

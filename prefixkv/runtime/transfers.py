@@ -87,21 +87,21 @@ class Transfers(OneThread, Generic[C, To, E]):
 
     def __init__(
         self,
-        pool: KVPool,
+        pool: KVPool | RankSpec,
         config: DecodeConfig | PrefillConfig,
-        spec: RankSpec,
         transport: MakeTransport | None,
     ) -> None:
         """Make the staging memory. Raises ConfigError or CapacityError."""
         check_callable("transport", transport)
+        spec = pool if isinstance(pool, RankSpec) else RankSpec(pool)
         self._weights_version = config.model.weights_version  # of the rooms that are begun now
         self._name = f"{config.name}/{spec.rank}" if spec.rank else config.name
         self.peer_id = PeerId(self._name, secret_number())
+        # Layouts are addresses only: the spec keeps the memory.
         self._spec, self._control, self._transport = spec, config.control, config.transport
-        self._layout = layout = pool.layout
+        self._layout = layout = spec.layout
         self._page_size, self._num_pages = layout.page_size, layout.num_pages
         self._num_slots, self._windows = spec.num_slots, layout.windows
-        self._keep_alive = pool, spec.state  # layouts are addresses only: the memory has to stay
         self._make = transport
         self._buffer: StagingBuffer | None = None
         if self._transport.staging_bytes:
@@ -110,8 +110,8 @@ class Transfers(OneThread, Generic[C, To, E]):
             self._buffer = StagingBuffer(
                 self._transport.staging_bytes,
                 self._transport.lease_bytes,
-                pool.device,
-                shared=self._transport.backend != "nixl" and pool.device == "cpu",
+                layout.device,
+                shared=self._transport.backend != "nixl" and layout.device == "cpu",
             )
         # Rooms whose numbers are in use, with what the side keeps of each.
         self._rooms: dict[RoomKey, Any] = {}

@@ -37,6 +37,7 @@ class PrefillCalls(_Calls):
         self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...],
         device: str = DEVICE,
     ) -> None:  # fmt: skip
+        from prefixkv.runtime.rank_spec import RankSpec
         from prefixkv.testing.hashing import PrefixHasher
         from prefixkv.transfer import PrefillTransfers
         from tests.support.mesh_workers import SALT
@@ -44,7 +45,7 @@ class PrefillCalls(_Calls):
 
         super().__init__()
         pool = make_pools(mesh, 64, 4, 16, order="layer_major", device=device)[rank]
-        self.node = PrefillTransfers(pool, config, mesh, rank, endpoints)
+        self.node = PrefillTransfers(RankSpec(pool, mesh, rank), config, endpoints)
         self.hello = (self.node.peer_id, self.node.endpoint)
         self._free = list(range(64))
         self._reqs: dict[str, tuple[int, Tokens, list[int]]] = {}  # room, tokens, pages

@@ -119,11 +119,11 @@ WORKERS: dict[type, Callable[[], Arguments]] = {
     ),
     DecodeTransfers: lambda: (
         [make_pool(), decode_config()],
-        {"mesh": None, "rank": 0, "worker": None, "state": None, "transport": None},
+        {"worker": None, "transport": None},
     ),
     PrefillTransfers: lambda: (
         [make_pool(), prefill_config()],
-        {"mesh": None, "endpoints": (), "state": None, "transport": None},
+        {"endpoints": (), "transport": None},
     ),
     DecodeRank: lambda: ([rank_pool(), decode_config(), MESH, 1, WORKER], {"state": None}),
     PrefillRank: lambda: ([rank_pool(), prefill_config(), MESH, 1], {"state": None}),

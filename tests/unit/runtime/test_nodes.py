@@ -356,11 +356,11 @@ def made_of() -> list[tuple[Any, str]]:
             (partial(node, config, pool), "config is a KVPool"),
             (partial(node, config), f"pool is a {type(config).__name__}, a KVPool is needed"),
             (partial(node, pool, other), f"config is a {type(other).__name__}"),
-            (partial(node, pool, config, mesh=4), "mesh is a int"),
-            (partial(node, pool, config, state=pool), "state is a KVPool"),
         ]
     return [
         *wrong,
+        (partial(DecodeNode, pool, decode, mesh=4), "mesh is a int"),
+        (partial(PrefillNode, pool, prefill, state=pool), "state is a KVPool"),
         (partial(DecodeNode, pool, decode, mesh), "ranks is a Mesh"),
         (partial(DecodeRank, decode, pool, mesh, 1, me), "config is a KVPool"),
         (partial(DecodeRank, pool, decode, mesh, 1, "d"), "worker is a str"),
