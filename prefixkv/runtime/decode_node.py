@@ -22,11 +22,10 @@ from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.commands import DecodeCommand
 from prefixkv.protocol.events import DecodeEvent
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent, check_event
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.host_copies import HostMemory
-from prefixkv.runtime.node import COUNTERS, Node
+from prefixkv.runtime.node import COUNTERS, Node, Ranks
 from prefixkv.runtime.rank_spec import (
     RankSpec,
     checked_config,
@@ -82,7 +81,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         self,
         pool: KVPool,
         config: DecodeConfig | None = None,
-        ranks: RankLog | None = None,
+        ranks: Ranks | None = None,
         mesh: Mesh | None = None,
         state: StatePool | None = None,
         transport: MakeTransport | None = None,
@@ -116,7 +115,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
                 policy = config.host_memory.policy or config.policy
                 host = HostPages(memory.num_pages, policy, lambda: memory.ready_pages)
             settings = config.for_page_manager(layout.num_pages, spec.num_slots)
-            pages = self._make_pages(spec, settings, 0 if host is None else host.num_pages)
+            pages = self._make_pages(spec, settings)
             undo.callback(pages.cache.policy.release)
             share_pages = config.prefill_share * layout.num_pages
             sources = Sources(
@@ -132,7 +131,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             if self._host is not None:
                 self._host.start(self.transfers.thread.events.put)
             undo.callback(self.close)
-            self._lead(spec)
+            self._lead(spec, 0 if host is None else host.num_pages)
             self._observe(decode_journal.timeline)
             undo.pop_all()
 
@@ -198,7 +197,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         """
         check_event("after", after)
         now_s = self._pump()
-        self._leader.fence(rank, now_s, lambda error: self.end_all(error, now_s, after))
+        self.leader.fence(rank, now_s, lambda error: self.end_all(error, now_s, after))
         self._tell()
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:

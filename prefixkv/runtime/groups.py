@@ -64,7 +64,7 @@ class _Group(Node[Req, Command, To, E]):
     def _pump(self) -> float:
         now_s = super()._pump()
         for other in self.others:
-            self._leader.on_rank_events(other.take_rank_events(), now_s)
+            self.leader.on_rank_events(other.take_rank_events(), now_s)
         self._tell()
         return now_s
 

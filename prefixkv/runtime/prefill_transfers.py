@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from prefixkv.config import PrefillConfig, Way
+from prefixkv.control.effects import StagingSlots
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.digest import check_digest
@@ -43,7 +44,6 @@ from prefixkv.runtime.transfers import (
     Transfers,
     room_key,
 )
-from prefixkv.staging.sender import StagingSlots
 from prefixkv.transport.nixl.ucx import loaded_libraries
 
 _STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks

@@ -25,7 +25,6 @@ from prefixkv.protocol.messages import (
     ProcessLife,
     Topology,
 )
-from prefixkv.ranks.row_log import RankSizes
 from prefixkv.settings import check_kind, check_whole
 from prefixkv.transport.nixl.ucx import loaded_libraries
 
@@ -133,12 +132,6 @@ class RankSpec:
             for group in self.pool.groups
             if group.window
         ]
-
-    def sizes(self, side: str, max_running: int, host_pages: int = 0) -> RankSizes:
-        """Return what all ranks of a worker have alike."""
-        num_pages, page_size = self.layout.num_pages, self.layout.page_size
-        pages = num_pages, page_size, max_running, self.num_slots, host_pages
-        return RankSizes(side, *pages, tuple(self.windows))
 
     def check_own_memory(self) -> None:
         """Raise ConfigError for a group in the memory of the first one: the node takes their page

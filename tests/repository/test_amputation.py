@@ -25,6 +25,8 @@ ORGANS = {
     "kv_events": ["kv_events"],
     "record": ["runtime/record.py"],
     "death": ["runtime/death.py"],
+    "ranks": ["ranks", "runtime/following_rank.py", "runtime/groups.py"],
+    "staging": ["staging", "runtime/staging.py"],
     "metrics": ["runtime/metrics.py"],
     "shm": ["transport/shm"],
 }

@@ -37,7 +37,6 @@ from prefixkv.protocol.messages import (
     HelloWanted,
 )
 from prefixkv.protocol.timers import Backoff
-from prefixkv.staging.receiver import StagingPlan
 
 _MOST_ANSWERED: Final = 256
 """Addresses of which it is remembered what answered there last, for the message of a later loss."""
@@ -65,7 +64,7 @@ class Link:
     ready: bool = False
     reply: HelloReply | None = None
     rank_addresses: dict[int, str] = field(default_factory=dict)
-    plan: StagingPlan | None = None
+    plan: Any = None  # a StagingPlan
     planned: bool = False
     leaders: set[str] = field(default_factory=set)
     nonce: int = 0

@@ -12,7 +12,7 @@ import numpy as np
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.decode.control import DecodeControl, DecodeInput
-from prefixkv.control.effects import Expect, FrameReceived, SendFrame, Tick
+from prefixkv.control.effects import Expect, FrameReceived, SendFrame, StagingSlots, Tick
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl, PrefillInput
 from prefixkv.memory.kv_layout import KVLayout, Slab
@@ -20,7 +20,6 @@ from prefixkv.protocol import messages
 from prefixkv.protocol.commands import AddRoom, GroupChunk, OpenRoom, SendChunk
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, Promise, Topology
-from prefixkv.staging.sender import StagingSlots
 from prefixkv.transport.base import WriteDone, WriteFailed
 from tests.support.control_effects import effects_of
 from tests.unit.protocol.rooms import (

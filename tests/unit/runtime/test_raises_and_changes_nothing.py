@@ -56,9 +56,7 @@ class Story:
         for node in (decode, prefill):
             node._take = self._counting("events", node._take)  # type: ignore[method-assign]
             submit = node.transfers.submit
-            node.transfers.submit = self._counting("commands", submit)  # type: ignore[method-assign]
-        # The leader has its own way to the control thread.
-        decode._leader._submit = decode.transfers.submit
+            node._command = self._counting("commands", submit)
 
     def _counting(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any) -> Any:
@@ -210,11 +208,12 @@ _WITHOUT_ARGUMENTS = {
 # Any function is a listener: what one raises is its own.
 # Calls of the control plane and of audits: an engine makes none of them.
 CONTROL = frozenset({
-    "check_invariants", "check_own", "copy_ended", "end_all", "feeds", "holders", "prefill_away",
-    "prefill_lost", "prefill_ready", "release_deferred", "room_bootstrapped", "room_drained",
-    "room_ended", "room_overdue", "settle_deferred", "source_free", "take_commands", "take_copies",
+    "check_invariants", "check_own", "copy_ended", "end_all", "feeds", "hear", "holders",
+    "prefill_away", "prefill_lost", "prefill_ready", "release_deferred", "room_bootstrapped",
+    "room_drained", "room_ended", "room_overdue", "settle_deferred", "source_free",
+    "take_commands", "take_copies",
 })  # fmt: skip
-_NOT_TRIED = _WITHOUT_ARGUMENTS | CONTROL | {"on_ended"}
+_NOT_TRIED = _WITHOUT_ARGUMENTS | CONTROL | {"on_change", "on_close", "on_ended"}
 # A number, a version and a request are arguments that these take: no more is tried then. What a
 # limit lets `pop_bootstrapped` return would be lost to the story.
 _TAKES = {
