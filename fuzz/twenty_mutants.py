@@ -392,7 +392,7 @@ MUTANTS = (
     Mutant(
         "H9", "after a flush a state is entered at a page of before", ("RequestCheckpoints.enter",),
         " or held.epoch != self._pages.epoch", "",
-        ("decode/test_points_machine.py::test_checkpoints_are_what_the_model_says",),
+        ("decode/test_sent_ends.py::test_what_was_kept_before_a_flush_is_forgotten",),
     ),
     Mutant(
         "H12", "decode goes on from another depth's state", ("DecodeCheckpoints.go_on_from_sent",),

@@ -56,56 +56,6 @@ SPOILT = np.uint64(0xBAD)  # what differs in KV that must not be used
 _NO_PAGES = np.empty(0, np.int32)
 
 
-class PrefillDesk:
-    """What a PrefillNode is without its threads: one rank's scheduler, as its engine calls it."""
-
-    def __init__(self, sim: EngineSim, rank: PrefillRank) -> None:
-        self.sim, self.rank = sim, rank
-        side = sim.sides[0]
-        windows = () if side.last is None else (side.last,)
-        pages = PageManager(
-            side.num_pages,
-            side.page_size,
-            ROWS,
-            policy=sim.policy,
-            num_checkpoints=side.checkpoints,
-            windows=windows,
-        )
-        pages.hash_every_pages = 1
-        self.scheduler = prefill_scheduler(
-            pages,
-            timed_by(sim, PrefillScheduler),
-            num_slots=side.num_slots,
-            usable_prefix=self._usable_prefix if side.num_slots else None,
-            model=ModelConfig(weights_version=sim.prefill_version),
-        )
-        self.usable: dict[RoomKey, int] = {}
-
-    def hashes(self, tokens: np.ndarray) -> np.ndarray:
-        """What the KV of these tokens is under this rank's weights."""
-        return self.sim.hashes(tokens, self.scheduler.weights_version)
-
-    def hear(self, event: Any) -> None:
-        """Tell the scheduler one thing that became of a room."""
-        self.scheduler.hear(event, self.sim.now_s)
-
-    def check(self, req: PrefillRequest) -> None:
-        """What is cached already is right."""
-        hashes, known = self.hashes(req.tokens), req.prefix_len
-        assert known <= self.usable.get(req.room_key, known), "there is no state behind that"
-        self.rank.check_bytes(req, req.pages, hashes[:known])
-        self.check_last(req, hashes[:known])
-
-    def check_last(self, req: PrefillRequest, hashes: np.ndarray) -> None:
-        """What is behind these tokens in the window layers is right."""
-        if (last := self.sim.sides[0].last) is not None and not req.state.ended:
-            self.rank.check_last(req, req.window_pages(last.name), hashes, last.window)
-
-    def _usable_prefix(self, req: PrefillRequest, prefix_len: int) -> int:
-        self.usable[req.room_key] = self.sim.random.choice([0, prefix_len // 2, prefix_len])
-        return self.usable[req.room_key]
-
-
 class PrefillEngine:
     """One life of the prefill worker. Rank 0's scheduler decides, and the others follow its log,
     each at its own pace; but all know what is computed before it is."""
@@ -114,15 +64,23 @@ class PrefillEngine:
         self.sim = sim
         side = sim.sides[0]
         self.ranks = [sim.new_writer(rank) for rank in range(side.mesh.num_ranks)]
-        self.desk = PrefillDesk(sim, self.ranks[0])
-        self.scheduler = self.desk.scheduler
+        windows = () if side.last is None else (side.last,)
+        pages = PageManager(
+            side.num_pages, side.page_size, ROWS, policy=sim.policy,
+            num_checkpoints=side.checkpoints, windows=windows,
+        )  # fmt: skip
+        pages.hash_every_pages = 1
+        self.scheduler = prefill_scheduler(
+            pages, timed_by(sim, PrefillScheduler), num_slots=side.num_slots,
+            usable_prefix=self._usable_prefix if side.num_slots else None,
+            model=ModelConfig(weights_version=sim.prefill_version),
+        )  # fmt: skip
+        self.usable: dict[RoomKey, int] = {}
         self.free_slots = list(range(side.num_slots))
         self.computing: dict[str, PrefillRequest] = {}
         self.failed: set[RoomKey] = set()  # as the engine was told
-        windows = () if side.last is None else (side.last,)
-        rows = self.scheduler.pages.table.max_requests
         sizes = RankSizes(
-            "prefill", side.num_pages, side.page_size, rows, side.num_slots, windows=windows
+            "prefill", side.num_pages, side.page_size, ROWS, side.num_slots, windows=windows
         )
         self.log = RankLog()
         self.log.sizes = sizes
@@ -219,7 +177,7 @@ class PrefillEngine:
         if req.plan is None or req.pages_held is None:
             return
         self.catch_up()
-        last, hashes = self.sim.sides[0].last, self.desk.hashes(req.tokens)
+        last, hashes = self.sim.sides[0].last, self.hashes(req.tokens)
         start = max(req.plan.computed, req.prefix_len)
         end = min(req.num_tokens, start + self.sim.random.randint(1, 3 * PAGE_SIZE))
         end = min([end, *(at for at in req.stops if at > start)])
@@ -230,7 +188,7 @@ class PrefillEngine:
                 return
             slot = self.free_slots.pop(0)
         if req.plan.computed == 0 and not req.state.ended:
-            self.desk.check(req)
+            self.check(req)
         spoils = self.sim.spoils()
         computed = hashes[:end] ^ SPOILT if spoils else hashes[:end]
         views = [req, *(follower.request(req.rid) for follower in self.followers.values())]
@@ -260,6 +218,23 @@ class PrefillEngine:
         if not last and self.sim.random.random() < 0.5:
             self.scheduler.send_chunk(req, end)
         self.scheduler.fail(req.rid, NotFiniteError("spoilt"))
+
+    def hashes(self, tokens: np.ndarray) -> np.ndarray:
+        """What the KV of these tokens is under prefill's weights."""
+        return self.sim.hashes(tokens, self.scheduler.weights_version)
+
+    def check(self, req: PrefillRequest) -> None:
+        """What is cached already is right, in the window layers too."""
+        rank, known = self.ranks[0], req.prefix_len
+        hashes = self.hashes(req.tokens)[:known]
+        assert known <= self.usable.get(req.room_key, known), "there is no state behind that"
+        rank.check_bytes(req, req.pages, hashes)
+        if (last := self.sim.sides[0].last) is not None:
+            rank.check_last(req, req.window_pages(last.name), hashes, last.window)
+
+    def _usable_prefix(self, req: PrefillRequest, prefix_len: int) -> int:
+        self.usable[req.room_key] = self.sim.random.choice([0, prefix_len // 2, prefix_len])
+        return self.usable[req.room_key]
 
     def scribble(self) -> None:
         """Overwrite all free pages, so that a write that still reads one shows."""
@@ -899,7 +874,7 @@ _STORM = {
 }  # fmt: skip
 
 
-def simulation(seed: int, storm: Storm | None = None) -> EngineSim:
+def simulation(seed: int, storm: Storm | None = None, **more: Any) -> EngineSim:
     """Schedulers, ranks, staging, extra state: all follow from the seed."""
     chance = random.Random(seed)
     shape, storms = shape_of(chance), storm_of(chance, _STORM)
@@ -911,7 +886,7 @@ def simulation(seed: int, storm: Storm | None = None) -> EngineSim:
     return EngineSim(
         seed, storms if storm is None else storm, shape,
         decode_pages=chance.choice([14, 18, 40]), prefill_pages=chance.choice([16, 32]),
-        failure_policy=chance.choice(["fail", "retry"]), num_slots=num_slots,
+        failure_policy=chance.choice(["fail", "retry"]), num_slots=num_slots, **more,
     )  # fmt: skip
 
 

@@ -101,10 +101,6 @@ class Policy(ABC):
         self._serves_a_cache = True
         return queue
 
-    def release(self) -> None:
-        """Free the policy for another cache, where its own was never used."""
-        self._serves_a_cache = False
-
     def hears_returns(self, came_back: Callable[[int], None]) -> None:
         """Take what is to be called with the ticks of returns, if the policy `reports_returns`."""
         self.came_back = came_back

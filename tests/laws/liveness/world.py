@@ -140,7 +140,7 @@ class Prefill(PrefillEngine):
             elif isinstance(command, AbortRoom) and key in self.kept:
                 self._unwanted(command)
             else:
-                self.desk.rank.inbox.append(command)
+                self.ranks[0].inbox.append(command)
 
     def _offer_now(self, key: RoomKey) -> None:
         req = self.offers[key]
@@ -148,13 +148,13 @@ class Prefill(PrefillEngine):
         self.open[key] = None
         self.offered.add(key)
         what = req.num_tokens, req.request.digest, NEVER_S
-        self.desk.rank.inbox.append(OfferRoom(numbers, *what))
+        self.ranks[0].inbox.append(OfferRoom(numbers, *what))
         self.sim.offered.add(req.rid)
 
     def _withdraw(self, key: RoomKey, why: str) -> None:
         """No-op where decode has opened it meanwhile: then that is heard, and it is sent."""
         if self.open.pop(key, self) is None:
-            self.desk.rank.inbox.append(WithdrawRoom(RoomKey(*key.numbers), why))
+            self.ranks[0].inbox.append(WithdrawRoom(RoomKey(*key.numbers), why))
 
     def _unwanted(self, abort: AbortRoom) -> None:
         """The engine aborts what it offers, or computes in order to."""
@@ -168,7 +168,7 @@ class Prefill(PrefillEngine):
 
     def hear(self) -> bool:
         """One thing that became of a room. False: there is none."""
-        events = self.desk.rank.events
+        events = self.ranks[0].events
         if not events:
             return False
         event = events[0]
@@ -179,10 +179,10 @@ class Prefill(PrefillEngine):
             events[0] = msgspec.structs.replace(event, key=key)
         elif isinstance(event, Bootstrapped) and key in self.kept:
             self.open.pop(key, None)
-            self.desk.rank.inbox.extend(self.kept.pop(key))
+            self.ranks[0].inbox.extend(self.kept.pop(key))
             if key in self.aborted:
-                self.desk.rank.inbox.append(self.aborted.pop(key))
-        self.desk.hear(events.popleft())
+                self.ranks[0].inbox.append(self.aborted.pop(key))
+        self.told(events.popleft())
         return True
 
     def schedule(self) -> None:
@@ -205,7 +205,7 @@ class Prefill(PrefillEngine):
 
     @property
     def busy(self) -> bool:
-        news = self.desk.rank.events or self.scheduler.has_results
+        news = self.ranks[0].events or self.scheduler.has_results
         return bool(news or self.computing or self.owes)
 
 

@@ -66,6 +66,15 @@ def test_the_last_used_goes_last_and_what_was_left_behind_first(cache: RadixCach
     points.check_invariants()
 
 
+def test_a_use_keeps_it_longer(cache: RadixCache) -> None:
+    points = Checkpoints(cache, 32, 2, NO_WINDOWS)
+    _, newer = saved(points, (1, 2), (3, 4))
+    first = points.find(cache.match_prefix(PATH[:2]))
+    assert first is not None
+    points.use(first)
+    assert points.take() == newer
+
+
 def test_one_that_others_use_too_is_not_left_behind(cache: RadixCache) -> None:
     points = Checkpoints(cache, 32, 3, NO_WINDOWS)
     before, _ = saved(points, (1, 2), (3, 4))

@@ -88,6 +88,8 @@ def test_what_was_sent_leaves_a_checkpoint_before_the_end_is_computed(window: in
     desk.admit()
     assert local(desk) == [more]
     assert more.prefix_len == 24
+    assert more.checkpoint is not None
+    assert more.checkpoint.locks == 1, "no other checkpoint takes its slot before it is copied"
     desk.abort(more)
     desk.pop_failed()
     desk.at_rest()
@@ -109,6 +111,28 @@ def test_a_prompt_of_whole_pages_is_sent_whole_and_its_end_is_kept(window: int) 
     assert depths(desk) == [24]
     desk.finish(req, keep_tokens=24)
     assert depths(desk) == [24]
+    desk.at_rest()
+
+
+def test_a_running_request_keeps_its_newest_state_under_its_own_depth() -> None:
+    """And a prompt that ends there leaves nothing to compute the first token from: it goes on from
+    no checkpoint."""
+    desk = desk_of()
+    req = desk.start("a", 24, 20)
+    for _ in range(10):
+        desk.token(req)
+        desk.scheduler.save_states([req])
+    tokens = req.tokens.tolist()
+    desk.finish(req)
+    assert depths(desk) == [24, 32]
+    for num_tokens, goes_on_at in ((25, 24), (24, 0), (33, 32)):
+        again = desk.add("a2", tokens[:num_tokens])
+        desk.admit()
+        assert local(desk) == ([again] if goes_on_at else [])
+        assert not goes_on_at or again.prefix_len == goes_on_at
+        desk.abort(again)
+        desk.pop_failed()
+        desk.carry_out_aborts()
     desk.at_rest()
 
 
@@ -159,6 +183,16 @@ def test_a_flush_while_it_is_sent_leaves_nothing() -> None:
     desk.token(req)
     desk.finish(req)
     assert depths(desk) == []
+
+
+def test_what_was_kept_before_a_flush_is_forgotten() -> None:
+    desk = desk_of()
+    req = desk.start("a", 24, 20, outputs=1)
+    assert desk.scheduler.save_states([req]) == [(req.state_slot, SLOTS)]
+    desk.scheduler.flush()
+    desk.finish(req)
+    assert depths(desk) == []
+    desk.at_rest()
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
