@@ -108,6 +108,10 @@ class Policy(ABC):
         """Take what is to be called with the ticks of returns, if the policy `reports_returns`."""
         self.came_back = came_back
 
+    def release(self) -> None:
+        """Serve no cache: the node that was to be built could not be."""
+        self._serves_a_cache = False
+
     def bind(self, page_size: int, pool_pages: int | None) -> None:  # noqa: B027
         """Learn the sizes of the cache, before its first use. Called once."""
 
