@@ -268,7 +268,7 @@ class Hazards:
         self._counting, self._noted = self._noted, _Noted([], [], [])
         self._frozen_s = None
         self._is_counted = False
-        self._work = self._work_out(self.now_s)
+        self._work: Iterator[None] = self._work_out(self.now_s)
 
     def _finish(self) -> None:
         """Publish the worths. `worth[kind][bin]` rises up to `peak[kind]` and falls from there, so
@@ -276,7 +276,7 @@ class Hazards:
         (see `LeastWorth.choose`)."""
         self._finish_work()
         self.peak, self.worth = self._found
-        self._frozen_s = None
+        self._frozen_s, self._work = None, iter(())  # a generator could not be copied
 
     def _finish_work(self) -> None:
         for _ in self._work:
