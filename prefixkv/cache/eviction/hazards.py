@@ -249,6 +249,7 @@ class Hazards:
         # A use may have two starts: with two parts done ahead after each, these do none.
         for _ in range(2):
             next(self._work, None)
+        self._num_ahead = 2
 
     def _go_on(self) -> None:
         if self._due == 0:
@@ -260,14 +261,16 @@ class Hazards:
         if self._due == _PUBLISH_DUE or at_once:
             self._finish()
             self._due += self._period
-        elif self._due < 0:
+        elif self._num_ahead:
+            self._num_ahead -= 1
+        else:
             next(self._work, None)
 
     def _begin(self) -> None:
         """Set apart what is noted by now."""
         self._counting, self._noted = self._noted, _Noted([], [], [])
         self._frozen_s = None
-        self._is_counted = False
+        self._is_counted, self._num_ahead = False, 1
         self._work: Iterator[None] = self._work_out(self.now_s)
 
     def _finish(self) -> None:
