@@ -51,7 +51,7 @@ _HOMES = homes_of(
         "decode.request": "DecodeRequest PrefillAsk",
         "memory.kv_pool": "KVPool PoolGroup",
         "memory.mesh": "Mesh",
-        "cache.namespace": "Namespace",
+        "cache.radix_key": "Namespace",
         "errors": "NotFiniteError OutOfPagesError PrefixKVError",
         "runtime.prefill_node": "PrefillNode",
         "prefill.request": "PrefillRequest",

@@ -146,11 +146,10 @@ _HOMES = homes_of(
     {
         # Prefix cache: keys, results, the tree.
         "cache.radix_cache": "RadixCache",
-        "cache.radix_key": "RadixKey TOKEN_BYTES TOKEN_LIMIT common_pages",
+        "cache.radix_key": "RadixKey TOKEN_BYTES TOKEN_LIMIT common_pages shortened",
         "cache.node": "TreeNode",
         "cache.results": "InsertResult MatchResult PrefixLock packed_ids",
         "cache.page_flags": "packed_range page_runs",
-        "cache.namespace": "shortened",
         # Changes of a cache, for routers.
         "cache.events": """
             Change CheckpointEvicted CheckpointRemoved CheckpointSaved CheckpointStored
