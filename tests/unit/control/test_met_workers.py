@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from prefixkv.control.decode.links import _MOST_ANSWERED
-from prefixkv.control.effects import ConnectFailed, Reached, Unreached
-from prefixkv.errors import ConfigError, HandshakeError, PeerLostError
+from prefixkv.control.effects import Reached, Unreached
+from prefixkv.errors import HandshakeError, PeerLostError
 from prefixkv.protocol.commands import Fence, MeetPrefill
 from prefixkv.protocol.events import PrefillAway, PrefillLost, PrefillReady
 from prefixkv.protocol.messages import Heartbeat, Topology
@@ -128,13 +128,6 @@ def test_one_that_does_not_fit_is_lost_by_name() -> None:
     peer.on(MeetPrefill(ADDRESS))
     [lost] = said(peer.greet(topology=Topology(3)))
     assert isinstance(lost.error, HandshakeError)
-
-
-def test_an_address_that_is_none_is_lost() -> None:
-    peer = PrefillPeer()
-    peer.on(MeetPrefill(ADDRESS))
-    error = ConfigError("no address")
-    assert said(peer.on(ConnectFailed(ADDRESS, error))) == [PrefillLost(ADDRESS, error)]
 
 
 def test_nothing_is_said_to_a_scheduler_that_has_not_asked() -> None:
