@@ -95,14 +95,12 @@ MUTANTS = (
             if start is not None:
                 points = self.checkpoints
                 self.groups.open(row, start, None if points is None else points.make_room)
-                has_groups = True
             new = self._take(num_new_pages, now_s)
 """,
         """                pass
             if start is not None:
                 points = self.checkpoints
                 self.groups.open(row, start, None if points is None else points.make_room)
-                has_groups = True
             new = self._take(num_new_pages, now_s)
             if match is not None:
                 lock = self.cache.lock(match, now_s=now_s, visit=visit)
