@@ -91,6 +91,7 @@ class Checkpoints:
         self._order: Callable[[], int] = count().__next__
         self._tick = 0
         self.evicted = 0
+        self.cut_tokens = 0  # cached, and computed again: no checkpoint lay behind them
         cache.checkpoint_pages = lambda: list(self._at)
 
     def __len__(self) -> int:
