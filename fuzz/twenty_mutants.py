@@ -128,7 +128,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "6", "a flight of another prompt is joined", ("InFlight._common_pages",),
+        "6", "a flight of another prompt is joined", ("Flights._common_pages",),
         (
             "if not data.startswith(memoryview(flight_data)[: (start + 1) * page_bytes]):",
             "if not data.startswith(memoryview(theirs)[: (start + 1) * page_bytes]):",
@@ -169,7 +169,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "8", "a flight is committed before the one it joined", ("DecodeTransferQueue.arrived",),
+        "8", "a flight is committed before the one it joined", ("Flights.arrived",),
         "if flight.joined is None:", "if True:",
         (
             "decode/test_sharing.py::"
@@ -182,8 +182,9 @@ MUTANTS = (
         ("prefill/test_given_up.py::test_only_what_was_cached_before_stays",),
     ),
     Mutant(
-        "10", "what decode's engine has aborted goes on for others", ("FlightEnds.leave",),
-        "or flight.is_local", "or (flight.is_local and flight.is_open)",
+        "10", "what decode's engine has aborted goes on for others", ("Ending.leave",),
+        "or not flight.source.outlives_request",
+        "or (flight.is_open and not flight.source.outlives_request)",
         (
             "decode/test_given_up.py::"
             "test_what_is_computed_here_goes_to_no_tree_and_to_none_that_joined",
@@ -206,8 +207,8 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "order", "pages that come back wake no request", ("DecodePreallocQueue._version",),
-        ("return pages + budget", "return books + budget"), "return budget",
+        "order", "pages that come back wake no request", ("Admission._version",),
+        "return pages + budget", "return budget",
         (
             "decode/test_prealloc_queue.py::"
             "test_whatever_makes_room_lets_the_head_be_looked_at_again",
@@ -233,20 +234,16 @@ MUTANTS = (
     ),
     Mutant(
         "T2", "pages of an aborted load are free before its copy ends",
-        ("FlightEnds.end", "DecodeScheduler._end_flight"),
-        (
-            "if flight.is_open and self._host.give_up(key):",
-            "if flight.is_open and self.host.give_up(key):",
-        ),
-        "if flight.is_open and self._host.give_up(key) and False:",
+        ("HostSource.give_up",),
+        "return Release.HOLD", "return Release.DROP",
         (
             "decode/test_host_tier.py::"
             "test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended",
         ),
     ),
     Mutant(
-        "T2", "a write does not wait for the device", ("Deferred.release_after",),
-        "if after is not None:", "if after is not None and self._host is None:",
+        "T2", "a write does not wait for the device", ("Ending.release_after",),
+        "if after is not None:", "if after is not None and not self._sources:",
         ("decode/test_host_tier.py::test_a_write_waits_for_the_device",),
     ),
     Mutant(
@@ -255,25 +252,23 @@ MUTANTS = (
         ("decode/test_host_tier.py::test_a_flush_between_order_and_end_of_a_write",),
     ),
     Mutant(
-        "T4", "what two need is loaded twice", ("InFlight.start_load",),
+        "T4", "what two need is loaded twice", ("Planner.take",),
         "shareable=True", "shareable=False",
         ("decode/test_host_tier.py::test_what_two_need_is_loaded_once",),
     ),
     Mutant(
-        "T5", "a request is committed before its load", ("DecodePreallocQueue._load",),
-        "self._ledger.arriving.add(load)",
-        "self._ledger.arriving.add(load), self._ledger.arriving.succeed(load.room_key, b'')",
+        "T5", "a request is committed before its load", ("HostSource.begin",),
+        "self._open[flight.room_key] = flight", "self._ledger.flights.arrived(flight)",
         ("decode/test_host_tier.py::test_what_the_pool_forgets_is_loaded_again",),
     ),
     Mutant(
-        "T3", "one rank's good end is that of all", ("RankCopies.on",),
-        "next(errors, None)", "ranks[0].error",
+        "T3", "one rank's good end is that of all", ("RankLeader._end_copy",),
+        "next(iter(errors), None)", "ends[0].error",
         ("decode/test_host_tier.py::test_a_second_rank_that_failed_ends_the_load",),
     ),
     Mutant(
-        "9", "what was computed here is free before the device is done", ("FlightEnds.end",),
-        "self._computing.give_up(flight.owner) or flight.owner.unwritten is not None",
-        "self._computing.give_up(flight.owner) and flight.owner.unwritten == ()",
+        "9", "what was computed here is free before the device is done", ("ComputeSource.give_up",),
+        "return Release.AFTER_DEVICE if", "return Release.DROP if",
         ("decode/test_compute.py::test_an_abort_frees_its_pages_once_the_device_is_done",),
     ),
     Mutant(
@@ -314,7 +309,7 @@ MUTANTS = (
     ),
     Mutant(
         "H13", "a checkpoint that is locked is evicted", ("Checkpoints._evict_one",),
-        "checkpoint.is_gone or checkpoint.locks or rank", "checkpoint.is_gone or rank",
+        "for one in self._at.values() if not one.locks", "for one in self._at.values()",
         ("cache/test_checkpoints.py::test_a_locked_one_stays",),
     ),
     Mutant(
@@ -351,8 +346,8 @@ MUTANTS = (
         ("prefill/test_given_up.py::test_only_what_was_cached_before_stays",),
     ),
     Mutant(
-        "2", "a flight without a request keeps its lock", ("DecodeTransferQueue.pop_transferred",),
-        "self._pages.drop(flight.pages)", "pass",
+        "2", "a flight without a request keeps its lock", ("Ledger.commit",),
+        "pages.drop(flight.pages)", "pass",
         (
             "decode/test_sharing.py::"
             "test_an_aborted_owner_ends_at_once_and_its_room_goes_on_for_the_others",
@@ -364,6 +359,14 @@ MUTANTS = (
         (
             "control/decode/test_control.py::"
             "test_a_drained_that_took_the_end_of_an_agent_waits_likewise",
+        ),
+    ),
+    Mutant(
+        "proof", "a room that is opened twice is said to be drained", ("DecodeControl._enter",),
+        "known is not None:", "known is not None:\n            self.say(RoomDrained(promise.key))",
+        (
+            "control/test_numbers_used_again.py::"
+            "test_a_number_whose_pages_may_still_be_written_is_not_promised_again",
         ),
     ),
     Mutant(
@@ -387,12 +390,11 @@ MUTANTS = (
     Mutant(
         "H9", "after a flush a state is entered at a page of before", ("RequestCheckpoints.enter",),
         " or held.epoch != self._pages.epoch", "",
-        ("decode/test_points_machine.py::test_checkpoints_are_what_the_model_says",),
+        ("decode/test_sent_ends.py::test_what_was_kept_before_a_flush_is_forgotten",),
     ),
     Mutant(
         "H12", "decode goes on from another depth's state", ("DecodeCheckpoints.go_on_from_sent",),
-        "req.prefix_len, req.checkpoint_slot = req.sent_len, req.state_slot",
-        "req.prefix_len = req.sent_len",
+        "req.prefix_len, req.checkpoint_slot = at, req.state_slot", "req.prefix_len = at",
         (
             "decode/test_sent_ends.py::"
             "test_what_was_sent_leaves_a_checkpoint_before_the_end_is_computed",

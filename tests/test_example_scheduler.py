@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import AbortedError, OutOfPagesError
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.testing.hashing import PrefixHasher
 from prefixkv.testing.pattern import KVPattern
 from tests.support.node_pair import SALT, first_token, make_pool, node_at_rest, tokens_of
@@ -114,8 +113,8 @@ class StandIn:
         return bool(self.due or self.open)
 
     def arrivals(self) -> list[Request]:
-        while (
-            self.node.arriving.num_open
+        while len(
+            self.node.prefill.open
         ):  # all that were admitted run at once, however slow the machine
             time.sleep(0.001)
             self.node.stats()  # as any call does, it takes in what has arrived

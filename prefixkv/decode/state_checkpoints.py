@@ -53,9 +53,9 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
             return at or req.fill_len
         return req.fill_len
 
-    def go_on_from_sent(self, req: DecodeRequest) -> None:
-        """Go on from `sent_len`, where what was sent becomes a checkpoint before it moves on."""
-        req.prefix_len, req.checkpoint_slot = req.sent_len, req.state_slot
+    def go_on_from_sent(self, req: DecodeRequest, at: int) -> None:
+        """Go on from `at`, where what was sent becomes a checkpoint before it moves on."""
+        req.prefix_len, req.checkpoint_slot = at, req.state_slot
         if self._may_save(req):
             self.add_stop(req, req.prefix_len, 0)
         self.take_if_stop(req, req.prefix_len)
@@ -85,10 +85,9 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def committed(self, req: DecodeRequest) -> None:
+    def committed(self, req: DecodeRequest, was_sent: bool) -> None:
         """Enter what a request has saved that was just committed. One that was sent to its end
         keeps its window there; its state the engine has still to copy."""
-        was_sent = not req.computes and req.sent_len == req.fill_len
         is_end = req.fill_len % self._step == 0
         if was_sent and is_end and not self._has_state and self._may_save(req):
             self._save(req, req.fill_len, req.max_pages)

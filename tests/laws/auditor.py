@@ -33,7 +33,7 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
         written += machine.is_written
         if machine.drained:
             continue
-        flight = scheduler.arriving.get(machine.key)
+        flight = scheduler.prefill.open.get(machine.key)
         mine = set(machine.promise.page_ids().tolist())
         _audit_groups(scheduler, machine, of_groups)
         if flight is not None:
@@ -67,7 +67,7 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
             ), "law 4"
             writable[page] = machine.key
     assert written == control.num_expected, "the control counts the rooms that may be written"
-    for flight in scheduler.arriving.local:
+    for flight in scheduler.compute.local:
         mine = set(pages.pages(flight.pages)[flight.pages.num_shared :].tolist())
         assert not mine & writable.keys(), f"law 9: a peer may write what {flight} computes"
         assert flight.owner is not None, "law 9: nothing computes it"
@@ -83,7 +83,7 @@ def _audit_groups(
     pages, key, promise = scheduler.pages, machine.key, machine.promise
     promised = promise.group_ids()
     assert len(promised) == len(pages.groups), "each group is promised"
-    flight = scheduler.arriving.get(key)
+    flight = scheduler.prefill.open.get(key)
     for group, ids in zip(pages.groups, promised, strict=True):
         first = group.first_page(promise.fill_len)
         assert len(ids) == pages_for(promise.fill_len, group.page_size) - first, "H14"

@@ -18,20 +18,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.testing.hashing import PrefixHasher, sample
 from tests.laws.auditor import assert_at_rest
 from tests.support.devices import DEVICE
 from tests.support.patience import PATIENCE_S
 from tests.support.patterns import pattern_in
-from tests.support.timed import DecodeScheduler, PrefillScheduler
+from tests.support.schedulers import decode_scheduler, prefill_scheduler
 from tests.support.wires import is_shm
 
 Tokens = npt.NDArray[np.int32]
@@ -171,7 +170,7 @@ class DecodeDriver:
             self.prefix_lens[req.rid].append(req.prefix_len)
             self.running[req.rid] = req
         self._append([req for req in arrived if not req.resumed])
-        if not self.hold_running and not (self.together and self.node.arriving.num_open):
+        if not self.hold_running and not (self.together and self.node.prefill.open):
             self._run([req for req in self.running.values() if req not in arrived])
 
     def check(self, req: DecodeRequest) -> None:
@@ -266,8 +265,8 @@ def left(node: DecodeNode | PrefillNode) -> dict[str, int]:
 
 def scheduling(node: DecodeNode | PrefillNode) -> dict[str, Any]:
     """What a node has as a scheduler: no threads, no memory."""
-    kind = DecodeScheduler if isinstance(node, DecodeNode) else PrefillScheduler
-    names = vars(kind(PageManager(4, 2, 2)))
+    make = decode_scheduler if isinstance(node, DecodeNode) else prefill_scheduler
+    names = vars(make(PageManager(4, 2, 2)))
     return {name: value for name, value in vars(node).items() if name in names}
 
 

@@ -37,7 +37,6 @@ from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import Promise
 from prefixkv.protocol.receiver_machine import ReceiverMachine, SendToRank
-from prefixkv.staging.receiver import StagingReceiver
 
 
 class Room(ReceiverMachine):
@@ -115,7 +114,7 @@ class ReceiverRooms:
         self,
         inbox: ControlInbox[Any, Any],
         links: Links,
-        staging: StagingReceiver | None,
+        staging: Any,
     ) -> None:
         self.num_expected = 0  # rooms with pages that a peer may be writing now
         self.settling: set[Hashable] = set()  # tokens of the `Settle`s that are not answered yet
@@ -130,9 +129,6 @@ class ReceiverRooms:
     def __len__(self) -> int:
         return len(self._rooms)
 
-    def __getitem__(self, key: RoomKey) -> Room:
-        return self._rooms[key]
-
     def get(self, key: RoomKey) -> Room | None:
         return self._rooms.get(key)
 
@@ -140,13 +136,15 @@ class ReceiverRooms:
         """Return a copy of the list."""
         return list(self._rooms.values())  # in one step: any thread may call this
 
+    def at(self, link: Link) -> list[Room]:
+        """Return the rooms that hold on to a link. O(rooms)."""
+        return [room for room in self.all() if room.link is link or link in room.links.values()]
+
     def add(self, room: Room) -> None:
         """Let a room wait at its leader's link until it can be promised."""
-        key, link = room.key, room.link
-        self._rooms[key] = room
-        link.rooms.add(key)
-        link.waiting[key] = None
-        self._timers.wake(key, room.wake_s)
+        self._rooms[room.key] = room
+        room.link.waiting.append(room)
+        self._timers.wake(room.key, room.wake_s)
 
     def on(self, room: Room, event: receiver.ReceiverEvent, now_s: float) -> None:
         """Give an event to a room's machine and carry out its actions; drop it once it is over."""
@@ -228,9 +226,7 @@ class ReceiverRooms:
             self._links.send(link, body, now_s)
 
     def drop(self, room: Room) -> None:
-        key = room.key
-        del self._rooms[key]
-        for link in (room.link, *room.links.values()):
-            link.rooms.discard(key)
-        room.link.waiting.pop(key, None)
-        self._timers.forget(key)
+        del self._rooms[room.key]
+        if room in room.link.waiting:
+            room.link.waiting.remove(room)
+        self._timers.forget(room.key)

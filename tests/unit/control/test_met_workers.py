@@ -13,7 +13,7 @@ from prefixkv.control.effects import ConnectFailed, Unreached
 from prefixkv.errors import ConfigError, HandshakeError, PeerLostError
 from prefixkv.protocol.commands import Fence, MeetPrefill
 from prefixkv.protocol.events import PrefillAway, PrefillLost, PrefillReady
-from prefixkv.protocol.messages import Topology
+from prefixkv.protocol.messages import Heartbeat, Topology
 from tests.unit.control.wire import ADDRESS, PREFILL, TIMING, PrefillPeer
 
 SAID = PrefillReady | PrefillAway | PrefillLost
@@ -42,15 +42,15 @@ def test_one_that_is_silent_is_away_until_it_is_heard() -> None:
         heard += said(peer.after(TIMING.suspect_after_s / 4))
     assert heard[:1] == [PrefillAway(ADDRESS)]
     assert len(heard) == 1
-    assert said(peer.greet()) == [PrefillReady(ADDRESS)]
+    assert said(peer.say(Heartbeat())) == [PrefillReady(ADDRESS)], "at its first word"
 
 
 def test_where_nothing_listens_it_is_lost_and_may_be_there_when_asked_again() -> None:
     peer = PrefillPeer()
     peer.on(MeetPrefill(ADDRESS))
-    peer.on(Unreached(ADDRESS, "connection refused"))
     lost: list[Any] = []
-    for _ in range(8):
+    for _ in range(8):  # the first failure counts
+        peer.on(Unreached(ADDRESS, "connection refused"))
         lost += said(peer.after(TIMING.connect_timeout_s / 4))
     ((address, error),) = [(event.address, event.error) for event in lost]
     assert address == ADDRESS

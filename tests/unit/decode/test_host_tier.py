@@ -16,6 +16,7 @@ from prefixkv.config import ComputeConfig
 from prefixkv.decode import host_tier
 from prefixkv.decode.host_tier import HOST
 from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.scheduler import HostPages
 from prefixkv.decode.services import FRESH_S
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.workers import Workers
@@ -24,7 +25,7 @@ from prefixkv.pages.windows import WindowSpec
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Promise
-from prefixkv.ranks.copies import RankCopies
+from prefixkv.ranks.leader import RankLeader
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom
 
 
@@ -41,7 +42,7 @@ class HostDesk(Desk):
         **settings: Any,
     ) -> None:
         settings = {"policy": "lru", "admission": "fifo", **settings}
-        host = host_pages, host_policy, are_ready
+        host = HostPages(host_pages, host_policy, None if are_ready else int)
         super().__init__(num_pages, spare_rows=spare_rows, host=host, **settings)
         assert self.scheduler.host is not None
         self.host = self.scheduler.host
@@ -358,11 +359,11 @@ def test_host_pages_are_used_once_they_are_ready() -> None:
     desk = HostDesk(host_pages=8, are_ready=False)
     desk.finish(desk.start("a", 16))
     assert desk.orders() == []
-    desk.scheduler.host_ready(3)
+    desk.host.ready(3)
     desk.finish(desk.start("b", 16))
     (write,) = desk.orders()
     assert write.host_pages.tolist() == [0, 1, 2]
-    desk.scheduler.host_ready(8)
+    desk.host.ready(8)
     desk.finish(desk.start("c", 16))
     assert sorted(desk.orders()[0].host_pages.tolist()) == [3, 4, 5, 6]
     desk.end_all_copies()
@@ -530,7 +531,7 @@ def test_new_weights_end_what_is_loaded() -> None:
     desk = HostDesk()
     desk.leave_in_host_memory()
     req = next_turn(desk)
-    desk.scheduler.move_weights("2", desk.now_s)
+    desk.scheduler.flush("2")
     desk.scheduler.flush()
     desk.scheduler.check_invariants()
     assert [one.rid for one in desk.pop_failed()] == ["b"]
@@ -789,18 +790,18 @@ def test_what_is_due_is_forgotten_with_the_weights() -> None:
 
 def test_a_second_rank_that_failed_ends_the_load() -> None:
     """Joined from all ranks, the end of a copy is as good as the worst of them."""
-    desk, copies = HostDesk(num_pages=32), RankCopies(2)
+    desk = HostDesk(num_pages=32)
+    leader = RankLeader[object]("decode", 2, None, print, desk.scheduler.hear)
     desk.leave_in_host_memory("a")
     req = next_turn(desk)
     (load,) = desk.orders()
     desk.succeed(req.room_key)
     desk.commands()
-    assert copies.on(0, HostCopyDone(load.number, None, 1, 1e-6)) is None
+    leader.on(0, HostCopyDone(load.number, None, 1, 1e-6), desk.now_s)
     assert desk.transferred() == [], "one rank has its bytes, the other has not"
-    done = copies.on(1, HostCopyDone(load.number, OSError("a bad page"), 0, 1e-6))
-    assert done is not None
     desk.under_way.remove(load)
-    desk.scheduler.copy_ended(done, desk.now_s)
+    error = OSError("a bad page")
+    leader.on(1, HostCopyDone(load.number, error, 0, 1e-6), desk.now_s)
     assert desk.transferred() == []
     assert desk.prefix_of(req) == 0
 
@@ -845,8 +846,8 @@ def test_what_is_computed_waits_for_what_it_continues() -> None:
     desk = HostDesk(sources=sources)
     a = desk.add("a", 16)
     desk.admit()
-    assert desk.scheduler.pop_local(desk.now_s) == [a]
-    desk.scheduler.computed(a, 16, desk.now_s)
+    assert desk.scheduler.pop_local() == [a]
+    desk.scheduler.computed(a, 16)
     desk.transferred()
     desk.finish(a)
     desk.end_all_copies()
@@ -855,11 +856,11 @@ def test_what_is_computed_waits_for_what_it_continues() -> None:
     req = desk.add("b", prompt("a", 16))
     assert desk.admit() == ["b"]
     assert req.prefix_len == 12, "its last page is computed, to sample its first token"
-    assert desk.scheduler.pop_local(desk.now_s) == []
+    assert desk.scheduler.pop_local() == []
     desk.end_copy()
     assert desk.transferred() == []
-    assert desk.scheduler.pop_local(desk.now_s) == [req]
-    desk.scheduler.computed(req, 16, desk.now_s)
+    assert desk.scheduler.pop_local() == [req]
+    desk.scheduler.computed(req, 16)
     assert desk.transferred() == ["b"]
 
 
@@ -872,7 +873,7 @@ def test_host_memory_counts_where_decode_is_alone() -> None:
     assert req.state.value == "preallocated"
     desk.end_copy()
     assert desk.transferred() == []
-    assert desk.scheduler.pop_local(desk.now_s) == [req]
+    assert desk.scheduler.pop_local() == [req]
 
 
 @pytest.mark.parametrize("has_it", [True, False])
@@ -957,7 +958,7 @@ def test_what_is_computed_from_a_checkpoint_loads_nothing() -> None:
         desk = HostDesk(40, num_slots=3, num_checkpoints=4, sources=sources)
         desk.finish(desk.start("a", 8, may_compute=False))
         first = desk.start("a2", prompt("a", 8), 2, may_compute=False)
-        assert desk.scheduler.save_states([first], desk.now_s) == [(first.state_slot, 3)]
+        assert desk.scheduler.save_states([first]) == [(first.state_slot, 3)]
         desk.token(first)
         desk.finish(first)
         desk.end_all_copies()
@@ -968,11 +969,11 @@ def test_what_is_computed_from_a_checkpoint_loads_nothing() -> None:
         req = desk.add("b", prompt("a", 22))
         assert desk.admit() == ["b"]
         # 8 tokens are in the pool, with a state; 8 more in host memory.
-        assert (req.computes, req.prefix_len) == (is_here, 8 if is_here else 16)
+        assert req.prefix_len == (8 if is_here else 16)
         assert [order.is_load for order in desk.orders()] == ([] if is_here else [True])
         if is_here:
-            assert desk.scheduler.pop_local(desk.now_s) == [req]
-            desk.scheduler.computed(req, 22, desk.now_s)
+            assert desk.scheduler.pop_local() == [req]
+            desk.scheduler.computed(req, 22)
         else:
             desk.succeed(req.room_key)
         desk.end_all_copies()

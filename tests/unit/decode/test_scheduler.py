@@ -31,7 +31,8 @@ from tests.unit.decode.desk import BROKEN, AbortRoom, Desk, OpenRoom, RefuseRoom
 def test_what_cannot_be_taken_is_refused_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    desk = Desk(4, max_waiting=3)
+    desk = Desk(4)
+    desk.scheduler.max_waiting = 3
     desk.add("a", 4, room=1)
     lost = desk.add("l", 4, room=2, max_new=1)
     assert desk.admit() == ["a", "l"]
@@ -49,7 +50,7 @@ def test_what_cannot_be_taken_is_refused_and_changes_nothing(
     def refuse(request: Request, text: str) -> None:
         before = desk.snapshot()
         with pytest.raises(RequestError, match=text):
-            desk.scheduler.add(request, 0.0)
+            desk.scheduler.add(request)
         assert desk.snapshot() == before
 
     for text, request in refused.items():
@@ -135,7 +136,7 @@ def _complete_without_transfer(desk: Desk) -> DecodeRequest:
     req = _resumed(desk)
     desk.admit()
     assert req.state is DecodeState.PREALLOCATED
-    assert desk.scheduler.arriving.num_open == 0
+    assert desk.scheduler.prefill.open == {}
     return req
 
 
@@ -175,7 +176,7 @@ def test_an_abort_wherever_a_request_is_leaves_nothing(
     assert ("HELD" in desk.states()) == (exposed or place is _retry_queued)
     for generation in range(key.generation + 1):
         desk.fail(RoomKey(key.room, generation), drained=True)
-    for event, *_ in desk.scheduler._deferred._waiting:
+    for event, *_ in desk.scheduler._ending._waiting:
         event.done = True
     desk.admit()
     for other in list(desk.scheduler.requests.values()):
@@ -222,7 +223,7 @@ def test_an_abort_while_it_is_being_retracted_waits_for_the_same_device() -> Non
     before = desk.states()
     desk.abort(req)
     assert desk.states() == before
-    desk.scheduler._deferred._waiting[0][0].done = True
+    desk.scheduler._ending._waiting[0][0].done = True
     assert desk.admit() == [], "and it does not come back"
     assert desk.states() == {"FREE": 12, "CACHED": 3, "OWNED": 1}, (
         "the older one keeps the page it writes to"
@@ -234,10 +235,10 @@ def test_an_unknown_request_is_no_error() -> None:
     desk.finish(desk.start("a"))
     desk.add("b")
     before = desk.snapshot()
-    assert not desk.scheduler.abort("nobody", 0.0)
+    assert not desk.scheduler.abort("nobody")
     del desk.scheduler.counters["aborts_of_unknown"]
     assert desk.snapshot() == before
-    assert not desk.scheduler.abort("a", 0.0), "it has finished"
+    assert not desk.scheduler.abort("a"), "it has finished"
     assert desk.scheduler.counters["aborts_of_unknown"] == 1
 
 
@@ -372,7 +373,7 @@ def test_append_is_all_or_nothing() -> None:
     before = desk.snapshot()
     for reqs, tokens, error, text in wrong:
         with pytest.raises(error, match=text):
-            desk.scheduler.append_many(reqs, tokens, 0.0)
+            desk.scheduler.append_many(reqs, tokens)
         assert desk.snapshot() == before
     desk.token(a)
     with pytest.raises(RequestError, match="'a' has its 2 tokens"):
@@ -445,7 +446,7 @@ def test_what_is_asked_for_again_says_whose_cache_it_may_share() -> None:
     desk = Desk()
     for rid, options in (("a", {}), ("b", {"namespace": ("lora", 3), "cacheable": False})):
         request = Request(rid, range(8), max_new_tokens=2, room=1, prefill="tcp://p", **options)
-        ask = PrefillAsk(DecodeRequest(request, desk.pages, now_s=0.0), "decode-0")
+        ask = PrefillAsk(DecodeRequest(request, desk.pages, now_s=0.0), "decode-0", 8)
         expected = (options.get("namespace"), options.get("cacheable", True))
         assert (ask.namespace, ask.cacheable) == expected
 
@@ -564,7 +565,7 @@ def test_a_flush_lets_what_runs_finish_and_keeps_none_of_it(place: str) -> None:
         desk.succeed(req.room_key)
         desk.transferred()
     if place == "being retracted":
-        desk.scheduler._deferred._waiting[0][0].done = True
+        desk.scheduler._ending._waiting[0][0].done = True
         assert desk.admit() == ["a"]
         [ask] = desk.scheduler.pop_needs_prefill()
         assert (len(ask.tokens), req.prefix_len) == (8, 0)
@@ -584,7 +585,7 @@ def test_the_hint_about_the_conversation_reaches_the_tree(
     desk = Desk()
     hints: list[Any] = []
     monkeypatch.setattr(
-        desk.pages.cache, "hint", lambda node, continues: hints.append((node.end, continues))
+        desk.pages.cache, "hint", lambda lock, continues: hints.append((lock.node.end, continues))
     )
     desk.finish(desk.start("a", 8), continues=continues)
     assert hints == ([] if continues is None else [(2, continues)])
@@ -701,7 +702,7 @@ def test_a_log_handler_that_raises_costs_no_page() -> None:
 
     desk = Desk()
     req, queued = desk.start("a"), desk.add("b")
-    desk.scheduler.journal.on_ended = broken
+    desk.scheduler.journal.on_ended = [broken]
     desk.finish(req)
     desk.abort(queued)
     desk.carry_out_aborts()
@@ -740,7 +741,7 @@ def test_an_event_that_cannot_be_asked_changes_nothing(how: str) -> None:
     state, owned = req.state, desk.scheduler.pages.allocator.owned_pages
     who = req if how == "finish" else "a"
     with pytest.raises(OSError, match="device lost"):
-        getattr(desk.scheduler, how)(who, 0.0, after=Broken())
+        getattr(desk.scheduler, how)(who, after=Broken())
     assert (req.state, desk.scheduler.pages.allocator.owned_pages) == (state, owned)
     assert desk.scheduler.requests["a"] is req
     desk.scheduler.check_invariants()
