@@ -14,14 +14,16 @@ counts them. A row counts passed ones until its request ends, since its device m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from prefixkv.errors import CallerError, InternalError, OutOfPagesError, check_laws, shown
+from prefixkv.errors import CallerError, InternalError, check_laws, shown
 from prefixkv.pages.allocator import PageAllocator, PageState
 from prefixkv.paging import Pages, pages_for
+
+T = TypeVar("T")
 
 UNUSED: Final = -1
 _NO_ROW: Final = -1
@@ -156,8 +158,11 @@ class WindowGroup:
         view.flags.writeable = False
         return WindowPages(int(self.first_pages[row]), view)
 
+    def has_row(self, row: int) -> bool:
+        return 0 <= row < len(self._length_of) and self._length_of[row] != _NO_ROW
+
     def _length(self, row: int) -> int:
-        if not 0 <= row < len(self._length_of) or self._length_of[row] == _NO_ROW:
+        if not self.has_row(row):
             raise CallerError(f"row {row} of window group {self.name!r} is not in use")
         return self._length_of[row]
 
@@ -282,6 +287,13 @@ class WindowGroup:
         check_laws(laws, f"window group {self.name!r}", f"{owned} owned", f"{cached} cached")
 
 
+def of_window(windows: Mapping[str, T], name: str) -> T:
+    """Return what is of the window group of this name. Raises CallerError if there is none."""
+    if not isinstance(name, str) or name not in windows:
+        raise CallerError(f"there is no window group {shown(name)}")
+    return windows[name]
+
+
 def state_group(num_slots: int, num_requests: int) -> WindowGroup:
     """Return the group of extra state: a request has one page, its slot, for any tokens."""
     return WindowGroup(WindowSpec("state", 1, num_slots, 1), _ALL_TOKENS, num_requests)
@@ -294,50 +306,30 @@ class WindowGroups(tuple[WindowGroup, ...]):
 
     def named(self, name: str) -> WindowGroup:
         """Return the group of this name. Raises CallerError if there is none."""
-        found = next(
-            (group for group in self if isinstance(name, str) and group.name == name), None
-        )
-        if found is None:
-            raise CallerError(f"there is no window group {shown(name)}")
-        return found
+        return of_window({group.name: group for group in self}, name)
 
     def fit(self, start: WindowStart) -> bool:
         """Return whether all groups have room; what the request shares could not be given up."""
-        return not self.short_of(start)
+        return self.short_of(start) is None
 
-    def short_of(self, start: WindowStart) -> str:
-        """Return the name of the first group without room; "" if all have it."""
+    def short_of(self, start: WindowStart) -> WindowGroup | None:
+        """Return the first group without room; None if all have room."""
         for number, group in enumerate(self):
             available = group.available_pages(start.shared_in(number))
             if group.own_pages(start, number) > available:
-                return group.name
-        return ""
+                return group
+        return None
 
     def open(
         self, row: int, start: WindowStart, make_room: Callable[[Sequence[int]], object] | None
     ) -> None:
         """Give a request that fits its row in each group; `make_room` has checkpoints give up what
-        is needed."""
+        is needed. Where it raises, `free` takes back what there is."""
         needs = [group.own_pages(start, number) for number, group in enumerate(self)]
         if make_room is not None:
             make_room(needs)
-        opened: list[WindowGroup] = []
-        try:
-            for number, group in enumerate(self):
-                group.open(row, start.num_tokens, needs[number], start.shared_in(number))
-                opened.append(group)
-        except BaseException:
-            for group in opened:
-                group.allocator.free(group.close(row))
-            raise
-
-    def check_fit(self, start: WindowStart) -> None:
-        """Raise OutOfPagesError for a request that has no room in a group."""
         for number, group in enumerate(self):
-            needed, free = group.own_pages(start, number), group.allocator.free_pages
-            available = group.available_pages(start.shared_in(number))
-            if needed > available:
-                raise OutOfPagesError(needed, free, available - free)
+            group.open(row, start.num_tokens, needs[number], start.shared_in(number))
 
     def counts(self) -> dict[str, int]:
         """Return how many pages of all window groups are in each state, 0 without any."""
@@ -382,12 +374,15 @@ class WindowGroups(tuple[WindowGroup, ...]):
         for group in self:
             group.slide(row, num_tokens)
 
+    # A load has no row in any group.
+
     def free(self, row: int) -> None:
         for group in self:
-            group.allocator.free(group.close(row))
+            if group.has_row(row):
+                group.allocator.free(group.close(row))
 
-    def hold(self, row: int | None, owner: Hashable) -> None:
-        """End a request's row; `owner` holds its pages until `release`. None: of a load, which has
-        none there; `owner` is known all the same."""
+    def hold(self, row: int, owner: Hashable) -> None:
+        """End a request's row; `owner` holds its pages until `release`, and is known in any
+        case."""
         for group in self:
-            group.allocator.hold(_NONE if row is None else group.close(row), owner)
+            group.allocator.hold(group.close(row) if group.has_row(row) else _NONE, owner)

@@ -156,11 +156,11 @@ def test_all_groups_admit_or_none() -> None:
     assert groups.fit(start)
     groups.open(0, start, None)
     assert not groups.fit(start)
-    with pytest.raises(OutOfPagesError):
-        groups.check_fit(start)
+    assert groups.short_of(start) is groups[1]
     before = [one.allocator.free_pages for one in groups]
     with pytest.raises(OutOfPagesError):
         groups.open(1, start, None)
+    groups.free(1)
     assert [one.allocator.free_pages for one in groups] == before
     assert [one.rows_in_use for one in groups] == [[0], [0]]
     groups.hold(0, "room")
