@@ -339,12 +339,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         without a `DecodeConfig.compute`. O(1)."""
         return self.sources.chunk_tokens(self.ledger.num_running)
 
-    @property
-    def further_prompt_tokens(self) -> int:
-        """Tokens of `chunk_tokens` that each prompt after the first in a step counts for, besides
-        its own; 0 where nothing runs, or none was measured. O(1)."""
-        return self.sources.further_prompt_tokens(self.ledger.num_running)
-
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
         """Return the requests that failed or were aborted; `req.error` says why. Leave their pages.
 
