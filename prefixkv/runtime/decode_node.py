@@ -11,8 +11,9 @@ from contextlib import ExitStack
 from prefixkv.config import DecodeConfig
 from prefixkv.control.lives import LostPeers
 from prefixkv.decode import journal as decode_journal
+from prefixkv.decode.host_tier import HostPages
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler, HostPages
+from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import ConfigError
