@@ -526,6 +526,9 @@ class HostPages(NamedTuple):
     policy: str | Policy
     ready: Callable[[], int] | None = None
 
+    def source(self, ledger: Ledger, rule: Sources) -> HostSource:
+        return HostSource(ledger, self, rule)
+
 
 class HostSource(Source):
     """What host memory has behind what is cached or on its way: loaded by a copy.

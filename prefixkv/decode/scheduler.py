@@ -17,12 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import assert_never
+from typing import Any, assert_never
 
 from prefixkv.addresses import check_prefill
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import token_list
-from prefixkv.cache.results import PrefixLock
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.admission import Admission
 from prefixkv.decode.audit import check_decode
@@ -30,7 +29,6 @@ from prefixkv.decode.compute_source import CheckpointedCompute, ComputeSource
 from prefixkv.decode.ending import End, Ending
 from prefixkv.decode.flights import Flight, Source
 from prefixkv.decode.growth import BatchGrowth
-from prefixkv.decode.host_tier import HostPages, HostSource, HostTier
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.plan import Plan, Planner
@@ -98,12 +96,13 @@ class DecodeParts:
             `prefill_lost` answer.
         ticket: draws a number for each use of a room, never twice the same. In a service no other
             process may guess it.
+        host: pages behind those of the device (`HostPages`), if there are any.
     """
 
     sources: Sources = field(default_factory=Sources)
     workers: Workers = field(default_factory=Workers)
     ticket: Callable[[], int] = field(default_factory=lambda: count(1).__next__)
-    host: HostPages | None = None
+    host: Any = None
 
 
 class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
@@ -130,11 +129,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.budget, self.flights = self.ledger.budget, self.ledger.flights
         # What brings pages, in the order in which it is preferred; prefill is always there.
         self.points: DecodeCheckpoints | None = None
-        self.host: HostTier[PrefixLock] | None = None
+        self.host: Any = None  # the tier of that source
         self.compute = ComputeSource(self.ledger, parts.sources)
         self._organs: list[Source] = []
         if parts.host is not None:
-            host = HostSource(self.ledger, parts.host, parts.sources)
+            host = parts.host.source(self.ledger, parts.sources)
             self.host = host.tier
             self._organs.append(host)
         if parts.sources.config is not None:
