@@ -264,8 +264,8 @@ MUTANTS = (
         ("decode/test_host_tier.py::test_what_the_pool_forgets_is_loaded_again",),
     ),
     Mutant(
-        "T3", "one rank's good end is that of all", ("RankCopies.on",),
-        "next(errors, None)", "ranks[0].error",
+        "T3", "one rank's good end is that of all", ("RankLeader._end_copy",),
+        "next(iter(errors), None)", "ends[0].error",
         ("decode/test_host_tier.py::test_a_second_rank_that_failed_ends_the_load",),
     ),
     Mutant(
@@ -311,7 +311,7 @@ MUTANTS = (
     ),
     Mutant(
         "H13", "a checkpoint that is locked is evicted", ("Checkpoints._evict_one",),
-        "checkpoint.is_gone or checkpoint.locks or rank", "checkpoint.is_gone or rank",
+        "for one in self._at.values() if not one.locks", "for one in self._at.values()",
         ("cache/test_checkpoints.py::test_a_locked_one_stays",),
     ),
     Mutant(
@@ -360,6 +360,14 @@ MUTANTS = (
         (
             "control/decode/test_control.py::"
             "test_a_drained_that_took_the_end_of_an_agent_waits_likewise",
+        ),
+    ),
+    Mutant(
+        "proof", "a room that is opened twice is said to be drained", ("DecodeControl._enter",),
+        "known is not None:", "known is not None:\n            self.say(RoomDrained(promise.key))",
+        (
+            "control/test_numbers_used_again.py::"
+            "test_a_number_whose_pages_may_still_be_written_is_not_promised_again",
         ),
     ),
     Mutant(

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from prefixkv.admission import make_admission
-from prefixkv.cache.releases import Releases
-from prefixkv.cache.results import MatchResult
+from prefixkv.cache.results import MatchResult, Releases
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.flights import Source
 from prefixkv.decode.ledger import Ledger

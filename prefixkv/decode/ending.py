@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from prefixkv.cache.releases import Releases
+from prefixkv.cache.results import Releases
 from prefixkv.decode.flights import Flight, Release, Source
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CUT_SHORT, DecodeRequest, DecodeState

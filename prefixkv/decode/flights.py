@@ -23,14 +23,16 @@ from itertools import combinations, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
+from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
-from prefixkv.cache.releases import Releases
-from prefixkv.cache.results import MatchResult, PrefixLock
+from prefixkv.cache.results import MatchResult, PrefixLock, Releases
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import check_laws
 from prefixkv.pages.manager import RequestPages
-from prefixkv.protocol.ids import RoomKey
-from prefixkv.request import Request
+from prefixkv.paging import Pages
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.request import DeviceEvent, Request
 
 StartKey: TypeAlias = tuple[Hashable, int, bytes]
 """A namespace, the page number at which a flight begins, and the packed tokens of that page."""
@@ -131,6 +133,19 @@ class Source:
 
     def flushed(self) -> None:
         """The tree was emptied."""
+
+    def computed_pages(self, pages: Pages, after: DeviceEvent) -> None:
+        """The device may write these pages until `after` is done."""
+
+    def take_copies(self) -> list[HostCopy]:
+        return []
+
+    def copy_ended(self, done: HostCopyDone, now_s: float) -> Flight | None:
+        """Take the end of a copy. Return the flight that it fails."""
+        return None
+
+    def feeds(self, worker: PeerId) -> list[EventFeed]:
+        return []
 
     def coming_pages(self, releases: Releases) -> int:
         """Count the pages that the source keeps, and gives back by itself."""

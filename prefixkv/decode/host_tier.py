@@ -22,11 +22,11 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from prefixkv.cache.events import EventFeed
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
-from prefixkv.cache.releases import Releases
-from prefixkv.cache.results import MatchResult, PrefixLock
+from prefixkv.cache.results import MatchResult, PrefixLock, Releases
 from prefixkv.decode.flights import Flight, Need, Release, Segment, Source
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
@@ -36,7 +36,7 @@ from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.requests import still_pending
 from prefixkv.paging import Pages
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
-from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.request import DeviceEvent
 
 HOST: Final = "host memory"
@@ -528,6 +528,9 @@ class HostPages(NamedTuple):
     policy: str | Policy
     ready: Callable[[], int] | None = None
 
+    def source(self, ledger: Ledger, rule: Sources) -> HostSource:
+        return HostSource(ledger, self, rule)
+
 
 class HostSource(Source):
     """What host memory has behind what is cached or on its way: loaded by a copy.
@@ -582,8 +585,10 @@ class HostSource(Source):
 
     # --- copies -----------------------------------------------------------------------------------
 
+    def take_copies(self) -> list[HostCopy]:
+        return self.tier.take_orders()
+
     def copy_ended(self, done: HostCopyDone, now_s: float) -> Flight | None:
-        """Take the end of a copy. Return the flight that it fails."""
         key = self.tier.ended(done, now_s)
         flight = self._open.pop(key, None) if key is not None else None
         if flight is None or done.error is None:
@@ -604,6 +609,12 @@ class HostSource(Source):
         if self.tier.has_due:
             self.tier.write_due()
         return ()
+
+    def computed_pages(self, pages: Pages, after: DeviceEvent) -> None:
+        self.tier.computed(pages, after)
+
+    def feeds(self, worker: PeerId) -> list[EventFeed]:
+        return [EventFeed(self.tier.cache, *worker, is_host=True)]
 
     def left(self, key: RadixKey, now_s: float, continues: bool | None) -> None:
         self.tier.leave(key, now_s, continues)

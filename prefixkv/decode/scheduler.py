@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any, assert_never
 
 from prefixkv.addresses import check_prefill
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import token_list
-from prefixkv.cache.results import PrefixLock
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.admission import Admission
 from prefixkv.decode.audit import check_decode
@@ -29,7 +29,6 @@ from prefixkv.decode.compute_source import CheckpointedCompute, ComputeSource
 from prefixkv.decode.ending import End, Ending
 from prefixkv.decode.flights import Flight, Source
 from prefixkv.decode.growth import BatchGrowth
-from prefixkv.decode.host_tier import HostPages, HostSource, HostTier
 from prefixkv.decode.journal import DecodeJournal
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.plan import Plan, Planner
@@ -66,6 +65,16 @@ from prefixkv.pages.requests import (
 )
 from prefixkv.paging import pages_for
 from prefixkv.protocol.commands import DecodeCommand, MeetPrefill, MoveWeights
+from prefixkv.protocol.events import (
+    DecodeEvent,
+    PrefillAway,
+    PrefillLost,
+    PrefillReady,
+    RoomDrained,
+    RoomEnded,
+    RoomOverdue,
+    WorkerEvent,
+)
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import MAX_PAGES
@@ -87,12 +96,13 @@ class DecodeParts:
             `prefill_lost` answer.
         ticket: draws a number for each use of a room, never twice the same. In a service no other
             process may guess it.
+        host: pages behind those of the device (`HostPages`), if there are any.
     """
 
     sources: Sources = field(default_factory=Sources)
     workers: Workers = field(default_factory=Workers)
     ticket: Callable[[], int] = field(default_factory=lambda: count(1).__next__)
-    host: HostPages | None = None
+    host: Any = None
 
 
 class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
@@ -119,13 +129,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.budget, self.flights = self.ledger.budget, self.ledger.flights
         # What brings pages, in the order in which it is preferred; prefill is always there.
         self.points: DecodeCheckpoints | None = None
-        self.host: HostTier[PrefixLock] | None = None
+        self.host: Any = None  # the tier of that source
         self.compute = ComputeSource(self.ledger, parts.sources)
-        self._hosts: list[HostSource] = []
+        self._organs: list[Source] = []
         if parts.host is not None:
-            self._hosts.append(HostSource(self.ledger, parts.host, parts.sources))
-            self.host = self._hosts[0].tier
-        self._organs: list[Source] = [*self._hosts]
+            host = parts.host.source(self.ledger, parts.sources)
+            self.host = host.tier
+            self._organs.append(host)
         if parts.sources.config is not None:
             if pages.checkpoints is not None:
                 self.points = DecodeCheckpoints(pages, config.checkpoint_tokens)
@@ -297,8 +307,9 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_event("after", after)
         after = not_done(after)  # may raise: before anything changes
         written = self.compute.computed(req, end, aux, after, now_s)
-        if written is not None and after is not None and self.host is not None:
-            self.host.computed(written, after)
+        if written is not None and after is not None:
+            for source in self._organs:
+                source.computed_pages(written, after)
         self._tell()
 
     def save_state(self, req: DecodeRequest, end: int) -> int:
@@ -636,6 +647,26 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     # --- calls of the control plane ---------------------------------------------------------------
 
+    def hear(self, event: DecodeEvent | WorkerEvent | HostCopyDone, now_s: float) -> None:
+        """Take what became of a room on all ranks, of a prefill worker, or of a copy."""
+        match event:
+            case RoomEnded():
+                self.room_ended(event.key, event.poll, event.error, event.aux, now_s)
+            case RoomDrained():
+                self.room_drained(event.key)
+            case RoomOverdue():
+                self.room_overdue(event.key)
+            case HostCopyDone():
+                self.copy_ended(event, now_s)
+            case PrefillReady():
+                self.prefill_ready(event.address, event.max_tokens, now_s)
+            case PrefillAway():
+                self.prefill_away(event.address, now_s)
+            case PrefillLost():
+                self.prefill_lost(event.address, event.error, now_s)
+            case _:
+                assert_never(event)
+
     def room_ended(
         self, key: RoomKey, poll: KVPoll, error: Exception | None, aux: bytes, now_s: float
     ) -> None:
@@ -708,15 +739,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def take_copies(self) -> list[HostCopy]:
         """Return the copies to be made between pool and host memory, and forget them; `copy_ended`
         takes the end of each."""
-        return [] if self.host is None else self.host.take_orders()
+        return [order for source in self._organs for order in source.take_copies()]
 
     def copy_ended(self, done: HostCopyDone, now_s: float) -> None:
         """A copy has ended: what it loaded may be committed, or its waiters try again."""
         # What was written may be what a request needs that its prefill worker's share is too small
         # for.
         self.waiting.look_again()
-        for host in self._hosts:
-            if (flight := host.copy_ended(done, now_s)) is not None:
+        for source in self._organs:
+            if (flight := source.copy_ended(done, now_s)) is not None:
                 self._ending.cancel(flight, done.error)
 
     def room_drained(self, key: RoomKey) -> None:
@@ -735,7 +766,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def feeds(self, worker: PeerId) -> list[EventFeed]:
         # The pool's counts whatever checkpoints there are: prefill sends what belongs to the end.
-        more = [EventFeed(host.tier.cache, *worker, is_host=True) for host in self._hosts]
+        more = [feed for source in self._organs for feed in source.feeds(worker)]
         return [EventFeed(self.pages.cache, *worker), *more]
 
     @property

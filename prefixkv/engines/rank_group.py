@@ -8,8 +8,9 @@ from logging import Logger
 from typing import TypeVar
 
 from prefixkv import DecodeConfig, KVPool, Mesh, PrefillConfig, StatePool
-from prefixkv.spi import InternalError, MakeTransport, PeerId
-from prefixkv.transfer import DecodeTransfers, PrefillTransfers
+from prefixkv.errors import InternalError
+from prefixkv.spi import MakeTransport, PeerId
+from prefixkv.transfer import DecodeTransfers, PrefillTransfers, RankSpec
 
 T = TypeVar("T")
 
@@ -37,17 +38,16 @@ def decode_transfers(
     state: StatePool | None = None,
 ) -> DecodeTransfers:
     """All ranks of the server call it together; `state` is the rank's share."""
+    spec = RankSpec(pool, mesh, rank, state)
     # Rank 0 comes first: the others name it as their worker in the handshake.
     made: DecodeTransfers | None = None
     if rank == 0:
-        made = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
+        made = DecodeTransfers(spec, config, transport=transport)
     first = gather(None if made is None else tuple(made.peer_id))[0]
     if made is not None:
         return made
     worker = PeerId(*first)  # type: ignore[misc]
-    return DecodeTransfers(
-        pool, config, mesh, rank, worker=worker, state=state, transport=transport
-    )
+    return DecodeTransfers(spec, config, worker, transport)
 
 
 def prefill_transfers(
@@ -62,12 +62,13 @@ def prefill_transfers(
 ) -> PrefillTransfers:
     """All ranks of the server call it together; `state` is the rank's share. `reach` turns a rank's
     own endpoint into the address at which other hosts reach it."""
+    spec = RankSpec(pool, mesh, rank, state)
     # Rank 0 comes last: decode connects to it alone, and learns the others' endpoints from it.
     made: PrefillTransfers | None = None
     if rank != 0:
-        made = PrefillTransfers(pool, config, mesh, rank, state=state, transport=transport)
+        made = PrefillTransfers(spec, config, transport=transport)
     endpoints = gather(None if made is None else reach(made.endpoint))[1:]
     if made is not None:
         return made
     others = [str(one) for one in endpoints]
-    return PrefillTransfers(pool, config, mesh, 0, others, state=state, transport=transport)
+    return PrefillTransfers(spec, config, others, transport)

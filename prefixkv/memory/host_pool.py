@@ -2,13 +2,24 @@
 
 A page is one row of bytes, `KVLayout.host_page_bytes` long, whatever the pool's layout. `page_copy`
 says in which order they lie. Rows stand in chunks of memory, none across two of them.
+
+What the host pools of this machine have reserved and not touched yet is shared: the system's figure
+of free memory falls as memory is touched, so two pools that read it would get the same bytes. Each
+pool enters its untouched bytes in a locked file of its own. The kernel ends the lock with the
+process, and no forked child has it. Processes of one user that see the same folder share the
+figure; others' is counted in whole MiB.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import stat
+import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -17,7 +28,6 @@ import numpy.typing as npt
 import torch
 
 from prefixkv.errors import CapacityError, ConfigError
-from prefixkv.memory import host_shares
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import check_device, prefer_huge_pages
 from prefixkv.paging import MAX_INDEX, Pages, checked_pages
@@ -71,7 +81,7 @@ class HostPool:
         check_whole("bytes per page", self.page_bytes, 1, MAX_BYTES // num_pages)
         wanted = num_pages * self.page_bytes
         # Before anything is taken: a host that runs out of memory kills a process, mostly this one.
-        with host_shares.locked() as shares:
+        with locked() as shares:
             free = free_host_bytes()
             if free is not None and wanted > free - shares.num_bytes:
                 others = f", of which others have reserved {shares.num_bytes}"
@@ -252,3 +262,114 @@ def _groups_around(root: Path, path: str) -> list[Path]:
 def _numbers(path: str) -> dict[str, int]:
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     return {words[0]: int(words[1]) for words in map(str.split, lines) if len(words) > 1}
+
+
+_PLACES: Final = "/dev/shm", tempfile.gettempdir()
+_NUMBER_BYTES: Final = 8
+# Bytes by file of this process: a lock of POSIX ends where its process closes any descriptor of the
+# file, so these are never opened again.
+_ours: Final[dict[Path, int]] = {}
+_locking = threading.Lock()  # a lock of POSIX keeps no other thread out
+
+
+class HostShare:
+    """Bytes of one pool that are reserved and not touched yet: until `close`, its last reference or
+    the process ends. Any thread may use it."""
+
+    def __init__(self, path: Path, fd: int, num_bytes: int) -> None:
+        self._path, self._fd, self._pid = path, fd, os.getpid()
+        self._lock = threading.Lock()
+        self._end = weakref.finalize(self, _end, path, fd, os.getpid())
+        self.keep(num_bytes)
+
+    def keep(self, num_bytes: int) -> None:
+        """Reserve this many bytes from now on: the rest is touched, or not needed."""
+        if os.getpid() != self._pid:  # it is a fork, and the share is its parent's
+            return
+        with self._lock:  # else `close` may give the descriptor to another file meanwhile
+            if self._end.alive:
+                _ours[self._path] = num_bytes
+                os.pwrite(self._fd, num_bytes.to_bytes(_NUMBER_BYTES, "little"), 0)
+
+    def close(self) -> None:
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._end()
+
+
+class HostShares:
+    """The shares of all host pools, which do not change while `locked` goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.num_bytes = sum(self._bytes_of(path) for path in folder.glob("share-*"))
+
+    def enter(self, num_bytes: int) -> HostShare:
+        fd, path = tempfile.mkstemp(prefix=f"share-{os.getpid()}-", dir=self._folder)
+        fcntl.lockf(fd, fcntl.LOCK_EX)
+        return HostShare(Path(path), fd, num_bytes)
+
+    def _bytes_of(self, path: Path) -> int:
+        """0, without the file, if its process is gone."""
+        if path in _ours:
+            return _ours[path]
+        try:
+            fd = os.open(path, os.O_RDWR)
+        except FileNotFoundError:  # closed meanwhile
+            return 0
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return int.from_bytes(os.read(fd, _NUMBER_BYTES), "little") >> 20 << 20
+        else:
+            path.unlink(missing_ok=True)
+            return 0
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def locked() -> Iterator[HostShares]:
+    """Let no other pool of this machine reserve memory meanwhile. Raises ConfigError where there is
+    no folder for it."""
+    folder = _folder()
+    with _locking, open(folder / "lock", "wb", opener=_private) as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        yield HostShares(folder)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _folder() -> Path:
+    for place in _PLACES:
+        folder = Path(place, f"prefixkv-host-{os.getuid()}")
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found = folder.lstat()
+            # Another user may have made something of this name.
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                return folder
+    raise ConfigError(
+        f"host_memory: no folder of this user can be made in {' or '.join(_PLACES)}, in which "
+        "workers of this machine say what they reserve"
+    )
+
+
+def _end(path: Path, fd: int, pid: int) -> None:
+    if os.getpid() == pid:
+        _ours.pop(path, None)
+        with suppress(OSError):
+            path.unlink()
+        os.close(fd)
+
+
+def _begin_child() -> None:
+    """The thread that had the lock is not in the child, and the files are the parent's."""
+    global _locking
+    _locking = threading.Lock()
+    _ours.clear()
+
+
+os.register_at_fork(after_in_child=_begin_child)

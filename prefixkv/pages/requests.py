@@ -308,6 +308,10 @@ class PagedScheduler(ABC, Generic[Req, Command]):
         """Time at which a `pop_*` call may return something though nothing has happened."""
 
     @abstractmethod
+    def hear(self, event: Any, now_s: float) -> None:
+        """Take what became of a room on all ranks."""
+
+    @abstractmethod
     def feeds(self, worker: PeerId) -> list[EventFeed]:
         """Return the feeds of its caches, that of the pages first."""
 

@@ -12,6 +12,7 @@ Source: SGLang's prefill queues (`disaggregation/prefill.py`).
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import assert_never
 
 import numpy as np
 
@@ -55,6 +56,7 @@ from prefixkv.protocol.commands import (
     PrefillCommand,
     SendChunk,
 )
+from prefixkv.protocol.events import Bootstrapped, PrefillEvent, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.request import DeviceEvent, Request, check_event, check_request, check_rid
 from prefixkv.settings import whole_count
@@ -397,6 +399,18 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         return min(self.bootstrapped.wake_s, self._deadlines.next_s)
 
     # --- calls of the control plane ---------------------------------------------------------------
+
+    def hear(self, event: PrefillEvent, now_s: float) -> None:
+        """Take what became of a room on all ranks."""
+        match event:
+            case Bootstrapped():
+                self.room_bootstrapped(event.key, event.prefix_len, event.peer.name, now_s)
+            case RoomEnded():
+                self.room_ended(event.key, event.poll, event.error, now_s)
+            case SourceFree():
+                self.source_free(event.key, now_s)
+            case _:
+                assert_never(event)
 
     def room_bootstrapped(
         self, key: RoomKey, decode_prefix_len: int, peer: str, now_s: float

@@ -39,15 +39,6 @@ class RoomOverdue(_Event, frozen=True, tag="overdue"):
     key: RoomKey
 
 
-class CopyEnded(_Event, frozen=True, tag="copied"):
-    """A copy to or from host memory has ended; see `HostCopyDone`. Of ranks above 0 alone."""
-
-    number: int
-    error: Exception | None
-    num_bytes: int
-    seconds: float
-
-
 class PrefillReady(_Event, frozen=True, tag="ready"):
     """All ranks of this worker answer. Its pool holds `max_tokens`, 0 where it does not say."""
 

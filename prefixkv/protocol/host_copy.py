@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from prefixkv.paging import Pages
 
 
@@ -21,7 +23,7 @@ class HostCopy(NamedTuple):
     device_pages: Pages  # int32 [n]; host_pages[i] and device_pages[i] are the ends of page i
 
 
-class HostCopyDone(NamedTuple):
+class HostCopyDone(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="copied"):
     """The end of an order: nothing of it touches memory any more. Comes once. After an error some
     destination pages may have been written, and their bytes mean nothing."""
 

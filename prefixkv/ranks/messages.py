@@ -33,10 +33,10 @@ def decoded(raw: bytes, decode: Callable[[bytes], T], sender: str) -> T:
         raise CallerError(f"{len(raw)} bytes that are no message of {sender}: {error}") from error
 
 
-def check_next(number: int, due: int) -> None:
-    """Raise CallerError for a message that is not the next one."""
+def check_next(number: int, due: int, rank: int = 0) -> None:
+    """Raise CallerError for a message of a rank that is not its next one."""
     if number != due:
-        raise CallerError(f"message {number} of rank 0 came where {due} is the next")
+        raise CallerError(f"message {number} of rank {rank} came where {due} is the next")
 
 
 def packed_ids(pages: Pages) -> bytes:

@@ -1,78 +1,30 @@
-"""The staging copies of a node, in threads of their own: the control thread never waits for a copy.
+"""Copies in threads of their own: no other thread waits for a copy.
 
-Jobs start in the order they came in. A worker ends each with one CopyDone to the sink; closing the
-pool ends those that had not started. On CUDA each worker has a current stream, and CopyDone comes
-when the device is done. Copies on the CPU are numpy's, with the GIL let go. Torch's number of
-threads is left alone: threads that start later would take it over.
+On CUDA each worker has a current stream, and a piece has ended when the device is done. Copies on
+the CPU are numpy's, with the GIL let go. Torch's number of threads is left alone: threads that
+start later would take it over.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from queue import Empty, SimpleQueue
+from typing import Any, Final
 
-from prefixkv.control.effects import AddPeer, CopyDone
 from prefixkv.errors import ClosedError, ConfigError
-from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.mesh import Shard
-from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
-from prefixkv.memory.staging_buffer import StagingBuffer
-from prefixkv.protocol.ids import PeerId
-from prefixkv.staging.receiver import Scatter
-from prefixkv.staging.sender import Gather
+from prefixkv.request import DeviceEvent
 
-CopySink = Callable[[CopyDone], None]
+_LOOK_S: Final = 1e-4  # between two looks at the device, for an order that waits for it
+_FIRST_A_SECOND: Final = 8
+
 Settle = Callable[[], None]
 """Waits until the device has done all that was queued on the thread's stream."""
-
-
-class Workers(Protocol):
-    """The interface of what runs copies: a CopyPool, or a simulation."""
-
-    def submit(self, copy_id: int, copy: Callable[[], None]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def start_workers(
-    num_threads: int, run: Callable[[Settle | None], None], device: str, name: str
-) -> list[threading.Thread]:
-    """Start threads that make copies, each in `run`, which gets the wait for the device.
-
-    On CUDA each has a stream of its own, which is current in it. On the CPU there is nothing to
-    wait for. The threads are daemons, "prefixkv-NAME-0" and so on. Raises ConfigError unless
-    `num_threads` is positive.
-    """
-    if num_threads < 1:
-        raise ConfigError(f"num_threads is {num_threads}, must be at least 1")
-    on_cuda = device.startswith("cuda")
-    target = partial(_run_on_stream, run, device) if on_cuda else partial(run, None)
-    threads = [
-        threading.Thread(target=target, name=f"prefixkv-{name}-{i}", daemon=True)
-        for i in range(num_threads)
-    ]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def _run_on_stream(run: Callable[[Settle | None], None], device: str) -> None:
-    import torch
-
-    cuda: Any = torch.cuda  # in parts untyped
-    with cuda.device(device):
-        stream = cuda.Stream()
-        done = cuda.Event(blocking=True)  # blocking: the thread sleeps, and does not spin
-
-        def settle() -> None:
-            done.record(stream)
-            done.synchronize()
-
-        with cuda.stream(stream):
-            run(settle)
 
 
 def run_settled(copy: Callable[[], None], settle: Settle | None) -> Exception | None:
@@ -89,112 +41,151 @@ def run_settled(copy: Callable[[], None], settle: Settle | None) -> Exception | 
     return error
 
 
-class _CopyJob(NamedTuple):
-    copy_id: int
-    copy: Callable[[], None]
+@dataclass(slots=True, eq=False)
+class CopyOrder:
+    """A copy, made in pieces. Owned by the lock of its threads once it is there.
+
+    `copy` makes units `start` to `stop`. `ended` is called once, when nothing of it runs any more,
+    by any thread; it must not raise, nor wait.
+    """
+
+    copy: Callable[[int, int], None]
+    ended: Callable[[CopyOrder], None]
+    num_units: int = 1
+    piece: int = 1  # units
+    after: DeviceEvent | None = None  # what it waits for; None: it may begin
+    begun: int = 0  # units of pieces that have begun, or never will
+    copied: int = 0  # units
+    running: int = 0  # pieces
+    began_s: float = 0.0
+    error: Exception | None = None
+
+    @property
+    def has_begun_all(self) -> bool:
+        return self.begun == self.num_units
+
+    def is_due(self) -> bool:
+        try:
+            if self.after is not None and not self.after.query():
+                return False
+            self.began_s = self.began_s or time.perf_counter()
+        except Exception as error:
+            self.error, self.begun = error, self.num_units  # one piece is left, without a unit
+        self.after = None
+        return True
 
 
-class CopyPool:
-    """The threads that run copies. Created, given jobs and closed by one thread."""
+class CopyThreads:
+    """Threads that make copies. Created, given orders and closed by one thread.
 
-    def __init__(
-        self, num_threads: int, sink: CopySink, device: str = "cpu", name: str = "node"
-    ) -> None:
-        """Start the threads. Raises ConfigError unless `num_threads` is positive."""
-        self._sink = sink
-        self._jobs: SimpleQueue[_CopyJob | None] = SimpleQueue()
-        self._closed = False  # read by the workers without a lock: one more copy may start, no more
-        self._threads = start_workers(num_threads, self._run, device, f"copy-{name}")
+    Orders of a queue begin in turn; one may wait for earlier work of the device while others begin.
+    The first queue goes before the second, but not for ever: after `_FIRST_A_SECOND` of its pieces
+    one of the second begins. After a piece that failed an order waits for those that run, and
+    begins no other.
+    """
 
-    def submit(self, copy_id: int, copy: Callable[[], None]) -> None:
-        """Queue a copy. Raises ClosedError after `close`."""
+    def __init__(self, num_threads: int, device: str, name: str, num_queues: int = 1) -> None:
+        """Start the threads, daemons "prefixkv-NAME-0" and so on. Raises ConfigError unless
+        `num_threads` is positive."""
+        if num_threads < 1:
+            raise ConfigError(f"num_threads is {num_threads}, must be at least 1")
+        self._closed = False  # read by the workers without a lock: one more piece may start
+        # Orders of which pieces are still to be begun: filled by `put`, emptied under the lock.
+        self._queues: list[deque[CopyOrder]] = [deque() for _ in range(num_queues)]
+        self._num_waiting = 0  # orders that waited for the device when a worker looked last
+        self._firsts = 0  # pieces of the first queue that began while another one waited
+        # Only the workers take it, so that `put` never waits for one of them.
+        self._lock = threading.Lock()
+        # An entry wakes a worker, which then works until it finds nothing.
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+        run = partial(self._run_on_stream, device) if device.startswith("cuda") else self._run
+        self._threads = [
+            threading.Thread(target=run, name=f"prefixkv-{name}-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, order: CopyOrder, queue: int = 0) -> None:
+        """Queue an order. Never waits; O(threads). Raises ClosedError after `close`."""
         if self._closed:
-            raise ClosedError("the copy pool is closed")
-        self._jobs.put(_CopyJob(copy_id, copy))
+            raise ClosedError("the copies are closed")
+        self._queues[queue].append(order)
+        pieces = -(-order.num_units // order.piece)
+        # After the order is there: a worker that finds nothing waits for the next entry.
+        for _ in range(min(pieces, len(self._threads))):
+            self._wakes.put(None)
 
     def close(self) -> None:
-        """Let the copies that run end, start no others, join the threads. Idempotent."""
-        # Set first: jobs in the queue before the None entries then end without being run.
+        """Let the pieces that run end, begin no others, join the threads. Orders that were cut off
+        end with a ClosedError. Idempotent."""
+        # Set first: a worker that is woken then begins no piece.
         self._closed = True
         for _ in self._threads:
-            self._jobs.put(None)
+            self._wakes.put(None)
         for thread in self._threads:
             thread.join()
         self._threads.clear()
+        for orders in self._queues:
+            # An order that had begun all its pieces has ended by now, though it may stand here.
+            for order in [order for order in orders if not order.has_begun_all]:
+                order.error = ClosedError("it was closed before the copy ended")
+                order.ended(order)
+            orders.clear()
 
-    def _run(self, settle: Settle | None) -> None:
-        while (job := self._jobs.get()) is not None:
-            if self._closed:
-                error: Exception | None = ClosedError(
-                    "the copy pool was closed before the copy began"
-                )
+    def _run_on_stream(self, device: str) -> None:
+        import torch
+
+        cuda: Any = torch.cuda  # in parts untyped
+        with cuda.device(device):
+            stream = cuda.Stream()
+            done = cuda.Event(blocking=True)  # blocking: the thread sleeps, and does not spin
+
+            def settle() -> None:
+                done.record(stream)
+                done.synchronize()
+
+            with cuda.stream(stream):
+                self._run(settle)
+
+    def _run(self, settle: Settle | None = None) -> None:
+        while not self._closed:
+            # While an order waits for the device, nothing wakes this thread when that is done.
+            with suppress(Empty):
+                self._wakes.get(timeout=_LOOK_S if self._num_waiting else None)
+            while (piece := self._next_piece()) is not None:
+                order, start, stop = piece
+                copy = partial(order.copy, start, stop)
+                self._piece_ended(order, stop - start, order.error or run_settled(copy, settle))
+
+    def _next_piece(self) -> tuple[CopyOrder, int, int] | None:
+        with self._lock:
+            self._num_waiting = 0
+            first, *others = self._queues
+            for orders in (*others, first) if self._firsts >= _FIRST_A_SECOND else self._queues:
+                for order in list(orders):
+                    if order.has_begun_all:
+                        orders.remove(order)
+                    elif self._closed or not order.is_due():
+                        self._num_waiting += 1
+                    else:
+                        waits = orders is first and any(others)
+                        self._firsts = self._firsts + 1 if waits else 0
+                        start = order.begun
+                        order.begun = min(start + order.piece, order.num_units)
+                        order.running += 1
+                        return order, start, order.begun
+        return None
+
+    def _piece_ended(self, order: CopyOrder, num_units: int, error: Exception | None) -> None:
+        with self._lock:
+            order.running -= 1
+            if error is None:
+                order.copied += num_units
             else:
-                error = run_settled(job.copy, settle)
-            self._sink(CopyDone(job.copy_id, error))
-
-
-class StagingCopies:
-    """The copies for a control object's Gather and Scatter. Used by the control thread; the copies
-    run in `workers`.
-
-    `buffer` is the rank's staging memory, in slots of `slot_bytes` on prefill.
-    """
-
-    def __init__(
-        self, layout: KVLayout, buffer: StagingBuffer, slot_bytes: int, workers: Workers
-    ) -> None:
-        self.buffer = buffer
-        self._layout = layout
-        self._slot_bytes = slot_bytes
-        self._workers = workers
-        # By part and unit, built at most a few times.
-        self._copies: dict[tuple[Shard, int], StagingCopy] = {}
-        # Read by workers, changed by the control thread.
-        self.to_peers: dict[PeerId, StagingCopy] = {}
-
-    def add_peer(self, added: AddPeer) -> None:
-        """Prepare the gathers for a peer, if it is staged to."""
-        if added.staged and added.memory.parts is not None:
-            self.to_peers[added.peer] = self._copy_of(added.memory.parts[0], added.unit_tokens)
-
-    def remove_peer(self, peer: PeerId) -> None:
-        """Forget a peer. A gather for it that has not started fails, by its CopyDone."""
-        self.to_peers.pop(peer, None)
-
-    def gather(self, effect: Gather) -> None:
-        """Queue a gather into its slot. All errors come back in its CopyDone, as with `scatter`."""
-
-        def run() -> None:
-            # In the worker, so that a peer that is removed meanwhile fails this copy alone.
-            stage = self.buffer.slice(effect.slot * self._slot_bytes, effect.num_bytes)
-            self.to_peers[effect.peer].gather(effect.src_units, stage)
-
-        self._workers.submit(effect.gather_id, run)
-
-    def scatter(self, effect: Scatter) -> None:
-        """Queue a scatter of a lease's sections into pages."""
-
-        def run() -> None:
-            parts = [
-                (
-                    self._copy_of(effect.parts[section.rank], effect.unit_tokens),
-                    self.buffer.slice(section.offset, section.num_bytes),
-                )
-                for section in effect.sections
-            ]
-            scatter_together(parts, effect.units)
-
-        self._workers.submit(effect.lease_id, run)
-
-    def close(self) -> None:
-        self._workers.close()
-
-    def _copy_of(self, part: Shard, unit_tokens: int) -> StagingCopy:
-        """Built on first use, since it holds tables of the whole pool. Two threads may both build
-        one; one of them is kept."""
-        copy = self._copies.get((part, unit_tokens))
-        if copy is None:
-            copy = self._copies[part, unit_tokens] = staging_copy(
-                self._layout, part, unit_tokens, self.buffer.device
-            )
-        return copy
+                order.error = order.error or error
+                order.begun = order.num_units  # the rest is of no use any more
+            if order.running or not order.has_begun_all:
+                return
+        # Without the lock: `ended` may take its time.
+        order.ended(order)

@@ -6,38 +6,30 @@ own threads (control, transport) are started here and joined by `close`.
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
+from typing import Any, ClassVar
 
-from prefixkv.config import DecodeConfig
+from prefixkv.config import DecodeConfig, HostConfig
 from prefixkv.control.lives import LostPeers
 from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler, HostPages
+from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
-from prefixkv.protocol.commands import DecodeCommand, Fence
-from prefixkv.protocol.events import (
-    DecodeEvent,
-    WorkerEvent,
-)
-from prefixkv.protocol.host_copy import HostCopyDone
+from prefixkv.protocol.commands import DecodeCommand
+from prefixkv.protocol.events import DecodeEvent
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.leader import RankLeader
-from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent, check_event
 from prefixkv.runtime.decode_transfers import DecodeTransfers
-from prefixkv.runtime.host_copies import HostMemory
-from prefixkv.runtime.node import COUNTERS, Node
+from prefixkv.runtime.node import COUNTERS, Node, Ranks
 from prefixkv.runtime.rank_spec import (
     RankSpec,
     checked_config,
 )
-from prefixkv.runtime.record import Recorder
 from prefixkv.runtime.transfers import MakeTransport, secret_number
 from prefixkv.settings import check_callable
 
@@ -82,15 +74,16 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
     side = "decode"
     config: DecodeConfig
     transfers: DecodeTransfers
-    _recorder: Recorder | None = None
-    _host: HostMemory | None = None
+    # What makes the memory that the setting `host_memory` asks for (`assembly.py`).
+    make_host: ClassVar[Any] = None
+    _host: Any = None
     _counters = _COUNTERS
 
     def __init__(
         self,
         pool: KVPool,
         config: DecodeConfig | None = None,
-        ranks: RankLog | None = None,
+        ranks: Ranks | None = None,
         mesh: Mesh | None = None,
         state: StatePool | None = None,
         transport: MakeTransport | None = None,
@@ -117,12 +110,13 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         layout, host = pool.layout, None
         with ExitStack() as undo:
             if config.host_memory is not None:
-                self._host = memory = HostMemory(pool, config.host_memory, config.name)
+                self._host = memory = host_memory(pool, config.host_memory, config.name)
+                # Copies that run end before `close` does: the caller may give the pool back then.
+                self.on_close(memory.close)
                 undo.callback(memory.close)
-                policy = config.host_memory.policy or config.policy
-                host = HostPages(memory.num_pages, policy, lambda: memory.ready_pages)
+                host = memory.pages(config.host_memory.policy or config.policy)
             settings = config.for_page_manager(layout.num_pages, spec.num_slots)
-            pages = self._make_pages(spec, settings, 0 if host is None else host.num_pages)
+            pages = self._make_pages(spec, settings)
             undo.callback(pages.cache.policy.release)
             share_pages = config.prefill_share * layout.num_pages
             sources = Sources(
@@ -133,42 +127,14 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             DecodeScheduler.__init__(self, pages, config, parts)
             if self.host is not None:
                 undo.callback(self.host.cache.policy.release)
-            self.transfers = DecodeTransfers(pool, config, mesh, state=state, transport=transport)
+            self.transfers = DecodeTransfers(spec, config, transport=transport)
             undo.callback(self.transfers.close)
             if self._host is not None:
                 self._host.start(self.transfers.thread.events.put)
             undo.callback(self.close)
-            self._leader = RankLeader(self, num_ranks, ranks, self.transfers.submit)
-            self.peer_id = self.transfers.peer_id
+            self._lead(spec, 0 if host is None else host.num_pages)
             self._observe(decode_journal.timeline)
-            self._recorder = self._record(config, pool.layout.kv_bytes_per_token * num_ranks)
-            self._publish_events(config)
             undo.pop_all()
-
-    def _record(self, config: DecodeConfig, bytes_per_token: int) -> Recorder | None:
-        if config.record is None:
-            return None
-        page_size, now_s = self.pool.layout.page_size, time.monotonic()
-        recorder = Recorder(config, page_size, bytes_per_token, now_s)
-        log = self._request_log
-
-        def ended(req: DecodeRequest, now_s: float) -> None:
-            recorder.ended(req, now_s)
-            log(req, now_s)
-
-        self.journal.on_ended = ended
-        return recorder
-
-    def close(self) -> None:
-        """Close the node, its recorder last: that writes what waits. See `Node.close`."""
-        try:
-            super().close()
-        finally:
-            # Copies that run end first: the caller may give the pool back when this returns.
-            if self._host is not None:
-                self._host.close()
-            if self._recorder is not None:
-                self._recorder.close()
 
     def stats(self) -> dict[str, int]:
         """Return the counters of every node, and of decode alone:
@@ -209,8 +175,6 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
           number. A few after aborts are usual.
         """
         stats = super().stats()
-        if (recorder := self._recorder) is not None:
-            stats |= {"recorded": recorder.recorded, "record_lost": recorder.lost}
         host, points = self.host, self.points
         stats |= {
             "cut_tokens": 0 if points is None else points.cut_tokens,
@@ -221,11 +185,6 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         stats |= {f"aside_{why}": num for why, num in self.waiting.aside().items()}
         stats |= {f"stepped_aside_{why}": num for why, num in self.waiting.stepped_aside.items()}
         return stats
-
-    def take_log(self) -> bytes:
-        """Return what the other tensor-parallel ranks have to apply of this pass, to be broadcast
-        once per pass. Raises CallerError without `ranks`."""
-        return self._log.take(self.pages)
 
     def fence_rank(self, rank: int, after: DeviceEvent | None = None) -> None:
         """Take the caller's word that the process of another rank of this worker is dead.
@@ -238,13 +197,9 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         there is no such rank. Nothing was changed.
         """
         check_event("after", after)
-        self._leader.fence(rank, self._pump(), after)
+        now_s = self._pump()
+        self.leader.fence(rank, now_s, lambda error: self.end_all(error, now_s, after))
         self._tell()
-
-    def awaited_ranks(self) -> dict[int, int]:
-        """Return, by rank, how many rooms wait for what it alone has not said. A rank that stays
-        there is dead (`fence_rank`), or a peer that writes to it (its `lost_peers`)."""
-        return {} if self._leader.rooms is None else self._leader.rooms.awaited()
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:
         """Return, by address, the identity of each prefill worker, and "ready", "suspect" or
@@ -259,13 +214,6 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         """
         return self.transfers.lost_peers()
 
-    def _take(self, event: DecodeEvent | WorkerEvent | HostCopyDone, now_s: float) -> None:
-        """The leader waits for the other ranks before the scheduler hears of a room."""
-        if isinstance(event, HostCopyDone):
-            self._leader.on_copy(0, event, now_s)
-        else:
-            self._leader.on(event, now_s)
-
     def _tell(self) -> None:
         if self._host is not None:
             for order in self.take_copies():
@@ -274,14 +222,12 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
                     self._ranks.copy(order)
         super()._tell()
 
-    def apply_rank_events(self, raw: bytes) -> None:
-        """Take the events of a `DecodeRank` (its `take_rank_events`); b"" is nothing. Raises
-        CallerError if a batch of this rank is missing or doubled: each has to come, in order."""
-        self._leader.on_rank_events(raw, self._pump())
-        self._tell()
 
-    def _command(self, command: DecodeCommand | Fence) -> None:
-        self._leader.command(command)
+def host_memory(pool: KVPool, config: HostConfig, name: str) -> Any:
+    """Make the host memory of a rank. Raises ConfigError as `HostMemory`."""
+    if DecodeNode.make_host is None:
+        raise ConfigError("host_memory: this installation has no part for it")
+    return DecodeNode.make_host(pool, config, name)
 
 
 def _check_decode_checkpoints(config: DecodeConfig, spec: RankSpec) -> None:

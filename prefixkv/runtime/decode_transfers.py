@@ -12,8 +12,6 @@ from prefixkv.control.decode.control import DecodeControl
 from prefixkv.digest import check_digest
 from prefixkv.errors import ConfigError, RequestError, shown
 from prefixkv.memory.kv_pool import KVPool
-from prefixkv.memory.mesh import Mesh
-from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.requests import check_reason
 from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
 from prefixkv.protocol.commands import (
@@ -45,10 +43,9 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
     """The receiving side of a decode rank.
 
     Args:
-        pool, state: this rank's shares; kept until this has closed. Over shared memory a peer may
-            write there longer: see `close`.
+        pool: this rank's share, as a RankSpec; a KVPool holds all of the model's KV. Kept until
+            this has closed. Over shared memory a peer may write there longer: see `close`.
         config: its name, model, control and transport are used.
-        mesh, rank: as the node's. None: the pool holds all of the model's KV.
         worker: the `peer_id` of rank 0; None on rank 0.
         transport: makes another transport than NIXL's, for tests.
 
@@ -57,21 +54,17 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
 
     def __init__(
         self,
-        pool: KVPool,
+        pool: KVPool | RankSpec,
         config: DecodeConfig | None = None,
-        mesh: Mesh | None = None,
-        rank: int = 0,
         worker: PeerId | None = None,
-        state: StatePool | None = None,
         transport: MakeTransport | None = None,
     ) -> None:
         begun_s = time.monotonic()  # first: no request came before
         config = checked_config(config, DecodeConfig)
-        spec = RankSpec.of(pool, config.model, mesh, rank, state)
-        super().__init__(pool, config, spec, transport)
+        super().__init__(pool, config, transport)
         if worker is not None:
             check_kind("worker", worker, PeerId)
-        born_s = None if rank else begun_s
+        born_s = None if self._spec.rank else begun_s
 
         # Called by the control thread's constructor, once the transports have their metadata.
         def control(offers: Mapping[Way, bytes], life: ProcessLife | None) -> DecodeControl:
@@ -80,9 +73,9 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
                     'backend is "shm", and the pool, or the state, is not memory that a peer may '
                     "map: make it with shared=True"
                 )
-            hello = spec.hello(offers, worker or self.peer_id, self._area, life)
-            names = config.model.option_names
-            return DecodeControl(self.peer_id, hello, config.control, names, born_s)
+            model, worker_id = config.model, worker or self.peer_id
+            hello = self._spec.hello(model, offers, worker_id, self._area, life)
+            return DecodeControl(self.peer_id, hello, config.control, model.option_names, born_s)
 
         def check(address: str) -> None:
             # Refused now, and not by a timeout.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import select
 import time
-from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TypeVar
 
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.control.effects import To
@@ -30,58 +30,54 @@ from prefixkv.protocol.events import DecodeEvent, PrefillEvent
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent
 from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.decode_rank import DecodeRank
+from prefixkv.runtime.following_rank import DecodeRank, FollowingRank, PrefillRank
 from prefixkv.runtime.node import E, Node
 from prefixkv.runtime.prefill_node import PrefillNode
-from prefixkv.runtime.prefill_rank import PrefillRank
 from prefixkv.settings import check_kind
 from prefixkv.wakeups import wait_readable
 
+T = TypeVar("T")
 
-def _check_ranks(
-    pools: Sequence[KVPool], states: Sequence[StatePool | None], mesh: Mesh
-) -> list[StatePool | None]:
-    """Raises ConfigError if ranks differ in pages, page size or slots: one would refuse what
-    another has done."""
-    check_kind("mesh", mesh, Mesh)
-    for kind, given in (("pools", pools), ("states", states)):
-        if not isinstance(given, tuple | list):
-            raise ConfigError(f"{kind} is a {type(given).__name__}, a list is needed")
-        if len(given) != mesh.num_ranks and not (kind == "states" and not given):
-            raise ConfigError(f"{len(given)} {kind} are given for {mesh.num_ranks} ranks")
-    states = list(states) or [None] * mesh.num_ranks
-    for pool in pools:
-        check_kind("a pool", pool, KVPool)
-    for state in states:
-        if state is not None:
-            check_kind("a state", state, StatePool)
-    sizes = {(pool.layout.num_pages, pool.layout.page_size) for pool in pools}
-    if len(sizes) > 1:
-        raise ConfigError(f"the ranks' pools differ in (pages, page_size): {sorted(sizes)}")
-    slots = {0 if state is None else state.num_slots for state in states}
-    if len(slots) > 1:
-        raise ConfigError(f"the ranks' states differ in slots: {sorted(slots)}")
-    return states
+
+def _of_ranks(kind: str, given: Sequence[T], mesh: Mesh) -> Sequence[T]:
+    if not isinstance(given, tuple | list):
+        raise ConfigError(f"{kind} is a {type(given).__name__}, a list is needed")
+    if len(given) != mesh.num_ranks:
+        raise ConfigError(f"{len(given)} {kind} are given for {mesh.num_ranks} ranks")
+    return given
 
 
 class _Group(Node[Req, Command, To, E]):
     """Rank 0, and the calls that are alike on both sides."""
 
-    others: Sequence[DecodeRank] | Sequence[PrefillRank]
+    others: Sequence[FollowingRank] = ()  # none before all ranks are there
     _readiness: select.epoll  # readable while any rank's descriptor is
+    _chunk_ready: DeviceEvent | None = None  # of the chunk that is handed over now
 
-    def _watch(self) -> None:
-        for rank in (self.transfers, *self.others):
-            self._readiness.register(rank.fileno(), select.EPOLLIN)
+    def _join(self, others: Sequence[FollowingRank]) -> None:
+        """Raises ConfigError if ranks differ in sizes: one would refuse what another has done."""
+        self.others = others
+        self._hand_log()
+        for transfers in (self.transfers, *(other.transfers for other in others)):
+            self._readiness.register(transfers.fileno(), select.EPOLLIN)
+
+    def _pump(self) -> float:
+        now_s = super()._pump()
+        for other in self.others:
+            self.leader.on_rank_events(other.take_rank_events(), now_s)
+        self._tell()
+        return now_s
 
     def _tell(self) -> None:
         super()._tell()
         if self.others and self._log.has_news(self.pages):
             self._hand_log()
 
-    @abstractmethod
     def _hand_log(self) -> None:
-        """Let the other ranks follow."""
+        if self.others:
+            raw = self.take_log()
+            for other in self.others:
+                other.apply(raw, self._chunk_ready)
 
     def _sleep(self, timeout_s: float | None) -> bool:
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -94,6 +90,14 @@ class _Group(Node[Req, Command, To, E]):
     def fileno(self) -> int:
         """As `Node.fileno`, for any rank."""
         return self._readiness.fileno() if self.others else super().fileno()
+
+    def audit(self) -> None:
+        """Check the laws, and that every rank has rank 0's rows. Raises InternalError."""
+        super().audit()
+        self._hand_log()
+        for other in self.others:
+            is_like = other.is_like(self.pages, self._logged)
+            check_laws({"each rank has the rows and requests of rank 0": is_like}, other.peer_id)
 
     def close(self) -> None:
         """Close every rank, rank 0 first: its scheduler tells the others nothing after that. An
@@ -122,33 +126,24 @@ class DecodeGroup(_Group[DecodeRequest, DecodeCommand, str, DecodeEvent], Decode
         states: Sequence[StatePool | None] = (),
     ) -> None:
         check_kind("config", config, DecodeConfig)
-        states = _check_ranks(pools, states, mesh)
-        self.others: list[DecodeRank] = []
-        self._readiness = select.epoll()
+        check_kind("mesh", mesh, Mesh)
+        pools = _of_ranks("pools", pools, mesh)
+        states = _of_ranks("states", states or [None] * mesh.num_ranks, mesh)
+        others: list[DecodeRank] = []
         log = RankLog() if mesh.num_ranks > 1 else None
         # Rank 0 first: others name it as their worker. If one fails, all are closed.
         with ExitStack() as undo:
+            self._readiness = select.epoll()
             undo.callback(self._readiness.close)
             super().__init__(pools[0], config, log, mesh, states[0])
-            undo.callback(self.close)
-            for rank, pool in enumerate(pools[1:], start=1):
-                self.others.append(DecodeRank(pool, config, mesh, rank, self.peer_id, states[rank]))
+            undo.callback(super().close)
+            for rank in range(1, mesh.num_ranks):
+                others.append(
+                    DecodeRank(pools[rank], config, mesh, rank, self.peer_id, states[rank])
+                )
+                undo.callback(others[-1].close)
+            self._join(others)
             undo.pop_all()
-        self._watch()
-
-    def _pump(self) -> float:
-        now_s = super()._pump()
-        if self.others:
-            for other in self.others:
-                self._leader.on_rank_events(other.take_rank_events(), now_s)
-            self._tell()
-        return now_s
-
-    def _hand_log(self) -> None:
-        if self.others:
-            raw = self.take_log()
-            for other in self.others:
-                other.apply(raw)
 
     def pages_of(self, req: DecodeRequest) -> list[Pages]:
         """Return the request's page ids as each rank knows them; none if it holds none. Raises
@@ -168,14 +163,6 @@ class DecodeGroup(_Group[DecodeRequest, DecodeCommand, str, DecodeEvent], Decode
         return merged_lost_peers(
             [super().lost_peers(), *(rank.lost_peers() for rank in self.others)]
         )
-
-    def audit(self) -> None:
-        """Check the laws, and that every rank has rank 0's rows. Raises InternalError."""
-        super().audit()
-        self._hand_log()
-        for other in self.others:
-            is_like = other.follower.is_like(self.pages)
-            check_laws({"each rank has the rows of rank 0": is_like}, other.peer_id)
 
 
 class PrefillGroup(_Group[PrefillRequest, PrefillCommand, bytes, PrefillEvent], PrefillNode):
@@ -198,43 +185,23 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, bytes, PrefillEvent], 
         usable_prefix: UsablePrefix | None = None,
     ) -> None:
         check_kind("config", config, PrefillConfig)
-        states = _check_ranks(pools, states, mesh)
-        self.others: list[PrefillRank] = []
-        self._readiness = select.epoll()
-        self._chunk_ready: DeviceEvent | None = None  # of the chunk that is handed over now
+        check_kind("mesh", mesh, Mesh)
+        pools = _of_ranks("pools", pools, mesh)
+        states = _of_ranks("states", states or [None] * mesh.num_ranks, mesh)
         others: list[PrefillRank] = []
         # Rank 0 last: it says where the others are.
         with ExitStack() as undo:
+            self._readiness = select.epoll()
             undo.callback(self._readiness.close)
-            for rank in range(mesh.num_ranks - 1, 0, -1):
-                others.insert(0, PrefillRank(pools[rank], config, mesh, rank, states[rank]))
-                undo.callback(others[0].close)
+            for rank in range(1, mesh.num_ranks):
+                others.append(PrefillRank(pools[rank], config, mesh, rank, states[rank]))
+                undo.callback(others[-1].close)
             log = RankLog() if others else None
             endpoints = [other.endpoint for other in others]
             super().__init__(pools[0], config, mesh, endpoints, states[0], usable_prefix, ranks=log)
+            undo.callback(super().close)
+            self._join(others)
             undo.pop_all()
-        self.others = others
-        self._watch()
-
-    @property
-    def num_ranks(self) -> int:
-        return 1 + len(self.others)
-
-    def _pump(self) -> float:
-        now_s = super()._pump()
-        rooms = self._rank_rooms
-        for other in self.others:
-            raw = other.take_rank_events()
-            for rank, event in rooms.unpack(raw) if raw and rooms is not None else ():
-                self._join(rank, event, now_s)
-        self._tell()
-        return now_s
-
-    def _hand_log(self) -> None:
-        if self.others:
-            raw = self.take_log()
-            for other in self.others:
-                other.apply(raw, self._chunk_ready)
 
     def send_chunk(
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",
@@ -254,12 +221,3 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, bytes, PrefillEvent], 
             for name, count in other.stats().items():
                 stats[name] = stats.get(name, 0) + count
         return stats
-
-    def audit(self) -> None:
-        """Check the laws, and that every rank has rank 0's rows. Raises InternalError."""
-        super().audit()
-        self._hand_log()
-        pages, requests = self.pages, self.requests.values()
-        for other in self.others:
-            is_like = other.follower.is_like(pages, requests)
-            check_laws({"each rank has the rows and requests of rank 0": is_like}, other.peer_id)

@@ -8,28 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import assert_never
 
 from prefixkv.config import PageSettings, PrefillConfig, check_reserved
 from prefixkv.control.lives import LostPeers
-from prefixkv.errors import CallerError, ConfigError
+from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.prefill.request import PrefillRequest, timeline
 from prefixkv.prefill.scheduler import PrefillScheduler
-from prefixkv.protocol.commands import Fence, PrefillCommand
-from prefixkv.protocol.events import (
-    Bootstrapped,
-    PrefillEvent,
-    RoomEnded,
-    SourceFree,
-)
+from prefixkv.protocol.commands import PrefillCommand
+from prefixkv.protocol.events import PrefillEvent
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.prefill_rooms import PrefillRankRooms
-from prefixkv.ranks.row_log import RankLog
-from prefixkv.runtime.node import COUNTERS, Node
+from prefixkv.runtime.node import COUNTERS, Node, Ranks
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.runtime.rank_spec import (
     RankSpec,
@@ -86,7 +78,7 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
         state: StatePool | None = None,
         usable_prefix: UsablePrefix | None = None,
         transport: MakeTransport | None = None,
-        ranks: RankLog | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
         config = checked_config(config, PrefillConfig)
@@ -99,20 +91,16 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
             "reserved_pages": check_reserved(config.reserved_pages, pool.layout.num_pages),
             "num_checkpoints": config.checkpoints,
         }
-        pages = self._make_pages(spec, settings, 0)
+        pages = self._make_pages(spec, settings)
         num_slots = max(0, spec.num_slots - config.checkpoints)
         with ExitStack() as undo:
             undo.callback(pages.cache.policy.release)  # the next node may have it
             PrefillScheduler.__init__(self, pages, config, num_slots, usable_prefix)
-            self.transfers = PrefillTransfers(
-                pool, config, mesh, 0, endpoints, state=state, transport=transport
-            )
+            self._logged = self.requests.values()
+            self.transfers = PrefillTransfers(spec, config, endpoints, transport)
             undo.callback(self.close)
-            self.peer_id = self.transfers.peer_id
-            num_ranks = spec.mesh.num_ranks
-            self._rank_rooms = None if ranks is None else PrefillRankRooms(num_ranks)
+            self._lead(spec)
             self._observe(timeline)
-            self._publish_events(config)
             undo.pop_all()
 
     @property
@@ -128,18 +116,11 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
         for that rank. So `drain` becomes True as on a worker of the ranks that are left; these go
         on to get the log until then. What the dead one said that comes later is left out. `rank`:
         from 1. Never one that lives: it would send what is in its pages then. Raises CallerError:
-        there is no such rank, or the node was built without `ranks`. Nothing was changed.
+        there is no such rank. Nothing was changed.
         """
-        rooms = self._led_rooms
-        now_s, error = self._pump(), rooms.death(rank)
-        self.end_all(error, now_s)
-        self._pass_on(*rooms.fence(rank), now_s)
+        now_s = self._pump()
+        self.leader.fence(rank, now_s, lambda error: self.end_all(error, now_s))
         self._tell()
-
-    def awaited_ranks(self) -> dict[int, int]:
-        """Return, by rank, how many rooms wait for what it alone has not said. A rank that stays
-        there is dead (`fence_rank`), or a peer that it writes to (its `lost_peers`)."""
-        return {} if self._rank_rooms is None else self._rank_rooms.awaited()
 
     def peers(self) -> dict[PeerId, str]:
         """Return "ready" or "suspect" for each decode rank. Any thread may ask."""
@@ -182,61 +163,6 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
         skipped_pages = stats.get("decode_hit_tokens", 0) // layout.page_size
         stats["bytes_skipped"] = skipped_pages * layout.page_bytes
         return stats
-
-    def _command(self, command: PrefillCommand | Fence) -> None:
-        self.transfers.submit(command)
-        if self._ranks is not None:
-            self._ranks.command(command)
-
-    def take_log(self) -> bytes:
-        """Return what the ranks that follow have to apply, to be broadcast once a pass, before they
-        compute, and once its chunks were handed over. Raises CallerError without `ranks`."""
-        return self._log.take(self.pages, self.requests.values())
-
-    def apply_rank_events(self, raw: bytes) -> None:
-        """Take the events of a `PrefillRank` (its `take_rank_events`); b"" is nothing. Raises
-        CallerError if a batch of this rank is missing or doubled, or without `ranks`."""
-        rooms, now_s = self._led_rooms, self._pump()
-        if raw != b"":
-            for rank, event in rooms.unpack(raw):
-                self._join(rank, event, now_s)
-        self._tell()
-
-    @property
-    def _led_rooms(self) -> PrefillRankRooms:
-        if self._rank_rooms is None:
-            raise CallerError("this node was built without ranks=RankLog()")
-        return self._rank_rooms
-
-    def _take(self, event: PrefillEvent, now_s: float) -> None:
-        if self._rank_rooms is not None:
-            self._join(0, event, now_s)
-        else:
-            self._hear(event, now_s)
-
-    def _join(self, rank: int, event: PrefillEvent, now_s: float) -> None:
-        assert self._rank_rooms is not None
-        self._pass_on(*self._rank_rooms.on(rank, event), now_s)
-
-    def _pass_on(
-        self, events: Sequence[PrefillEvent], commands: Sequence[PrefillCommand], now_s: float
-    ) -> None:
-        # Before the scheduler hears: it may use the room's number again.
-        for command in commands:
-            self._command(command)
-        for joined in events:
-            self._hear(joined, now_s)
-
-    def _hear(self, event: PrefillEvent, now_s: float) -> None:
-        match event:
-            case Bootstrapped():
-                self.room_bootstrapped(event.key, event.prefix_len, event.peer.name, now_s)
-            case RoomEnded():
-                self.room_ended(event.key, event.poll, event.error, now_s)
-            case SourceFree():
-                self.source_free(event.key, now_s)
-            case _:
-                assert_never(event)
 
 
 def _check_checkpoints(

@@ -10,13 +10,12 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from prefixkv.config import PrefillConfig, Way
+from prefixkv.control.effects import StagingSlots
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.digest import check_digest
 from prefixkv.errors import AbortedError, AuxTooLargeError, ConfigError, RequestError, shown
 from prefixkv.memory.kv_pool import KVPool
-from prefixkv.memory.mesh import Mesh
-from prefixkv.memory.state_pool import StatePool
 from prefixkv.pages.requests import check_reason
 from prefixkv.paging import PageIds, as_pages, checked_pages, pages_for
 from prefixkv.prefill.request import SendPlan, WindowPlan, checked_chunk
@@ -45,7 +44,6 @@ from prefixkv.runtime.transfers import (
     Transfers,
     room_key,
 )
-from prefixkv.staging.sender import StagingSlots
 from prefixkv.transport.nixl.ucx import loaded_libraries
 
 _STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
@@ -83,29 +81,25 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
     def __init__(
         self,
-        pool: KVPool,
+        pool: KVPool | RankSpec,
         config: PrefillConfig | None = None,
-        mesh: Mesh | None = None,
-        rank: int = 0,
         endpoints: Sequence[str] = (),
-        state: StatePool | None = None,
         transport: MakeTransport | None = None,
     ) -> None:
         config = checked_config(config, PrefillConfig)
-        spec = RankSpec.of(pool, config.model, mesh, rank, state)
+        super().__init__(pool, config, transport)
+        spec, sizes = self._spec, config.transport
         if not isinstance(endpoints, tuple | list) or not all(
             isinstance(address, str) for address in endpoints
         ):
             raise ConfigError(f"endpoints is {shown(endpoints)}, a list of addresses is needed")
-        if rank == 0 and len(endpoints) != spec.mesh.num_ranks - 1:
+        if spec.rank == 0 and len(endpoints) != spec.mesh.num_ranks - 1:
             raise ConfigError(
                 f"{len(endpoints)} endpoints of other ranks, the mesh has {spec.mesh.num_ranks} "
                 "ranks"
             )
-        super().__init__(pool, config, spec, transport)
         # By decode worker and room, the key with the generation that was added last.
         self._last: dict[tuple[str, int], RoomKey] = {}
-        sizes = config.transport
         slots: StagingSlots | None = None
         if self._area is not None:
             num_slots = sizes.staging_bytes // sizes.lease_bytes
@@ -114,15 +108,14 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         # Called by the control thread's constructor, once the transports have their metadata.
         def control(_: Mapping[Way, bytes], life: ProcessLife | None) -> PrefillControl:
             ours = OurSide(
-                spec.digest,
+                spec.digest(config.model),
                 spec.topology,
-                rank,
+                spec.rank,
                 life=life,
                 backend=sizes.backend,
                 option_names=config.model.option_names,
                 max_tokens=min(
-                    (pool.layout.num_pages - config.reserved_pages) * pool.layout.page_size,
-                    MAX_COUNT,
+                    (self._num_pages - config.reserved_pages) * self._page_size, MAX_COUNT
                 ),
                 libraries=loaded_libraries(),
                 place=spec.place,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig, Way
 from prefixkv.errors import ConfigError, HandshakeError
-from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import MAX_RANKS, Mesh, check_holds
 from prefixkv.memory.staging_area import StagingArea
@@ -24,10 +25,8 @@ from prefixkv.protocol.messages import (
     ProcessLife,
     Topology,
 )
-from prefixkv.ranks.row_log import RankSizes
 from prefixkv.settings import check_kind, check_whole
 from prefixkv.transport.nixl.ucx import loaded_libraries
-from prefixkv.transport.shm.wire import place_of
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
@@ -40,35 +39,25 @@ def checked_config(config: Config | None, kind: type[Config]) -> Config:
     return config
 
 
-@dataclass(frozen=True, slots=True)
 class RankSpec:
-    """Rank `rank` of `mesh`, with its pool, and its state pool if the model has extra state."""
+    """Rank `rank` of `mesh`, with its pool, and its state pool if the model has extra state.
 
-    layout: KVLayout
-    model: ModelConfig
-    mesh: Mesh
-    rank: int
-    state: StatePool | None = None
+    Without a mesh it is the only rank. Raises ConfigError if a pool does not hold the rank's share,
+    or the two pools are on different devices.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        pool: KVPool,
-        model: ModelConfig,
-        mesh: Mesh | None,
-        rank: int = 0,
-        state: StatePool | None = None,
-    ) -> RankSpec:
-        """Return the spec of a rank; without a mesh, that of the only rank. Raises ConfigError if a
-        pool does not hold the rank's share, or the two pools are on different devices."""
+    def __init__(
+        self, pool: KVPool, mesh: Mesh | None = None, rank: int = 0, state: StatePool | None = None
+    ) -> None:
         check_kind("pool", pool, KVPool)
         if mesh is not None:
             check_kind("mesh", mesh, Mesh)
         if state is not None:
             check_kind("state", state, StatePool)
         check_whole("rank", rank, 0, MAX_RANKS - 1)
-        layout = pool.layout
-        mesh = mesh or Mesh(layout.num_layers, layout.num_kv_heads)
+        self.pool, self.rank, self.state = pool, rank, state
+        self.layout = layout = pool.layout
+        self.mesh = mesh = mesh or Mesh(layout.num_layers, layout.num_kv_heads)
         mesh.validate()
         if layout.groups and mesh.pp_size > 1:
             raise ConfigError(f"a pool with groups of layers is of one stage, not {mesh.pp_size}")
@@ -78,13 +67,12 @@ class RankSpec:
         try:
             # Shares are compared by the handshake's own rules, so what passes here passes there.
             check_holds(layout, mesh.shard(rank))
-            for tensor in state.tensors if state is not None else ():
-                tensor.validate(mesh)
             if state is not None:
+                for tensor in state.tensors:
+                    tensor.validate(mesh)
                 state.layout.check_holds(state.tensors, mesh, rank)
         except HandshakeError as error:
             raise ConfigError(f"the pool of rank {rank}: {error}") from error
-        return cls(layout, model, mesh, rank, state)
 
     @property
     def num_slots(self) -> int:
@@ -94,10 +82,9 @@ class RankSpec:
     def state_layout(self) -> StateLayout | None:
         return None if self.state is None else self.state.layout
 
-    @property
-    def digest(self) -> ModelDigest:
-        """Properties of the model that two workers compare."""
-        layout, model, mesh = self.layout, self.model, self.mesh
+    def digest(self, model: ModelConfig) -> ModelDigest:
+        """Return the properties of the model that two workers compare."""
+        layout, mesh = self.layout, self.mesh
         return ModelDigest(
             model.model, model.kv_scales, layout.dtype, layout.attention,
             mesh.num_layers, mesh.num_kv_heads, layout.head_dim, layout.opaque,
@@ -107,7 +94,7 @@ class RankSpec:
 
     @property
     def place(self) -> str:
-        """Where the shm transport may write from and to, "" for a device that it cannot."""
+        """Within which memory can be mapped, "" for a device that it cannot."""
         return place_of() if self.layout.device == "cpu" else ""
 
     @property
@@ -117,13 +104,14 @@ class RankSpec:
 
     def hello(
         self,
+        model: ModelConfig,
         offers: Mapping[Way, bytes],
         worker: PeerId,
         area: StagingArea | None,
         life: ProcessLife | None,
     ) -> Hello:
         return Hello(
-            self.digest,
+            self.digest(model),
             self.topology,
             self.layout,
             offers.get("nixl", b""),
@@ -137,30 +125,30 @@ class RankSpec:
             place=self.place if offers.get("shm") else "",
         )
 
+    @property
+    def windows(self) -> list[WindowSpec]:
+        return [
+            WindowSpec(group.name, group.window, group.pool.layout.num_pages, group.step_tokens)
+            for group in self.pool.groups
+            if group.window
+        ]
 
-def window_specs(pool: KVPool) -> list[WindowSpec]:
-    return [
-        WindowSpec(group.name, group.window, group.pool.layout.num_pages, group.step_tokens)
-        for group in pool.groups
-        if group.window
-    ]
+    def check_own_memory(self) -> None:
+        """Raise ConfigError for a group in the memory of the first one: the node takes their page
+        ids for those of two pools."""
+        for group in self.layout.windows:
+            if self.layout.is_shared(group):
+                raise ConfigError(
+                    f"group {group.name!r} has the first group's memory, which is for an engine "
+                    "with its own pages (prefixkv.transfer)"
+                )
 
 
-def rank_sizes(
-    side: str, pool: KVPool, max_running: int, num_slots: int, host_pages: int = 0
-) -> RankSizes:
-    """Return what all ranks of a worker have alike."""
-    layout, windows = pool.layout, tuple(window_specs(pool))
-    sizes = layout.num_pages, layout.page_size
-    return RankSizes(side, *sizes, max_running, num_slots, host_pages, windows)
-
-
-def check_own_memory(layout: KVLayout) -> None:
-    """Raise ConfigError for a group in the memory of the first one: the node takes their page ids
-    for those of two pools."""
-    for group in layout.windows:
-        if layout.is_shared(group):
-            raise ConfigError(
-                f"group {group.name!r} has the first group's memory, which is for an engine with "
-                "its own pages (prefixkv.transfer)"
-            )
+def place_of() -> str:
+    """Return boot, network namespace and user of this process, "" where the kernel does not tell.
+    Between equal places memory can be mapped."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.stat("/proc/thread-self/ns/net").st_ino
+        return f"{boot} net {space} user {os.geteuid()}"
+    return ""

@@ -16,24 +16,27 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from prefixkv.addresses import is_loopback
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig, Way, check_version
-from prefixkv.control.effects import To
+from prefixkv.control.effects import STAGING, CopyDone, To
 from prefixkv.control.lives import LostPeers
-from prefixkv.errors import ClosedError, InternalError, RequestError, shown, travels
-from prefixkv.memory.kv_pool import KVPool
+from prefixkv.errors import ClosedError, ConfigError, InternalError, RequestError, shown, travels
+from prefixkv.memory.kv_pool import KVPool, StagingBuffer
 from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.staging_buffer import StagingBuffer
 from prefixkv.protocol.commands import Fence, MoveWeights
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import ProcessLife
 from prefixkv.request import whole_number
-from prefixkv.runtime.control_thread import Channel, Control, ControlFailed, ControlThread
-from prefixkv.runtime.copies import CopyPool, CopySink, StagingCopies
-from prefixkv.runtime.death import Prover
+from prefixkv.runtime.control_thread import (
+    Channel,
+    Control,
+    ControlFailed,
+    ControlThread,
+    Prover,
+)
 from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_callable, check_timeout
@@ -77,34 +80,38 @@ class Transfers(OneThread, Generic[C, To, E]):
         {"check_open", "dropped_frames", "fileno", "lost_peers", "peer_states", "peers", "stats"}
     )
 
+    prover: ClassVar[type[Prover]] = Prover
+
     peer_id: PeerId
     thread: ControlThread[C, To]
 
     def __init__(
         self,
-        pool: KVPool,
+        pool: KVPool | RankSpec,
         config: DecodeConfig | PrefillConfig,
-        spec: RankSpec,
         transport: MakeTransport | None,
     ) -> None:
         """Make the staging memory. Raises ConfigError or CapacityError."""
         check_callable("transport", transport)
+        spec = pool if isinstance(pool, RankSpec) else RankSpec(pool)
         self._weights_version = config.model.weights_version  # of the rooms that are begun now
         self._name = f"{config.name}/{spec.rank}" if spec.rank else config.name
         self.peer_id = PeerId(self._name, secret_number())
+        # Layouts are addresses only: the spec keeps the memory.
         self._spec, self._control, self._transport = spec, config.control, config.transport
-        self._layout = layout = pool.layout
+        self._layout = layout = spec.layout
         self._page_size, self._num_pages = layout.page_size, layout.num_pages
         self._num_slots, self._windows = spec.num_slots, layout.windows
-        self._keep_alive = pool, spec.state  # layouts are addresses only: the memory has to stay
         self._make = transport
         self._buffer: StagingBuffer | None = None
         if self._transport.staging_bytes:
+            if not STAGING:
+                raise ConfigError("staging_bytes: this installation has no part for it")
             self._buffer = StagingBuffer(
                 self._transport.staging_bytes,
                 self._transport.lease_bytes,
-                pool.device,
-                shared=self._transport.backend != "nixl" and pool.device == "cpu",
+                layout.device,
+                shared=self._transport.backend != "nixl" and layout.device == "cpu",
             )
         # Rooms whose numbers are in use, with what the side keeps of each.
         self._rooms: dict[RoomKey, Any] = {}
@@ -122,7 +129,7 @@ class Transfers(OneThread, Generic[C, To, E]):
         process, `channel` the descriptor that wakes it."""
         # Before the thread, which closes it, and before the control object, which says what it
         # holds.
-        prover = Prover(self._name, self._control, is_written_to, self._proved)
+        prover = self.prover(self._name, self._control, is_written_to, self._proved)
         self.thread = ControlThread(
             self._name,
             self._transports,
@@ -144,13 +151,12 @@ class Transfers(OneThread, Generic[C, To, E]):
         way: Way = "shm" if self._transport.backend == "shm" else "nixl"
         return Transports({way: self._make(*what)})
 
-    def _copies(self, sink: CopySink) -> StagingCopies | None:
+    def _copies(self, sink: Callable[[CopyDone], None]) -> Any:
         """None where nothing is staged."""
         if self._buffer is None:
             return None
-        config = self._transport
-        workers = CopyPool(config.copy_threads, sink, self._buffer.device, self._name)
-        return StagingCopies(self._layout, self._buffer, config.lease_bytes, workers)
+        what = self._layout, self._buffer, self._transport, self._name
+        return STAGING[0].copies(*what, sink)
 
     def _check_interface(self, what: str, address: str) -> None:
         """Raise ConfigError where KV could not come from, or go to, another machine: no interface

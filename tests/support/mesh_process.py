@@ -37,14 +37,15 @@ class PrefillCalls(_Calls):
         self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...],
         device: str = DEVICE,
     ) -> None:  # fmt: skip
-        from prefixkv.runtime.prefill_transfers import PrefillTransfers
+        from prefixkv.runtime.rank_spec import RankSpec
         from prefixkv.testing.hashing import PrefixHasher
+        from prefixkv.transfer import PrefillTransfers
         from tests.support.mesh_workers import SALT
         from tests.support.patterns import make_pools, pattern_in
 
         super().__init__()
         pool = make_pools(mesh, 64, 4, 16, order="layer_major", device=device)[rank]
-        self.node = PrefillTransfers(pool, config, mesh, rank, endpoints)
+        self.node = PrefillTransfers(RankSpec(pool, mesh, rank), config, endpoints)
         self.hello = (self.node.peer_id, self.node.endpoint)
         self._free = list(range(64))
         self._reqs: dict[str, tuple[int, Tokens, list[int]]] = {}  # room, tokens, pages
@@ -101,7 +102,7 @@ class DecodeCalls(_Calls):
     def __init__(
         self, mesh: Mesh, rank: int, config: DecodeConfig, worker: PeerId, device: str = DEVICE
     ) -> None:
-        from prefixkv.runtime.decode_rank import DecodeRank
+        from prefixkv.spi import DecodeRank
         from prefixkv.testing.hashing import PrefixHasher
         from tests.support.mesh_workers import SALT
         from tests.support.patterns import make_pools, pattern_in

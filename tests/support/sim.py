@@ -161,7 +161,7 @@ class Sim:
     new_random: NewRandom = random.Random  # recording.py has its own
 
     sides: tuple[Side, Side] = field(init=False)
-    leader: RankLeader = field(init=False)
+    leader: RankLeader[Any] = field(init=False)
     fence_rate = 0.02  # of the steps in which a former life could be fenced
     address = "tcp://prefill-{}"
     lingers = True  # `slow_writes` counts
@@ -252,7 +252,7 @@ class Sim:
         elif rank.rank > 0:
             self.leader.on_rank_events(rank.for_rank_0.popleft(), self.now_s)
         elif rank.events:
-            self.leader.on(rank.events.popleft(), self.now_s)
+            self.leader.on(0, rank.events.popleft(), self.now_s)
 
     # --- the network ------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -36,11 +36,9 @@ from prefixkv.pages.windows import WindowSpec
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import Fence
-from prefixkv.protocol.events import Bootstrapped, RoomEnded, SourceFree
+from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import KVPoll, RoomKey
-from prefixkv.ranks.joined import pack_rank_events
-from prefixkv.ranks.leader import RankLeader
-from prefixkv.ranks.prefill_rooms import PrefillRankRooms
+from prefixkv.ranks.leader import RankLeader, pack_rank_events
 from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import DeviceEvent, Request
 from tests.laws.auditor import assert_at_rest, audit_decode, audit_prefill
@@ -105,14 +103,7 @@ class PrefillDesk:
 
     def hear(self, event: Any) -> None:
         """Tell the scheduler one thing that became of a room."""
-        now_s = self.sim.now_s
-        match event:
-            case Bootstrapped(key, peer, prefix_len):
-                self.scheduler.room_bootstrapped(key, prefix_len, peer.name, now_s)
-            case RoomEnded(key, poll, error):
-                self.scheduler.room_ended(key, poll, error, now_s)
-            case SourceFree(key):
-                self.scheduler.source_free(key, now_s)
+        self.scheduler.hear(event, self.sim.now_s)
 
     def check(self, req: PrefillRequest) -> None:
         """What is cached already is right."""
@@ -149,8 +140,11 @@ class PrefillEngine:
         sizes = RankSizes(
             "prefill", side.num_pages, side.page_size, rows, side.num_slots, windows=windows
         )
-        self.log, self.rooms = RankLog(), PrefillRankRooms(len(self.ranks))
+        self.log = RankLog()
         self.log.sizes = sizes
+        self.leader = RankLeader[Any](
+            "prefill", len(self.ranks), self.log, self.ranks[0].inbox.append, self.scheduler.hear
+        )
         self.followers = {rank: RowFollower(sizes) for rank in self.ranks[1:]}
         self.orders: dict[PrefillRank, deque[bytes]] = {rank: deque() for rank in self.followers}
         self.num_messages = Counter[PrefillRank]()
@@ -160,15 +154,10 @@ class PrefillEngine:
         return any(self.orders.values())
 
     def tell(self) -> None:
-        self._command(self.scheduler.take_commands())
+        for command in self.scheduler.take_commands():
+            self.leader.command(command)
         if self.log.has_news(self.scheduler.pages):
             self._say()
-
-    def _command(self, commands: Sequence[Any]) -> None:
-        for command in commands:
-            self.ranks[0].inbox.append(command)
-            if self.followers:
-                self.log.command(command)
 
     def _say(self) -> None:
         raw = self.log.take(self.scheduler.pages, self.scheduler.requests.values())
@@ -201,17 +190,12 @@ class PrefillEngine:
 
     def _hear(self, rank: PrefillRank) -> None:
         event = rank.events.popleft()
-        if not self.followers:
-            self.desk.hear(event)
-            return
         if rank.rank:
             raw = pack_rank_events(rank.rank, self.num_messages[rank], [event])
             self.num_messages[rank] += 1
-            ((_, event),) = self.rooms.unpack(raw)
-        events, commands = self.rooms.on(rank.rank, event)
-        self._command(commands)
-        for joined in events:
-            self.desk.hear(joined)
+            self.leader.on_rank_events(raw, self.sim.now_s)
+        else:
+            self.leader.on(0, event, self.sim.now_s)
 
     def _pass(self) -> None:
         """Take what the scheduler hands out, and compute a chunk."""
@@ -307,7 +291,7 @@ class PrefillEngine:
             alike = follower.is_like(scheduler.pages, scheduler.requests.values())
             assert alike, "ranks: rows differ"
             assert not len(follower), "a rank knows a request that is over"
-        assert not len(self.rooms), "a room is not over on all ranks"
+        assert not len(self.leader), "a room is not over on all ranks"
 
 
 class DecodeEngine:
@@ -321,7 +305,7 @@ class DecodeEngine:
         self.log = RankLog()
         self.scheduler = sim.decode_scheduler()
         submit = self.ranks[0].inbox.append
-        sim.leader = RankLeader(self.scheduler, len(self.ranks), self.log, submit)
+        sim.leader = RankLeader("decode", len(self.ranks), self.log, submit, self.scheduler.hear)
         windows = () if side.last is None else (side.last,)
         rows = self.scheduler.pages.table.max_requests
         self.log.sizes = RankSizes(

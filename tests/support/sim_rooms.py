@@ -7,11 +7,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.digest import prompt_digest
 from prefixkv.paging import pages_for
 from prefixkv.prefill.request import SendPlan
@@ -124,7 +126,13 @@ class RoomSim(Sim):
         self.start_readers()
         self.log = Commands()
         submit = self.readers[0].inbox.append
-        self.leader = RankLeader(self, len(self.readers), self.log, submit)  # type: ignore[arg-type]
+        self.leader = RankLeader[Any](
+            "decode",
+            len(self.readers),
+            self.log,
+            submit,
+            partial(DecodeScheduler.hear, self),  # type: ignore[arg-type]
+        )
         self.free_dst = set(range(self.sides[1].num_pages))
 
     # --- decode's scheduler -----------------------------------------------------------------------
@@ -424,7 +432,7 @@ class RoomSim(Sim):
 
     def leftovers(self) -> dict[str, Any]:
         left = super().leftovers() | {"uses": self.uses}
-        left["joined"] = self.leader.rooms is not None and len(self.leader.rooms)
+        left["joined"] = len(self.leader)
         return {name: what for name, what in left.items() if what}
 
 

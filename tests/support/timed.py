@@ -9,6 +9,7 @@ from typing import Any
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import ControlConfig, DecodeConfig, ModelConfig, PrefillConfig
 from prefixkv.decode import scheduler as decode
+from prefixkv.decode.host_tier import HostPages
 from prefixkv.decode.request import DecodeState
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill import scheduler as prefill
@@ -16,9 +17,10 @@ from prefixkv.prefill.bootstrap_queue import UsablePrefix
 from prefixkv.request import DeviceEvent
 
 CONTROL = frozenset({
-    "check_invariants", "check_own", "copy_ended", "end_all", "feeds", "holders", "prefill_away",
-    "prefill_lost", "prefill_ready", "release_deferred", "room_bootstrapped", "room_drained",
-    "room_ended", "room_overdue", "settle_deferred", "source_free", "take_commands", "take_copies",
+    "check_invariants", "check_own", "copy_ended", "end_all", "feeds", "hear", "holders",
+    "prefill_away", "prefill_lost", "prefill_ready", "release_deferred", "room_bootstrapped",
+    "room_drained", "room_ended", "room_overdue", "settle_deferred", "source_free",
+    "take_commands", "take_copies",
 })  # fmt: skip
 """Calls of the control plane and of audits: an engine makes none of them."""
 
@@ -68,7 +70,7 @@ class DecodeScheduler(decode.DecodeScheduler):
         parts = {each: part for each, part in parts.items() if part is not None}
         if host is not None:
             ready = None if host[2] else lambda: 0
-            parts["host"] = decode.HostPages(host[0], host[1], ready)
+            parts["host"] = HostPages(host[0], host[1], ready)
         model = ModelConfig(weights_version=weights_version)
         config = Patient(name, patience_s, waiting_timeout_s, model=model, **given)
         super().__init__(pages, config, decode.DecodeParts(**parts))

@@ -3,20 +3,19 @@
 It holds the known decode ranks (`peers.py`), the rooms (`rooms.py`), each a `SenderMachine`, and
 `StagingSender` between them and the transport. A room's key names its decode worker, so no other
 worker can speak about it. Page ids are checked before they become addresses. What is remembered of
-numbers without a room is a tomb (`tombs.py`). A room that our engine draws is an *offer*: the first
+numbers without a room is a tomb (`Tombs`). A room that our engine draws is an *offer*: the first
 worker that proves the prompt gets it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar, NamedTuple, assert_never
-
-import numpy as np
+from collections.abc import Iterable, Set
+from typing import Any, ClassVar, NamedTuple, assert_never
 
 from prefixkv.config import ControlConfig, short_key
 from prefixkv.control import handshake
 from prefixkv.control.effects import (
+    STAGING,
     AgentDestroyed,
     Cancel,
     ConnectFailed,
@@ -29,6 +28,7 @@ from prefixkv.control.effects import (
     RemovePeer,
     Renew,
     SendFrame,
+    StagingSlots,
     StagingTick,
     Tick,
     Unreached,
@@ -39,8 +39,7 @@ from prefixkv.control.handshake import OurSide
 from prefixkv.control.inbox import ControlInbox, Takes
 from prefixkv.control.lives import FENCED, FENCED_DEAD, LEFT, LostPeers
 from prefixkv.control.prefill.peers import Peer, Peers
-from prefixkv.control.prefill.rooms import SenderRooms
-from prefixkv.control.prefill.tombs import Half, Tombs
+from prefixkv.control.prefill.rooms import Half, SenderRooms, Tombs
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
@@ -54,7 +53,6 @@ from prefixkv.errors import (
     VersionError,
     WeightsVersionError,
 )
-from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol import messages
 from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.commands import (
@@ -92,14 +90,6 @@ from prefixkv.protocol.sender_events import (
 )
 from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.staging.sender import (
-    CancelStaged,
-    Gather,
-    PostStaged,
-    SendLeaseAsk,
-    StagingSender,
-    StagingSlots,
-)
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -148,7 +138,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         staging: StagingSlots | None = None,
         weights_version: str = "",
     ) -> None:
-        super().__init__(me, timing)
+        super().__init__(me, timing, ours.option_names)
         self._ours = ours._replace(slot_bytes=0 if staging is None else staging.slot_bytes)
         self._rank = ours.rank
         self._weights_version = weights_version
@@ -156,10 +146,10 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         self._tombs = Tombs(timing.max_parked_per_peer, timing.parked_timeout_s)
         self._offers: dict[Numbers, Offer] = {}  # open ones: their keys name no decode worker
         self._rooms = SenderRooms(ours, self, self._peers, self._tombs)
-        self.staging = None
+        self.staging: Any = None
         if staging is not None:
             resend_s, next_id = timing.resend_s, self._rooms.next_job_id
-            self.staging = StagingSender(ours.rank, *staging, resend_s, next_id)
+            self.staging = STAGING[0].sender(ours.rank, *staging, resend_s, next_id)
 
     @property
     def wake_s(self) -> float:
@@ -170,7 +160,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     @property
     def num_rooms(self) -> int:
         """Number of rooms and offers. Any thread may ask."""
-        return len(self._rooms.all()) + len(self._offers)
+        return self._rooms.num_rooms + len(self._offers)
 
     def rooms(self) -> Iterable[SenderMachine]:
         """Return the machines of all rooms, for audits."""
@@ -310,7 +300,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if was == (now := self._weights_version):
             return
         moved = WeightsVersionError(was, now)
-        for room in list(self._rooms.all()):
+        for room in self._rooms.all():
             if room.poll.ended:
                 continue
             # 1. Nothing is computed, nothing promised: it will be, under the new version.
@@ -361,7 +351,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         self._tombs.expire(now_s)
         self._peers.deaths.tick(now_s)
         # Behind what rooms cancel now, so that staging repeats no ask for that.
-        self.say(StagingTick())
+        if self.staging is not None:
+            self.say(StagingTick())
 
     # --- frames -----------------------------------------------------------------------------------
 
@@ -490,7 +481,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             accepted = handshake.accept(self._ours, frame.sender, hello)
             self._peers.check_worker(frame, received.credential, hello, now_s)
         except (HandshakeError, ConfigError) as error:
-            why = str(handshake.named(error, self._ours.option_names))
+            why = str(handshake.named(error, self.option_names))
             self.counters["handshakes_refused"] += 1
             self.news.say("refused", frame.sender, why)
             self._peers.reply(route, hello, why)
@@ -516,7 +507,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         former life's, which knows them no more. Only most likely, since a router may name a worker
         that is about to start."""
         until_s = now_s + self.timing.suspect_after_s
-        for room in list(self._rooms.all()):
+        for room in self._rooms.all():
             before = room.added_s is not None and room.added_s < born_s
             if before and room.key.decode == life.name and not room.poll.ended:
                 self._rooms.on(room, sender.LifeBegan(life, until_s), now_s)
@@ -555,7 +546,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if known is not None and known.id != worker:
             return
         error = PeerLostError(f"{worker} {how}, and had not promised pages", worker)
-        for room in list(self._rooms.all()):
+        for room in self._rooms.all():
             if room.key.decode == worker.name and room.awaits_promise:
                 self.counters["never_promised"] += 1
                 self._rooms.on(room, Fail(error), now_s)
@@ -733,30 +724,19 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if post.group >= 0:
             num_windows = sum(group.window > 0 for group in self._ours.digest.groups)
             route = window_route(post.group) if post.group < num_windows else "state"
-        tag = self._tag(post, post.chunk)
+        tag = self.tag(post, post.chunk)
         self._out.append(WriteJob(post.job_id, post.peer, *pages, tag, post.ready, route))
 
-    def _tag(self, post: PostWrite | PostStaged, chunk: int, lease_id: int = -1) -> ChunkTag:
-        use = *post.key.numbers, self._rank, chunk
+    def tag(self, post: Any, chunk: int, lease_id: int = -1) -> ChunkTag:
+        """Of a PostWrite, or of a piece that is staged."""
+        use: tuple[int, int, int, int] = (*post.key.numbers, self._rank, chunk)
         return ChunkTag(self.me.incarnation, *use, lease_id=lease_id, ticket=post.ticket)
-
-    def _post_staged(self, post: PostStaged, now_s: float) -> None:
-        assert self.staging is not None
-        # Rounded up: slots and leases are whole blocks, so the last one stays inside both.
-        blocks = np.arange(-(-post.num_bytes // BLOCK_BYTES), dtype=np.int32)
-        src = blocks + np.int32(post.slot * (self.staging.slot_bytes // BLOCK_BYTES))
-        dst = blocks + np.int32(post.dst_offset // BLOCK_BYTES)
-        tag = self._tag(post, post.piece, post.lease_id)
-        self._out.append(WriteJob(post.write_id, post.peer, src, dst, tag, route="staging"))
 
     def _cancel(self, cancel: CancelWrite, now_s: float) -> None:
         # The job is either staging's or the transport's; the other one does not know it.
         if self.staging is not None:
             self.say_all(self.staging.cancel(cancel.job_id))
         self._out.append(Cancel(cancel.job_id))
-
-    def _cancel_staged(self, cancel: CancelStaged, now_s: float) -> None:
-        self._out.append(Cancel(cancel.write_id))
 
     def _write_done(self, done: WriteDone, now_s: float) -> None:
         self.counters["bytes_sent"] += done.num_bytes
@@ -774,7 +754,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if self.staging is not None and self.staging.owns(end.job_id):
             self.say_all(self.staging.on_write_ended(end.job_id, end.error, end.drained, now_s))
         else:
-            self._rooms.job_ended(end, now_s)
+            self._rooms.on_job(end, now_s)
 
     def _write_drained(self, proof: WriteDrained, now_s: float) -> None:
         self.counters["writes_drained_by_renewal"] += 1
@@ -784,19 +764,15 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if self.staging is not None and self.staging.owns(proof.job_id):
             self.say_all(self.staging.on_write_drained(proof.job_id))
         else:
-            self._rooms.job_drained(proof, now_s)
+            self._rooms.on_job(proof, now_s)
 
     def _gathered(self, done: CopyDone, now_s: float) -> None:
         if self.staging is not None:
             self.say_all(self.staging.on_gathered(done.copy_id, done.error))
 
-    def _ask_for_lease(self, ask: SendLeaseAsk, now_s: float) -> None:
-        if (peer := self._peers.find(ask.peer)) is not None:
-            self._peers.send(peer, ask.ask, now_s)
-
     def _tick_staging(self, tick: StagingTick, now_s: float) -> None:
-        if self.staging is not None:
-            self.say_all(self.staging.tick(now_s))
+        assert self.staging is not None
+        self.say_all(self.staging.tick(now_s))
 
     # --- the transport's peers --------------------------------------------------------------------
 
@@ -817,9 +793,6 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if self.staging is not None:
             self.staging.forget(free.key)
         self._out.append(free)
-
-    def _ended(self, ended: RoomEnded, now_s: float) -> None:
-        self._out.append(handshake.named_end(ended, self._ours.option_names))
 
     def _unreachable(self, what: PeerUnreachable, now_s: float) -> None:
         self.counters["peers_unreachable"] += 1
@@ -861,18 +834,15 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         # Prefill connects to nothing, and decode writes nothing here.
         **dict.fromkeys((Arrived, Settled, Reached, Unreached), ControlInbox._ignore),
     }
-    INSIDE: ClassVar[Takes] = {
+    INSIDE: ClassVar[dict[type, Any]] = {
         PostWrite: _post,
         CancelWrite: _cancel,
-        PostStaged: _post_staged,
-        CancelStaged: _cancel_staged,
         JobEnded: _job_ended,
         JobDrained: _job_drained,
-        SendLeaseAsk: _ask_for_lease,
         StagingTick: _tick_staging,
         SourceFree: _free,
-        RoomEnded: _ended,
+        RoomEnded: ControlInbox._end,
         PeerAccepted: _accept,
         RemovePeer: _remove,
-        **dict.fromkeys((SendFrame, Examine, Renew, Gather, Bootstrapped), ControlInbox._put_out),
     }
+    EFFECTS: ClassVar[Set[type]] = {SendFrame, Examine, Renew, Bootstrapped}

@@ -24,7 +24,7 @@ from prefixkv.protocol.messages import (
     HelloReply,
     HelloWanted,
 )
-from prefixkv.ranks.rooms import RankRooms
+from prefixkv.ranks.leader import RankLeader
 from tests.unit.control.wire import (
     ADDRESS,
     DECODE,
@@ -152,9 +152,10 @@ def test_a_lost_peer_is_named_on_every_rank() -> None:
     """Errors travel to rank 0 as text, and with them which peer it was."""
     lost = PeerLostError("gone", PREFILL)
     assert decode_error(Exception, encode_error(lost)).peer == PREFILL  # type: ignore[attr-defined]
-    rooms = RankRooms(2)
-    [ended], _ = rooms.on(1, RoomEnded(KEY, KVPoll.FAILED, lost))
-    assert ended.error.peer == PREFILL  # type: ignore[union-attr]
+    heard: list[RoomEnded] = []
+    leader = RankLeader[object]("decode", 2, None, print, lambda event, _: heard.append(event))
+    leader.on(1, RoomEnded(KEY, KVPoll.FAILED, lost), 0.0)
+    assert heard[0].error.peer == PREFILL  # type: ignore[union-attr]
 
 
 def test_ranks_have_the_same_pages() -> None:

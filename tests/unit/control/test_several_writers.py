@@ -10,8 +10,8 @@ import pytest
 from prefixkv.control.effects import Connect, ConnectFailed, CopyDone
 from prefixkv.errors import AbortedError, HandshakeError, PeerLostError, TransferTimeoutError
 from prefixkv.memory.staging_area import BLOCK_BYTES
-from prefixkv.protocol.commands import AbortRoom, Fence
-from prefixkv.protocol.events import RoomDrained, RoomEnded
+from prefixkv.protocol.commands import AbortRoom, Fence, MeetPrefill
+from prefixkv.protocol.events import PrefillReady, RoomDrained, RoomEnded
 from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.protocol.messages import (
     Abort,
@@ -61,6 +61,13 @@ def test_the_leader_says_where_the_others_are_and_all_are_promised_at_once() -> 
     )
 
 
+def test_a_worker_takes_what_the_smallest_of_its_ranks_takes() -> None:
+    pair = Writers()
+    pair.on(MeetPrefill(ADDRESSES[0]))
+    pair.reply(0, max_tokens=64)
+    assert of(pair.reply(1, max_tokens=96), PrefillReady) == [PrefillReady(ADDRESSES[0], 64)]
+
+
 def test_success_takes_every_writer_and_the_aux_of_the_lowest() -> None:
     pair = Writers().opened()
     assert of(pair.outcome(1), RoomEnded) == []
@@ -88,7 +95,7 @@ def test_a_rank_speaks_for_itself_only() -> None:
     ):
         assert pair.say(1, body) == []
     assert pair.control.counters["frames_dropped"] == 2
-    assert pair.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert next(iter(pair.control.rooms())).poll is KVPoll.WAITING_FOR_INPUT
 
 
 # --- leaders that lie ---------------------------------------------------------------------------
@@ -303,7 +310,7 @@ def test_asks_of_another_use_or_where_nothing_is_staged_are_dropped() -> None:
     assert pair.control.counters["frames_dropped"] == 2
     plain = Writers().opened()
     assert asked(plain, 0) == []
-    assert plain.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert next(iter(plain.control.rooms())).poll is KVPoll.WAITING_FOR_INPUT
 
 
 def test_arrivals_for_a_lease_of_a_room_that_is_over_change_nothing() -> None:

@@ -23,7 +23,7 @@ from prefixkv.pages.windows import WindowSpec
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Promise
-from prefixkv.ranks.copies import RankCopies
+from prefixkv.ranks.leader import RankLeader
 from tests.unit.decode.desk import PAGE_SIZE, Desk, OpenRoom
 
 
@@ -788,18 +788,18 @@ def test_what_is_due_is_forgotten_with_the_weights() -> None:
 
 def test_a_second_rank_that_failed_ends_the_load() -> None:
     """Joined from all ranks, the end of a copy is as good as the worst of them."""
-    desk, copies = HostDesk(num_pages=32), RankCopies(2)
+    desk = HostDesk(num_pages=32)
+    leader = RankLeader[object]("decode", 2, None, print, desk.scheduler.hear)
     desk.leave_in_host_memory("a")
     req = next_turn(desk)
     (load,) = desk.orders()
     desk.succeed(req.room_key)
     desk.commands()
-    assert copies.on(0, HostCopyDone(load.number, None, 1, 1e-6)) is None
+    leader.on(0, HostCopyDone(load.number, None, 1, 1e-6), desk.now_s)
     assert desk.transferred() == [], "one rank has its bytes, the other has not"
-    done = copies.on(1, HostCopyDone(load.number, OSError("a bad page"), 0, 1e-6))
-    assert done is not None
     desk.under_way.remove(load)
-    desk.scheduler.copy_ended(done, desk.now_s)
+    error = OSError("a bad page")
+    leader.on(1, HostCopyDone(load.number, error, 0, 1e-6), desk.now_s)
     assert desk.transferred() == []
     assert desk.prefix_of(req) == 0
 

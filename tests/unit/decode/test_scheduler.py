@@ -584,7 +584,7 @@ def test_the_hint_about_the_conversation_reaches_the_tree(
     desk = Desk()
     hints: list[Any] = []
     monkeypatch.setattr(
-        desk.pages.cache, "hint", lambda node, continues: hints.append((node.end, continues))
+        desk.pages.cache, "hint", lambda lock, continues: hints.append((lock.node.end, continues))
     )
     desk.finish(desk.start("a", 8), continues=continues)
     assert hints == ([] if continues is None else [(2, continues)])
@@ -701,7 +701,7 @@ def test_a_log_handler_that_raises_costs_no_page() -> None:
 
     desk = Desk()
     req, queued = desk.start("a"), desk.add("b")
-    desk.scheduler.journal.on_ended = broken
+    desk.scheduler.journal.on_ended = [broken]
     desk.finish(req)
     desk.abort(queued)
     desk.carry_out_aborts()

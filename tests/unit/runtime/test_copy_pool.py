@@ -11,7 +11,8 @@ import torch
 
 from prefixkv.control.effects import CopyDone
 from prefixkv.errors import ClosedError, ConfigError
-from prefixkv.runtime.copies import CopyPool, run_settled
+from prefixkv.runtime.copies import run_settled
+from prefixkv.runtime.staging import CopyPool
 from tests.support.gpu import GPU
 from tests.support.patience import until
 

@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.config import (
     ControlConfig,
@@ -35,13 +36,8 @@ from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.decode_rank import DecodeRank
-from prefixkv.runtime.decode_transfers import DecodeTransfers
-from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
-from prefixkv.runtime.prefill_node import PrefillNode
-from prefixkv.runtime.prefill_rank import PrefillRank
-from prefixkv.runtime.prefill_transfers import PrefillTransfers
+from prefixkv.spi import DecodeGroup, DecodeRank, PrefillGroup, PrefillRank
+from prefixkv.transfer import DecodeTransfers, PrefillTransfers
 from tests.support.junk import JUNK, Broken, OwnError
 from tests.support.node_pair import make_pool, scheduling, tokens_of
 from tests.support.patience import until
@@ -123,11 +119,11 @@ WORKERS: dict[type, Callable[[], Arguments]] = {
     ),
     DecodeTransfers: lambda: (
         [make_pool(), decode_config()],
-        {"mesh": None, "rank": 0, "worker": None, "state": None, "transport": None},
+        {"worker": None, "transport": None},
     ),
     PrefillTransfers: lambda: (
         [make_pool(), prefill_config()],
-        {"mesh": None, "endpoints": (), "state": None, "transport": None},
+        {"endpoints": (), "transport": None},
     ),
     DecodeRank: lambda: ([rank_pool(), decode_config(), MESH, 1, WORKER], {"state": None}),
     PrefillRank: lambda: ([rank_pool(), prefill_config(), MESH, 1], {"state": None}),
@@ -297,15 +293,16 @@ class Groups:
         """All that no call that raises may change."""
         self.decode.audit()
         self.prefill.audit()
-        others = [rank.follower for rank in (*self.decode.others, *self.prefill.others)]
-        rows = [(follower.page_table, follower._rows, follower._views) for follower in others]
+        others = *self.decode.others, *self.prefill.others
+        rows = [(rank.page_table, rank._rows, rank._views) for rank in others]
         return picture(scheduling(self.decode), scheduling(self.prefill), rows)
 
     def calls(self) -> dict[str, tuple[list[Any], dict[str, Any]]]:
         """Calls that a group does otherwise than a node, or hands on to its ranks; as they stand
         they are refused, or of no request that is here, or only look."""
         rank = {"wait": (["0"], {}), "apply": ([b"none"], {}), "pages": ([99], {}),
-                "state_slot": ([99], {}), "window_pages": ([99, "last"], {})}  # fmt: skip
+                "state_slot": ([99], {}), "window_pages": ([99, "last"], {}),
+                "request": (["nobody"], {})}  # fmt: skip
         return {
             "decode.pages_of": ([self.running], {}),
             "decode.append_many": ([[self.running], [-1]], {}),
@@ -346,7 +343,7 @@ def groups() -> Iterator[Groups]:
 
 
 _WITHOUT_ARGUMENTS = {
-    "audit", "close", "fileno", "lost_peers", "pop_sent", "stats", "take_rank_events",
+    "audit", "close", "fileno", "is_like", "lost_peers", "pop_sent", "stats", "take_rank_events",
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import (
     AbortedError,
@@ -20,13 +21,9 @@ from prefixkv.errors import (
 from prefixkv.memory.mesh import Mesh
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.decode_rank import DecodeRank
-from prefixkv.runtime.decode_transfers import DecodeTransfers
-from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
-from prefixkv.runtime.prefill_node import PrefillNode
-from prefixkv.runtime.prefill_transfers import PrefillTransfers
+from prefixkv.spi import DecodeGroup, DecodeRank, PrefillGroup
 from prefixkv.testing.hashing import PrefixHasher
+from prefixkv.transfer import DecodeTransfers, PrefillTransfers
 from tests.support.node_pair import (
     DecodeDriver,
     NodePair,
@@ -359,11 +356,11 @@ def made_of() -> list[tuple[Any, str]]:
             (partial(node, config, pool), "config is a KVPool"),
             (partial(node, config), f"pool is a {type(config).__name__}, a KVPool is needed"),
             (partial(node, pool, other), f"config is a {type(other).__name__}"),
-            (partial(node, pool, config, mesh=4), "mesh is a int"),
-            (partial(node, pool, config, state=pool), "state is a KVPool"),
         ]
     return [
         *wrong,
+        (partial(DecodeNode, pool, decode, mesh=4), "mesh is a int"),
+        (partial(PrefillNode, pool, prefill, state=pool), "state is a KVPool"),
         (partial(DecodeNode, pool, decode, mesh), "ranks is a Mesh"),
         (partial(DecodeRank, decode, pool, mesh, 1, me), "config is a KVPool"),
         (partial(DecodeRank, pool, decode, mesh, 1, "d"), "worker is a str"),

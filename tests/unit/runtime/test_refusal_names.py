@@ -18,7 +18,13 @@ from prefixkv.errors import HandshakeError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.serving import config as serving
-from prefixkv.transfer import DecodeTransfers, PrefillTransfers, RoomEnded, prompt_digest
+from prefixkv.transfer import (
+    DecodeTransfers,
+    PrefillTransfers,
+    RankSpec,
+    RoomEnded,
+    prompt_digest,
+)
 from tests.support.patience import until
 from tests.unit.runtime.conftest import QUICK
 
@@ -117,7 +123,7 @@ def test_numbers_of_ranks_that_do_not_fit_are_named(names: str, option: str) -> 
         config = PrefillConfig(model=model, control=QUICK)
         mesh, others = Mesh(1, 2, tp_size=2), ["tcp://127.0.0.1:1"]
         mine, theirs = pool(tag="t"), pool(tag="t", num_heads=2)
-        prefill = stack.enter_context(PrefillTransfers(mine, config, mesh, endpoints=others))
+        prefill = stack.enter_context(PrefillTransfers(RankSpec(mine, mesh), config, others))
         decode = stack.enter_context(
             DecodeTransfers(theirs, DecodeConfig(model=model, control=QUICK))
         )
