@@ -27,6 +27,12 @@ ORGANS = {
     "death": ["runtime/death.py"],
     "ranks": ["ranks", "runtime/following_rank.py", "runtime/groups.py"],
     "staging": ["staging", "runtime/staging.py"],
+    "host": [
+        "decode/host_tier.py",
+        "memory/host_pool.py",
+        "memory/page_copy.py",
+        "runtime/host_copies.py",
+    ],
     "metrics": ["runtime/metrics.py"],
     "shm": ["transport/shm"],
 }
