@@ -92,17 +92,17 @@ MUTANTS = (
     Mutant(
         "4", "a match is locked after its pages were evicted for it", ("PageManager.open",),
         """                lock = self.cache.lock(match, now_s=now_s, visit=visit)
-            if window_start is not None:
+            if start is not None:
                 points = self.checkpoints
-                self.windows.open(row, window_start, None if points is None else points.make_room)
-                has_windows = True
+                self.groups.open(row, start, None if points is None else points.make_room)
+                has_groups = True
             new = self._take(num_new_pages, now_s)
 """,
         """                pass
-            if window_start is not None:
+            if start is not None:
                 points = self.checkpoints
-                self.windows.open(row, window_start, None if points is None else points.make_room)
-                has_windows = True
+                self.groups.open(row, start, None if points is None else points.make_room)
+                has_groups = True
             new = self._take(num_new_pages, now_s)
             if match is not None:
                 lock = self.cache.lock(match, now_s=now_s, visit=visit)
@@ -295,8 +295,8 @@ MUTANTS = (
         ("cache/test_checkpoints.py::test_it_goes_with_its_page",),
     ),
     Mutant(
-        "H10", "window pages that nothing has any more are kept", ("WindowGroup.drop",),
-        "gone = ids[self.refs[ids] == 0]", "gone = ids[:0]",
+        "H10", "window pages that nothing has any more are kept", ("WindowGroup.count",),
+        "(gone := ids[self.refs[ids] == 0])", "(gone := ids[:0])",
         ("pages/test_windows.py::test_no_page_of_another_path_depth_or_request_is_ever_read",),
     ),
     Mutant(

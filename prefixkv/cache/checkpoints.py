@@ -37,10 +37,8 @@ Windows = tuple[Pages, ...]
 class WindowKeeper(Protocol):
     """The counts of the window pages that checkpoints keep; `WindowGroups` implements it."""
 
-    def pin(self, windows: Windows, count: int) -> None: ...
-
-    def drop(self, windows: Windows) -> None:
-        """Take away one count of these pages; without a count a page is free."""
+    def count(self, windows: Windows, refs: int, pins: int) -> None:
+        """Add to the counts of these pages; without a count a page is free."""
         ...
 
     def lacks(self, needs: Sequence[int]) -> bool:
@@ -140,8 +138,7 @@ class Checkpoints:
     def give_back(self, slot: int) -> None:
         windows = self._taken.pop(slot)
         self._free.append(slot)
-        self._keeper.pin(windows, -1)
-        self._keeper.drop(windows)
+        self._keeper.count(windows, -1, -1)
 
     def save(self, page: int, depth: int, slot: int, parent: Checkpoint | None = None) -> None:
         """Enter a checkpoint: `slot`, of `take`, has the state of `page`, the `depth`-th of a path.
@@ -155,7 +152,7 @@ class Checkpoints:
             self.use(found)
             return
         windows = self._taken.pop(slot)
-        self._keeper.pin(windows, -1)
+        self._keeper.count(windows, 0, -1)
         made = Checkpoint(page, depth, slot, windows=windows)
         self._at[page] = made
         self._has[page] = True
@@ -176,14 +173,14 @@ class Checkpoints:
         """Keep a checkpoint, whose path the caller has locked, until `unlock`."""
         checkpoint.locks += 1
         if checkpoint.locks == 1:
-            self._keeper.pin(checkpoint.windows, 1)
+            self._keeper.count(checkpoint.windows, 0, 1)
 
     def unlock(self, checkpoint: Checkpoint) -> None:
         """End a lock, before the caller's lock of the path ends."""
         checkpoint.locks -= 1
         if checkpoint.locks:
             return
-        self._keeper.pin(checkpoint.windows, -1)
+        self._keeper.count(checkpoint.windows, 0, -1)
         if checkpoint.is_gone:
             del self._kept[checkpoint.slot]
             self._release(checkpoint)
@@ -232,7 +229,7 @@ class Checkpoints:
 
     def _release(self, checkpoint: Checkpoint) -> None:
         self._free.append(checkpoint.slot)
-        self._keeper.drop(checkpoint.windows)
+        self._keeper.count(checkpoint.windows, -1, 0)
 
     def _touch(self, checkpoint: Checkpoint) -> None:
         self._tick += 1

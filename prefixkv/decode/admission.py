@@ -273,18 +273,16 @@ class Admission(Waiting):
         """Make a pass: yield each plan that fits, or for which there is no source. The caller takes
         what it says, or ends its request, before it goes on. Where a user's policy fails, a request
         keeps its rank."""
-        self._now_s, all_back = now_s, True
-        if self._waiters:
+        self._now_s = now_s
+        if len(self._waiters) > 1:
             # Something has changed since the last pass: forget what that one had found out, and let
             # those aside return that now have prospects, before anything is tried.
-            if self._spent_at != self._version:
-                all_back = self._bring_back(self.most_pages)
-            if len(self._waiters) > 1:
-                yield from self._in_order(now_s)
-            elif (plan := self._alone(now_s)) is not None:
-                yield plan
-        if not all_back:
-            self._spent_at = -1  # the next pass brings more of them back
+            all_back = self._spent_at == self._version or self._bring_back(self.most_pages)
+            yield from self._in_order(now_s)
+            if not all_back:
+                self._spent_at = -1  # the next pass brings more of them back
+        elif self._waiters and (plan := self._alone(now_s)) is not None:
+            yield plan
         # Only what still waits after the pass: telling the tree of one that was admitted would be
         # for nothing.
         if self._unwanted:
@@ -296,10 +294,13 @@ class Admission(Waiting):
         version = self._version
         if self._spent_at == version or not self._pages.can_open:
             return None
+        if waiter.blocked_by:
+            self._bring_back(self.most_pages)
         if waiter.worker.is_open and not waiter.blocked_by and waiter.seen_at != version:
             plan = self._plan(waiter, self._look(waiter, now_s), now_s)
             if plan is not None:
                 return plan
+            self._bring_back(self.most_pages)
             if self._policy.overtakes and not waiter.is_returned:
                 # Its new estimate has to be in the order for those that may come.
                 self._renew(waiter)

@@ -11,7 +11,6 @@ from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import ACTIVE, CAN_RUN, DecodeRequest, DecodeState
 from prefixkv.decode.rooms import Rooms
 from prefixkv.errors import check_laws
-from prefixkv.pages.allocator import PageState
 from prefixkv.protocol.ids import RoomKey
 
 _WAITS = frozenset({DecodeState.QUEUED, DecodeState.RETRACTED})
@@ -48,15 +47,12 @@ def check_decode(
     held = [req.pages_held for req in holding if req.pages_held is not None]
     held += [flight.pages for flight in orphans]
     own = sum(pages.num_own for pages in held)
-    allocator, slots = page_manager.allocator, page_manager.slots
+    allocator = page_manager.allocator
     table = page_manager.table
     # A page that no law finds an owner for has leaked; one that two find would be freed twice.
     laws = {
         "every owned page is a request's, or a flight's without an owner": own
         == allocator.owned_pages,
-        "every owned slot is a request's, or a flight's without an owner": slots is None
-        or sorted(pages.slot for pages in held if pages.slot >= 0)
-        == slots.pages_in(PageState.OWNED).tolist(),
         "every lock is a request's, a flight's without an owner, or a copy's": (
             page_manager.cache.locks
             == {pages.lock for pages in held if pages.lock is not None} | locks

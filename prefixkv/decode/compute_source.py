@@ -181,7 +181,7 @@ class ComputeSource(FlightSource):
             self._rule.computed_pages(req.pages[req.prefix_len // self._ledger.page_size :])
             req.aux = aux
             self._ledger.flights.arrived(flight)
-            if req.prefix_len == flight.start_pages * self._ledger.page_size:  # else it was sent
+            if flight.rest is None:  # else most of it was sent
                 self._ledger.journal.computed(req, now_s)
         return written
 

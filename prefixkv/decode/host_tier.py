@@ -22,7 +22,6 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from prefixkv.cache.events import EventFeed
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
@@ -37,7 +36,7 @@ from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.requests import still_pending
 from prefixkv.paging import Pages
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
-from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import DeviceEvent
 
 HOST: Final = "host memory"
@@ -583,10 +582,8 @@ class HostSource(Source):
 
     # --- copies -----------------------------------------------------------------------------------
 
-    def take_copies(self) -> list[HostCopy]:
-        return self.tier.take_orders()
-
     def copy_ended(self, done: HostCopyDone, now_s: float) -> Flight | None:
+        """Take the end of a copy. Return the flight that it fails."""
         key = self.tier.ended(done, now_s)
         flight = self._open.pop(key, None) if key is not None else None
         if flight is None or done.error is None:
@@ -608,9 +605,6 @@ class HostSource(Source):
             self.tier.write_due()
         return ()
 
-    def computed_pages(self, pages: Pages, after: DeviceEvent) -> None:
-        self.tier.computed(pages, after)
-
     def left(self, key: RadixKey, now_s: float, continues: bool | None) -> None:
         self.tier.leave(key, now_s, continues)
 
@@ -619,9 +613,6 @@ class HostSource(Source):
 
     def coming_pages(self, releases: Releases) -> int:
         return self.tier.held_pages + sum(map(releases.end, self.tier.pins))
-
-    def feeds(self, worker: PeerId) -> list[EventFeed]:
-        return [EventFeed(self.tier.cache, *worker, is_host=True)]
 
     @property
     def held_pages(self) -> int:

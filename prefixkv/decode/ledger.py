@@ -30,7 +30,7 @@ class Ledger:
         self.journal = DecodeJournal()
         self.flights = Flights(pages.page_size)
         # True where a request has more than pages of the tree: it is sent with each prompt.
-        self.has_more = pages.slots is not None or bool(pages.windows)
+        self.has_more = bool(pages.groups)
 
     @property
     def num_running(self) -> int:

@@ -16,10 +16,12 @@ from typing import NamedTuple
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cache.results import MatchResult
 from prefixkv.decode.flights import Flight, Need, Segment, Source
+from prefixkv.decode.journal import Admitted
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.pages.manager import RequestPages
 from prefixkv.pages.windows import WindowStart
+from prefixkv.paging import pages_for
 
 
 class Look(NamedTuple):
@@ -62,6 +64,16 @@ class Plan(NamedTuple):
     def is_whole(self) -> bool:
         return bool(self.segments)
 
+    def counts(self, page_size: int) -> Admitted:
+        first, last = self.segments[0], self.segments[-1]
+        num_joined = self.shared_pages - (0 if self.match is None else self.match.depth)
+        num_sent = pages_for(first.end, page_size) - first.start // page_size
+        num_computed = 0 if last.source.sends else last.end - last.start
+        return Admitted(
+            num_sent if first.source.sends else 0, num_joined * page_size,
+            self.loaded_pages * page_size, num_computed,
+        )  # fmt: skip
+
 
 class CachedSource(Source):
     """Nothing is lacking: the request ran before, and all its KV is cached, or on its way."""
@@ -73,7 +85,7 @@ class CachedSource(Source):
 
     def reach(self, need: Need) -> Segment | None:
         # Extra state and windows are not cached.
-        is_whole = need.start == need.end and need.req.resumed and not self._ledger.has_more
+        is_whole = need.start == need.end and not self._ledger.has_more
         return Segment(self, need.start, need.end) if is_whole else None
 
     def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
@@ -138,20 +150,21 @@ class Planner:
         """Plan where a request gets what it lacks: the best way that fits, within the most pages
         needed and the most ever needed. None if none does; not whole if there is no way."""
         need, ways = self._need(req, look, not req.is_alone, now_s), []
-        if (segment := self._cached.reach(need)) is not None:
+        if req.resumed and (segment := self._cached.reach(need)) is not None:
             ways = [(segment,)]
         else:
             ways = [(segment,) for source in self._makers if (segment := source.reach(need))]
             if (need.can_ask or not ways) and (segment := self._prefill.reach(need)) is not None:
                 is_best = not ways or not ways[0][0].source.is_best(need, ways[0][0])
-                ways.insert(0 if is_best else len(ways), self._sent(need, segment))
+                way = self._sent(need, segment) if self._makers else (segment,)
+                ways.insert(0 if is_best else len(ways), way)
         for way in ways:
             plan = self._plan(req, look, need, way)
             start = plan.group_start
             if (
                 plan.needed_pages <= limits[0]
                 and plan.most_pages <= limits[1]
-                and (start is None or self._ledger.pages.windows.fit(start))
+                and (start is None or self._ledger.pages.groups.fit(start))
             ):
                 return plan
         return None if ways else Plan(req, None, None, look.shared_pages, look.loads, (), 0, 0, 0)
@@ -163,7 +176,8 @@ class Planner:
             return False
         look = self.look(req, None, now_s, can_ask=False, joins=joins)
         need = self._need(req, look, False, now_s)
-        return any(source.reach(need) is not None for source in (self._cached, *self._makers))
+        sources = (self._cached, *self._makers) if req.resumed else self._makers
+        return any(source.reach(need) is not None for source in sources)
 
     def _need(self, req: DecodeRequest, look: Look, can_ask: bool, now_s: float) -> Need:
         start = look.loads[-1].end if look.loads else look.shared_pages * self._ledger.page_size
@@ -193,7 +207,7 @@ class Planner:
             and ledger.flights.find(req.key, need.start // ledger.page_size)[0] is not None
         )
         start = None
-        if ledger.pages.windows:
+        if ledger.has_more:
             at = first.end if first.source.sends else first.start
             start = WindowStart(at, req.max_pages, *(first.found.windows if first.found else ()))
         return Plan(
@@ -227,7 +241,7 @@ class Planner:
         first.source.opening(req, first)
         req.pages_held = row = pages.open(
             plan.match, plan.new_pages, now_s, _row(joined), shared_pages,
-            is_used=bool(flights), window_start=plan.group_start,
+            is_used=bool(flights), start=plan.group_start,
         )  # fmt: skip
         req.prefix_len = shared_pages * page_size
         if req.hashes:

@@ -149,7 +149,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
         request ends or is retracted; a retracted one's state is sent again, or computed here from a
         checkpoint.
         """
-        return -1 if self.pages_held is None else self.pages_held.slot
+        return -1 if self.row < 0 else self.page_manager.state_slot(self.row)
 
     @property
     def resumed(self) -> bool:

@@ -170,16 +170,15 @@ class PrefillSource(Source):
     def _promise(self, req: DecodeRequest, flight: Flight, fill_len: int) -> OpenRoom:
         """Costs a match and a digest, where that is not its whole prompt."""
         pages, manager = flight.pages, self._ledger.pages
-        windows, end = manager.windows, pages_for(fill_len, manager.page_size)
+        end = pages_for(fill_len, manager.page_size)
         promise = Promise(
             *flight.room_key.numbers,
             fill_len=fill_len,
             prefix_len=req.prefix_len,
             pages=manager.table.packed(pages.row, flight.start_pages, end),
             ticket=self._rooms.ticket(),
-            state_slot=pages.slot,
             weights_version=self._ledger.weights_version,
-            windows=windows.promised(pages.row, end) if windows else (),
+            groups=manager.groups.promised(pages.row, end),
         )
         # After some output the tokens to compute are more than the prompt, and without its end they
         # are fewer, so their digest is another.
@@ -208,7 +207,7 @@ class PrefillSource(Source):
         if rest is None:
             self._ledger.flights.arrived(flight)
         else:
-            flight.source, flight.rest = rest.source, None
+            flight.source = rest.source
             rest.source.begin(flight, rest, now_s)
         return flight
 

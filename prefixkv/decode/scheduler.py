@@ -121,11 +121,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.points: DecodeCheckpoints | None = None
         self.host: HostTier[PrefixLock] | None = None
         self.compute = ComputeSource(self.ledger, parts.sources)
-        self._organs: list[Source] = []
+        self._hosts: list[HostSource] = []
         if parts.host is not None:
-            host = HostSource(self.ledger, parts.host, parts.sources)
-            self.host = host.tier
-            self._organs.append(host)
+            self._hosts.append(HostSource(self.ledger, parts.host, parts.sources))
+            self.host = self._hosts[0].tier
+        self._organs: list[Source] = [*self._hosts]
         if parts.sources.config is not None:
             if pages.checkpoints is not None:
                 self.points = DecodeCheckpoints(pages, config.checkpoint_tokens)
@@ -297,9 +297,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         check_event("after", after)
         after = not_done(after)  # may raise: before anything changes
         written = self.compute.computed(req, end, aux, after, now_s)
-        if written is not None and after is not None:
-            for source in self._organs:
-                source.computed_pages(written, after)
+        if written is not None and after is not None and self.host is not None:
+            self.host.computed(written, after)
         self._tell()
 
     def save_state(self, req: DecodeRequest, end: int) -> int:
@@ -709,15 +708,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def take_copies(self) -> list[HostCopy]:
         """Return the copies to be made between pool and host memory, and forget them; `copy_ended`
         takes the end of each."""
-        return [order for source in self._organs for order in source.take_copies()]
+        return [] if self.host is None else self.host.take_orders()
 
     def copy_ended(self, done: HostCopyDone, now_s: float) -> None:
         """A copy has ended: what it loaded may be committed, or its waiters try again."""
         # What was written may be what a request needs that its prefill worker's share is too small
         # for.
         self.waiting.look_again()
-        for source in self._organs:
-            if (flight := source.copy_ended(done, now_s)) is not None:
+        for host in self._hosts:
+            if (flight := host.copy_ended(done, now_s)) is not None:
                 self._ending.cancel(flight, done.error)
 
     def room_drained(self, key: RoomKey) -> None:
@@ -736,7 +735,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def feeds(self, worker: PeerId) -> list[EventFeed]:
         # The pool's counts whatever checkpoints there are: prefill sends what belongs to the end.
-        more = [feed for source in self._organs for feed in source.feeds(worker)]
+        more = [EventFeed(host.tier.cache, *worker, is_host=True) for host in self._hosts]
         return [EventFeed(self.pages.cache, *worker), *more]
 
     @property
@@ -764,19 +763,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _admit(self, plan: Plan, now_s: float) -> None:
         """Carry out a plan."""
-        req, first, page_size = plan.req, plan.segments[0], self.pages.page_size
+        req = plan.req
         flights = self._planner.take(plan, now_s)
         req.become(DecodeState.PREALLOCATED)
         self.waiting.remove(req)
-        num_joined = plan.shared_pages - (0 if plan.match is None else plan.match.depth)
-        num_sent = pages_for(first.end, page_size) - first.start // page_size
-        last = plan.segments[-1]
-        self.journal.admitted(
-            req, num_sent if first.source.sends else 0, num_joined * page_size, now_s,
-            plan.loaded_pages * page_size, 0 if last.source.sends else last.end - last.start,
-        )  # fmt: skip
+        self.journal.admitted(req, plan.counts(self.pages.page_size), now_s)
         # A worker may have the first attempt, where that is not asked late.
-        if not first.source.sends and not req.is_alone and self.prefill.may_have(req):
+        if not plan.segments[0].source.sends and not req.is_alone and self.prefill.may_have(req):
             self._refuse_waiting(req, AbortedError(f"request {req.rid!r} is computed by decode"))
         req.is_alone = not req.prefill  # the next admission is decided by what is known then
         for flight, segment in flights:

@@ -280,12 +280,13 @@ class Machine:
         for number, page in enumerate(promise.page_ids().tolist(), promise.prefix_len // P):
             for at in range(number * P, min(promise.fill_len, number * P + P)):
                 self.kv.setdefault(page, {})[at % P] = tokens[: at + 1]
-        for group, ids in zip(self.pages.windows, promise.window_ids(), strict=True):
+        groups = promise.group_ids()
+        for group, ids in zip(self.pages.windows, groups, strict=False):
             for number, page in enumerate(ids.tolist(), group.first_page(promise.fill_len)):
                 for at in range(number * P, min(promise.fill_len, number * P + P)):
                     self.last.setdefault(page, {})[at % P] = tokens[: at + 1]
-        if promise.state_slot >= 0:
-            self.state[promise.state_slot] = tokens
+        if self.has_state:
+            self.state[int(groups[-1][0])] = tokens
 
     def scribble(self) -> None:
         """What is free may be anything: nothing reads it."""

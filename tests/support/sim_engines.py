@@ -527,7 +527,7 @@ class DecodeEngine:
         flight = self.scheduler.flights.of(req)
         assert flight is not None
         is_first = start == req.prefix_len
-        is_sent = flight.start_pages * PAGE_SIZE < req.prefix_len
+        is_sent = flight.rest is not None
         if self.scheduler.points is not None and is_first and start:
             sim.counters["ends of what was sent" if is_sent else "checkpoints gone on from"] += 1
         if has_state := req.state_slot >= 0:
@@ -843,10 +843,12 @@ class EngineSim(Sim):
         assert set(pages.tolist()) <= allowed, f"{what} of {key} lands on pages not its own"
 
     def may_write_state(self, key: RoomKey, slots: np.ndarray) -> None:
-        slots_of = self.decode.scheduler.pages.slots
-        assert slots_of is not None
+        pages = self.decode.scheduler.pages
+        assert pages.slots is not None
         flight = self.decode.scheduler.prefill.open.get(key)
-        allowed = [flight.pages.slot] if flight is not None else slots_of.held_by(key).tolist()
+        allowed = pages.slots.held_by(key).tolist()
+        if flight is not None:
+            allowed = [pages.state_slot(flight.pages.row)]
         assert slots.tolist() == allowed, f"state of {key} lands in {slots}, its own is {allowed}"
 
     def may_write_window(self, route: str, key: RoomKey, pages: np.ndarray) -> None:

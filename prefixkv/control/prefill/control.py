@@ -723,16 +723,16 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     def _post(self, post: PostWrite, now_s: float) -> None:
         """By staging if the peer takes slices of what we hold, else into pages."""
         staging = self.staging
-        # Extra state and window pages are never staged: they go straight where they belong.
-        is_of_first = not post.state and post.window < 0
-        if staging is not None and post.peer in staging.peers and is_of_first:
+        # Pages of groups are never staged: they go straight where they belong.
+        if staging is not None and post.peer in staging.peers and post.group < 0:
             what = post.first_unit, post.src_pages, post.ready, now_s
             self.say_all(staging.write(post.job_id, post.key, post.ticket, post.peer, *what))
             return
         pages = post.src_pages, post.dst_pages
-        route: Route = "state" if post.state else "pages"
-        if post.window >= 0:
-            route = window_route(post.window)
+        route: Route = "pages"
+        if post.group >= 0:
+            num_windows = sum(group.window > 0 for group in self._ours.digest.groups)
+            route = window_route(post.group) if post.group < num_windows else "state"
         tag = self._tag(post, post.chunk)
         self._out.append(WriteJob(post.job_id, post.peer, *pages, tag, post.ready, route))
 

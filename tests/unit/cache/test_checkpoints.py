@@ -10,7 +10,7 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.errors import InternalError
 from prefixkv.pages.windows import WindowGroups
 
-NO_WINDOWS = WindowGroups((), 1, 1, True)
+NO_WINDOWS = WindowGroups()
 PATH = list(range(8))  # one token a page
 
 

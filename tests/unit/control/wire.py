@@ -17,7 +17,7 @@ from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl, PrefillInput
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.protocol import messages
-from prefixkv.protocol.commands import AddRoom, OpenRoom, SendChunk
+from prefixkv.protocol.commands import AddRoom, GroupChunk, OpenRoom, SendChunk
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, Promise, Topology
 from prefixkv.staging.sender import StagingSlots
@@ -280,7 +280,8 @@ def send_chunk(
     state_slot: int = -1, clip: bool = False,
 ) -> SendChunk:  # fmt: skip
     src = np.array(src_pages, dtype=np.int32)
-    return SendChunk(key, first_page, src, last, aux if last else b"", None, state_slot, clip)
+    groups = () if state_slot < 0 else (GroupChunk(0, np.array([state_slot], np.int32)),)
+    return SendChunk(key, first_page, src, last, aux if last else b"", None, clip, groups)
 
 
 WRITE_BYTES = 64

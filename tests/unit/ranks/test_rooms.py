@@ -145,8 +145,9 @@ def test_another_ranks_error_is_of_the_class_that_it_was() -> None:
 KEYS = st.builds(RoomKey, st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1))
 U64, I31 = st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1)
 PEERS = st.builds(PeerId, st.text(min_size=1, max_size=20), U64)
+IDS = st.binary(max_size=40)
 PROMISES = st.builds(
-    Promise, U64, I31, I31, I31, st.binary(max_size=40), U64, st.integers(-1, 2**31 - 1)
+    Promise, U64, I31, I31, I31, IDS, U64, groups=st.lists(IDS, max_size=3).map(tuple)
 )
 TRANSFER_ERRORS = [
     kind
