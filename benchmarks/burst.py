@@ -71,9 +71,9 @@ class Prefill:
     midway."""
 
     def __init__(self, pipe: Connection, sizes: Sizes, follow_s: float) -> None:
+        from prefixkv import PrefillNode
         from prefixkv.config import PrefillConfig
         from prefixkv.memory.kv_pool import KVPool
-        from prefixkv.runtime.prefill_node import PrefillNode
         from prefixkv.testing.hashing import PrefixHasher
         from prefixkv.testing.pattern import KVPattern
 
@@ -149,9 +149,9 @@ class Decode:
     """The decode side: one burst a call."""
 
     def __init__(self, pipe: Connection, sizes: Sizes) -> None:
+        from prefixkv import DecodeNode
         from prefixkv.config import DecodeConfig
         from prefixkv.memory.kv_pool import KVPool
-        from prefixkv.runtime.decode_node import DecodeNode
         from prefixkv.testing.hashing import PrefixHasher
         from prefixkv.testing.pattern import KVPattern
 

@@ -35,13 +35,12 @@ import torch
 
 from benchmarks.chaos_pages import SOURCE_CANARY, TARGET_CANARY, WatchedAllocator
 from benchmarks.pair import die_with
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import OutOfPagesError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.paging import pages_for
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.testing.hashing import Hashes, PrefixHasher, extend, sample
 from prefixkv.testing.pattern import KVPattern
 from prefixkv.transport.nixl.loop import NixlLoop

@@ -182,7 +182,7 @@ def env(engine: Engine, folder: Path | None = None) -> None:
     imports = recipe.imports
     if recipe.checkout:
         _run(*pip, *constraints, "-e", f"{ROOT}[{recipe.extra}]")
-        imports = (*imports, "prefixkv.runtime.decode_node", "prefixkv.runtime.prefill_node")
+        imports = (*imports, "prefixkv.assembly")
     for name in imports:
         _run(python, "-c", f"import {name} as it; print(it.__name__, it.__file__)")
     print(f"{engine}{' and prefixkv are' if recipe.checkout else ' is'} in {place}")

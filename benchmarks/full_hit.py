@@ -52,8 +52,8 @@ def measure(quick: bool) -> Iterator[Row]:
 
 def prefill_side(pipe: Connection, _watch: Watch, case: Hits) -> None:
     """Sends at once whatever it is asked for."""
+    from prefixkv import PrefillNode
     from prefixkv.request import Request
-    from prefixkv.runtime.prefill_node import PrefillNode
 
     prompt = case.prompt()
     with PrefillNode(case.pool()) as node:
@@ -72,8 +72,8 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Hits) -> None:
 
 
 def decode_side(pipe: Connection, watch: Watch, case: Hits) -> Row:
+    from prefixkv import DecodeNode
     from prefixkv.request import Request
-    from prefixkv.runtime.decode_node import DecodeNode
 
     prompt = case.prompt()
     took_s: list[float] = []

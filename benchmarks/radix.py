@@ -25,9 +25,9 @@ import typer
 
 from benchmarks.report import JsonFile, Row, check_json, tell, write
 from benchmarks.samples import no_collector
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.errors import ConfigError
+from prefixkv.spi import DEFAULT_POLICY, policy_names
 
 LEAF_TOKENS = 64
 VOCABULARY = 150_000

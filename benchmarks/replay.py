@@ -25,7 +25,6 @@ import benchmarks.policies.gated
 import benchmarks.policies.gittins  # noqa: F401
 from benchmarks.report import JsonFile, Row, check_json, write
 from benchmarks.workloads import SEED, WORKLOADS, generate
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY, policy_names
 from prefixkv.cli.replay import (
     OPTIMUM,
     ReplayResult,
@@ -39,6 +38,7 @@ from prefixkv.cli.replay import (
 from prefixkv.cli.replay.hints import client_hints
 from prefixkv.cli.replay.trace import mix as mix_traces
 from prefixkv.errors import ConfigError
+from prefixkv.spi import DEFAULT_POLICY, policy_names
 
 RESULTS = Path(__file__).parent / "results"
 CAPACITIES = (1000, 3000, 6000, 10_000, 20_000, 50_000)

@@ -32,7 +32,6 @@ from benchmarks.replay import generated
 from benchmarks.report import JsonFile, check_json, tell, write
 from benchmarks.samples import COLD_BYTES, Samples, no_collector
 from prefixkv.cache.events import EventFeed
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cli.replay import replay_policy
 from prefixkv.config import DecodeConfig, KVEventsConfig, PrefillConfig
@@ -46,6 +45,7 @@ from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.request import Request
+from prefixkv.spi import DEFAULT_POLICY
 
 PAGE_SIZE, PROMPT_TOKENS, CACHED_TOKENS, SYSTEM_TOKENS = 16, 8192, 6144, 1024
 MAX_NEW_TOKENS, OUTPUT_TOKENS = 256, 100  # of them a request has so many when it is finished

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pair import die_with
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import ConfigError, OutOfPagesError, PrefixKVError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 
 POOL: dict[str, Any] = {
     "num_pages": 2048, "page_size": 4, "num_layers": 2, "num_kv_heads": 1, "head_dim": 16,

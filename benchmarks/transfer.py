@@ -39,9 +39,8 @@ from prefixkv.errors import InternalError, OutOfPagesError
 from prefixkv.pages.manager import PageManager, RequestPages
 
 if TYPE_CHECKING:
+    from prefixkv import DecodeNode, PrefillNode
     from prefixkv.memory.kv_pool import KVPool
-    from prefixkv.runtime.decode_node import DecodeNode
-    from prefixkv.runtime.prefill_node import PrefillNode
 
 SIDES: Final = ("stack", "one", "same")
 LAYOUTS: Final = ("layer_major", "page_major")
@@ -165,8 +164,8 @@ def prefill_side(pipe: Connection, _watch: Watch, case: Transfer) -> None:
     """Does as it is told over the pipe: (side, room, decode's pages), and answers when the first
     byte set out."""
     from benchmarks.raw import RawAgent
+    from prefixkv import PrefillNode
     from prefixkv.request import Request
-    from prefixkv.runtime.prefill_node import PrefillNode
 
     transport = case.transport()
     raw = RawAgent("raw-prefill", case.num_bytes, pool := case.pool(1), case.is_shared)
@@ -256,7 +255,7 @@ class Decode:
 def decode_of(pipe: Connection, case: Transfer) -> Iterator[tuple[Decode, KVPool]]:
     """A node, and a raw agent, that know prefill's; and the pool of both."""
     from benchmarks.raw import RawAgent
-    from prefixkv.runtime.decode_node import DecodeNode
+    from prefixkv import DecodeNode
 
     raw = RawAgent("raw-decode", case.num_bytes, pool := case.pool(2), case.is_shared)
     with DecodeNode(pool, DecodeConfig(transport=case.transport())) as node:

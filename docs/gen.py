@@ -22,7 +22,7 @@ import typer
 from prometheus_client.core import CounterMetricFamily
 
 import prefixkv
-from prefixkv import config, spi, transfer
+from prefixkv import DecodeNode, PrefillNode, config, spi, transfer
 from prefixkv.cli.main import app
 from prefixkv.decode import journal as decode_journal
 from prefixkv.engines.sglang import transfer_options as sglang
@@ -34,9 +34,7 @@ from prefixkv.prefill import request as prefill_request
 from prefixkv.protocol import machine
 from prefixkv.protocol import messages as wire
 from prefixkv.runtime import metrics as m
-from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.node import Node
-from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.serving import config as serving
 from prefixkv.settings import Field, fields_of, sentences_of
 

@@ -32,12 +32,12 @@ import numpy as np
 import zmq
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from prefixkv import DecodeNode
 from prefixkv.config import ControlConfig, CurveConfig, DecodeConfig, PrefillConfig
 from prefixkv.protocol import messages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import Hello, HelloReply, HelloWanted, Outcome, Promise
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
 from tests.support.node_pair import make_pool, tokens_of
 from tests.support.node_process import NodeProcess, node_processes
 from tests.support.patience import PATIENCE_S, until

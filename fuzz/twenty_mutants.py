@@ -368,6 +368,14 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "proof", "a room that is opened twice is said to be drained", ("DecodeControl._enter",),
+        "known is not None:", "known is not None:\n            self.say(RoomDrained(promise.key))",
+        (
+            "control/test_numbers_used_again.py::"
+            "test_a_number_whose_pages_may_still_be_written_is_not_promised_again",
+        ),
+    ),
+    Mutant(
         "proof", "a promise that is refused drains what has to settle",
         ("PrefillControl._refuse_promise",),
         "drained = not self._rooms.may_need_settle", "drained = True",

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from prefixkv._lazy import homes_of, lazy_names
 
 if TYPE_CHECKING:
-    from prefixkv.cache.namespace import Namespace as Namespace
+    from prefixkv.assembly import DecodeNode as DecodeNode
+    from prefixkv.assembly import PrefillNode as PrefillNode
+    from prefixkv.cache.radix_key import Namespace as Namespace
     from prefixkv.config import ComputeConfig as ComputeConfig
     from prefixkv.config import ControlConfig as ControlConfig
     from prefixkv.config import CurveConfig as CurveConfig
@@ -37,23 +39,20 @@ if TYPE_CHECKING:
     from prefixkv.memory.state_pool import StatePool as StatePool
     from prefixkv.prefill.request import PrefillRequest as PrefillRequest
     from prefixkv.request import Request as Request
-    from prefixkv.runtime.decode_node import DecodeNode as DecodeNode
-    from prefixkv.runtime.prefill_node import PrefillNode as PrefillNode
 
 __version__ = "0.1.0"
 
 _HOMES = homes_of(
     {
+        "assembly": "DecodeNode PrefillNode",
         "config": """
             ComputeConfig ControlConfig CurveConfig DecodeConfig HostConfig KVEventsConfig
             ModelConfig PrefillConfig TransportConfig""",
-        "runtime.decode_node": "DecodeNode",
         "decode.request": "DecodeRequest PrefillAsk",
         "memory.kv_pool": "KVPool PoolGroup",
         "memory.mesh": "Mesh",
-        "cache.namespace": "Namespace",
+        "cache.radix_key": "Namespace",
         "errors": "NotFiniteError OutOfPagesError PrefixKVError",
-        "runtime.prefill_node": "PrefillNode",
         "prefill.request": "PrefillRequest",
         "request": "Request",
         "memory.state_pool": "StatePool",

@@ -27,6 +27,7 @@ def lazy_names(
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        import_module("prefixkv.policies")
         value = getattr(import_module(f"prefixkv.{homes[name]}"), name)
         # Kept in the module, so that the next use does not come here again.
         space[name] = value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Protocol, TypedDict
 
@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from prefixkv.addresses import check_address
 from prefixkv.admission import AdmissionPolicy, explain_admission
-from prefixkv.cache.eviction.policy import Policy, explain_policy
+from prefixkv.cache.eviction.policy import Policy, default_policy, explain_policy
 from prefixkv.errors import ConfigError, shown
 from prefixkv.settings import (
     MAX_BYTES,
@@ -68,6 +68,16 @@ def check_version(version: str) -> str:
             f"weights_version: has {len(version)} characters, more than {MAX_VERSION_CHARS}"
         )
     return version
+
+
+# Of a setting that asks for a part of a node that the package may have been left without.
+_ORGAN: Final = {"organ": True}
+
+
+def organs_of(config: Any) -> list[tuple[str, Any]]:
+    """The settings that ask for such a part, with their values."""
+    named = (one.name for one in fields(config) if one.metadata.get("organ"))
+    return [(name, value) for name in named if (value := getattr(config, name)) is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,7 +486,7 @@ class DecodeConfig:
     Raise it if many requests are retracted; lower it if pages stay free while requests wait."""
     cache: Annotated[bool, doc("Keep and match prefixes.")] = True
     """Keep and match prefixes. Off is for comparison."""
-    policy: PolicyName = "adaptive"
+    policy: PolicyName = field(default_factory=default_policy)
     """Which cached pages are evicted first: a registered name, or a `Policy` object
     (`Adaptive(trust=20)`), which serves one cache."""
     admission: Annotated[
@@ -504,7 +514,7 @@ class DecodeConfig:
     record: Annotated[
         Annotated[str, Meta(min_length=1)] | Path | None,
         doc("File for a record of the traffic, for prefixkv replay."),
-    ] = None
+    ] = field(default=None, metadata=_ORGAN)
     """File to which the node writes its traffic, for `prefixkv replay`: lengths, times and salted
     hashes of blocks, no tokens. An existing file is kept as `PATH.1`."""
     record_bytes: Annotated[int, Meta(ge=4096, le=MAX_BYTES, extra={"unit": "bytes"})] = 64 << 20
@@ -525,7 +535,7 @@ class DecodeConfig:
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
     transport: TransportConfig = TransportConfig()
-    kv_events: KVEventsConfig | None = None
+    kv_events: KVEventsConfig | None = field(default=None, metadata=_ORGAN)
     """Publish the changes of the prefix cache, for routers. None: not."""
     compute: ComputeConfig | None = None
     """Let the engine compute prompts of which little is missing. None: prefill computes all.
@@ -617,7 +627,7 @@ class PrefillConfig:
     """Requests that hold pages at once. Further ones wait as promised."""
     cache: Annotated[bool, doc("Keep and match prefixes.")] = True
     """Prefill's own prefix cache."""
-    policy: PolicyName = "adaptive"
+    policy: PolicyName = field(default_factory=default_policy)
     follow_s: SecondsOrZero = 1.0
     """A request whose prefix another request is computing waits for it, until nothing has been
     computed for this long. 0: each computes its own. At most `control.longest_wait_s`."""
@@ -625,7 +635,7 @@ class PrefillConfig:
     model: ModelConfig = ModelConfig()
     control: ControlConfig = ControlConfig()
     transport: TransportConfig = TransportConfig()
-    kv_events: KVEventsConfig | None = None
+    kv_events: KVEventsConfig | None = field(default=None, metadata=_ORGAN)
     """Publish the changes of the prefix cache, for routers; of several ranks the first publishes.
     None: not."""
     checkpoints: CountOrZero = 0

@@ -19,11 +19,12 @@ C = TypeVar("C", bound=type[Named])
 
 class Registry(Generic[T]):
     """The classes of one kind, by name. `kind`: what they are, for error texts. `base`: the class
-    that all of them derive from; it may be abstract."""
+    that all of them derive from; it may be abstract. `default`: the name that "" stands for."""
 
-    def __init__(self, kind: str, base: type[T]) -> None:
+    def __init__(self, kind: str, base: type[T], default: str = "") -> None:
         self._kind = kind
         self._base = base
+        self.default = default
         self._classes: dict[str, type[T]] = {}
 
     def add(self, chosen: C) -> C:
@@ -43,6 +44,10 @@ class Registry(Generic[T]):
         self._classes[given.name] = given
         return chosen
 
+    def use_by_default(self, chosen: type[T]) -> None:
+        """Have "" stand for this class, which was added."""
+        self.default = chosen.name
+
     def names(self) -> list[str]:
         """Return all names, sorted."""
         return sorted(self._classes)
@@ -54,9 +59,11 @@ class Registry(Generic[T]):
         return f"{name!r} is not one of {', '.join(self.names())}{nearest(name, self._classes)}"
 
     def make(self, chosen: str | T) -> T:
-        """Return a new object of the class named `chosen`, with default settings; an object as it
-        is. Raises ConfigError for an unknown name, or an object of another kind."""
+        """Return a new object of the class named `chosen`, with default settings; for "" of the
+        default class; an object as it is. Raises ConfigError for an unknown name, or an object of
+        another kind."""
         if isinstance(chosen, str):
+            chosen = chosen or self.default
             if why := self.explain(chosen):
                 raise ConfigError(f"{self._kind} {why}")
             return self._classes[chosen]()

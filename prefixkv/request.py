@@ -9,8 +9,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from prefixkv.cache.namespace import check_size
-from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.radix_key import RadixKey, check_size
 from prefixkv.digest import begin_hash, prompt_digest
 from prefixkv.errors import RequestError, shown, shown_namespace, travels
 from prefixkv.paging import MAX_INDEX

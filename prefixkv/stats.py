@@ -93,7 +93,8 @@ class Journal:
     found here, both again as sums that fade over some hundred requests, and found on their way.
     `transfers` by outcome and peer. `waits` in seconds, by reason.
 
-    `on_ended(req, now_s)`, if set, is called by the scheduler's thread when a request has ended.
+    Each of `on_ended` is called with (req, now_s) by the scheduler's thread when a request has
+    ended.
     """
 
     PROMPT, HIT, RECENT_PROMPT, RECENT_HIT, SHARED = range(5)
@@ -104,15 +105,15 @@ class Journal:
         self.tokens = Tally(5, name=namespace_label)
         self.transfers = {outcome: Tally(1) for outcome in OUTCOMES}
         self.waits = {reason: Histogram() for reason in reasons}
-        self.on_ended: Callable[[Any, float], None] | None = None
-        # What `on_ended` raised. A scheduler replaces it by its own collector.
+        self.on_ended: list[Callable[[Any, float], object]] = []
+        # What these raised. A scheduler replaces it by its own collector.
         self.errors = UserErrors()
 
     def notify_ended(self, req: Any, now_s: float) -> None:
-        """Call `on_ended`. Never raises: the request is in the middle of its end."""
-        if self.on_ended is not None:
+        """Call all of `on_ended`. Never raises: the request is in the middle of its end."""
+        for listener in self.on_ended:
             try:
-                self.on_ended(req, now_s)
+                listener(req, now_s)
             except Exception as error:
                 self.errors.caught(error)
 

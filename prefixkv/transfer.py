@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 from prefixkv._lazy import homes_of, lazy_names
 
 if TYPE_CHECKING:
+    from prefixkv.assembly import DecodeTransfers as DecodeTransfers
+    from prefixkv.assembly import PrefillTransfers as PrefillTransfers
     from prefixkv.digest import prompt_digest as prompt_digest
     from prefixkv.protocol.events import Bootstrapped as Bootstrapped
     from prefixkv.protocol.events import DecodeEvent as DecodeEvent
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from prefixkv.protocol.events import SourceFree as SourceFree
     from prefixkv.protocol.ids import KVPoll as KVPoll
     from prefixkv.protocol.ids import RoomKey as RoomKey
-    from prefixkv.runtime.decode_transfers import DecodeTransfers as DecodeTransfers
-    from prefixkv.runtime.prefill_transfers import PrefillTransfers as PrefillTransfers
     from prefixkv.runtime.rank_spec import RankSpec as RankSpec
 
 _HOMES = homes_of(
@@ -38,9 +38,8 @@ _HOMES = homes_of(
         "protocol.events": """
             Bootstrapped DecodeEvent PrefillEvent RoomDrained RoomEnded RoomOverdue
             SourceFree""",
-        "runtime.decode_transfers": "DecodeTransfers",
+        "assembly": "DecodeTransfers PrefillTransfers",
         "protocol.ids": "KVPoll RoomKey",
-        "runtime.prefill_transfers": "PrefillTransfers",
         "runtime.rank_spec": "RankSpec",
         "digest": "prompt_digest",
     }

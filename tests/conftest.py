@@ -5,6 +5,8 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+import prefixkv.assembly  # noqa: F401 - parts that are left out unless this is imported
+
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile(
     "ci",

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import AbortedError, OutOfPagesError
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.testing.hashing import PrefixHasher
 from prefixkv.testing.pattern import KVPattern
 from tests.support.node_pair import SALT, first_token, make_pool, node_at_rest, tokens_of

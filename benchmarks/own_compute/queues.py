@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from prefixkv.cli.replay.trace import Trace
-from prefixkv.spi import check_range
+from prefixkv.errors import check_range
 
 MOST_BUSY = 0.7
 """As many prefill workers are taken as keep them this busy at most, with decode's pool alone."""

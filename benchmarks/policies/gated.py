@@ -34,13 +34,12 @@ from dataclasses import dataclass
 from operator import sub
 from typing import NamedTuple
 
+from prefixkv.settings import CountOrZero, SecondsOrZero
 from prefixkv.spi import (
-    CountOrZero,
     EvictionQueue,
     Ghost,
     GhostPolicy,
     LeafOrders,
-    SecondsOrZero,
     TreeNode,
     Use,
     register_policy,

@@ -31,8 +31,8 @@ from benchmarks.report import JsonFile, Row, check_json, tell, write
 from benchmarks.turns.options import LOAD_FRACTION, PassPlan, StandInOptions
 from benchmarks.turns.report import Measured
 from benchmarks.turns.workers import SWITCH_INTERVAL_S, Workers
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.cli.figures import CACHE_NAMES
+from prefixkv.spi import DEFAULT_POLICY
 
 SMALL: dict[str, Any] = {
     "conversations": 3, "turns": 3, "layers": 2, "heads": 2, "dim": 16, "system_tokens": 40,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.cli.chats.workload import Workload, chat
 from prefixkv.cli.policies import policy_of
 from prefixkv.config import TransportConfig
@@ -14,6 +13,7 @@ from prefixkv.memory.kv_layout import ITEMSIZE, SLABS_PER_LAYER
 from prefixkv.memory.mesh import Mesh, check_meshes
 from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.paging import pages_for
+from prefixkv.spi import DEFAULT_POLICY
 
 RESERVE_TOKENS: Final = 64  # room decode keeps for each running request's answer
 LOAD_FRACTION: Final = 0.7  # of what cache-off sustains, in the timed passes

@@ -179,7 +179,7 @@ def _prefill_worker(end: Connection, options: StandInOptions, asks: Connection) 
     pools = _make_pools(options, mesh, options.prefill_pages, options.prefill_layout)
     from benchmarks.turns.engine import PrefillEngine
     from prefixkv.config import PrefillConfig
-    from prefixkv.runtime.groups import PrefillGroup
+    from prefixkv.spi import PrefillGroup
     from tests.support.patterns import make_patterns
 
     end.send(("ready", None))
@@ -213,7 +213,7 @@ def _decode_worker(
     pools = _make_pools(options, mesh, options.decode_pages, options.decode_layout)
     from benchmarks.turns.engine import END_OF_PASS, DecodeEngine
     from prefixkv.config import DecodeConfig
-    from prefixkv.runtime.groups import DecodeGroup
+    from prefixkv.spi import DecodeGroup
     from tests.support.patterns import make_patterns
 
     told_s = 0.0

@@ -1,10 +1,9 @@
-"""The laws of a radix cache. Slow and for tests: no hot path calls this."""
+"""The laws of a radix cache, and the tree as text for people. Slow: no hot path calls this."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from itertools import islice
 
 import numpy as np
 
@@ -137,10 +136,41 @@ def _orphans(locks: Collection[PrefixLock], epoch: int) -> list[TreeNode]:
     return list(found)
 
 
-def picture(tree: RadixTree, limit: int = 200) -> str:
-    """Return every node in full, one per line."""
-    lines = "".join(
-        f"\n{node!r} mark={node.mark} steps={node.steps} parent={id(node.parent):x} id={id(node):x}"
-        for node in islice(tree.nodes(), limit)
+def dump(tree: RadixTree, max_nodes: int) -> Iterator[str]:
+    """Yield the roots and the first `max_nodes` nodes, each before its children; indented 40 levels
+    at most, so that a long chain stays readable."""
+    shown = 0
+    for namespace, root in tree._roots.items():
+        named = shown_namespace(namespace)
+        yield f"namespace {named}: {len(root.children)} children, lock_ref {root.lock_ref}"
+        # A stack, not recursion: a chain of nodes may be deeper than Python's limit. Reversed, so
+        # that the first child is printed first.
+        stack: list[tuple[int, TreeNode]] = [
+            (1, child) for child in reversed(root.children.values())
+        ]
+        while stack:
+            above, node = stack.pop()
+            if shown == max_nodes:
+                yield f"and {tree.num_nodes - shown} more nodes"
+                return
+            shown += 1
+            yield "  " * min(above, 40) + _describe(tree, node)
+            stack += [(above + 1, child) for child in reversed(node.children.values())]
+
+
+def _describe(tree: RadixTree, node: TreeNode) -> str:
+    """Return a node's line: where it lies, its locks, its age in uses, what the policy adds."""
+    size = int(tree.page_size * tree.policy.token_scale)
+    text = (
+        f"tokens {node.start * size}..{node.end * size} ({node.num_pages} pages), lock_ref "
+        f"{node.lock_ref}"
     )
-    return f"{lines}\nand {tree.num_nodes - limit} more" if tree.num_nodes > limit else lines
+    history = node.mark  # of the last page; the children show what was used below
+    if history is not None:
+        policy = tree.policy
+        text += f", age {tree.tick - policy.last_tick(history)} uses{policy.describe(history)}"
+    if node.steps:
+        text += f", {len(node.steps)} steps"
+    if node.wants:
+        text += f", wanted by {sum(map(len, node.wants.values()))}"
+    return text

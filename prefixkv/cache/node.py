@@ -31,12 +31,16 @@ DEAD = -1
 
 
 class Want:
-    """A prefix that a request waits for. It is attached at page `depth` of `node`'s path (see
-    `wants.py`).
+    """A prefix that a request waits for, attached at the deepest page of it that the tree holds:
+    page `depth` of `node`'s path.
+
+    A page is wanted while some waiting prefix passes through it, whether that page was there when
+    the prefix began to wait or came later. So a want moves down when pages along it are inserted
+    and up when they are evicted.
 
     `place` is its key in `TreeNode.wants`: its depth, and the first page of it that is not in the
     tree. That page is shorter than a whole one (possibly empty) when the tree has all of the
-    prefix.
+    prefix. So an insertion finds the wants that it serves in one look-up, however many there are.
     """
 
     __slots__ = ("data", "namespace", "node", "page_bytes", "place")
@@ -52,6 +56,26 @@ class Want:
     @property
     def depth(self) -> int:
         return self.place[0]
+
+    def attach(self, node: TreeNode, depth: int) -> None:
+        # The page that the want asks for next. Empty or partial at its end: no insertion asks for
+        # such a page, so a complete want stays where it is.
+        start = depth * self.page_bytes
+        self.node = node
+        self.place = depth, self.data[start : start + self.page_bytes]
+        if node.wants is None:
+            node.wants = {}
+        node.wants.setdefault(self.place, []).append(self)
+
+    def detach(self) -> TreeNode:
+        node, self.node = self.node, None
+        assert node is not None
+        assert node.wants is not None
+        same_place = node.wants[self.place]
+        same_place.remove(self)
+        if not same_place:
+            node.pop_wants(*self.place)
+        return node
 
 
 class TreeNode:
@@ -85,7 +109,7 @@ class TreeNode:
         self.steps: list[tuple[int, Mark]] | None = None
         # Set and cleared by the queue alone. An entry found elsewhere in a queue is out of date.
         self.entry: Any = None  # this node's live place in an eviction queue
-        self.wants: dict[tuple[int, bytes], list[Want]] | None = None  # see wants.py
+        self.wants: dict[tuple[int, bytes], list[Want]] | None = None  # by `Want.place`
         # (depth, hash) of the path down to there, ascending. See `RadixCache.keep_hash`.
         self.hashes: list[tuple[int, Any]] | None = None
 
@@ -166,6 +190,26 @@ class TreeNode:
         steps = self.steps or []
         at = bisect_left(steps, (depth,))
         return steps[at][1] if at < len(steps) and steps[at][0] == depth else None
+
+    # --- wants -----------------------------------------------------------------------------------
+
+    def deepest_want(self, limit: int) -> int:
+        """Return the depth, at most `limit`, of the deepest want here; or 0. O(places)."""
+        return max((depth for depth, _ in self.wants or () if depth <= limit), default=0)
+
+    def pop_wants(self, depth: int, next_page: bytes) -> list[Want]:
+        """Detach and return the wants at `depth` that ask for this page next."""
+        found = self.wants.pop((depth, next_page), []) if self.wants else []
+        # No empty dictionary is left behind: `wants` is tested for truth.
+        self.wants = self.wants or None
+        return found
+
+    def move_wants(self, target: TreeNode, from_depth: int, to_depth: int, limit: int) -> None:
+        """Move the wants in (from_depth, to_depth] to `target`, none deeper than `limit`. If this
+        node is the target they move up: pages were cut off its end."""
+        for place in [place for place in self.wants or () if from_depth < place[0] <= to_depth]:
+            for want in self.pop_wants(*place):
+                want.attach(target, min(want.depth, limit))
 
     # --- cutting and joining ---------------------------------------------------------------------
 

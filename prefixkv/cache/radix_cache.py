@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from prefixkv.cache import audit, dump, wants
+from prefixkv.cache import audit
 from prefixkv.cache.events import (
     Change,
     CheckpointEvicted,
@@ -27,7 +27,7 @@ from prefixkv.cache.events import (
     Cleared,
     TakenOut,
 )
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy, Use
+from prefixkv.cache.eviction.policy import Policy, Use
 from prefixkv.cache.eviction.queues import forget
 from prefixkv.cache.node import PAGE_ID_BYTES, TreeNode, Want
 from prefixkv.cache.radix_key import RadixKey, TokensLike
@@ -97,7 +97,7 @@ class RadixCache(RadixTree):
     def __init__(
         self,
         page_size: int = 16,
-        policy: str | Policy = DEFAULT_POLICY,
+        policy: str | Policy = "",
         pool_pages: int | None = None,
         errors: UserErrors | None = None,
     ) -> None:
@@ -514,12 +514,12 @@ class RadixCache(RadixTree):
             self._log.append(Cleared())
         # Waiting requests begin again at the top of their namespaces.
         for want in self._wants.values():
-            wants.attach(want, self._root(want.namespace), 0)
+            want.attach(self._root(want.namespace), 0)
         return self._taken_out(freed)
 
     # --- hints, all of them soft -----------------------------------------------------------------
 
-    def hint(self, target: MatchResult | PrefixLock | TreeNode, continues: bool | None) -> None:
+    def hint(self, target: MatchResult | PrefixLock, continues: bool | None) -> None:
         """Note whether the session that used `target` last will continue; soft, it changes only the
         order of evictions.
 
@@ -531,9 +531,7 @@ class RadixCache(RadixTree):
         check_flag("continues", continues, or_none=True)
         # 1. Find the place. A lock of an earlier epoch, or after its end, may point to where
         #    nothing is.
-        if isinstance(target, TreeNode):
-            node, depth = target, target.end
-        elif isinstance(target, PrefixLock):
+        if isinstance(target, PrefixLock):
             if target.cache is not self:
                 raise LockError("the lock is another cache's")
             node, depth = target.node, target.prefix_len // self.page_size
@@ -566,7 +564,7 @@ class RadixCache(RadixTree):
         self._last_want += 1
         want = Want(match.data, match.namespace, self._page_bytes)
         self._wants[self._last_want] = want
-        wants.attach(want, node, depth)
+        want.attach(node, depth)
         return self._last_want
 
     def unwant(self, number: int) -> None:
@@ -576,7 +574,7 @@ class RadixCache(RadixTree):
         want = self._wants.pop(number, None)
         if want is None:
             raise CallerError(f"want {shown(number)} is not here, {len(self._wants)} others are")
-        home = wants.detach(want)
+        home = want.detach()
         if home.parent is None:
             self._drop_root_if_idle(home)
         elif not home.children and not home.lock_ref:
@@ -643,12 +641,12 @@ class RadixCache(RadixTree):
         """Return the tree as text, one node per line: depth, tokens, lock_ref, age in uses, and
         what the policy adds."""
         max_nodes = whole_count("max_nodes", max_nodes)
-        return "\n".join(dump.lines(self, max_nodes))
+        return "\n".join(audit.dump(self, max_nodes))
 
     def check_invariants(self) -> None:
         """Raise InternalError, with every broken law and the state. O(tree)."""
         if broken := audit.broken_laws(self, self._locks, self._epoch):
-            check_laws(dict.fromkeys(broken, False), self.stats(), audit.picture(self))
+            check_laws(dict.fromkeys(broken, False), self.stats(), "\n" + self.dump())
 
     # --- shared ----------------------------------------------------------------------------------
 

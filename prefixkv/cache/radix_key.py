@@ -10,13 +10,14 @@ import operator
 import struct
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Annotated, Any, TypeAlias
+from hashlib import blake2b
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.errors import TokenError, shown, shown_namespace
+from prefixkv.errors import RequestError, TokenError, shown, shown_namespace, shown_secret, travels
 
 TOKEN_BYTES = 4
 TOKEN_LIMIT = 2**31
@@ -196,24 +197,25 @@ def token_list(tokens: TokensLike) -> list[int]:
 
 
 def common_pages(
-    data: bytes, other: bytes | bytearray, equal: int, end: int, page_bytes: int
+    data: bytes, other: bytes | bytearray, equal: int, end: int, page_bytes: int, at: int = 0
 ) -> int:
     """Return how many whole pages two packed runs of tokens have in common, from `equal` to `end`.
 
     The first `equal` pages are known to be the same; pages from `end` on are not compared. Binary
-    search by memcmp, and no probe compares again what was equal before.
+    search by memcmp, and no probe compares again what was equal before. `at`: the byte of `data`
+    with which `other` begins.
 
     >>> common_pages(b"aabbccdd", b"aabbccxx", equal=1, end=4, page_bytes=2)
     3
     """
     view = memoryview(other)  # a slice of it costs no copy
     # The frequent answer first.
-    if data.startswith(view[equal * page_bytes : end * page_bytes], equal * page_bytes):
+    if data.startswith(view[equal * page_bytes : end * page_bytes], at + equal * page_bytes):
         return end
     # Invariant: equal up to `equal`, different somewhere before `end`.
     while end - equal > 1:
         middle = (equal + end) // 2
-        if data.startswith(view[equal * page_bytes : middle * page_bytes], equal * page_bytes):
+        if data.startswith(view[equal * page_bytes : middle * page_bytes], at + equal * page_bytes):
             equal = middle
         else:
             end = middle
@@ -283,3 +285,118 @@ def _as_int(value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise TokenError(f"{shown(value)} is not an integer token") from None
+
+
+MAX_NAMESPACE_BYTES: Final = 64 << 10
+"""Limit for all texts of one namespace together: it is kept for as long as KV of it is."""
+
+_SHORT_CHARS: Final = 256
+_MOST_TOKENS: Final = 2**31
+
+
+def shortened(text: str) -> str:
+    """Return a client's text as a namespace keeps it: its digest if it is long, or UTF-8 cannot
+    encode it.
+
+    >>> shortened("tenant"), len(shortened("x" * 8_000_000))
+    ('tenant', 72)
+    """
+    # Clients may send unpaired surrogates, which no event carries.
+    if len(text) <= _SHORT_CHARS and travels(text):
+        return text
+    return "blake2b:" + blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
+
+
+def check_size(namespace: Hashable) -> None:
+    """Raise RequestError for more than `MAX_NAMESPACE_BYTES` of texts or bytes."""
+    if (size := _size(namespace)) > MAX_NAMESPACE_BYTES:
+        raise RequestError(
+            f"namespace has {size} characters, at most {MAX_NAMESPACE_BYTES} are taken: a digest "
+            "does as well"
+        )
+
+
+def _size(namespace: object) -> int:
+    if isinstance(namespace, str | bytes):
+        return len(namespace)
+    if isinstance(namespace, tuple):
+        return len(namespace) + sum(map(_size, namespace))
+    return (namespace.bit_length() // 8) if isinstance(namespace, int) else 0
+
+
+def _is_name(text: object) -> bool:
+    """Of the exact type: a subclass may compare and hash as it likes, and this is a lasting key."""
+    return type(text) is str and bool(text) and travels(text)
+
+
+class Image(NamedTuple):
+    """An image, or other input beside text: its unique name, and the tokens that stand for it."""
+
+    identifier: str
+    start: int
+    length: int
+
+
+class _NamespaceFields(NamedTuple):
+    lora: str | None
+    salt: str | None
+    images: tuple[Image, ...]
+
+
+class Namespace(_NamespaceFields):
+    """A namespace of named parts: adapter, salt and images.
+
+    Requests with equal tokens but different namespaces share no KV. The tree treats it like any
+    other hashable; cache events can express it in the formats of other engines
+    (`prefixkv.kv_events`).
+
+    Args:
+        lora: name of the adapter.
+        salt: any text that separates clients, such as a tenant's name. A secret: `repr` has a
+            digest of it.
+        images: (identifier, first token, number of tokens) of each.
+
+    Raises RequestError: all three are missing (the common namespace is None), or one has a wrong
+    type, or is nothing that an event carries.
+
+    >>> Namespace(lora="legal")
+    Namespace(lora='legal', salt=None, images=())
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        lora: str | None = None,
+        salt: str | None = None,
+        images: Iterable[tuple[str, int, int]] = (),
+    ) -> Namespace:
+        for name, text in (("lora", lora), ("salt", salt)):
+            if text is not None and not _is_name(text):
+                what = "a string that is not empty, and has bytes in UTF-8"
+                given = shown(text) if name == "lora" or not text else f"a {type(text).__name__}"
+                raise RequestError(f"{name} is {given}, {what}, is needed")
+        if not isinstance(images, Iterable) or isinstance(images, str | bytes):
+            raise RequestError(f"images is {shown(images)}, a list of images is needed")
+        named = list(images)
+        if not all(isinstance(image, tuple | list) and len(image) == 3 for image in named):
+            raise RequestError(f"images is {shown(named)}: each is a name, first token and length")
+        listed = tuple(Image(*image) for image in named)
+        for image in listed:
+            if (
+                not _is_name(image.identifier)
+                or type(image.start) is not int
+                or type(image.length) is not int
+                or not 0 <= image.start < _MOST_TOKENS
+                or not 1 <= image.length < _MOST_TOKENS
+            ):
+                raise RequestError(f"{shown(image)} is no name, first token and number of tokens")
+        # Else there would be two names for the common namespace, and requests in one would miss KV
+        # of the other.
+        if lora is None and salt is None and not listed:
+            raise RequestError("a namespace of nothing is the common one: None")
+        return super().__new__(cls, lora, salt, listed)
+
+    def __repr__(self) -> str:
+        salt = None if self.salt is None else shown_secret(self.salt)
+        return f"Namespace(lora={self.lora!r}, salt={salt!r}, images={self.images!r})"

@@ -4,18 +4,17 @@ attaching new pages and taking pages out. `radix_cache.py` builds the public cal
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from typing import ClassVar
 
 import numpy as np
 
-from prefixkv.cache import wants
 from prefixkv.cache.events import Change, Inserted
 from prefixkv.cache.eviction.guard import guarded
-from prefixkv.cache.eviction.hints import HintedQueue, Hints
-from prefixkv.cache.eviction.policy import Policy, Use, make_policy
+from prefixkv.cache.eviction.policy import MakeHints, Policy, SessionHints, Use, make_policy
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, forget
 from prefixkv.cache.node import PAGE_ID_BYTES, Mark, Packed, Root, TreeNode, Want
 from prefixkv.cache.page_flags import PageFlags, Runs
-from prefixkv.cache.radix_key import TOKEN_BYTES
+from prefixkv.cache.radix_key import TOKEN_BYTES, common_pages
 from prefixkv.cache.results import PrefixLock, packed_ids
 from prefixkv.errors import PageStateError, UserErrors
 from prefixkv.paging import MAX_INDEX, Pages, Where
@@ -34,6 +33,8 @@ class RadixTree:
         version: counts changes of content: pages added or taken out. Splits and merges do not
             count, so a result of the same version is still right.
     """
+
+    make_hints: ClassVar[MakeHints | None] = None
 
     def __init__(
         self, page_size: int, policy: str | Policy, pool_pages: int | None, errors: UserErrors
@@ -56,7 +57,7 @@ class RadixTree:
             self.policy.release()
             raise
         self.policy, self._queue = guarded(self.policy, self._queue, errors, self._requeue)
-        self._hints: Hints | None = None  # from the first one on
+        self._hints: SessionHints | None = None  # from the first one on
         # Every evictable leaf stands in exactly one of two queues. `TreeNode.entry` says where.
         # Leaves on the path of a waiting request: they go last.
         self._wanted_queue = LeafHeap(self.policy.last_tick)
@@ -110,34 +111,13 @@ class RadixTree:
             # The run differs, or `data` ends inside it. It ends the walk within the child, or above
             # it if not even the first page is equal (an only child that was taken unseen).
             if not data.startswith(key, at):
-                common = self._common_bytes(data, at, end, key)
-                return (child, at + common) if common else (node, at)
+                if not data.startswith(memoryview(key)[:page_bytes], at):
+                    return node, at
+                high = min(len(key), end - at) // page_bytes
+                return child, at + common_pages(data, key, 1, high, page_bytes, at) * page_bytes
             node = child
             at += len(key)
         return node, at
-
-    def _common_bytes(self, data: bytes, at: int, end: int, key: bytes | bytearray) -> int:
-        """Return the bytes, in whole pages, that `key` has in common with `data` from `at` to
-        `end`. Binary search by memcmp; what matched is never compared again."""
-        page_bytes = self._page_bytes
-        view = memoryview(key)
-        high = min(len(key), end - at)
-        # The two frequent answers first: nothing, and everything up to where the shorter one ends.
-        if not data.startswith(view[:page_bytes], at):
-            return 0
-        if data.startswith(view[page_bytes:high], at + page_bytes):
-            return high
-        # Equal up to low_page, different somewhere before high_page.
-        low_page, high_page = 1, high // page_bytes
-        while high_page - low_page > 1:
-            middle = (low_page + high_page) // 2
-            if data.startswith(
-                view[low_page * page_bytes : middle * page_bytes], at + low_page * page_bytes
-            ):
-                low_page = middle
-            else:
-                high_page = middle
-        return low_page * page_bytes
 
     # --- shape ---------------------------------------------------------------------------------
 
@@ -162,7 +142,7 @@ class RadixTree:
         # child.
         upper.parent.adopt(bytes(upper.key[: self._page_bytes]), upper)
         if node.wants:
-            wants.move(node, upper, upper.start, depth, limit=depth)
+            node.move_wants(upper, upper.start, depth, limit=depth)
         self.num_nodes += 1
         return upper
 
@@ -181,7 +161,7 @@ class RadixTree:
         first_page = bytes(node.key[: self._page_bytes])
         forget(node)
         if node.wants:
-            wants.move(node, child, node.start, node.end, limit=node.end)
+            node.move_wants(child, node.start, node.end, limit=node.end)
         child.absorb_parent()
         grandparent.adopt(first_page, child)
         self.num_nodes -= 1
@@ -226,7 +206,7 @@ class RadixTree:
 
     def _new_queue(self) -> EvictionQueue:
         queue = self.policy.make_queue()
-        return queue if self._hints is None else HintedQueue(self.policy, self._hints, queue)
+        return queue if self._hints is None else self._hints.queue(self.policy, queue)
 
     def _requeue(self) -> EvictionQueue:
         queue = self._queue = self._new_queue()
@@ -238,11 +218,10 @@ class RadixTree:
 
     def _hint(self, mark: Mark, continues: bool) -> None:
         if self._hints is None:
-            hints = Hints(self.policy.promise_s, self.policy.reports_returns)
-            if self.policy.reports_returns:
-                self.policy.hears_returns(hints.came_back)
-            self._queue = HintedQueue(self.policy, hints, self._queue)
-            self._hints = hints
+            if self.make_hints is None:  # they are soft: without what keeps them none counts
+                return
+            self._hints = self.make_hints(self.policy)
+            self._queue = self._hints.queue(self.policy, self._queue)
         self._hints.note(self.policy.last_tick(mark), continues, self._now_s)
 
     # --- attaching -----------------------------------------------------------------------------
@@ -310,10 +289,10 @@ class RadixTree:
                 # It may stand in the queue of wanted leaves, for a last page that is inside now.
                 forget(node)
             # Wants that are attached here and ask for these pages move down.
-            for want in wants.served_by(parent, depth, key[:page_bytes]):
-                whole = len(want.data) - len(want.data) % page_bytes
-                common = self._common_bytes(want.data, depth * page_bytes, whole, key)
-                wants.attach(want, node, depth + common // page_bytes)
+            for want in parent.pop_wants(depth, key[:page_bytes]):
+                high = min(num_pages, len(want.data) // page_bytes - depth)
+                at = depth * page_bytes
+                want.attach(node, depth + common_pages(want.data, key, 1, high, page_bytes, at))
         # A node that grew under `lock` is held already. A new node is not, and `_extend` moves its
         # pages from evictable to protected; it stays out of the queue, which it would leave at
         # once.
@@ -354,7 +333,7 @@ class RadixTree:
         # 1. The policy's first, passing over leaves with a last page that a request waits for.
         # 2. Those wanted leaves, the least recently used first.
         while (node := self._queue.first(self._now_s)) is not None:
-            if not (node.wants and wants.deepest(node, node.end) == node.end):
+            if not (node.wants and node.deepest_want(node.end) == node.end):
                 return node
             forget(node)
             # The queue does not know of wants, so a wanted leaf moves aside when it comes up.
@@ -385,7 +364,7 @@ class RadixTree:
             assert parent is not None
             floor = self._floor(node, end - missing) if steps else parent.end
             if node.wants:
-                floor = max(floor, wants.deepest(node, end - 1))
+                floor = max(floor, node.deepest_want(end - 1))
             count = end - floor
             if count > missing:
                 count = missing
@@ -424,7 +403,7 @@ class RadixTree:
         pages = node.trim(num_pages, self._page_bytes, self.policy.fold)
         # A want is attached at the deepest page of it that the tree has: now this leaf's end.
         if node.wants:
-            wants.move(node, node, node.end, end, limit=node.end)
+            node.move_wants(node, node.end, end, limit=node.end)
         self._queue.add(node)
         return pages
 
@@ -438,7 +417,7 @@ class RadixTree:
             mark = parent.mark
             parent.mark = node.mark if mark is None else self.policy.fold(mark, node.mark)
         if node.wants:
-            wants.move(node, parent, parent.end, node.end, limit=parent.end)
+            node.move_wants(parent, parent.end, node.end, limit=parent.end)
         # Out of the queue while the node still has its entry, which `leave_tree` clears.
         forget(node)
         node.leave_tree()
@@ -483,7 +462,7 @@ class RadixTree:
                         # Wants survive: each is now attached at the end of the held node, the
                         # deepest page that is left.
                         if below.wants:
-                            wants.move(below, node, 0, below.end, limit=node.end)
+                            below.move_wants(node, 0, below.end, limit=node.end)
                         below.leave_tree()
                         self.num_nodes -= 1
                 if gone:

@@ -15,7 +15,8 @@ import typer
 from prefixkv import PrefixKVError, __version__
 from prefixkv.cli.replay.command import replay
 from prefixkv.cli.serve import add_commands, check_packages
-from prefixkv.spi import PROTOCOL_VERSION, CallerError, CapacityError, check_environ, check_range
+from prefixkv.errors import CallerError, CapacityError, check_range
+from prefixkv.spi import PROTOCOL_VERSION, check_environ
 
 app = typer.Typer(
     name="prefixkv",

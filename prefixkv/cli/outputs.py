@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prefixkv import PrefixKVError
-from prefixkv.spi import ConfigError
+from prefixkv.errors import ConfigError
 
 
 class OutputError(PrefixKVError):

@@ -12,7 +12,8 @@ from itertools import combinations
 from math import isclose
 from typing import Any, Final
 
-from prefixkv.spi import ConfigError, Policy, Use, make_policy, policy_names
+from prefixkv.errors import ConfigError
+from prefixkv.spi import Policy, Use, make_policy, policy_names
 
 _BY_NAME: Final = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
+from prefixkv.errors import ConfigError
 from prefixkv.serving import check_extra, is_there
 from prefixkv.serving.config import KINDS, ProxyConfig, ServeConfig, ServerAt
 from prefixkv.serving.plan import TABLE, find_workers, plan
-from prefixkv.spi import ConfigError, Setting, find, load, read_toml, settings_of
+from prefixkv.settings import Setting, find, load, read_toml, settings_of
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from prefixkv.spi import TokenError, TraceError
+from prefixkv.errors import TokenError, TraceError
 
 T = TypeVar("T")
 

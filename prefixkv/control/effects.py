@@ -12,7 +12,7 @@ from prefixkv.protocol.commands import DecodeCommand, PrefillCommand
 from prefixkv.protocol.events import DecodeEvent, PrefillEvent, WorkerEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import ProcessLife
-from prefixkv.staging.cut import LeaseCut
+from prefixkv.staging.leases import LeaseCut
 from prefixkv.staging.receiver import Scatter
 from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import (

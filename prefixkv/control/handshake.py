@@ -14,7 +14,7 @@ import msgspec
 
 from prefixkv.config import Backend, Way
 from prefixkv.control.effects import AddPeer
-from prefixkv.errors import HandshakeError, RefusedError, WeightsVersionError
+from prefixkv.errors import HandshakeError, RefusedError
 from prefixkv.memory.mesh import (
     GroupHeads,
     Mesh,
@@ -31,7 +31,6 @@ from prefixkv.memory.mesh import (
 )
 from prefixkv.memory.state_layout import StateLink, check_state_pairs, state_blocks
 from prefixkv.paging import check_unit_range
-from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import (
     GroupDigest,
@@ -42,7 +41,7 @@ from prefixkv.protocol.messages import (
     ProcessLife,
     Topology,
 )
-from prefixkv.staging.cut import LeaseCut
+from prefixkv.staging.leases import LeaseCut
 from prefixkv.staging.receiver import StagingPlan
 from prefixkv.transport.base import PeerMemory
 
@@ -50,13 +49,6 @@ from prefixkv.transport.base import PeerMemory
 def named(error: Exception, option_names: Mapping[str, str]) -> Exception:
     """Return a refusal as the engine's user reads it: with the engine's option for the field."""
     return error.named(option_names) if isinstance(error, HandshakeError) else error
-
-
-def named_end(ended: RoomEnded, option_names: Mapping[str, str]) -> RoomEnded:
-    """Return the end of a room with the engine's option named in a WeightsVersionError."""
-    if not isinstance(ended.error, WeightsVersionError) or not option_names:
-        return ended
-    return msgspec.structs.replace(ended, error=ended.error.named(option_names))
 
 
 def check_pair(

@@ -9,14 +9,19 @@ what it wants done waits for its turn. So nothing calls back into what is still 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
+from itertools import count
 from typing import Any, ClassVar, Generic, TypeVar
 
+import msgspec
+
 from prefixkv.config import ControlConfig
-from prefixkv.control.effects import FrameFailed, FrameReceived, Raised
+from prefixkv.control.effects import FrameFailed, FrameReceived, Raised, SendFrame
 from prefixkv.control.lives import LostPeers, PeerChanges
-from prefixkv.errors import InternalError
+from prefixkv.errors import InternalError, WeightsVersionError
+from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.messages import AnyBody, encode
 from prefixkv.protocol.timers import Timers
 
 Input = TypeVar("Input")
@@ -29,14 +34,19 @@ class ControlInbox(Generic[Input, E]):
     the parts share."""
 
     INPUTS: ClassVar[Takes] = {}  # by type: the method that takes an input
-    INSIDE: ClassVar[Takes] = {}  # the same for what is said inside, effects too
+    INSIDE: ClassVar[Takes] = {}  # the same for what is said inside
+    EFFECTS: ClassVar[Set[type]] = frozenset()  # what goes out as it is
 
-    def __init__(self, me: PeerId, timing: ControlConfig) -> None:
+    def __init__(
+        self, me: PeerId, timing: ControlConfig, option_names: Mapping[str, str] | None = None
+    ) -> None:
         self.me = me
         self.timing = timing
+        self.option_names = option_names or {}  # of the engine, for errors that its user reads
         self.timers: Timers[str | RoomKey] = Timers()  # peers by name or address, rooms by key
         self.news = PeerChanges()
         self.counters: Counter[str] = Counter()
+        self._seq = count(1)  # of this process's frames: one sequence, which grows for each peer
         self._todo: deque[Any] = deque()
         self._out: list[Any] = []
 
@@ -49,6 +59,9 @@ class ControlInbox(Generic[Input, E]):
         self._out = []
         self.say(what)
         while (item := self._next()) is not None:
+            if type(item) in self.EFFECTS:
+                self._out.append(item)
+                continue
             try:
                 takes = self.INPUTS.get(type(item)) or self.INSIDE[type(item)]
                 takes(self, item, now_s)
@@ -74,8 +87,15 @@ class ControlInbox(Generic[Input, E]):
     def say_all(self, items: Iterable[Any]) -> None:
         self._todo.extend(items)
 
-    def _put_out(self, effect: Any, now_s: float) -> None:
-        self._out.append(effect)
+    def send(self, to: str | bytes, body: AnyBody) -> None:
+        """Say a frame, stamped with the next number."""
+        self.say(SendFrame(to, encode(self.me, next(self._seq), body)))
+
+    def _end(self, ended: RoomEnded, now_s: float) -> None:
+        if isinstance(ended.error, WeightsVersionError) and self.option_names:
+            error = ended.error.named(self.option_names)
+            ended = msgspec.structs.replace(ended, error=error)
+        self._out.append(ended)
 
     def _ignore(self, item: Any, now_s: float) -> None:
         """Take an item that means nothing to this side."""

@@ -19,7 +19,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import count
 from types import MappingProxyType
 from typing import Final
 
@@ -29,7 +28,7 @@ from prefixkv.config import ControlConfig
 from prefixkv.control.effects import Examine
 from prefixkv.errors import FormerLifeError, ProtocolError
 from prefixkv.protocol.ids import PeerId
-from prefixkv.protocol.messages import AnyBody, Frame, ProcessLife, encode
+from prefixkv.protocol.messages import Frame, ProcessLife
 
 KEPT: Final = 1000
 PER_NAME = 64
@@ -45,19 +44,7 @@ LostPeers = dict[PeerId, tuple[str, int]]
 """By life: what is wrong with it, and how many pages (on decode) or rooms (on prefill) it holds."""
 
 
-# --- the clock of a connection, the numbers of frames ---------------------------------------------
-
-
-class Stamper:
-    """Numbers and encodes the frames of one process, in one sequence that grows for each peer."""
-
-    def __init__(self, me: PeerId) -> None:
-        self.me = me
-        self._seq = count(1)
-
-    def frame(self, body: AnyBody) -> bytes:
-        """Encode a frame, stamped with the next number."""
-        return encode(self.me, next(self._seq), body)
+# --- the clock of a connection --------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import NamedTuple
 
-from prefixkv.cache.releases import Releases
+from prefixkv.cache.results import Releases
 from prefixkv.decode.inflight import Flight
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CUT_SHORT, DecodeRequest, DecodeState

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from prefixkv.cache.releases import Releases
+from prefixkv.cache.results import Releases
 from prefixkv.decode.ending import Deferred
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CAN_RUN, CUT_SHORT, DecodeRequest, DecodeState

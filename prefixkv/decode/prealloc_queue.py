@@ -12,8 +12,7 @@ import numpy as np
 
 from prefixkv.admission import make_admission
 from prefixkv.cache.checkpoints import Checkpoint
-from prefixkv.cache.releases import Releases
-from prefixkv.cache.results import MatchResult
+from prefixkv.cache.results import MatchResult, Releases
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.ending import Deferred
 from prefixkv.decode.inflight import Flight

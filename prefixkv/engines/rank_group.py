@@ -8,7 +8,8 @@ from logging import Logger
 from typing import TypeVar
 
 from prefixkv import DecodeConfig, KVPool, Mesh, PrefillConfig, StatePool
-from prefixkv.spi import InternalError, MakeTransport, PeerId
+from prefixkv.errors import InternalError
+from prefixkv.spi import MakeTransport, PeerId
 from prefixkv.transfer import DecodeTransfers, PrefillTransfers, RankSpec
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from typing import Final
+from typing import Any, Final
 
 import zmq
 
@@ -28,9 +28,10 @@ from prefixkv.cache.events import Change, Cleared, stored_pages
 from prefixkv.config import KVEventsConfig
 from prefixkv.connections import Newcomers, set_bounds
 from prefixkv.errors import ConfigError
-from prefixkv.kv_events.blocks import BlockEvents
-from prefixkv.kv_events.stream import Batch, EventStream
+from prefixkv.kv_events.stream import Batch, BlockEvents, EventStream
 from prefixkv.protocol.ids import PeerId
+from prefixkv.request import Request
+from prefixkv.runtime.node import Node
 from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.kv_events")
@@ -63,6 +64,27 @@ _COUNTERS = (
 )  # fmt: skip
 
 _Socket = zmq.Socket[bytes]
+
+
+def install(node: Node[Any, Any, Any, Any], config: KVEventsConfig) -> None:
+    """Publish the changes of the node's caches. Raises ConfigError as `KVEventPublisher`."""
+    publisher = KVEventPublisher(
+        config,
+        node.peer_id,
+        node.config.model.model,
+        node.pool.layout.page_size,
+        has_host=node.num_caches > 1,
+        network_is_isolated=node.config.control.network_is_isolated,
+    )
+    node.on_close(publisher.close)
+
+    def check(request: Request) -> None:
+        if request.cacheable:
+            publisher.blocks.check(request.key.namespace)
+
+    node.checks.append(check)
+    node.on_change(*[one for one in (publisher, publisher.host) if one is not None])
+    node.kv_events = publisher
 
 
 class _TierFeed:

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton import knobs
 
 from prefixkv.errors import ConfigError
-from prefixkv.memory.stage_plan import StagePlan
+from prefixkv.memory.staging_area import StagePlan
 
 if TYPE_CHECKING:
     import torch
@@ -99,11 +99,8 @@ class TritonCopy:
     def gather(self, units: Pages, stage: torch.Tensor) -> None:
         self._copy(units, stage, to_stage=True)
 
-    def scatter(self, units: Pages, stage: torch.Tensor) -> None:
-        self._copy(units, stage, to_stage=False)
-
     def scatter_steps(self, units: Pages, stage: torch.Tensor) -> Iterator[None]:
-        self.scatter(units, stage)
+        self._copy(units, stage, to_stage=False)
         return iter(())
 
     def _copy(self, units: Pages, stage: torch.Tensor, to_stage: bool) -> None:

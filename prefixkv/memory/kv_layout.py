@@ -10,14 +10,14 @@ its cost depends on the number of slabs only, never on a value in the message.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Annotated, Final
 
 import msgspec
 
-from prefixkv.errors import ConfigError, PageStateError, check_range, shown
+from prefixkv.errors import ConfigError, check_range, shown
 from prefixkv.paging import MAX_INDEX
 from prefixkv.settings import check_whole
 
@@ -87,10 +87,9 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     keeps of its K and V; opaque only). `slabs` run layer 0 K, layer 0 V, layer 1 K, ... (mla,
     fused: one per layer). `regions` are the registered ranges as (address, bytes); each slab lies
     in one of them. `page_size` is in tokens. `dtype`, `attention` and `order` are plain strings, so
-    that a value unknown here is refused by its name and is not a malformed frame. `num_pages` is 0
-    if a peer did not say; see `sized`. `device` is "cpu" or "cuda:INDEX", with the index that the
-    owner's process knows the GPU by; the owner's staging area and state are there too. A default
-    value is left out of the message.
+    that a value unknown here is refused by its name and is not a malformed frame. `device` is "cpu"
+    or "cuda:INDEX", with the index that the owner's process knows the GPU by; the owner's staging
+    area and state are there too. A default value is left out of the message.
 
     `opaque` is empty if the array [page, token, head, dim] is what it says. Otherwise the pages are
     *opaque*: only the code that wrote their bytes can read them (kernels that pack a block for an
@@ -120,7 +119,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """Layer 0 K, layer 0 V, layer 1 K, ...; mla, fused: one per layer."""
     regions: Regions
     """The registered ranges, as (address, bytes); each slab lies in one of them."""
-    num_pages: int = 0
+    num_pages: int
     """Pages of the pool."""
     device: str = "cpu"
     """Device: "cpu" or "cuda:INDEX", as the owner's process numbers the GPUs; staging area and
@@ -197,63 +196,12 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     def slab(self, layer: int, kv: int) -> Slab:
         """Return the slab of `layer`; `kv` is 0 for K or the latent vector, 1 for V. Raises
         ConfigError."""
-        _check_index("layer", layer, self.num_layers)
-        _check_index("kv", kv, self.slabs_per_layer)
+        for name, number, end in (
+            ("layer", layer, self.num_layers), ("kv", kv, self.slabs_per_layer)
+        ):  # fmt: skip
+            if not isinstance(number, int) or not 0 <= number < end:
+                raise ConfigError(f"{name} is {shown(number)}, must be in [0, {end})")
         return self.slabs[layer * self.slabs_per_layer + kv]
-
-    def address(self, layer: int, kv: int, page: int, token: int = 0, head: int = 0) -> int:
-        """Return the address of the first byte of one head of one token. Raises PageStateError for
-        a page outside the pool, ConfigError for another number out of range."""
-        if not 0 <= page < self.num_pages:
-            raise PageStateError(f"page {page} is not in [0, {self.num_pages})")
-        _check_index("token", token, self.page_size)
-        _check_index("head", head, self.num_kv_heads)
-        slab = self.slab(layer, kv)
-        return (
-            slab.base
-            + page * slab.page_stride
-            + token * slab.token_stride
-            + head * slab.head_stride
-        )
-
-    def sized(self) -> KVLayout:
-        """Return this layout with `num_pages`; if the peer did not say it, the number of pages that
-        fit behind its slabs' bases in their regions.
-
-        That may be more than the peer uses, if a region ends in something else, but never memory
-        that it did not register. Raises ConfigError if not one page fits; `validate` checks the
-        rest.
-        """
-        if self.num_pages:
-            return self
-        # Everything but the number is a peer's word and is checked first, for a single page.
-        msgspec.structs.replace(self, num_pages=1).validate()
-        regions = self._checked_regions()
-        bases = sorted(slab.base for slab in self.slabs)
-        num_pages = min(self._pages_that_fit(slab, regions, bases) for slab in self.slabs)
-        return msgspec.structs.replace(self, num_pages=num_pages)
-
-    def _pages_that_fit(self, slab: Slab, regions: list[tuple[int, int]], bases: list[int]) -> int:
-        step = slab.page_stride
-        inner = self._inner_dims(slab)
-        page_bytes = _extent(inner, self.head_bytes)
-        # Also guards the divisions below: a peer may send a stride of 0.
-        if step < self.head_bytes:
-            raise ConfigError(
-                f"a page stride of {step} leaves no room for pages, must be at least "
-                f"{self.head_bytes}"
-            )
-        # 1. Up to the end of the region.
-        region, region_bytes = regions[_region_at(regions, slab.base)]
-        fits = [(region + region_bytes - slab.base - page_bytes) // step + 1]
-        # 2. If the stride of a token or head is wider than a page's, all pages lie inside it.
-        fits += [stride // step for _, stride in inner if stride >= step]
-        # 3. Up to the next slab. One that begins within the first page stride interleaves with this
-        # one, so it is no bound.
-        following = bisect_left(bases, slab.base + step)
-        if following < len(bases) and not any(stride >= step for _, stride in inner):
-            fits.append((bases[following] - slab.base - page_bytes) // step + 1)
-        return min(fits)
 
     # --- laws -------------------------------------------------------------------------------------
 
@@ -464,11 +412,6 @@ def _check_interleaved(group: list[tuple[int, int, int]], dims: _Dims, element_b
                 f"slabs {a} and {b} overlap: at {first:#x} and {last:#x}, {extent} bytes each"
             )
         _check_interleaved(cluster, inner, element_bytes)
-
-
-def _check_index(name: str, value: int, end: int) -> None:
-    if not isinstance(value, int) or not 0 <= value < end:
-        raise ConfigError(f"{name} is {shown(value)}, must be in [0, {end})")
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

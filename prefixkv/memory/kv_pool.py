@@ -1,7 +1,8 @@
 """KV pools: torch tensors that hold KV, with the layout that describes them.
 
 `KVPool.create` owns its memory; `KVPool.from_tensors` wraps an engine's own, strided, and keeps it
-alive. A pool knows nothing of page states; the allocator does.
+alive. A pool knows nothing of page states; the allocator does. A `StagingBuffer` is a rank's
+staging memory: slots on prefill, the area of leases on decode.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from prefixkv.errors import CapacityError, ConfigError, shown
-from prefixkv.memory.axes import AxisNames, as_slabs
+from prefixkv.memory.axes import AxisNames, TensorLike, as_slabs, as_tensor
 from prefixkv.memory.kv_layout import (
     ADDRESS_END,
     SLABS_PER_LAYER,
@@ -28,8 +29,7 @@ from prefixkv.memory.kv_layout import (
     clusters,
 )
 from prefixkv.memory.shared import shared_bytes
-from prefixkv.memory.staging_area import BLOCK_BYTES, whole_blocks
-from prefixkv.memory.tensors import TensorLike, as_tensor
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea, whole_blocks
 from prefixkv.paging import MAX_INDEX, PageIds, as_pages, check_in_pool
 from prefixkv.settings import check_flag, check_kind, check_whole
 
@@ -446,3 +446,33 @@ def _as_words(layout: KVLayout, slabs: Sequence[torch.Tensor]) -> tuple[torch.Te
         ]
     word = next(dtype for size, dtype in _WORDS if all(step % size == 0 for step in steps))
     return tuple(slab.view(torch.uint8).view(word) for slab in slabs)
+
+
+class StagingBuffer:
+    """Zeros on the pool's device, from a multiple of BLOCK_BYTES on. The transport registers it,
+    the copies write it.
+
+    `area` describes it for peers. On prefill its lease_bytes are those of a slot.
+    """
+
+    def __init__(
+        self, num_bytes: int, lease_bytes: int, device: str = "cpu", shared: bool = False
+    ) -> None:
+        """Make the memory; `shared` as for `KVPool.create`. Raises ConfigError for sizes that no
+        StagingArea has, CapacityError for too little memory."""
+        # The sizes are checked before memory is taken; the address is not known yet.
+        StagingArea(BLOCK_BYTES, num_bytes, lease_bytes).validate()
+        (self._memory,) = make_zeros((num_bytes,), "uint8", device, shared)
+        self.area = StagingArea(self._memory.data_ptr(), num_bytes, lease_bytes)
+
+    @property
+    def device(self) -> str:
+        return str(self._memory.device)
+
+    def slice(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Return a view, uint8 [num_bytes]. Raises ConfigError if it is not inside."""
+        if offset < 0 or num_bytes < 0 or offset + num_bytes > self.area.num_bytes:
+            raise ConfigError(
+                f"bytes {offset} to {offset + num_bytes} of a staging area of {self.area.num_bytes}"
+            )
+        return self._memory[offset : offset + num_bytes]

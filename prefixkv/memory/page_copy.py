@@ -22,8 +22,8 @@ from msgspec import structs
 from prefixkv.errors import ConfigError, PageStateError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard
-from prefixkv.memory.stage_copy import StagingCopy, staging_copy
-from prefixkv.memory.stage_plan import StagePlan
+from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
+from prefixkv.memory.staging_area import StagePlan
 from prefixkv.paging import Pages, checked_pages
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class StagedPageCopy:
         for some, memory in self._ends.host.stretches(host):
             rows[some].view(-1).copy_(memory, non_blocking=True)
         for part in self._parts:
-            part.copy.scatter(device, part.staged(rows))
+            scatter_together([(part.copy, part.staged(rows))], device)
 
     def write(self, host_pages: Pages, device_pages: Pages) -> None:
         host, device = self._ends.checked(host_pages, device_pages)
@@ -234,11 +234,11 @@ def _layout_runs(layout: KVLayout) -> tuple[Int64s, Int64s, Int64s]:
     bases = np.array([slab.base for slab in plan.slabs], np.int64)
     starts = (bases[:, None] + plan.row_offsets).ravel()
     steps = np.repeat(plan.strides[:, 0], plan.row_offsets.shape[1])
-    # In the order of addresses, rows that touch become one run, if they do so in every page.
-    order = np.lexsort((starts, steps))
+    # In the order of addresses, rows that touch become one run. They touch in every page: slabs
+    # that interleave have equal strides, which `StagePlan` has checked.
+    order = np.argsort(starts)
     starts, steps = starts[order], steps[order]
-    apart = (np.diff(starts) != plan.row_bytes) | (np.diff(steps) != 0)
-    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    first = np.concatenate(([0], np.flatnonzero(np.diff(starts) != plan.row_bytes) + 1))
     lengths = np.diff(first, append=len(starts)) * plan.row_bytes
     return starts[first], steps[first], lengths
 

@@ -21,8 +21,7 @@ import numpy.typing as npt
 from prefixkv.errors import ConfigError
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.mesh import Shard
-from prefixkv.memory.stage_parts import stage_parts, stage_unit_bytes
-from prefixkv.memory.stage_plan import StagePlan
+from prefixkv.memory.staging_area import StagePlan, stage_parts, stage_unit_bytes
 from prefixkv.paging import Pages
 
 if TYPE_CHECKING:
@@ -53,14 +52,10 @@ class StagingCopy(Protocol):
         """
         ...
 
-    def scatter(self, units: Pages, stage: torch.Tensor) -> None:
-        """Copy `stage` into these unit pages, each named once; the inverse of `gather`."""
-        ...
-
     def scatter_steps(self, units: Pages, stage: torch.Tensor) -> Iterator[None]:
-        """Scatter in small steps, as the result is iterated over, in the order of the stage. The
-        arguments are checked at once. A copy that only queues its work may do so at once, and
-        return no steps."""
+        """Copy `stage` into these unit pages, each named once: the inverse of `gather`, in small
+        steps, as the result is iterated over, in the order of the stage. The arguments are checked
+        at once. A copy that only queues its work may do so at once, and return no steps."""
         ...
 
 
@@ -116,9 +111,6 @@ class JoinedCopy:
     def gather(self, units: Pages, stage: torch.Tensor) -> None:
         for copy, part in self._split(units, stage):
             copy.gather(units, part)
-
-    def scatter(self, units: Pages, stage: torch.Tensor) -> None:
-        scatter_together([(self, stage)], units)
 
     def scatter_steps(self, units: Pages, stage: torch.Tensor) -> Iterator[None]:
         # A list: all parts are checked before any is copied.
@@ -222,9 +214,6 @@ class CpuCopy:
             else:
                 # Of overlapping rows `take` would first copy all, to have them apart.
                 staged[part] = group.rows[index]
-
-    def scatter(self, units: Pages, stage: torch.Tensor) -> None:
-        scatter_together([(self, stage)], units)
 
     def scatter_steps(self, units: Pages, stage: torch.Tensor) -> Iterator[None]:
         units = self._plan.checked(units, stage, "cpu")

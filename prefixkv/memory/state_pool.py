@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from prefixkv.errors import ConfigError
+from prefixkv.memory.axes import TensorLike, as_tensors
 from prefixkv.memory.kv_pool import checked_regions, make_zeros, storages
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateEntry, StateLayout, StateTensor
-from prefixkv.memory.tensors import TensorLike, as_tensors
 from prefixkv.paging import MAX_INDEX
 from prefixkv.settings import check_flag, check_kind, check_whole
 

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from prefixkv.cache.checkpoints import Checkpoints
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY, Policy
+from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.node import PAGE_ID_BYTES, Root
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
@@ -98,7 +98,7 @@ class PageManager:
         max_requests: int,
         max_pages_per_request: int | None = None,
         caching: bool = True,
-        policy: str | Policy = DEFAULT_POLICY,
+        policy: str | Policy = "",
         evict_reserve_pages: int = 0,
         num_slots: int = 0,
         reserved_pages: int = 0,
@@ -409,7 +409,7 @@ class PageManager:
             on_cached()
         # Before `drop`, which ends the lock that says where the use ended.
         if continues is not None and pages.lock is not None and pages.epoch == self.epoch:
-            self.cache.hint(pages.lock.node, continues=continues)
+            self.cache.hint(pages.lock, continues)
         self.drop(pages)
 
     def _can_cache(self, pages: RequestPages) -> bool:

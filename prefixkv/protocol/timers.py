@@ -51,10 +51,14 @@ class Timers(Generic[K]):
     def due(self, now_s: float) -> list[K]:
         """Return the keys that are due, each once. A key has to ask again for another wake-up."""
         keys = []
-        while self._heap and (self._heap[0][0] <= now_s or self._stale()):
-            when_s, _, key = heapq.heappop(self._heap)
-            # Else stale: forgotten, or moved to an earlier time that has its own entry.
-            if self._wake_s.get(key) == when_s:
+        while self._heap:
+            when_s, _, key = self._heap[0]
+            # Stale: forgotten, or moved to an earlier time that has its own entry.
+            is_stale = self._wake_s.get(key) != when_s
+            if when_s > now_s and not is_stale:
+                break
+            heapq.heappop(self._heap)
+            if not is_stale:
                 del self._wake_s[key]
                 keys.append(key)
         return keys
@@ -83,10 +87,6 @@ class Timers(Generic[K]):
             if self._wake_s.get(entry[2]) == entry[0]:
                 first.setdefault(entry[2], entry)
         self._heap = list(first.values())  # sorted, so a heap
-
-    def _stale(self) -> bool:
-        when_s, _, key = self._heap[0]
-        return self._wake_s.get(key) != when_s
 
     def __len__(self) -> int:
         return len(self._wake_s)

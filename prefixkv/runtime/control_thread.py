@@ -18,9 +18,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Generic, NamedTuple, Protocol, TypeVar, assert_never
+from typing import Generic, NamedTuple, Protocol, TypeVar, assert_never, cast
 
-from prefixkv.config import Way
+from prefixkv.config import ControlConfig, Way
 from prefixkv.control.effects import (
     AddPeer,
     AgentDestroyed,
@@ -28,10 +28,12 @@ from prefixkv.control.effects import (
     Connect,
     ConnectFailed,
     CopyDone,
+    DecodeEffect,
     Disconnect,
     Examine,
     Expect,
     FrameReceived,
+    PrefillEffect,
     Raised,
     Reached,
     RemovePeer,
@@ -46,9 +48,10 @@ from prefixkv.control.lives import LostPeers, PeerChanges
 from prefixkv.errors import ClosedError, ConfigError, InternalError
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.host_copy import HostCopyDone
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime.channel import DealerChannel
 from prefixkv.runtime.copies import CopySink, StagingCopies
-from prefixkv.runtime.death import Prover
 from prefixkv.runtime.logs import PeerLog
 from prefixkv.staging.receiver import Scatter, StagingReceiver
 from prefixkv.staging.sender import Gather, StagingSender
@@ -64,25 +67,7 @@ _RETRY_PAUSE_S = 0.01  # pause after a step that failed as a whole, lest it fail
 Common = TransportEvent | CopyDone | ConnectFailed | Reached | Unreached | Tick | AgentDestroyed
 """Inputs of either side's control object, besides commands and frames."""
 
-Act = (
-    SendFrame[To]
-    | Connect
-    | Disconnect
-    | Expect
-    | Settle
-    | Examine
-    | AddPeer
-    | RemovePeer
-    | WriteJob
-    | Cancel
-    | Renew
-    | Gather
-    | Scatter
-    | Raised
-)
-"""Effects of either side's control object, besides events."""
-
-Effect = Act[To] | RoomEvent
+Effect = DecodeEffect | PrefillEffect
 
 Command_contra = TypeVar("Command_contra", contravariant=True)
 Command = TypeVar("Command")
@@ -99,7 +84,7 @@ class Control(Protocol[Command_contra, To]):
 
     def on(
         self, what: Command_contra | FrameReceived[To] | Common, now_s: float
-    ) -> Sequence[Effect[To]]: ...
+    ) -> Sequence[Effect]: ...
 
     @property
     def wake_s(self) -> float: ...
@@ -122,6 +107,30 @@ class Channel(Protocol[To]):
     def send(self, to: To, raw: bytes) -> None: ...
 
     def close(self, linger_s: float = 0.0) -> None: ...
+
+
+class Prover:
+    """Where nothing proves deaths: the fence of a peer is the caller's word alone.
+
+    A part that looks at processes overrides these; `Transfers.prover` makes it.
+    """
+
+    def __init__(
+        self, name: str, timing: ControlConfig, is_written_to: bool, tell: Callable[[PeerId], None]
+    ) -> None:
+        """`tell` takes each peer that is dead and has nothing on its way here. `is_written_to`:
+        peers write into memory of this process."""
+
+    @property
+    def life(self) -> ProcessLife | None:
+        """Identity of this process for Hello, None if it is not said."""
+        return None
+
+    def submit(self, peer: PeerId, life: ProcessLife) -> None:
+        """Have a peer's process looked at soon. No-op while that is under way."""
+
+    def close(self, *, ended: bool = True) -> None:
+        """Let the identity go, if writes have `ended`. Idempotent."""
 
 
 class ControlFailed(NamedTuple):
@@ -289,17 +298,14 @@ class ControlThread(Generic[Command, To]):
         except Exception as error:
             self._failed(error)
 
-    def _carry_out(self, effects: Sequence[Effect[To]]) -> None:
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
         """Events for the scheduler first, then the others in order."""
         # First what the scheduler waits for: a send wakes zmq's own thread and may cost 0.2 ms, and
         # nothing that the scheduler does depends on it.
-        rest: list[Act[To]] = []
         for effect in effects:
             if isinstance(effect, RoomEvent):
                 self.events.put(effect)
-            else:
-                rest.append(effect)
-        for effect in rest:
+        for effect in effects:
             try:
                 self._do(effect)
             except Exception as error:
@@ -309,12 +315,14 @@ class ControlThread(Generic[Command, To]):
         self.num_errors += 1
         self.events.put(ControlFailed(error))
 
-    def _do(self, effect: Act[To]) -> None:
+    def _do(self, effect: Effect) -> None:
+        if isinstance(effect, RoomEvent):
+            return  # the scheduler's
         # Sockets, transport, copy threads and prover carry them out. No call here waits for
         # that; the result is an input later.
         match effect:
             case SendFrame():
-                self.channel.send(effect.to, effect.raw)
+                self.channel.send(cast(To, effect.to), effect.raw)
             case Raised(error, source):
                 # A frame is a peer's word: its exception ends a room. All else is our own defect.
                 if source is None:

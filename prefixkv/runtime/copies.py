@@ -20,9 +20,9 @@ from typing import Any, Final, Protocol
 from prefixkv.control.effects import AddPeer, CopyDone
 from prefixkv.errors import ClosedError, ConfigError
 from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.kv_pool import StagingBuffer
 from prefixkv.memory.mesh import Shard
 from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
-from prefixkv.memory.staging_buffer import StagingBuffer
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import DeviceEvent
 from prefixkv.staging.receiver import Scatter

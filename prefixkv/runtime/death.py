@@ -32,6 +32,7 @@ from typing import Final, NamedTuple
 from prefixkv.config import ControlConfig
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import ProcessLife
+from prefixkv.runtime.control_thread import Prover
 
 _log = logging.getLogger("prefixkv.control")
 
@@ -217,11 +218,10 @@ def _began(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[19])
 
 
-class Prover:
+class ProverThread(Prover):
     """The thread that proves deaths. `submit` and `close` are the control thread's.
 
-    `tell` is called from the prover's own thread, for each peer that is dead and has nothing on its
-    way here. `is_written_to`: peers write into memory of this process.
+    `tell` is called from the prover's own thread.
     """
 
     def __init__(self, name: str, timing: ControlConfig, is_written_to: bool, tell: Prove) -> None:

@@ -6,7 +6,6 @@ own threads (control, transport) are started here and joined by `close`.
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 
 from prefixkv.config import DecodeConfig
@@ -23,16 +22,14 @@ from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.commands import DecodeCommand
 from prefixkv.protocol.events import DecodeEvent
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import DeviceEvent, check_event
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.host_copies import HostMemory
-from prefixkv.runtime.node import COUNTERS, Node
+from prefixkv.runtime.node import COUNTERS, Node, Ranks
 from prefixkv.runtime.rank_spec import (
     RankSpec,
     checked_config,
 )
-from prefixkv.runtime.record import Recorder
 from prefixkv.runtime.transfers import MakeTransport, secret_number
 from prefixkv.settings import check_callable
 
@@ -77,7 +74,6 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
     side = "decode"
     config: DecodeConfig
     transfers: DecodeTransfers
-    _recorder: Recorder | None = None
     _host: HostMemory | None = None
     _counters = _COUNTERS
 
@@ -85,7 +81,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         self,
         pool: KVPool,
         config: DecodeConfig | None = None,
-        ranks: RankLog | None = None,
+        ranks: Ranks | None = None,
         mesh: Mesh | None = None,
         state: StatePool | None = None,
         transport: MakeTransport | None = None,
@@ -113,11 +109,13 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         with ExitStack() as undo:
             if config.host_memory is not None:
                 self._host = memory = HostMemory(pool, config.host_memory, config.name)
+                # Copies that run end before `close` does: the caller may give the pool back then.
+                self.on_close(memory.close)
                 undo.callback(memory.close)
                 policy = config.host_memory.policy or config.policy
                 host = HostPages(memory.num_pages, policy, lambda: memory.ready_pages)
             settings = config.for_page_manager(layout.num_pages, spec.num_slots)
-            pages = self._make_pages(spec, settings, 0 if host is None else host.num_pages)
+            pages = self._make_pages(spec, settings)
             undo.callback(pages.cache.policy.release)
             share_pages = config.prefill_share * layout.num_pages
             sources = Sources(
@@ -133,36 +131,9 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
             if self._host is not None:
                 self._host.start(self.transfers.thread.events.put)
             undo.callback(self.close)
-            self._lead(spec)
+            self._lead(spec, 0 if host is None else host.num_pages)
             self._observe(decode_journal.timeline)
-            self._recorder = self._record(config, pool.layout.kv_bytes_per_token * num_ranks)
-            self._publish_events(config)
             undo.pop_all()
-
-    def _record(self, config: DecodeConfig, bytes_per_token: int) -> Recorder | None:
-        if config.record is None:
-            return None
-        page_size, now_s = self.pool.layout.page_size, time.monotonic()
-        recorder = Recorder(config, page_size, bytes_per_token, now_s)
-        log = self._request_log
-
-        def ended(req: DecodeRequest, now_s: float) -> None:
-            recorder.ended(req, now_s)
-            log(req, now_s)
-
-        self.journal.on_ended = ended
-        return recorder
-
-    def close(self) -> None:
-        """Close the node, its recorder last: that writes what waits. See `Node.close`."""
-        try:
-            super().close()
-        finally:
-            # Copies that run end first: the caller may give the pool back when this returns.
-            if self._host is not None:
-                self._host.close()
-            if self._recorder is not None:
-                self._recorder.close()
 
     def stats(self) -> dict[str, int]:
         """Return the counters of every node, and of decode alone:
@@ -203,8 +174,6 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
           number. A few after aborts are usual.
         """
         stats = super().stats()
-        if (recorder := self._recorder) is not None:
-            stats |= {"recorded": recorder.recorded, "record_lost": recorder.lost}
         host, points = self.host, self.points
         stats |= {
             "cut_tokens": 0 if points is None else points.cut_tokens,
@@ -228,7 +197,7 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         """
         check_event("after", after)
         now_s = self._pump()
-        self._leader.fence(rank, now_s, lambda error: self.end_all(error, now_s, after))
+        self.leader.fence(rank, now_s, lambda error: self.end_all(error, now_s, after))
         self._tell()
 
     def peers(self) -> dict[str, tuple[PeerId | None, str]]:

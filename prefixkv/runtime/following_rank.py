@@ -13,16 +13,36 @@ from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.leader import pack_rank_events
-from prefixkv.ranks.row_log import RowFollower
+from prefixkv.ranks.leader import RankLeader, pack_rank_events
+from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import DeviceEvent, check_event
 from prefixkv.runtime.decode_transfers import DecodeTransfers
 from prefixkv.runtime.host_copies import HostMemory
+from prefixkv.runtime.node import Node
 from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.runtime.transfers import Transfers
 from prefixkv.settings import check_kind
+
+
+def _sizes(spec: RankSpec, side: str, max_running: int, host_pages: int) -> RankSizes:
+    """Return what all ranks of a worker have alike."""
+    num_pages, page_size = spec.layout.num_pages, spec.layout.page_size
+    pages = num_pages, page_size, max_running, spec.num_slots, host_pages
+    return RankSizes(side, *pages, tuple(spec.windows))
+
+
+def check_log(log: object) -> None:
+    """Raise ConfigError for what is no log of rank 0's, `ranks=` of a node."""
+    check_kind("ranks", log, RankLog)
+
+
+def lead(node: Node[Any, Any, Any, Any], spec: RankSpec, log: RankLog, host_pages: int) -> None:
+    """Have a node lead the ranks that follow its log."""
+    log.sizes = _sizes(spec, node.side, node.config.max_running, host_pages)
+    submit, num_ranks = node.transfers.submit, spec.mesh.num_ranks
+    node.leader = RankLeader(node.side, num_ranks, log, submit, node.hear)
 
 
 class FollowingRank(OneThread, RowFollower):
@@ -40,7 +60,7 @@ class FollowingRank(OneThread, RowFollower):
         spec.check_own_memory()
         self.pool, self.state, self.rank = spec.pool, spec.state, spec.rank
         host_pages = 0 if self._host is None else self._host.num_pages
-        RowFollower.__init__(self, spec.sizes(self.side, config.max_running, host_pages))
+        RowFollower.__init__(self, _sizes(spec, self.side, config.max_running, host_pages))
         self._num_messages = 0  # counts batches of events, so that rank 0 notices a missing one
 
     @property

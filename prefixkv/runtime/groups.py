@@ -64,7 +64,7 @@ class _Group(Node[Req, Command, To, E]):
     def _pump(self) -> float:
         now_s = super()._pump()
         for other in self.others:
-            self._leader.on_rank_events(other.take_rank_events(), now_s)
+            self.leader.on_rank_events(other.take_rank_events(), now_s)
         self._tell()
         return now_s
 
@@ -202,10 +202,6 @@ class PrefillGroup(_Group[PrefillRequest, PrefillCommand, bytes, PrefillEvent], 
             undo.callback(super().close)
             self._join(others)
             undo.pop_all()
-
-    @property
-    def num_ranks(self) -> int:
-        return 1 + len(self.others)
 
     def send_chunk(
         self, req: PrefillRequest, end: int, last: bool = False, aux: bytes = b"",

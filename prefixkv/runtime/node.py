@@ -6,15 +6,15 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from contextlib import ExitStack
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from prefixkv.cache.events import EventBatch
-from prefixkv.config import DecodeConfig, PageSettings, PrefillConfig
+from prefixkv.cache.events import EventBatch, EventFeed, Listener
+from prefixkv.config import DecodeConfig, PageSettings, PrefillConfig, organs_of
 from prefixkv.control.effects import To
 from prefixkv.errors import CallerError, ConfigError, InternalError, shown
-from prefixkv.kv_events.publisher import KVEventPublisher
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_pool import StatePool
@@ -22,26 +22,72 @@ from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import Command, PagedScheduler, Req
 from prefixkv.protocol.commands import Fence
 from prefixkv.protocol.events import RoomEvent
+from prefixkv.protocol.host_copy import HostCopy
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.leader import RankLeader
-from prefixkv.ranks.row_log import LoggedRequest, RankLog
 from prefixkv.request import Request
 from prefixkv.runtime.logs import RequestLog
 from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.runtime.transfers import Transfers, peer_id
-from prefixkv.settings import at_least, check_flag, check_kind, check_timeout
+from prefixkv.settings import at_least, check_flag, check_timeout
 from prefixkv.stats import Histogram
 
 _log = logging.getLogger("prefixkv.cache")
 
 Config: TypeAlias = DecodeConfig | PrefillConfig
+Told = TypeVar("Told", contravariant=True)
 E = TypeVar("E", bound=RoomEvent)  # events of rooms, for the scheduler
 
 COUNTERS = (
     "aborts_of_unknown", "control_errors", "failed", "frames_dropped", "frames_failed",
     "handshakes_refused", "peers_proved_dead", "peers_unreachable", "prompt_tokens",
 )  # fmt: skip
+
+
+class Ranks(Protocol):
+    """`ranks=` of a node: what it says to the other ranks of its worker, a RankLog."""
+
+    def take(self, pages: PageManager, requests: Iterable[Any]) -> bytes: ...
+
+    def has_news(self, pages: PageManager) -> bool: ...
+
+    def copy(self, order: HostCopy) -> None: ...
+
+
+class Leader(Protocol[Told]):
+    """Link between a scheduler and the control objects of all ranks of its worker."""
+
+    def command(self, command: Told) -> None: ...
+
+    def on(self, rank: int, event: Any, now_s: float) -> None: ...
+
+    def on_rank_events(self, raw: bytes, now_s: float) -> None: ...
+
+    def awaited(self) -> dict[int, int]: ...
+
+    def fence(self, rank: int, now_s: float, end_all: Callable[[Exception], None]) -> None: ...
+
+
+class OneRank(Generic[Command]):
+    """The leader of a worker of one rank."""
+
+    def __init__(
+        self, submit: Callable[[Command], None], hear: Callable[[Any, float], None]
+    ) -> None:
+        self.command, self._hear = submit, hear
+
+    def on(self, rank: int, event: Any, now_s: float) -> None:
+        self._hear(event, now_s)
+
+    def on_rank_events(self, raw: bytes, now_s: float) -> None:
+        if raw != b"":
+            raise CallerError("events of another rank, and this worker has only one")
+
+    def awaited(self) -> dict[int, int]:
+        return {}
+
+    def fence(self, rank: int, now_s: float, end_all: Callable[[Exception], None]) -> None:
+        raise CallerError(f"rank is {shown(rank)}: this worker has only one rank")
 
 
 class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]):
@@ -57,32 +103,42 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
     transfers: Transfers[Command, To, E]
     peer_id: PeerId
     evictions: Histogram  # seconds that making room took
-    kv_events: KVEventPublisher | None = None
-    _logged: Iterable[LoggedRequest] = ()  # prefill's requests
+    kv_events: Any = None  # the publisher of cache events, if there is one
+    # By setting, what puts in the part of a node that the setting asks for (`assembly.py`).
+    installers: ClassVar[dict[str, Callable[[Any, Any], None]]] = {}
+    # The same for `ranks=`: the check of it, and what makes this rank 0 of several.
+    lead: ClassVar[tuple[Callable[[object], None], Callable[..., None]] | None] = None
+    leader: Leader[Any]
+    _logged: Iterable[Any] = ()  # prefill's requests
     _command: Callable[[Command | Fence], None]  # to the control objects of all ranks
     # Keys that `stats` has from the start, at 0.
     _counters: tuple[str, ...]
 
     def _spec(
         self, pool: KVPool, config: Config, mesh: Mesh | None, state: StatePool | None,
-        ranks: RankLog | None,
+        ranks: Ranks | None,
     ) -> RankSpec:  # fmt: skip
         """Remember these; raise ConfigError for what does not fit together."""
         self.pool, self.state, self.config, self._ranks = pool, state, config, ranks
+        self._closing = ExitStack()
+        self.checks: list[Callable[[Request], object]] = []  # of a request that is added
+        self.more_stats: list[Callable[[], dict[str, int]]] = []
+        self._heard: list[EventFeed] = []
         spec = RankSpec(pool, mesh, state=state)
+        self.num_ranks = spec.mesh.num_ranks
         if ranks is not None:
-            check_kind("ranks", ranks, RankLog)
+            if self.lead is None:
+                raise ConfigError("ranks: this installation has no part for several")
+            self.lead[0](ranks)
         elif spec.mesh.num_ranks > 1:
             raise ConfigError(f"a mesh of {spec.mesh.num_ranks} ranks needs a RankLog")
         spec.check_own_memory()
         return spec
 
-    def _make_pages(self, spec: RankSpec, settings: PageSettings, host_pages: int) -> PageManager:
+    def _make_pages(self, spec: RankSpec, settings: PageSettings) -> PageManager:
         """Return the pages of the pool; their policy is released if this fails."""
-        layout, max_running = spec.layout, self.config.max_running
-        if self._ranks is not None:
-            self._ranks.sizes = spec.sizes(self.side, max_running, host_pages)
-        sizes = layout.num_pages, layout.page_size, max_running
+        layout = spec.layout
+        sizes = layout.num_pages, layout.page_size, self.config.max_running
         pages = PageManager(*sizes, **settings, windows=spec.windows)
         try:
             _check_windows(pages, layout.page_size)
@@ -97,10 +153,15 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         self._request_log = RequestLog(
             self.peer_id, lambda req: timeline(req, layout.page_bytes, layout.page_size)
         )
-        self.journal.on_ended = self._request_log
+        self.journal.on_ended.append(self._request_log)
         # A scheduler by itself, and pages, have no clock.
         pages.clock, self.evictions = time.perf_counter, pages.evictions
         self._feeds = self.feeds(self.peer_id)
+        # Last of all, what the config asks for besides.
+        for setting, value in organs_of(self.config):
+            if setting not in self.installers:
+                raise ConfigError(f"{setting}: this installation has no part for it")
+            self.installers[setting](self, value)
 
     def on_ended(self, listener: Callable[[dict[str, Any], float], object]) -> None:
         """Have the node call `listener(record, arrived_s)` for each request that ends from now on.
@@ -114,37 +175,31 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
             raise CallerError(f"{shown(listener)} cannot be called")
         self._request_log.listeners.append(listener)
 
-    def _publish_events(self, config: Config) -> None:
-        """Called last of all in a node's constructor. Raises ConfigError."""
-        if config.kv_events is None:
-            return
-        self.kv_events = KVEventPublisher(
-            config.kv_events,
-            self.peer_id,
-            config.model.model,
-            self.pool.layout.page_size,
-            has_host=len(self._feeds) > 1,
-            network_is_isolated=config.control.network_is_isolated,
-        )
-        for feed, listener in zip(self._feeds, (self.kv_events, self.kv_events.host), strict=False):
-            if listener is not None:
-                feed.listen(listener)
+    def on_change(self, *listeners: Listener) -> None:
+        """Hand the changes of each cache to a listener: of the pages, then of those behind them."""
+        self._heard = self._feeds
+        for feed, listener in zip(self._feeds, listeners, strict=True):
+            feed.listen(listener)
 
-    def _pass_on_events(self) -> None:
-        for feed in self._feeds:
-            feed.pass_on()
+    @property
+    def num_caches(self) -> int:
+        return len(self._feeds)
+
+    def on_close(self, close: Callable[[], object]) -> None:
+        """Call `close` once the transfer side has closed; what came last is called first."""
+        self._closing.callback(close)
 
     def _check_new(self, request: Request, num_pages: int, needs: str) -> None:
-        if self.kv_events is not None and request.cacheable:
-            self.kv_events.blocks.check(request.key.namespace)
+        for check in self.checks:
+            check(request)
         super()._check_new(request, num_pages, needs)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a `pop_*` may have something, at most `timeout_s`. Returns whether."""
         check_timeout(timeout_s)
         self._check_open()
-        if self.kv_events is not None:
-            self._pass_on_events()
+        for feed in self._heard:
+            feed.pass_on()
         if self.has_results:
             return True
         left_s = self.wake_s - time.monotonic()
@@ -273,7 +328,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         self._pump()
         page_manager, states = self.pages, self.pages.allocator.counts()
         slots, points = page_manager.slots, page_manager.checkpoints
-        return {
+        stats = {
             **dict.fromkeys(self._counters, 0),
             **self.counters,
             **self.transfers.stats(),
@@ -291,6 +346,9 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
             "checkpoint_slots": 0 if points is None else points.num_slots,
             "checkpoints_evicted": 0 if points is None else points.evicted,
         }
+        for more in self.more_stats:
+            stats |= more()
+        return stats
 
     def close(self) -> None:
         """Destroy the transport's agent, tell the peers, join every thread. Idempotent.
@@ -302,15 +360,14 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         try:
             self.transfers.close()
         finally:
-            if self.kv_events is not None:
-                self.kv_events.close()
+            self._closing.close()
 
     def _pump(self) -> float:
         """Take in what the control thread has to say; return the time. Every call of the engine
         begins with this. Raises InternalError for an exception there, with all events taken in."""
         now_s = time.monotonic()
-        if self.kv_events is not None:
-            self._pass_on_events()
+        for feed in self._heard:
+            feed.pass_on()
         if not self.transfers.pending:  # the usual case: nothing has come
             self._check_open()
             return now_s
@@ -333,8 +390,8 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         if self.has_results:
             # 2. The engine's poller comes back for what only a `pop_*` takes.
             self.transfers.notify()
-        if self.kv_events is not None:
-            self._pass_on_events()
+        for feed in self._heard:
+            feed.pass_on()
 
     def _check_open(self) -> None:
         self.transfers.check_open()
@@ -345,18 +402,18 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         self._check_open()
         self._command(Fence(peer_id(peer, incarnation)))
 
-    def _lead(self, spec: RankSpec) -> None:
-        self.peer_id, submit = self.transfers.peer_id, self.transfers.submit
-        self._leader: RankLeader[Any] = RankLeader(
-            self.side, spec.mesh.num_ranks, self._ranks, submit, self.hear
-        )
-        self._command = self._leader.command
+    def _lead(self, spec: RankSpec, host_pages: int = 0) -> None:
+        self.peer_id = self.transfers.peer_id
+        self.leader = OneRank(self.transfers.submit, self.hear)
+        if self._ranks is not None and self.lead is not None:
+            self.lead[1](self, spec, self._ranks, host_pages)
+        self._command = self.leader.command
 
     def _take(self, event: E, now_s: float) -> None:
-        self._leader.on(0, event, now_s)
+        self.leader.on(0, event, now_s)
 
     @property
-    def _log(self) -> RankLog:
+    def _log(self) -> Ranks:
         if self._ranks is None:
             raise CallerError("this node was built without ranks=RankLog()")
         return self._ranks
@@ -371,13 +428,13 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         """Take the events of another rank of this worker (its `take_rank_events`); b"" is nothing.
         Raises CallerError if a batch of this rank is missing or doubled: each has to come, in
         order."""
-        self._leader.on_rank_events(raw, self._pump())
+        self.leader.on_rank_events(raw, self._pump())
         self._tell()
 
     def awaited_ranks(self) -> dict[int, int]:
         """Return, by rank, how many rooms wait for what it alone has not said. A rank that stays
         there is dead (`fence_rank`), or a peer that it sends to or gets from (its `lost_peers`)."""
-        return self._leader.awaited()
+        return self.leader.awaited()
 
 
 def _check_windows(pages: PageManager, page_size: int) -> None:

@@ -21,8 +21,7 @@ from prefixkv.prefill.scheduler import PrefillScheduler
 from prefixkv.protocol.commands import PrefillCommand
 from prefixkv.protocol.events import PrefillEvent
 from prefixkv.protocol.ids import PeerId
-from prefixkv.ranks.row_log import RankLog
-from prefixkv.runtime.node import COUNTERS, Node
+from prefixkv.runtime.node import COUNTERS, Node, Ranks
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
 from prefixkv.runtime.rank_spec import (
     RankSpec,
@@ -79,7 +78,7 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
         state: StatePool | None = None,
         usable_prefix: UsablePrefix | None = None,
         transport: MakeTransport | None = None,
-        ranks: RankLog | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         # The same order as in `DecodeNode`: refuse, build, start threads, observe.
         config = checked_config(config, PrefillConfig)
@@ -92,7 +91,7 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
             "reserved_pages": check_reserved(config.reserved_pages, pool.layout.num_pages),
             "num_checkpoints": config.checkpoints,
         }
-        pages = self._make_pages(spec, settings, 0)
+        pages = self._make_pages(spec, settings)
         num_slots = max(0, spec.num_slots - config.checkpoints)
         with ExitStack() as undo:
             undo.callback(pages.cache.policy.release)  # the next node may have it
@@ -102,7 +101,6 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
             undo.callback(self.close)
             self._lead(spec)
             self._observe(timeline)
-            self._publish_events(config)
             undo.pop_all()
 
     @property
@@ -121,7 +119,7 @@ class PrefillNode(Node[PrefillRequest, PrefillCommand, bytes, PrefillEvent], Pre
         there is no such rank. Nothing was changed.
         """
         now_s = self._pump()
-        self._leader.fence(rank, now_s, lambda error: self.end_all(error, now_s))
+        self.leader.fence(rank, now_s, lambda error: self.end_all(error, now_s))
         self._tell()
 
     def peers(self) -> dict[PeerId, str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TypeVar
 
 from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig, Way
@@ -22,10 +25,8 @@ from prefixkv.protocol.messages import (
     ProcessLife,
     Topology,
 )
-from prefixkv.ranks.row_log import RankSizes
 from prefixkv.settings import check_kind, check_whole
 from prefixkv.transport.nixl.ucx import loaded_libraries
-from prefixkv.transport.shm.wire import place_of
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)
 
@@ -93,7 +94,7 @@ class RankSpec:
 
     @property
     def place(self) -> str:
-        """Where the shm transport may write from and to, "" for a device that it cannot."""
+        """Within which memory can be mapped, "" for a device that it cannot."""
         return place_of() if self.layout.device == "cpu" else ""
 
     @property
@@ -132,12 +133,6 @@ class RankSpec:
             if group.window
         ]
 
-    def sizes(self, side: str, max_running: int, host_pages: int = 0) -> RankSizes:
-        """Return what all ranks of a worker have alike."""
-        num_pages, page_size = self.layout.num_pages, self.layout.page_size
-        pages = num_pages, page_size, max_running, self.num_slots, host_pages
-        return RankSizes(side, *pages, tuple(self.windows))
-
     def check_own_memory(self) -> None:
         """Raise ConfigError for a group in the memory of the first one: the node takes their page
         ids for those of two pools."""
@@ -147,3 +142,13 @@ class RankSpec:
                     f"group {group.name!r} has the first group's memory, which is for an engine "
                     "with its own pages (prefixkv.transfer)"
                 )
+
+
+def place_of() -> str:
+    """Return boot, network namespace and user of this process, "" where the kernel does not tell.
+    Between equal places memory can be mapped."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.stat("/proc/thread-self/ns/net").st_ino
+        return f"{boot} net {space} user {os.geteuid()}"
+    return ""

@@ -19,6 +19,7 @@ import os
 import secrets
 import stat
 import threading
+import time
 from hashlib import blake2b
 from pathlib import Path
 from queue import Empty, Full, Queue
@@ -29,6 +30,7 @@ from prefixkv.config import DecodeConfig
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import ConfigError
 from prefixkv.paging import page_floor
+from prefixkv.runtime.decode_node import DecodeNode
 
 MAX_FILES: Final = 4
 """Files of one record, the one that is written included."""
@@ -40,6 +42,16 @@ _POLL_S: Final = 1.0
 _CLOSE_S: Final = 5.0
 
 _log = logging.getLogger("prefixkv.record")
+
+
+def install(node: DecodeNode, _path: object) -> None:
+    """Record the node's requests. Raises ConfigError as `Recorder`."""
+    layout = node.pool.layout
+    num_bytes = layout.kv_bytes_per_token * node.num_ranks
+    recorder = Recorder(node.config, layout.page_size, num_bytes, time.monotonic())
+    node.on_close(recorder.close)
+    node.journal.on_ended.append(recorder.ended)
+    node.more_stats.append(lambda: {"recorded": recorder.recorded, "record_lost": recorder.lost})
 
 
 class _EndedRequest(NamedTuple):

@@ -16,24 +16,28 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from prefixkv.addresses import is_loopback
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig, Way, check_version
 from prefixkv.control.effects import To
 from prefixkv.control.lives import LostPeers
 from prefixkv.errors import ClosedError, InternalError, RequestError, shown, travels
-from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.kv_pool import KVPool, StagingBuffer
 from prefixkv.memory.staging_area import StagingArea
-from prefixkv.memory.staging_buffer import StagingBuffer
 from prefixkv.protocol.commands import Fence, MoveWeights
 from prefixkv.protocol.events import RoomEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import ProcessLife
 from prefixkv.request import whole_number
-from prefixkv.runtime.control_thread import Channel, Control, ControlFailed, ControlThread
+from prefixkv.runtime.control_thread import (
+    Channel,
+    Control,
+    ControlFailed,
+    ControlThread,
+    Prover,
+)
 from prefixkv.runtime.copies import CopyPool, CopySink, StagingCopies
-from prefixkv.runtime.death import Prover
 from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_callable, check_timeout
@@ -76,6 +80,8 @@ class Transfers(OneThread, Generic[C, To, E]):
     any_thread = frozenset(
         {"check_open", "dropped_frames", "fileno", "lost_peers", "peer_states", "peers", "stats"}
     )
+
+    prover: ClassVar[type[Prover]] = Prover
 
     peer_id: PeerId
     thread: ControlThread[C, To]
@@ -122,7 +128,7 @@ class Transfers(OneThread, Generic[C, To, E]):
         process, `channel` the descriptor that wakes it."""
         # Before the thread, which closes it, and before the control object, which says what it
         # holds.
-        prover = Prover(self._name, self._control, is_written_to, self._proved)
+        prover = self.prover(self._name, self._control, is_written_to, self._proved)
         self.thread = ControlThread(
             self._name,
             self._transports,

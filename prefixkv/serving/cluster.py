@@ -30,6 +30,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from prefixkv import CurveConfig
+from prefixkv.errors import ConfigError
 from prefixkv.serving.actors import Life, WorkerActor, has_ended
 from prefixkv.serving.config import KINDS, PrefillWorkerConfig, WorkerConfig
 from prefixkv.serving.fleet import Fleet
@@ -37,7 +38,7 @@ from prefixkv.serving.http import ApiError, decode_body, json_response, read_bod
 from prefixkv.serving.launch import Kept, Launch, WorkerFailedError
 from prefixkv.serving.tracing import variables
 from prefixkv.serving.wire import FenceRequest
-from prefixkv.spi import ConfigError, load
+from prefixkv.settings import load
 
 logger = logging.getLogger("prefixkv.ray")
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
 from prefixkv import DecodeConfig, PrefillConfig
-from prefixkv.spi import (
+from prefixkv.errors import ConfigError
+from prefixkv.settings import (
     Bytes,
-    ConfigError,
     Count,
     CountOrZero,
     Number,

@@ -16,9 +16,10 @@ from typing import Final
 
 import msgspec
 
+from prefixkv.errors import ProtocolError
 from prefixkv.serving.waits import wait_set
 from prefixkv.serving.wire import LIFE_SIGN_S
-from prefixkv.spi import EventBatch, ProtocolError
+from prefixkv.spi import EventBatch
 
 _LENGTH: Final = struct.Struct("<I")
 _MAX_FRAME_BYTES: Final = 256 << 20

@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 import httpx
 import msgspec
 
+from prefixkv.errors import ConfigError, ProtocolError
 from prefixkv.serving.client import make_client
 from prefixkv.serving.failures import ApiError, answer_ended, failed, is_inner, is_not_finite
 from prefixkv.serving.feed import batches_of
@@ -43,12 +44,7 @@ from prefixkv.serving.wire import (
     namespace_of,
     part_rid,
 )
-from prefixkv.spi import (
-    ConfigError,
-    ProtocolError,
-    RadixKey,
-    page_keys,
-)
+from prefixkv.spi import RadixKey, page_keys
 
 logger = logging.getLogger("prefixkv.fleet")
 

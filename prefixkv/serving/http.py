@@ -32,12 +32,12 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from prefixkv.errors import ConfigError
 from prefixkv.serving.config import Limits, is_loopback
 from prefixkv.serving.failures import ApiError as ApiError
 from prefixkv.serving.failures import OncePerMinute
 from prefixkv.serving.ids import RequestIds, current_id
 from prefixkv.serving.words import plain_words
-from prefixkv.spi import ConfigError
 
 logger = logging.getLogger("prefixkv.http")
 

@@ -23,6 +23,7 @@ from prefixkv import PrefixKVError
 from prefixkv.engines.hf.folder import check_folder
 from prefixkv.engines.hf.generation import SamplingDefaults, load_sampling_defaults
 from prefixkv.engines.hf.small import save_tokenizer
+from prefixkv.errors import ConfigError
 from prefixkv.serving import interrupts
 from prefixkv.serving.config import KINDS, ServeConfig
 from prefixkv.serving.fleet import Fleet, Start
@@ -32,7 +33,7 @@ from prefixkv.serving.process import READY, REFUSED, keep_what_is_loaded, log_to
 from prefixkv.serving.text import load_texts
 from prefixkv.serving.variables import without_settings
 from prefixkv.serving.wire import WorkerInfo
-from prefixkv.spi import ConfigError, as_environ
+from prefixkv.settings import as_environ
 
 logger = logging.getLogger("prefixkv.serve")
 

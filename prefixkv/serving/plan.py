@@ -12,20 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from prefixkv.errors import ConfigError, HandshakeError, nearest
 from prefixkv.serving.config import KINDS, ServeConfig
-from prefixkv.spi import (
-    FILE,
-    PREFIX,
-    VARIABLE,
-    ConfigError,
-    Found,
-    HandshakeError,
-    build,
-    check_page_sizes,
-    find,
-    nearest,
-    settings_of,
-)
+from prefixkv.settings import FILE, PREFIX, VARIABLE, Found, build, find, settings_of
+from prefixkv.spi import check_page_sizes
 
 TABLE: Final = "workers"
 """Table of a file for `serve`: [workers.prefill] and [workers.decode] hold settings of workers."""

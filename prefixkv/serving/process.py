@@ -14,10 +14,10 @@ from typing import Final
 
 import msgspec
 
+from prefixkv.errors import CallerError, CapacityError
 from prefixkv.serving import interrupts
 from prefixkv.serving.config import WorkerConfig
 from prefixkv.serving.worker import make_worker
-from prefixkv.spi import CallerError, CapacityError
 
 READY: Final = "ready "
 """Prefix of a worker's line on stdout once it serves; its `WorkerInfo` as JSON follows."""

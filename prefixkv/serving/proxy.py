@@ -28,6 +28,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from prefixkv.errors import ConfigError
 from prefixkv.serving import interrupts, usage
 from prefixkv.serving.client import make_client
 from prefixkv.serving.config import ProxyConfig, ServerAt
@@ -60,7 +61,7 @@ from prefixkv.serving.status import bind, status_app
 from prefixkv.serving.streams import TooMuchError, read_all
 from prefixkv.serving.tracing import TracedEndpoint, current, make_tracing
 from prefixkv.serving.wire import part_rid
-from prefixkv.spi import TOKEN_BYTES, ConfigError, page_keys
+from prefixkv.spi import TOKEN_BYTES, page_keys
 
 logger = logging.getLogger("prefixkv.proxy")
 

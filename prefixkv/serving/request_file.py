@@ -22,7 +22,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from prefixkv.spi import ConfigError
+from prefixkv.errors import ConfigError
 
 logger = logging.getLogger("prefixkv.request_file")
 

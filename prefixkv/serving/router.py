@@ -23,24 +23,17 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from prefixkv.spi import (
+from prefixkv.errors import CallerError, shown, shown_namespace
+from prefixkv.settings import (
     MAX_BYTES,
-    CallerError,
-    CheckpointRemoved,
-    CheckpointStored,
-    Cleared,
     CountOrZero,
-    EventBatch,
     Number,
-    Removed,
     Seconds,
     SecondsOrZero,
-    Stored,
     check_fields,
     check_time,
-    shown,
-    shown_namespace,
 )
+from prefixkv.spi import CheckpointRemoved, CheckpointStored, Cleared, EventBatch, Removed, Stored
 
 _STORED = math.inf  # until when a page counts that the worker has reported
 _COUNTERS = (

@@ -9,7 +9,7 @@ from traceback import walk_tb
 from types import MappingProxyType
 from typing import Any, Final
 
-from prefixkv.spi import CallerError, ConfigError
+from prefixkv.errors import CallerError, ConfigError
 
 PLAIN_TEMPLATE: Final = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"

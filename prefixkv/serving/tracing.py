@@ -44,7 +44,7 @@ from starlette.routing import request_response
 from starlette.types import Message, Receive, Scope, Send
 
 from prefixkv import __version__
-from prefixkv.spi import ConfigError
+from prefixkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

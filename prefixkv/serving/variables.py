@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from prefixkv.serving.config import KINDS, ProxyConfig, ServeConfig
-from prefixkv.spi import settings_of
+from prefixkv.settings import settings_of
 
 
 @cache

@@ -26,6 +26,7 @@ from starlette.routing import Route
 
 from prefixkv import DecodeConfig, PrefillConfig, PrefixKVError
 from prefixkv.engines.hf.requests import AnswerToken, Generate, PrefillJob
+from prefixkv.errors import CallerError, CapacityError, ClosedError, ConfigError, DrainingError
 from prefixkv.serving.client import make_client
 from prefixkv.serving.config import (
     OPTION_NAMES,
@@ -59,13 +60,6 @@ from prefixkv.serving.wire import (
     WorkerInfo,
     front_rid,
     namespace_of,
-)
-from prefixkv.spi import (
-    CallerError,
-    CapacityError,
-    ClosedError,
-    ConfigError,
-    DrainingError,
 )
 
 logger = logging.getLogger("prefixkv.worker")

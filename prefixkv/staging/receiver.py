@@ -22,8 +22,7 @@ from prefixkv.protocol.events import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.ids import KVPoll, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, LeaseGrant, Promise
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.staging.cut import LeaseCut, Section
-from prefixkv.staging.leases import Lease, LeaseState, LeaseTable
+from prefixkv.staging.leases import Lease, LeaseCut, LeaseState, LeaseTable, Section
 
 
 class StagingPlan(NamedTuple):

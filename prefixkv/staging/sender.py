@@ -25,7 +25,7 @@ from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import LeaseAsk, LeaseGrant
 from prefixkv.protocol.sender_events import JobDrained, JobEnded
 from prefixkv.protocol.timers import Backoff, Timers
-from prefixkv.staging.cut import LeaseCut
+from prefixkv.staging.leases import LeaseCut
 
 READY_POLL_S: Final = 0.001
 NextId = Callable[[], int]

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from prefixkv import DecodeConfig, DecodeNode, PrefillConfig, PrefillNode, Request
-from prefixkv.spi import InternalError
+from prefixkv.errors import InternalError
 from prefixkv.testing.sides import (
     AnswerLog,
     EngineSides,

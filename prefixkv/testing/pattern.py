@@ -17,7 +17,8 @@ import numpy.typing as npt
 from msgspec.structs import astuple, replace
 
 from prefixkv import Mesh
-from prefixkv.spi import CallerError, KVLayout, Slab, pages_for
+from prefixkv.errors import CallerError
+from prefixkv.spi import KVLayout, Slab, pages_for
 from prefixkv.testing.hashing import Hashes, splitmix64
 
 Pages = npt.NDArray[np.int32]

@@ -25,7 +25,8 @@ from prefixkv import (
     PrefillRequest,
     Request,
 )
-from prefixkv.spi import CallerError, DeviceEvent, InternalError, Pages, pages_for
+from prefixkv.errors import CallerError, InternalError
+from prefixkv.spi import DeviceEvent, Pages, pages_for
 
 ByteArray = npt.NDArray[np.uint8]
 Tell = Callable[[str, str], None]  # law, what was seen

@@ -6,7 +6,7 @@ Nothing here waits, and nothing knows NIXL.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 
 from prefixkv.errors import AbortedError, CallerError, ClosedError, PageStateError
@@ -14,8 +14,7 @@ from prefixkv.paging import Pages, checked_pages
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import Sink, WriteDone, WriteFailed, WriteJob
-from prefixkv.transport.routes import Routes
-from prefixkv.transport.runs import Part, Runs, cut_parts, next_indices
+from prefixkv.transport.runs import Part, Routes, Runs, cut_parts, next_indices
 
 _MAX_PARTS = 2**16 - 1  # a tag counts parts in 16 bits
 _PARTS_AHEAD = 16  # parts that `ActiveJob.next_post` works out at once
@@ -135,44 +134,38 @@ class Outbox:
 
     def __init__(self) -> None:
         self.parked: list[WriteJob] = []
-        # A room is in both or in neither: only rooms with jobs take turns.
-        self._rooms: dict[RoomKey, deque[ActiveJob]] = {}
-        self._turns: deque[RoomKey] = deque()  # the rooms in `_rooms`, the next in turn first
+        # Only rooms with jobs, the next in turn first.
+        self._rooms: OrderedDict[RoomKey, deque[ActiveJob]] = OrderedDict()
 
     def __bool__(self) -> bool:
-        return bool(self._turns or self.parked)
+        return bool(self._rooms or self.parked)
 
     def add(self, job: ActiveJob) -> None:
         """Queue a job behind those of its room."""
-        jobs = self._rooms.setdefault(job.room, deque())
-        if not jobs:
-            self._turns.append(job.room)
-        jobs.append(job)
+        self._rooms.setdefault(job.room, deque()).append(job)
 
     def discard(self, job: ActiveJob) -> None:
-        """Take a job out if it is in. O(jobs of its room + rooms)."""
+        """Take a job out if it is in. O(jobs of its room)."""
         jobs = self._rooms.get(job.room)
         if jobs is not None and job in jobs:
             jobs.remove(job)
             if not jobs:
                 del self._rooms[job.room]
-                self._turns.remove(job.room)
 
     def round(self) -> Iterator[ActiveJob]:
         """Yield the first job of each room, the next in turn first; a room that was looked at goes
         last. The caller may take a job out, and must stop iterating then."""
-        for _ in range(len(self._turns)):
-            room = self._turns[0]
-            # Rotated before the job is looked at: a room with a job that is not ready must not keep
+        for _ in range(len(self._rooms)):
+            room = next(iter(self._rooms))
+            # Last before the job is looked at: a room with a job that is not ready must not keep
             # its turn.
-            self._turns.rotate(-1)
+            self._rooms.move_to_end(room)
             yield self._rooms[room][0]
 
     def clear(self) -> list[ActiveJob]:
         """Take out and return all jobs that are cut."""
-        jobs = [job for room in self._turns for job in self._rooms[room]]
+        jobs = [job for jobs in self._rooms.values() for job in jobs]
         self._rooms.clear()
-        self._turns.clear()
         return jobs
 
 

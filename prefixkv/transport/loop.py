@@ -27,7 +27,7 @@ from prefixkv.errors import (
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import PeerMemory, RankMemory, Sink, TransportEvent, WriteJob
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
-from prefixkv.transport.routes import Routes
+from prefixkv.transport.runs import Routes
 from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.transport")

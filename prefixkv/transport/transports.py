@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Final
 
 from prefixkv.config import TransportConfig, Way
+from prefixkv.errors import ConfigError
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import PeerMemory, RankMemory, Sink, Transport, WriteJob
 from prefixkv.transport.nixl.loop import NixlTransport
-from prefixkv.transport.shm.loop import ShmTransport
 
 _log = logging.getLogger("prefixkv.transport")
 
-_MAKERS: Final[Mapping[Way, Callable[..., Transport]]] = {
-    "nixl": NixlTransport, "shm": ShmTransport,
-}  # fmt: skip
+MAKERS: Final[dict[Way, Callable[..., Transport]]] = {"nixl": NixlTransport}
+"""The transports that there are; `assembly.py` adds to them."""
 
 
 def make_transports(
@@ -26,11 +25,13 @@ def make_transports(
 ) -> dict[Way, Transport]:
     """Return the transports that `config.backend` asks for. Raises what a constructor raises, with
     none left open."""
-    ways: tuple[Way, ...] = ("nixl", "shm") if config.backend == "auto" else (config.backend,)
+    ways: Iterable[Way] = MAKERS if config.backend == "auto" else (config.backend,)
     made: dict[Way, Transport] = {}
     with ExitStack() as undo:
         for way in ways:
-            made[way] = _MAKERS[way](me, memory, sink, config)
+            if way not in MAKERS:
+                raise ConfigError(f"backend: this installation has no transport {way!r}")
+            made[way] = MAKERS[way](me, memory, sink, config)
             undo.callback(made[way].close)
         undo.pop_all()
     return made

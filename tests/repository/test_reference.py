@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 
 import prefixkv
-from prefixkv import config
+from prefixkv import DecodeNode, PrefillNode, config
 from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.pages.manager import PageManager
@@ -21,9 +21,7 @@ from prefixkv.prefill import request as prefill_request
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.protocol import messages
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.node import Node
-from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.settings import fields_of, sentences_of
 from tests.support.node_pair import make_pool
 

@@ -11,12 +11,13 @@ from types import ModuleType
 import pytest
 
 import prefixkv
-from prefixkv import spi, transfer
+from prefixkv import errors, settings, spi, transfer
 
 PACKAGE = Path(prefixkv.__file__).parent
 GATED = PACKAGE.parent / "benchmarks" / "policies"  # the example of a policy of one's own
 RINGS = ("engines", "serving", "cli", "testing")
 WAIST = {"prefixkv": prefixkv, "prefixkv.transfer": transfer, "prefixkv.spi": spi}
+PLAIN = {"prefixkv.errors": errors, "prefixkv.settings": settings}  # each has its names itself
 
 
 def imports(text: str, ring: str) -> Iterator[tuple[str, str]]:
@@ -37,12 +38,28 @@ def imports(text: str, ring: str) -> Iterator[tuple[str, str]]:
                     yield alias.name, ""
 
 
+def homes(module: str) -> dict[str, str]:
+    return vars(WAIST[module])["_HOMES"] if module in WAIST else {}
+
+
+def is_plain(module: str, name: str) -> bool:
+    """Return whether a module without a table has this public name, and has not imported it."""
+    tree = ast.parse(Path(str(PLAIN[module].__file__)).read_text()) if module in PLAIN else None
+    taken = {
+        alias.name
+        for node in ast.walk(tree or ast.Module([], []))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    return tree is not None and name[:1] != "_" and name in dir(PLAIN[module]) and name not in taken
+
+
 def around(ring: str) -> list[str]:
     return [
         f"{path.relative_to(PACKAGE)} imports {name} of {module}"
         for path in sorted((PACKAGE / ring).rglob("*.py"))
         for module, name in imports(path.read_text(), ring)
-        if module not in WAIST or (name not in vars(WAIST[module])["_HOMES"] and name[:2] != "__")
+        if not (is_plain(module, name) or name in homes(module) or name[:2] == "__")
     ]
 
 

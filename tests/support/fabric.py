@@ -47,8 +47,7 @@ from prefixkv.transport.base import (
     WriteJob,
 )
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
-from prefixkv.transport.routes import Routes, routes_to
-from prefixkv.transport.runs import Part, RunTable, part_indices
+from prefixkv.transport.runs import Part, Routes, RunTable, part_indices, routes_to
 from tests.support.fabric_actions import Action as Action
 from tests.support.fabric_actions import Choice, Fault, Predicate
 from tests.support.fabric_actions import FakeDisconnectError as FakeDisconnectError

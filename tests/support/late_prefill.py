@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from prefixkv import PrefillNode
 from prefixkv.prefill.request import PrefillRequest
-from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.testing.hashing import PrefixHasher
 from tests.support.node_pair import PrefillDriver
 from tests.support.patterns import MirroredPattern

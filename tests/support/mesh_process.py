@@ -37,9 +37,9 @@ class PrefillCalls(_Calls):
         self, mesh: Mesh, rank: int, config: PrefillConfig, endpoints: tuple[str, ...],
         device: str = DEVICE,
     ) -> None:  # fmt: skip
-        from prefixkv.runtime.prefill_transfers import PrefillTransfers
         from prefixkv.runtime.rank_spec import RankSpec
         from prefixkv.testing.hashing import PrefixHasher
+        from prefixkv.transfer import PrefillTransfers
         from tests.support.mesh_workers import SALT
         from tests.support.patterns import make_pools, pattern_in
 
@@ -102,7 +102,7 @@ class DecodeCalls(_Calls):
     def __init__(
         self, mesh: Mesh, rank: int, config: DecodeConfig, worker: PeerId, device: str = DEVICE
     ) -> None:
-        from prefixkv.runtime.following_rank import DecodeRank
+        from prefixkv.spi import DecodeRank
         from prefixkv.testing.hashing import PrefixHasher
         from tests.support.mesh_workers import SALT
         from tests.support.patterns import make_pools, pattern_in

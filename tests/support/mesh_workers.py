@@ -17,7 +17,7 @@ from prefixkv.memory.kv_pool import KVPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
-from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
+from prefixkv.spi import DecodeGroup, PrefillGroup
 from prefixkv.testing.hashing import PrefixHasher
 from tests.support.devices import DEVICE
 from tests.support.node_pair import Tokens

@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.testing.hashing import PrefixHasher, sample
 from tests.laws.auditor import assert_at_rest
 from tests.support.devices import DEVICE

@@ -46,8 +46,7 @@ class NodeCalls:
     """In the child: a node, its driver, and what the test may call on them."""
 
     def __init__(self, side: str, config: Any, pool: dict[str, Any]) -> None:
-        from prefixkv.runtime.decode_node import DecodeNode
-        from prefixkv.runtime.prefill_node import PrefillNode
+        from prefixkv import DecodeNode, PrefillNode
         from tests.support.node_pair import DecodeDriver, PrefillDriver, make_pool
         from tests.support.wires import wired
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from prefixkv import DecodeNode
 from prefixkv.config import ControlConfig, DecodeConfig
-from prefixkv.runtime.decode_node import DecodeNode
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import PATIENCE_S, until
 

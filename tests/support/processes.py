@@ -39,8 +39,7 @@ _PR_SET_PDEATHSIG = 1
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        "prefixkv.runtime.decode_node",
-        "prefixkv.runtime.prefill_node",
+        "prefixkv.assembly",
         "tests.support.node_pair",
         "tests.support.transport_pools",
     ]

@@ -21,9 +21,9 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import RankMemory, Sink
 from prefixkv.transport.jobs import ActiveJob
 from prefixkv.transport.loop import QueuedCalls
-from prefixkv.transport.shm import door as shm_door
 from prefixkv.transport.shm import loop as shm_loop
 from prefixkv.transport.shm import peer as shm_peer
+from prefixkv.transport.shm import wire as shm_wire
 from prefixkv.transport.shm.loop import ShmLoop
 from prefixkv.transport.shm.peer import ShmPeer
 from tests.support.sim import Sim
@@ -246,7 +246,7 @@ class OverShm(Sim):
 def simulated(sim: Any) -> Iterator[None]:
     """Run it inside. All that its transports hold is given back at the end."""
     with ExitStack() as undo:
-        for module in (shm_loop, shm_peer, shm_door):
+        for module in (shm_loop, shm_peer, shm_wire):
             undo.enter_context(mock.patch.object(module, "time", _Clock(sim)))
         undo.callback(sim.fabric.close)
         yield

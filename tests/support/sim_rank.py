@@ -362,10 +362,9 @@ class DecodeRank(SimRank):
 
     def _leftovers(self) -> dict[str, Any]:
         control = self.control
-        links = control._links.all()
         left: dict[str, Any] = {
             "expected": control.num_expected, "settling": control._rooms.settling,
-            "rooms of links": [link.address for link in links if link.rooms or link.waiting],
+            "rooms": control.num_rooms,
             "orders": list(self.orders), "for rank 0": list(self.for_rank_0),
         }  # fmt: skip
         if (staging := control.staging) is not None:

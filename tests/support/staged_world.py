@@ -24,7 +24,7 @@ from prefixkv.protocol.messages import LeaseAsk, LeaseGrant, Promise
 from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded
 from prefixkv.protocol.sender_events import JobDrained, JobEnded
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.staging.cut import LeaseCut
+from prefixkv.staging.leases import LeaseCut
 from prefixkv.staging.receiver import (
     BreakRoom,
     Grant,

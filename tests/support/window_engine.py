@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.events import page_keys
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import DecodeConfig, PrefillConfig
@@ -24,10 +25,8 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.pages.windows import WindowPages
 from prefixkv.prefill.request import PrefillRequest
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
-from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.serving.router import WorkerIndex
+from prefixkv.spi import DecodeGroup, PrefillGroup
 from prefixkv.testing.hashing import splitmix64
 from tests.support.patience import until
 

@@ -12,7 +12,7 @@ one. The sums have a fixed order, so every machine gets the same result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import inf, ldexp
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -95,7 +95,6 @@ class Hazards:
         self._half_life_s = half_life_s
         num_classes = sum(map(len, groups))
         self._slice = -(-num_classes // _NUM_SLICES)
-        self._scratch = new_scratch(self._slice)
         rows = rows or [[kind] for kind in range(num_classes)]
         self._num_rows = len(rows)
         self._by_class = _Sums(
@@ -199,10 +198,13 @@ class Hazards:
         ends.clear()
 
     def _halve(self, times: int) -> None:
-        # What is noted is of the time before; and so are the counts that are worked with, as far as
-        # their time has come.
-        if self._due <= 0:
-            self._do(_NUM_COUNTED if self._due > _FREEZE_DUE else _NUM_FROZEN)
+        # What is noted is of the time before; and so are the counts that are worked with, once they
+        # are frozen.
+        if self._frozen_s is not None:
+            self._finish_work()
+        elif self._due <= 0:
+            while not self._is_counted:
+                next(self._work)
         self._count()
         share = ldexp(1.0, self._num_halved - times)
         self._num_halved = times
@@ -243,59 +245,88 @@ class Hazards:
 
     def work_ahead(self) -> None:
         """Do a little work on the worths ahead of a start that would have to. No result differs."""
-        # Never so far ahead that counts are frozen before their time has come: at the start before
-        # that, `_AHEAD + 1` parts may be done, and `_NUM_COUNTED` come before.
-        if self._due <= 0:
-            self._do(min(_AHEAD - self._due, self._num_done + 2, len(_PARTS)))
+        # A use may have two starts: with two parts done ahead after each, these do none.
+        for _ in range(2):
+            next(self._work, None)
 
     def _go_on(self) -> None:
-        due = self._due
-        if due == 0:
+        if self._due == 0:
             self._begin()
-            # All at once if worths are wanted more often than parts fit in.
-            if self._period < LEAST_PERIOD:
-                self._frozen_s = self.now_s
-                self._finish()
-                self._due = self._period
-            return
-        if due == _FREEZE_DUE:
+        # All at once if worths are wanted more often than parts fit in.
+        at_once = self._period < LEAST_PERIOD
+        if self._due == _FREEZE_DUE or at_once:
             self._frozen_s = self.now_s
-        # A use may have two starts: with one part or two done ahead after each, it does none.
-        self._do(-due - 1)
-        if due == -len(_PARTS):
+        if self._due == _PUBLISH_DUE or at_once:
             self._finish()
             self._due += self._period
+        elif self._due < 0:
+            next(self._work, None)
 
     def _begin(self) -> None:
         """Set apart what is noted by now."""
         self._counting, self._noted = self._noted, _Noted([], [], [])
-        self._begun_s, self._num_done = self.now_s, 0
-
-    def _do(self, num_parts: int) -> None:
-        while self._num_done < num_parts:
-            _PARTS[self._num_done](self)
-            self._num_done += 1
+        # `_frozen_s`: the time whose counts are worked with; None: it is to come, or all is done.
+        self._frozen_s: float | None = None
+        self._is_counted = False
+        self._work = self._work_out(self.now_s)
 
     def _finish(self) -> None:
         """Publish the worths. `worth[kind][bin]` rises up to `peak[kind]` and falls from there, so
         the leaf of a class that is worth least is its oldest or newest. Both lists are new objects
         (see `LeastWorth.choose`)."""
-        self._do(len(_PARTS))
+        self._finish_work()
         self.peak, self.worth = self._found
+        self._frozen_s = None
 
-    def _count_begun(self) -> None:
+    def _finish_work(self) -> None:
+        for _ in self._work:
+            pass
+
+    def _work_out(self, begun_s: float) -> Iterator[None]:
+        """Work the worths out; a part ends with each `yield`."""
+        # 1. Count what was noted.
         self._count_starts(self._counting.started)
-
-    def _count_returned(self) -> None:
+        yield
         self._count_ends(self._counting.returned, self._returns)
-
-    def _count_lost(self) -> None:
         self._count_ends(self._counting.lost, self._losses)
+        yield
+        self._thin_out(begun_s)
+        self._is_counted = True
+        # 2. The counts of the time to come.
+        while self._frozen_s is None:
+            yield
+        yield
+        entered, returns = self._ended(), self._by_class(self._returns)
+        yield
+        entered = entered + self._still_out(self._frozen_s)
+        yield
+        # 3. The chances of each class, from all to groups to classes. Each level starts from the
+        #    one above, which counts as `trust` observations.
+        common = _chances(
+            entered[: self._num_common].sum(0), returns[: self._num_common].sum(0),
+            _UNTAUGHT, 5 * self._trust,
+        )  # fmt: skip
+        in_group = self._by_group
+        alike = _chances(in_group(entered), in_group(returns), common, self._trust)
+        chances = _chances(entered, returns, alike[self._group_of], self._trust)
+        yield
+        uses, seconds = expected_sums(chances)
+        yield
+        # 4. The worths, of some classes at a time.
+        ranked = []
+        for first in range(0, len(uses), self._slice):
+            rows = slice(first, first + self._slice)
+            ranked.append(steepest_slopes(uses[rows], seconds[rows]))
+            yield
+        indices = np.concatenate(ranked)
+        peaks = indices.argmax(1)
+        worth: list[Chances] = rise_and_fall(indices, peaks).tolist()
+        self._found: tuple[list[int], list[Chances]] = peaks.tolist(), worth
 
-    def _thin_out(self) -> None:
+    def _thin_out(self, now_s: float) -> None:
         """Merge slots of starts that lie closer together than their age requires."""
         firsts: list[int] = []
-        now_s, last_s = self._begun_s, -inf
+        last_s = -inf
         for at, time_s in enumerate(self._times_s.tolist()):
             if time_s - last_s >= RESOLUTION * (now_s - time_s):
                 firsts.append(at)
@@ -303,40 +334,6 @@ class Hazards:
         if len(firsts) < len(self._times_s):
             self._out = np.add.reduceat(self._out, firsts)
             self._times_s = self._times_s[firsts]
-
-    def _freeze_ended(self) -> None:
-        self._seen = self._ended(), self._by_class(self._returns)
-
-    def _freeze_out(self) -> None:
-        ended, returns = self._seen
-        self._seen = ended + self._still_out(self._frozen_s), returns
-
-    def _estimate(self) -> None:
-        """Estimate the chances of each class, from all to groups to classes."""
-        entered, returns = self._seen
-        # Each level starts from the one above, which counts as `trust` observations.
-        of_all = slice(self._num_common)
-        common = _chances(
-            entered[of_all].sum(0), returns[of_all].sum(0), _UNTAUGHT, 5 * self._trust
-        )
-        in_group = self._by_group
-        alike = _chances(in_group(entered), in_group(returns), common, self._trust)
-        self._chances = _chances(entered, returns, alike[self._group_of], self._trust)
-
-    def _sum_up(self) -> None:
-        self._sums = expected_sums(self._chances)
-        self._ranked: list[Table] = []
-
-    def _rank_slice(self) -> None:
-        first = len(self._ranked) * self._slice
-        uses, seconds = (sums[first : first + self._slice] for sums in self._sums)
-        self._ranked.append(steepest_slopes(uses, seconds, self._scratch))
-
-    def _rank(self) -> None:
-        indices = np.concatenate(self._ranked)
-        peaks = indices.argmax(1)
-        worth: list[Chances] = rise_and_fall(indices, peaks).tolist()
-        self._found: tuple[list[int], list[Chances]] = peaks.tolist(), worth
 
     def _ended(self) -> Table:
         ended = self._by_class(self._returns + self._losses)
@@ -358,26 +355,9 @@ class Hazards:
         return np.maximum(self._by_class(out[until].T), 0.0)
 
 
-_PARTS: Final = (
-    Hazards._count_begun,
-    Hazards._count_returned,
-    Hazards._count_lost,
-    Hazards._thin_out,
-    Hazards._freeze_ended,
-    Hazards._freeze_out,
-    Hazards._estimate,
-    Hazards._sum_up,
-    *[Hazards._rank_slice] * _NUM_SLICES,
-    Hazards._rank,
-)
-"""The parts of working out the worths. Where none is done ahead, a start does one, the last two."""
-
-_NUM_COUNTED: Final = 4  # parts up to where the counts are complete
-_NUM_FROZEN: Final = 6
-_FREEZE_DUE: Final = -2  # start whose time the counts that are worked with are of
-_AHEAD: Final = 2  # parts that are done before a start would have to do them
-
-LEAST_PERIOD: Final = len(_PARTS) + 2
+_FREEZE_DUE: Final = -2  # the start whose time the counts that are worked with are of
+_PUBLISH_DUE: Final = -12  # by then the parts are done, one a start
+LEAST_PERIOD: Final = 2 - _PUBLISH_DUE
 """Starts between two workings out below which all is done at once."""
 
 
@@ -398,11 +378,6 @@ def _chances(entered: Table, returns: Table, before: Table, trust: float) -> Tab
     return (returns + trust * before) / (entered + trust)
 
 
-def new_scratch(num_classes: int) -> Table:
-    """Return memory for `steepest_slopes`: to get that much takes longer than to fill it."""
-    return np.empty((2, num_classes, NUM_BINS, NUM_BINS + 1))
-
-
 def expected_sums(chances: Table) -> tuple[Table, Table]:
     """Return the expected uses, and seconds of residence, from age 0 to each bin's beginning and to
     the end of the last: float [classes, bins + 1]."""
@@ -416,15 +391,13 @@ def expected_sums(chances: Table) -> tuple[Table, Table]:
     return uses, seconds
 
 
-def steepest_slopes(uses: Table, seconds: Table, scratch: Table) -> Table:
+def steepest_slopes(uses: Table, seconds: Table) -> Table:
     """Return the steepest slope from each bin's beginning to any later one: the Gittins index,
-    float [classes, bins]. O(classes x bins squared). `scratch`, of `new_scratch`, loses its
-    content."""
-    gained, took_s = scratch[:, : len(uses)]
-    np.subtract(uses[:, None, :], uses[:, :-1, None], out=gained)
-    np.subtract(seconds[:, None, :], seconds[:, :-1, None], out=took_s)
+    float [classes, bins]. O(classes x bins squared)."""
+    took_s = seconds[:, None, :] - seconds[:, :-1, None]
     np.maximum(took_s, _LEAST_S, out=took_s)
-    np.divide(gained, took_s, out=gained)
+    gained = uses[:, None, :] - uses[:, :-1, None]
+    gained /= took_s
     return gained.max(2)  # type: ignore[no-any-return]
 
 

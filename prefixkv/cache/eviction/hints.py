@@ -38,6 +38,17 @@ class Hints:
         self._reports_returns = reports_returns
         self.clear()
 
+    @classmethod
+    def of(cls, policy: Policy) -> Hints:
+        """Hints under this policy, which tells of returns if it can."""
+        hints = cls(policy.promise_s, policy.reports_returns)
+        if policy.reports_returns:
+            policy.hears_returns(hints.came_back)
+        return hints
+
+    def queue(self, policy: Policy, queue: EvictionQueue) -> EvictionQueue:
+        return HintedQueue(policy, self, queue)
+
     def note(self, tick: int, continues: bool, now_s: float) -> None:
         """Note a hint about the session whose last use has this tick. O(1)."""
         for hints in (self._in_force, self._open) if self._reports_returns else (self._in_force,):

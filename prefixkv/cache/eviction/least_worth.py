@@ -64,10 +64,16 @@ class Line:
 
     def first(self) -> Entry | None:
         """Return the oldest entry, or None. Drops dead entries before it."""
+        in_order, heap = self.in_order, self.oldest
+        # The usual case: all are in order, and the first stands.
+        if in_order and not heap:
+            node = (entry := in_order[0])[1]
+            if node.entry is entry and not node.lock_ref and not node.children:
+                return entry
         # Both sources, each cleared of what is dead.
-        while (in_order := self.in_order) and not _stands(in_order[0]):
+        while in_order and not _stands(in_order[0]):
             in_order.popleft()
-        while (heap := self.oldest) and not _stands(heap[0]):
+        while heap and not _stands(heap[0]):
             heappop(heap)
         if in_order and heap:
             return min(in_order[0], heap[0])
@@ -75,9 +81,10 @@ class Line:
 
     def last(self) -> Entry | None:
         """Return the newest entry, or None. Drops dead entries behind it."""
-        while (in_order := self.in_order) and not _stands(in_order[-1]):
+        in_order, heap = self.in_order, self.newest
+        while in_order and not _stands(in_order[-1]):
             in_order.pop()
-        while (heap := self.newest) and not _stands(heap[0][1]):
+        while heap and not _stands(heap[0][1]):
             heappop(heap)
         if in_order and heap:
             return max(in_order[-1], heap[0][1])
@@ -189,21 +196,12 @@ class LeastWorth(LeafOrders):
 
     def _update_offer(self, kind: int, now_s: float) -> None:
         line = self._lines[kind]
-        # The head of the line as it stands, in the usual case; else what `first` makes of it.
-        in_order = line.in_order
-        oldest = in_order[0] if in_order and not line.oldest else None
-        if (
-            oldest is None
-            or (node := oldest[1]).entry is not oldest
-            or node.lock_ref
-            or node.children
-        ):
-            oldest = line.first()
-            if oldest is None:
-                self._offers[kind] = (inf, True, 0, kind)
-                self._least[kind] = self._holds_s[kind] = inf
-                self._offered[kind] = None
-                return
+        oldest = line.first()
+        if oldest is None:
+            self._offers[kind] = (inf, True, 0, kind)
+            self._least[kind] = self._holds_s[kind] = inf
+            self._offered[kind] = None
+            return
         # The oldest leaf, and the time at which its age enters the next bin.
         worth, peak = self._worth[kind], self._hazards.peak[kind]
         used_s: float = oldest[1].mark[2]
@@ -214,15 +212,8 @@ class LeastWorth(LeafOrders):
         # is the offer, that holds until the first of both ages changes its bin; else until that of
         # the oldest does, since what the newest is worth rises.
         if peak and now_s > 0 and (place < peak or worth[0] < least):
-            newest = line.in_order[-1] if line.in_order and not line.newest else None
-            if (
-                newest is None
-                or (node := newest[1]).entry is not newest
-                or node.lock_ref
-                or node.children
-            ):
-                newest = line.last()
-                assert newest is not None
+            newest = line.last()
+            assert newest is not None
             if newest is not oldest:
                 used_s = newest[1].mark[2]
                 at = bisect_right(EDGES_S, now_s - used_s)

@@ -12,18 +12,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, Self, cast
+from dataclasses import dataclass
+from typing import Protocol
 
 from prefixkv.cache.eviction.queues import EvictionQueue, LeafHeap, LeafRank
 from prefixkv.cache.node import Mark, TreeNode
 from prefixkv.errors import ConfigError
 from prefixkv.registry import Registry
-
-DEFAULT_POLICY = "adaptive"
-"""The policy that held up best in replays of unlike workloads (`adaptive.py`). It needs the
-time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,26 +106,6 @@ class Policy(ABC):
         """Serve no cache: the one that was to be built could not be."""
         self._serves_a_cache = False
 
-    def another(self) -> Self:
-        """Return a policy with the same settings that serves no cache: for another rank.
-
-        Raises ConfigError if this one serves a cache and is no dataclass, or its constructor does
-        not take its fields.
-        """
-        # One that has not served has learnt nothing, so a copy of it is another.
-        if not self._serves_a_cache:
-            return deepcopy(self)
-        # The fields of a dataclass are its settings: `replace` builds a fresh object from them.
-        try:
-            if is_dataclass(self):
-                return cast("Self", replace(cast("Any", self)))
-        except TypeError as error:  # a subclass has a constructor of its own
-            raise ConfigError(
-                f"policy {self.name!r} serves a cache already, and is not made of its fields: "
-                f"{error}"
-            ) from None
-        raise ConfigError(f"policy {self.name!r} serves a cache already, and is no dataclass")
-
     def bind(self, page_size: int, pool_pages: int | None) -> None:  # noqa: B027
         """Learn the sizes of the cache, before its first use. Called once."""
 
@@ -197,6 +172,28 @@ class Policy(ABC):
         return []
 
 
-_POLICIES: Registry[Policy] = Registry("policy", Policy)  # type: ignore[type-abstract]
+class SessionHints(Protocol):
+    """What keeps hints about sessions, and the order that they make."""
+
+    def queue(self, policy: Policy, queue: EvictionQueue) -> EvictionQueue:
+        """Return a queue of the policy's that heeds them. `queue` has the leaves so far."""
+
+    def note(self, tick: int, continues: bool, now_s: float) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class MakeHints(Protocol):
+    """What makes them for the policy of one cache."""
+
+    def __call__(self, policy: Policy, /) -> SessionHints: ...
+
+
+_POLICIES: Registry[Policy] = Registry("policy", Policy, "lru")  # type: ignore[type-abstract]
 register_policy, policy_names, make_policy = _POLICIES.add, _POLICIES.names, _POLICIES.make
-explain_policy = _POLICIES.explain
+explain_policy, use_by_default = _POLICIES.explain, _POLICIES.use_by_default
+
+
+def default_policy() -> str:
+    """Return the name of the policy where none is given."""
+    return _POLICIES.default

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-from prefixkv.spi import ConfigError
+from prefixkv.errors import ConfigError
 
 _BITS: Final = {"m": 10**6, "g": 10**9}
 _FORM: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([mg])bit(?:/s)?", re.IGNORECASE)

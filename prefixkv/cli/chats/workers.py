@@ -22,7 +22,7 @@ from prefixkv.serving.http import ApiError
 from prefixkv.serving.launch import Child
 from prefixkv.serving.variables import without_settings
 from prefixkv.serving.wire import Ask, WorkerInfo
-from prefixkv.spi import as_environ
+from prefixkv.settings import as_environ
 
 PREFILL: Final = "prefill"  # the name of the prefill worker
 _END_S: Final = 15.0

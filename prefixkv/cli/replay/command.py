@@ -35,7 +35,8 @@ from prefixkv.cli.replay.optimum import OPTIMUM
 from prefixkv.cli.replay.readers import read_trace
 from prefixkv.cli.replay.run import ReplayResult
 from prefixkv.cli.replay.trace import Trace, footprint, mix
-from prefixkv.spi import DEFAULT_POLICY, ConfigError, check_range, policy_names
+from prefixkv.errors import ConfigError, check_range
+from prefixkv.spi import DEFAULT_POLICY, policy_names
 
 ALL: Final = "all"
 LAYOUT = "{:<22.22} {:<10} {:>9} {:>7} {:>7} {:>10} {:>9} {:>7}"

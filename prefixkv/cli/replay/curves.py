@@ -8,7 +8,8 @@ from typing import Final
 
 from prefixkv.cli.replay.optimum import OPTIMUM
 from prefixkv.cli.replay.run import ReplayResult
-from prefixkv.spi import DEFAULT_POLICY, ConfigError
+from prefixkv.errors import ConfigError
+from prefixkv.spi import DEFAULT_POLICY
 
 NOISE: Final = 0.02
 """Share of the hits, or of the misses, up to which a difference between two policies is noise."""

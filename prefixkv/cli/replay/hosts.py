@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 from prefixkv.cli.replay.curves import amount
 from prefixkv.cli.replay.tiers import HostResult
 from prefixkv.cli.replay.trace import Trace
-from prefixkv.spi import ConfigError, check_range, parse_size
+from prefixkv.errors import ConfigError, check_range
+from prefixkv.settings import parse_size
 
 _MOST_BLOCKS: Final = 10**9
 

@@ -13,7 +13,8 @@ from prefixkv.cli.replay.hosts import HostSize, host_sizes
 from prefixkv.cli.replay.optimum import OPTIMUM, replay_optimum
 from prefixkv.cli.replay.run import ReplayResult, replay_policy
 from prefixkv.cli.replay.trace import Trace, footprint
-from prefixkv.spi import ConfigError, Policy, check_range, policy_names
+from prefixkv.errors import ConfigError, check_range
+from prefixkv.spi import Policy, policy_names
 
 MakePolicy = Callable[[], Policy]
 """Makes a new eviction policy: an object of it serves one replay. A class is one."""

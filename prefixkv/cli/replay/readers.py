@@ -16,7 +16,8 @@ from typing import Any
 
 from prefixkv.cli.replay.trace import MOONCAKE, RECORD, TOKENS, Trace, TraceRequest
 from prefixkv.cli.traces import blocks_in, number_in, read_lines
-from prefixkv.spi import TOKEN_LIMIT, RadixKey, TraceError
+from prefixkv.errors import TraceError
+from prefixkv.spi import TOKEN_LIMIT, RadixKey
 
 
 def read_trace(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -135,7 +136,7 @@ def replay_policy(
         hosts: sizes of host tiers, blocks; each is replayed by itself behind the same device.
     """
     chosen = make_policy(policy)
-    tiers = [SimulatedTier(trace, chosen.another(), size, running > 0) for size in hosts]
+    tiers = [SimulatedTier(trace, deepcopy(chosen), size, running > 0) for size in hosts]
     device = Tier(trace, chosen, capacity, makes_room=running > 0)
     hits = Hits(trace, warm, each, running, tiers)
     return _Replay(trace, device, tiers, running, hints, hits).run(queue, progress)

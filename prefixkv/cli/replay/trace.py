@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from prefixkv.spi import TOKEN_BYTES, ConfigError, RadixKey
+from prefixkv.errors import ConfigError
+from prefixkv.spi import TOKEN_BYTES, RadixKey
 
 MOONCAKE: Final = "Mooncake's trace"
 RECORD: Final = "a decode node's record"

@@ -9,7 +9,7 @@ restarted worker knows nothing of earlier writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, ClassVar, assert_never
 
 import msgspec
@@ -49,7 +49,6 @@ from prefixkv.errors import (
     InternalError,
     PeerLostError,
     ProtocolError,
-    RequestError,
     TransferError,
     VersionError,
     WeightsVersionError,
@@ -72,7 +71,7 @@ from prefixkv.protocol.events import (
     RoomEnded,
     RoomOverdue,
 )
-from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
+from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.machine import Fail, RoomTick
 from prefixkv.protocol.messages import (
     Drained,
@@ -116,8 +115,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         option_names: Mapping[str, str] | None = None,
         born_s: float | None = None,
     ) -> None:
-        super().__init__(me, timing)
-        self._option_names = option_names or {}
+        super().__init__(me, timing, option_names)
         self.staging = None if hello.staging is None else StagingReceiver(hello.staging)
         self._page_size = hello.topology.page_size
         self._links = Links(hello, self, born_s)
@@ -160,11 +158,6 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         """Return the machines of all open or undrained rooms, for audits."""
         return [room for room in self._rooms.all() if not (room.poll.ended and room.drained)]
 
-    def poll(self, key: RoomKey) -> KVPoll | None:
-        """Return how far a room is; None once it has ended and is drained."""
-        room = self._rooms.get(key)
-        return None if room is None else room.poll
-
     def peers(self, now_s: float) -> dict[str, tuple[PeerId | None, str]]:
         """Return, by address, which process answers there, and "ready", "suspect" or "connecting".
         Any thread may ask."""
@@ -184,11 +177,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     def _open(self, command: OpenRoom, now_s: float) -> None:
         """Promise the pages once the prefill worker answers."""
         promise = msgspec.structs.replace(command.promise, digest=command.digest)
-        try:
-            self._enter(promise, command.address, now_s)
-        except RequestError as error:  # no peer has learned of the pages
-            self.say(RoomEnded(promise.key, KVPoll.FAILED, error))
-            self.say(RoomDrained(promise.key))
+        self._enter(promise, command.address, now_s)
 
     def _watch_worker(self, command: MeetPrefill, now_s: float) -> None:
         """Report once whether a worker that the scheduler asks about answers."""
@@ -208,12 +197,14 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     def _enter(
         self, promise: Promise, address: str, now_s: float, refused: TransferError | None = None
     ) -> None:
-        """Let a room wait at its leader's link. Raise RequestError if its number is in use."""
+        """Let a room wait at its leader's link. Raise InternalError if its number is in use: an
+        event with this key would be taken for one of the room that has it, whose pages may still be
+        written."""
         known = self._rooms.get(promise.key)
         if known is not None:
             if not known.is_only_owed:
                 room, generation = promise.key.numbers
-                raise RequestError(f"room {room} generation {generation} is open already")
+                raise InternalError(f"room {room} generation {generation} is open already")
             self._rooms.drop(known)  # the number is in use again
         self._links.open(address, now_s)
         link = self._links.get(address)
@@ -295,7 +286,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     def _tick(self, tick: Tick, now_s: float) -> None:
         def look(key: str | RoomKey) -> None:
             if isinstance(key, str):
-                self._links.tick(key, now_s)
+                self._links.tick(key, lambda link: bool(self._rooms.at(link)), now_s)
                 # No connection for too long: the rooms that wait there fail.
                 link = self._links.get(key)
                 if link and (why := self._links.gone(link, self._lives.how, now_s)):
@@ -500,7 +491,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
 
     def _promote(self, link: Link, now_s: float) -> None:
         for leader in self._links.leaders(link):
-            if leader.waiting and leader.ready:
+            if leader.has_waiting and leader.ready:
                 self._promote_rooms(leader, now_s)
             # The scheduler waits to hear that this worker is ready.
             if self._asked_workers.get(leader.address) is False:
@@ -509,9 +500,8 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     def _ranks_ready(self, leader: Link, now_s: float) -> dict[int, Link] | None:
         """Return the links of the ranks that rooms of this leader are promised to, None if one does
         not answer. Opens those that are missing; a rank that does not fit is refused."""
-        links = self._links.promised_links(leader, now_s)
         try:
-            return links if self._links.ready(leader, links, now_s) else None
+            return self._links.ready(leader, now_s)
         except HandshakeError as refused:
             self._refuse_peer(leader, leader.peer, leader.reply, refused, now_s)
             return None
@@ -540,22 +530,20 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         links = self._ranks_ready(leader, now_s)
         if links is None:
             return
-        for key in list(leader.waiting):
-            room = self._rooms[key]
-            # Out of the queue first: if what follows raises, it must not be done a second time.
-            leader.waiting.pop(key, None)
-            # From here on the room belongs to these processes, whatever answers on the links later.
-            # `peers` is set before the promise is sent, so that an answer finds its room.
+        for room in self._rooms.waiting(leader):
+            # From here on the room belongs to these processes, whatever answers on the links later,
+            # and waits no more: if what follows raises, it must not be done a second time. `peers`
+            # is set before the promise is sent, so that an answer finds its room.
             room.links = links
             for rank, link in links.items():
                 assert link.peer is not None
                 room.peers[rank] = link.peer
-                link.rooms.add(key)
             # Staging knows the room before the promise is out: a lease may be asked for right away.
             if leader.plan is not None and not room.poll.ended:
                 assert self.staging is not None
                 self.say_all(self.staging.open(room.promise, self._page_size, leader.plan))
             self._rooms.on(room, receiver.PeerReady(tuple(links)), now_s)
+        leader.has_waiting = False
 
     def _refuse_peer(
         self,
@@ -565,7 +553,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         refused: HandshakeError | ConfigError,
         now_s: float,
     ) -> None:
-        error = handshake.named(refused, self._option_names)
+        error = handshake.named(refused, self.option_names)
         self.counters["handshakes_refused"] += 1
         if life is not None:
             self._links.refuse(link, life, reply, error, now_s)
@@ -580,11 +568,10 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         self.news.say(kind, link.peer or link.address, str(error))
         # `close` below removes the link, so its leaders are collected first, each once.
         for leader in dict.fromkeys((link, *self._links.leaders(link))):
-            # A copy, since a failed room leaves `waiting`.
-            for key in list(leader.waiting):
-                self._rooms.on(self._rooms[key], Fail(error, tell=False), now_s)
+            for room in self._rooms.waiting(leader):
+                self._rooms.on(room, Fail(error, tell=False), now_s)
             self._lose_worker(leader.address, error)
-        if any(link.peer in self._rooms[key].peers.values() for key in link.rooms):
+        if any(link.peer in room.peers.values() for room in self._rooms.at(link)):
             self._links.suspend(link, now_s)  # it has pages of ours: only its word can drain them
         else:
             self._links.close(link, now_s)
@@ -609,9 +596,6 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
 
     def _farewell(self, destroyed: AgentDestroyed, now_s: float) -> None:
         self._links.farewell()
-
-    def _ended(self, ended: RoomEnded, now_s: float) -> None:
-        self._out.append(handshake.named_end(ended, self._option_names))
 
     # --- what staging says of rooms ---------------------------------------------------------------
 
@@ -651,16 +635,13 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         AgentDestroyed: _farewell,
     }
     INSIDE: ClassVar[Takes] = {
-        RoomEnded: _ended,
+        RoomEnded: ControlInbox._end,
         LeadersChanged: _report_workers,
         Grant: _grant,
         SectionArrived: _section_arrived,
         BreakRoom: _break,
-        **dict.fromkeys(
-            (
-                SendFrame, Connect, Disconnect, Expect, Settle, Examine, Scatter, RoomDrained,
-                RoomOverdue, PrefillReady, PrefillAway, PrefillLost,
-            ),
-            ControlInbox._put_out,
-        ),
+    }
+    EFFECTS: ClassVar[Set[type]] = {
+        SendFrame, Connect, Disconnect, Expect, Settle, Examine, Scatter, RoomDrained, RoomOverdue,
+        PrefillReady, PrefillAway, PrefillLost,
     }  # fmt: skip

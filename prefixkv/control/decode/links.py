@@ -19,13 +19,12 @@ from prefixkv.control.effects import (
     Connect,
     Disconnect,
     Reached,
-    SendFrame,
     Unreached,
 )
 from prefixkv.control.inbox import ControlInbox
-from prefixkv.control.lives import DeathWatch, PeerClock, Stamper
+from prefixkv.control.lives import DeathWatch, PeerClock
 from prefixkv.errors import FormerLifeError, PeerLostError
-from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import (
     AnyBody,
     Fenced,
@@ -51,8 +50,8 @@ class Link:
     and False while it has to be repeated. `rank_addresses` has the addresses, by rank, that a room
     of this leader is promised to; `leaders` are the addresses of the links that have this one among
     theirs. `nonce` is that of the last HelloWanted. `is_local`: the address is on this machine.
-    `plan` says how the ranks of this leader stage what they write to us, once `planned`. `rooms`
-    are those that hold on to this link; `waiting` those to be promised, in the order of admission.
+    `plan` says how the ranks of this leader stage what they write to us, once `planned`.
+    `has_waiting`: rooms of this leader may still be to be promised.
     """
 
     address: str
@@ -70,8 +69,7 @@ class Link:
     leaders: set[str] = field(default_factory=set)
     nonce: int = 0
     is_local: bool = False
-    rooms: set[RoomKey] = field(default_factory=set)
-    waiting: dict[RoomKey, None] = field(default_factory=dict)
+    has_waiting: bool = False
 
     @property
     def known(self) -> int:
@@ -93,11 +91,11 @@ class Links:
         self._born_s = born_s
         self.news = inbox.news
         self._say = inbox.say
+        self._send = inbox.send
         self.deaths = DeathWatch(inbox.timing, inbox.lost_peers, self._current, inbox.say)
         self._hello = hello
         self._timing = inbox.timing
         self._timers = inbox.timers
-        self._stamp = Stamper(inbox.me)
         self._links: dict[str, Link] = {}
         self._answered: dict[str, tuple[PeerId, float]] = {}  # by address, until when
         self._changed: set[str] = set()  # leaders that may be ready now, or may not be any more
@@ -163,7 +161,7 @@ class Links:
 
     def send(self, link: Link, body: AnyBody, now_s: float) -> None:
         link.live.sent_s = now_s
-        self._say(SendFrame(link.address, self._stamp.frame(body)))
+        self._send(link.address, body)
 
     def heard_of(self, what: Reached | Unreached, now_s: float) -> None:
         link = self._links.get(what.address)
@@ -206,13 +204,13 @@ class Links:
         while len(self._answered) > _MOST_ANSWERED:
             del self._answered[next(iter(self._answered))]
 
-    def tick(self, address: str, now_s: float) -> None:
+    def tick(self, address: str, has_rooms: Callable[[Link], bool], now_s: float) -> None:
         """Repeat a Hello, say a Heartbeat, or close a link that is silent and has no rooms."""
         link = self._links.get(address)
         if link is None:
             return
         # A link with rooms is kept however long it is silent: its word may still drain their pages.
-        if not link.rooms and link.live.forgettable(self._timing, now_s):
+        if link.live.forgettable(self._timing, now_s) and not has_rooms(link):
             self.news.say("forgotten", link.peer or link.address, "was silent for long")
             self.close(link, now_s)
             return
@@ -254,7 +252,7 @@ class Links:
         """Send a Fenced over every link whose rank answered: this process leaves."""
         for link in self._links.values():
             if link.peer is not None:
-                self._say(SendFrame(link.address, self._stamp.frame(Fenced())))
+                self._send(link.address, Fenced())
 
     # --- handshake --------------------------------------------------------------------------------
 
@@ -304,19 +302,15 @@ class Links:
     def _current(self) -> list[PeerId]:
         return [link.peer for link in self._links.values() if link.peer is not None]
 
-    def promised_links(self, leader: Link, now_s: float) -> dict[int, Link]:
-        """Return, by rank, the links to the ranks that rooms of this leader are promised to; opened
-        if need be."""
+    def ready(self, leader: Link, now_s: float) -> dict[int, Link] | None:
+        """Return, by rank, the links to the ranks that rooms of this leader are promised to, None
+        while one is not known or does not answer; opened if need be. Raises HandshakeError if a
+        rank is not what the leader said, or only some of the ranks stage."""
         links: dict[int, Link] = {}
         for rank, address in leader.rank_addresses.items():
             self.open(address, now_s)
             links[rank] = self._links[address]
             links[rank].leaders.add(leader.address)
-        return links
-
-    def ready(self, leader: Link, links: dict[int, Link], now_s: float) -> bool:
-        """Return whether every rank that learns of a leader's rooms is known and answers. Raises
-        HandshakeError if a rank is not what the leader said, or only some of the ranks stage."""
         assert leader.reply is not None
         replies = {
             rank: link.reply
@@ -328,12 +322,12 @@ class Links:
             if link.ready and link.reply is not None:
                 handshake.check_rank(link.address, link.reply, rank, leader.reply)
         if any(not link.ready or link.live.suspect(self._timing, now_s) for link in links.values()):
-            return False
+            return None
         # Computed once per set of replies, since rooms ask for it each time: see `accept`.
         if not leader.planned:
             leader.plan = handshake.staging_plan(self._hello, leader.reply, replies)
             leader.planned = True
-        return True
+        return links
 
     def max_tokens(self, leader: Link) -> int:
         """Return the smallest capacity that a worker's ranks say, 0 if none says one."""

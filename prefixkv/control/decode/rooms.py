@@ -3,7 +3,7 @@ room, and what frees it:
 
      waits               promised            FAILED              FAILED, drained     no room
     +-------------------+-------------------+-------------------+-------------------+-----------+
-    | Link.waiting: its | peers: the pro-   | undrained: ranks  | owed: no rank has | a frame   |
+    | no links: its     | peers: the pro-   | undrained: ranks  | owed: no rank has | a frame   |
     | leader or a rank  | cesses told. They | that may still    | learned of pages, | is told   |
     | is not ready. No  | stay so if others | write its pages,  | but prefill may   | by its    |
     | peer knows its    | answer; leases in | and its leases    | wait for them. A  | ticket    |
@@ -130,9 +130,6 @@ class ReceiverRooms:
     def __len__(self) -> int:
         return len(self._rooms)
 
-    def __getitem__(self, key: RoomKey) -> Room:
-        return self._rooms[key]
-
     def get(self, key: RoomKey) -> Room | None:
         return self._rooms.get(key)
 
@@ -140,13 +137,19 @@ class ReceiverRooms:
         """Return a copy of the list."""
         return list(self._rooms.values())  # in one step: any thread may call this
 
+    def waiting(self, leader: Link) -> list[Room]:
+        """Return the rooms of a leader to be promised, in the order of admission. O(rooms)."""
+        return [room for room in self.all() if room.link is leader and not room.links]
+
+    def at(self, link: Link) -> list[Room]:
+        """Return the rooms that hold on to a link. O(rooms)."""
+        return [room for room in self.all() if room.link is link or link in room.links.values()]
+
     def add(self, room: Room) -> None:
         """Let a room wait at its leader's link until it can be promised."""
-        key, link = room.key, room.link
-        self._rooms[key] = room
-        link.rooms.add(key)
-        link.waiting[key] = None
-        self._timers.wake(key, room.wake_s)
+        self._rooms[room.key] = room
+        room.link.has_waiting = True
+        self._timers.wake(room.key, room.wake_s)
 
     def on(self, room: Room, event: receiver.ReceiverEvent, now_s: float) -> None:
         """Give an event to a room's machine and carry out its actions; drop it once it is over."""
@@ -228,9 +231,5 @@ class ReceiverRooms:
             self._links.send(link, body, now_s)
 
     def drop(self, room: Room) -> None:
-        key = room.key
-        del self._rooms[key]
-        for link in (room.link, *room.links.values()):
-            link.rooms.discard(key)
-        room.link.waiting.pop(key, None)
-        self._timers.forget(key)
+        del self._rooms[room.key]
+        self._timers.forget(room.key)

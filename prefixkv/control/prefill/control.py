@@ -3,13 +3,13 @@
 It holds the known decode ranks (`peers.py`), the rooms (`rooms.py`), each a `SenderMachine`, and
 `StagingSender` between them and the transport. A room's key names its decode worker, so no other
 worker can speak about it. Page ids are checked before they become addresses. What is remembered of
-numbers without a room is a tomb (`tombs.py`). A room that our engine draws is an *offer*: the first
+numbers without a room is a tomb (`Tombs`). A room that our engine draws is an *offer*: the first
 worker that proves the prompt gets it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import ClassVar, NamedTuple, assert_never
 
 import numpy as np
@@ -39,8 +39,7 @@ from prefixkv.control.handshake import OurSide
 from prefixkv.control.inbox import ControlInbox, Takes
 from prefixkv.control.lives import FENCED, FENCED_DEAD, LEFT, LostPeers
 from prefixkv.control.prefill.peers import Peer, Peers
-from prefixkv.control.prefill.rooms import SenderRooms
-from prefixkv.control.prefill.tombs import Half, Tombs
+from prefixkv.control.prefill.rooms import Half, SenderRooms, Tombs
 from prefixkv.errors import (
     AbortedError,
     ConfigError,
@@ -148,7 +147,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         staging: StagingSlots | None = None,
         weights_version: str = "",
     ) -> None:
-        super().__init__(me, timing)
+        super().__init__(me, timing, ours.option_names)
         self._ours = ours._replace(slot_bytes=0 if staging is None else staging.slot_bytes)
         self._rank = ours.rank
         self._weights_version = weights_version
@@ -170,7 +169,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     @property
     def num_rooms(self) -> int:
         """Number of rooms and offers. Any thread may ask."""
-        return len(self._rooms.all()) + len(self._offers)
+        return self._rooms.num_rooms + len(self._offers)
 
     def rooms(self) -> Iterable[SenderMachine]:
         """Return the machines of all rooms, for audits."""
@@ -310,7 +309,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if was == (now := self._weights_version):
             return
         moved = WeightsVersionError(was, now)
-        for room in list(self._rooms.all()):
+        for room in self._rooms.all():
             if room.poll.ended:
                 continue
             # 1. Nothing is computed, nothing promised: it will be, under the new version.
@@ -361,7 +360,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         self._tombs.expire(now_s)
         self._peers.deaths.tick(now_s)
         # Behind what rooms cancel now, so that staging repeats no ask for that.
-        self.say(StagingTick())
+        if self.staging is not None:
+            self.say(StagingTick())
 
     # --- frames -----------------------------------------------------------------------------------
 
@@ -490,7 +490,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             accepted = handshake.accept(self._ours, frame.sender, hello)
             self._peers.check_worker(frame, received.credential, hello, now_s)
         except (HandshakeError, ConfigError) as error:
-            why = str(handshake.named(error, self._ours.option_names))
+            why = str(handshake.named(error, self.option_names))
             self.counters["handshakes_refused"] += 1
             self.news.say("refused", frame.sender, why)
             self._peers.reply(route, hello, why)
@@ -516,7 +516,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         former life's, which knows them no more. Only most likely, since a router may name a worker
         that is about to start."""
         until_s = now_s + self.timing.suspect_after_s
-        for room in list(self._rooms.all()):
+        for room in self._rooms.all():
             before = room.added_s is not None and room.added_s < born_s
             if before and room.key.decode == life.name and not room.poll.ended:
                 self._rooms.on(room, sender.LifeBegan(life, until_s), now_s)
@@ -555,7 +555,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if known is not None and known.id != worker:
             return
         error = PeerLostError(f"{worker} {how}, and had not promised pages", worker)
-        for room in list(self._rooms.all()):
+        for room in self._rooms.all():
             if room.key.decode == worker.name and room.awaits_promise:
                 self.counters["never_promised"] += 1
                 self._rooms.on(room, Fail(error), now_s)
@@ -774,7 +774,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if self.staging is not None and self.staging.owns(end.job_id):
             self.say_all(self.staging.on_write_ended(end.job_id, end.error, end.drained, now_s))
         else:
-            self._rooms.job_ended(end, now_s)
+            self._rooms.on_job(end, now_s)
 
     def _write_drained(self, proof: WriteDrained, now_s: float) -> None:
         self.counters["writes_drained_by_renewal"] += 1
@@ -784,7 +784,7 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if self.staging is not None and self.staging.owns(proof.job_id):
             self.say_all(self.staging.on_write_drained(proof.job_id))
         else:
-            self._rooms.job_drained(proof, now_s)
+            self._rooms.on_job(proof, now_s)
 
     def _gathered(self, done: CopyDone, now_s: float) -> None:
         if self.staging is not None:
@@ -795,8 +795,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
             self._peers.send(peer, ask.ask, now_s)
 
     def _tick_staging(self, tick: StagingTick, now_s: float) -> None:
-        if self.staging is not None:
-            self.say_all(self.staging.tick(now_s))
+        assert self.staging is not None
+        self.say_all(self.staging.tick(now_s))
 
     # --- the transport's peers --------------------------------------------------------------------
 
@@ -817,9 +817,6 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         if self.staging is not None:
             self.staging.forget(free.key)
         self._out.append(free)
-
-    def _ended(self, ended: RoomEnded, now_s: float) -> None:
-        self._out.append(handshake.named_end(ended, self._ours.option_names))
 
     def _unreachable(self, what: PeerUnreachable, now_s: float) -> None:
         self.counters["peers_unreachable"] += 1
@@ -871,8 +868,8 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         SendLeaseAsk: _ask_for_lease,
         StagingTick: _tick_staging,
         SourceFree: _free,
-        RoomEnded: _ended,
+        RoomEnded: ControlInbox._end,
         PeerAccepted: _accept,
         RemovePeer: _remove,
-        **dict.fromkeys((SendFrame, Examine, Renew, Gather, Bootstrapped), ControlInbox._put_out),
     }
+    EFFECTS: ClassVar[Set[type]] = {SendFrame, Examine, Renew, Gather, Bootstrapped}

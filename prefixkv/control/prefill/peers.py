@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixkv.config import short_key
-from prefixkv.control.effects import AddPeer, RemovePeer, SendFrame
+from prefixkv.control.effects import AddPeer, RemovePeer
 from prefixkv.control.handshake import Accepted, OurSide
 from prefixkv.control.inbox import ControlInbox
-from prefixkv.control.lives import DeathWatch, IncarnationHistory, PeerClock, Stamper, nonce
+from prefixkv.control.lives import DeathWatch, IncarnationHistory, PeerClock, nonce
 from prefixkv.errors import (
     FormerLifeError,
     HandshakeError,
@@ -55,6 +55,7 @@ class Peer:
     """
 
     id: PeerId
+    worker: PeerId
     route: bytes
     credential: str
     hello: Hello
@@ -69,10 +70,6 @@ class Peer:
     num_promised: int = 0
     num_parked: int = 0
     succeeded: int = 0
-
-    @property
-    def worker(self) -> PeerId:
-        return self.hello.worker or self.id
 
     def key(self, word: RoomBody) -> RoomKey:
         """Return the key of the room that a frame is about. The decode worker in it is the peer's
@@ -191,12 +188,12 @@ class Peers:
         self.news = inbox.news
         self.lives = IncarnationHistory(self.news)
         self._say = inbox.say
+        self._send = inbox.send
         self.deaths = DeathWatch(inbox.timing, inbox.lost_peers, self._current, inbox.say)
         self._ours = ours
         self._endpoints = endpoints
         self._timing = inbox.timing
         self._timers = inbox.timers
-        self._stamp = Stamper(inbox.me)
         self._peers: dict[str, Peer] = {}
         self.num_met = 0  # peers ever added: orders them against rooms (`SenderMachine.met_before`)
 
@@ -337,6 +334,7 @@ class Peers:
         self.num_met += 1
         self._peers[frame.name] = Peer(
             id=frame.sender,
+            worker=hello.worker or frame.sender,
             route=route,
             credential=credential,
             hello=hello,
@@ -369,12 +367,11 @@ class Peers:
         said = refused[:1000], ours.rank, staged, known
         most = ours.max_tokens
         body = HelloReply(ours.digest, ours.topology, self._endpoints, *said, ours.life, most)
-        self._say(SendFrame(route, self._stamp.frame(body)))
+        self._send(route, body)
 
     def hello_wanted(self, route: bytes, sender: PeerId | None = None) -> None:
         """Ask for a Hello; `sender` is None if the frame could not be read."""
-        wanted = HelloWanted(0 if sender is None else self.nonce(sender))
-        self._say(SendFrame(route, self._stamp.frame(wanted)))
+        self._send(route, HelloWanted(0 if sender is None else self.nonce(sender)))
 
     def nonce(self, sender: PeerId) -> int:
         """Return the number that a Hello of `sender` has to repeat; see `nonce`."""
@@ -384,12 +381,12 @@ class Peers:
 
     def send(self, peer: Peer, body: AnyBody, now_s: float) -> None:
         peer.live.sent_s = now_s
-        self._say(SendFrame(peer.route, self._stamp.frame(body)))
+        self._send(peer.route, body)
 
     def farewell(self) -> None:
         """Send a Fenced to each: our agent is gone, so no write of ours can land."""
         for peer in self._peers.values():
-            self._say(SendFrame(peer.route, self._stamp.frame(Fenced())))
+            self._send(peer.route, Fenced())
 
     def tick(self, name: str, has_rooms: Callable[[PeerId], bool], now_s: float) -> None:
         """Say a Heartbeat if one is due, or forget a peer that is silent and has no rooms."""

@@ -18,7 +18,8 @@ from transformers import AttentionInterface
 
 from prefixkv import KVPool
 from prefixkv.engines.hf.recurrent import StatePlan, StateRows
-from prefixkv.spi import ConfigError, Pages, WindowPages, pages_for, slot_mapping
+from prefixkv.errors import ConfigError
+from prefixkv.spi import Pages, WindowPages, pages_for, slot_mapping
 
 NAME: Final = "prefixkv"  # the attention's name in transformers
 _QUERIES: Final = 256  # new tokens per mask: keys after the last of them are not computed

@@ -17,7 +17,7 @@ from prefixkv.engines.hf.models import PagedModel, make_model
 from prefixkv.engines.hf.prefill import PrefillEngine
 from prefixkv.engines.hf.reference import Reference
 from prefixkv.engines.hf.requests import Generate, Output, Sampling
-from prefixkv.spi import AbortedError
+from prefixkv.errors import AbortedError
 from prefixkv.testing.sides import AnswerLog, Prompt, ScenarioSettings, Side
 
 _SIZES: Final[dict[str, Any]] = {

@@ -46,7 +46,8 @@ from prefixkv.engines.hf.requests import (
 from prefixkv.engines.hf.sampling import choose, chosen_logprobs
 from prefixkv.engines.hf.text import AnswerText
 from prefixkv.engines.hf.thinking import KeepThinking, Markers
-from prefixkv.spi import ConfigError, RequestError, secret_number, whole_number
+from prefixkv.errors import ConfigError, RequestError
+from prefixkv.spi import secret_number, whole_number
 
 OnOutput = Callable[[Output], None]
 

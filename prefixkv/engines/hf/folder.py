@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from prefixkv.spi import ConfigError
+from prefixkv.errors import ConfigError
 
 MODEL_FILES: Final = ("config.json", "*.safetensors")
 TOKENIZER_FILE: Final = "tokenizer.json"

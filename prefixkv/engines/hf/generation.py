@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from prefixkv.engines.hf.folder import TOKENIZER_FILE, check_folder, one_line
 from prefixkv.engines.hf.text import load_auto_tokenizer
-from prefixkv.spi import ConfigError
+from prefixkv.errors import ConfigError
 
 logger = logging.getLogger("prefixkv.model")
 

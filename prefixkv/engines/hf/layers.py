@@ -18,7 +18,7 @@ import torch
 from transformers import DynamicCache
 
 from prefixkv import StateTensor
-from prefixkv.spi import ConfigError
+from prefixkv.errors import ConfigError
 
 ATTENTION: Final = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers that keep KV and nothing else."""

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from prefixkv.spi import ClosedError, Inbox
+from prefixkv.errors import ClosedError
+from prefixkv.spi import Inbox
 
 logger = logging.getLogger("prefixkv.engine")
 

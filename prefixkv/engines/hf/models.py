@@ -34,16 +34,8 @@ from prefixkv.engines.hf.generation import end_tokens
 from prefixkv.engines.hf.identity import identity_of
 from prefixkv.engines.hf.layers import DTYPES, find_layers, find_windows, has_states
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows, page_mixers
-from prefixkv.spi import (
-    MAX_INDEX,
-    CapacityError,
-    ConfigError,
-    Pages,
-    WindowPages,
-    as_pages,
-    check_device,
-    pages_for,
-)
+from prefixkv.errors import CapacityError, ConfigError
+from prefixkv.spi import MAX_INDEX, Pages, WindowPages, as_pages, check_device, pages_for
 
 # A small Llama: 1.2 million parameters.
 SMALL: Final[Mapping[str, Any]] = {

@@ -21,7 +21,8 @@ from prefixkv.engines.hf.models import PagedModel, check_checkpoints
 from prefixkv.engines.hf.recurrent import NO_SLOT, StateMemory, StateRows
 from prefixkv.engines.hf.requests import PrefillJob, TokenLogprob, pack_first
 from prefixkv.engines.hf.sampling import choose, chosen_logprobs
-from prefixkv.spi import RequestError, at_least
+from prefixkv.errors import RequestError
+from prefixkv.settings import at_least
 
 _AT_ONCE: Final = 16  # limit of prompts that are begun in one pass
 _IDLE_S: Final = 0.1  # longest rest, after which deadlines are checked

@@ -16,7 +16,7 @@ import torch
 
 from prefixkv import StatePool
 from prefixkv.engines.hf.layers import Layers, StatePart, cache_argument
-from prefixkv.spi import ConfigError
+from prefixkv.errors import ConfigError
 
 NO_SLOT: Final = -1
 """Source of a sequence that begins: its state is zero."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 import msgspec
 
 from prefixkv import Request
-from prefixkv.spi import RequestError, whole_number
+from prefixkv.errors import RequestError
+from prefixkv.spi import whole_number
 
 MAX_LOGPROBS: Final = 20
 """Limit of the likeliest tokens per position, as OpenAI has it."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from prefixkv.spi import ConfigError
+from prefixkv.errors import ConfigError
 
 NAME: Final = "small"
 

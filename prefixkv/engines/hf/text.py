@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from prefixkv.engines.hf.folder import TOKENIZER_FILE, check_folder, one_line
-from prefixkv.spi import ConfigError
+from prefixkv.errors import ConfigError
 
 _Tokens = Sequence[int] | npt.NDArray[np.int32]
 

@@ -25,9 +25,9 @@ from prefixkv.engines.sglang.events import EventTranslator
 from prefixkv.engines.sglang.keys import TOKEN_WORDS, Packer, RequestKey, namespace_of
 from prefixkv.engines.sglang.slots import SlotTable
 from prefixkv.engines.sglang.waiting import weight_order
+from prefixkv.errors import LockError, UserErrors
 from prefixkv.spi import (
     DEFAULT_POLICY,
-    LockError,
     MatchResult,
     Pages,
     Policy,
@@ -35,7 +35,6 @@ from prefixkv.spi import (
     RadixCache,
     RadixKey,
     TreeNode,
-    UserErrors,
     make_policy,
     packed_ids,
     pages_for,

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Final, Protocol
 
-from prefixkv.spi import ConfigError, PeerId
+from prefixkv.errors import ConfigError
+from prefixkv.spi import PeerId
 
 _log = logging.getLogger("prefixkv.sglang")
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from prefixkv.spi import TOKEN_LIMIT, RadixKey, TokenError, shortened
+from prefixkv.errors import TokenError
+from prefixkv.spi import TOKEN_LIMIT, RadixKey, shortened
 
 TOKEN_WORDS = 2
 """Words of a key per token, or per pair of tokens."""

@@ -14,7 +14,7 @@ import torch
 
 from prefixkv import KVPool
 from prefixkv.engines.sglang.shares import MLA, OPAQUE, UNKNOWN, Share
-from prefixkv.spi import ConfigError, RequestError
+from prefixkv.errors import ConfigError, RequestError
 
 
 def pool_of(

@@ -25,13 +25,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from prefixkv.engines.sglang import NAME, ROOMS, TESTED
-from prefixkv.spi import (
-    DEFAULT_POLICY,
-    TOKEN_BYTES,
-    ConfigError,
-    check_environ,
-    explain_policy,
-)
+from prefixkv.errors import ConfigError
+from prefixkv.spi import DEFAULT_POLICY, TOKEN_BYTES, check_environ, explain_policy
 
 _log = logging.getLogger("prefixkv.sglang")
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from prefixkv import KVPool, Mesh, PoolGroup, StatePool, StateTensor
 from prefixkv.engines.sglang.memory import bytes_at, pool_of
-from prefixkv.spi import PageIds, RequestError
+from prefixkv.errors import RequestError
+from prefixkv.spi import PageIds
 
 WINDOW: Final = "swa"
 STATE: Final = "mamba"

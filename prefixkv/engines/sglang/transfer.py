@@ -35,7 +35,8 @@ from prefixkv.engines.sglang.sends import ALONE, ANNOUNCED, SILENT, NumberState,
 from prefixkv.engines.sglang.shares import OPAQUE, UNKNOWN, current_share
 from prefixkv.engines.sglang.states import NOTHING, Components, state_refusals
 from prefixkv.engines.sglang.transfer_options import OPTION_NAMES, VARIABLE, TransferOptions
-from prefixkv.spi import ConfigError, check_environ
+from prefixkv.errors import ConfigError
+from prefixkv.spi import check_environ
 from prefixkv.transfer import KVPoll
 
 _log = logging.getLogger("prefixkv.sglang")

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from prefixkv import ControlConfig, TransportConfig
-from prefixkv.spi import ConfigError, check_fields, convert
+from prefixkv.errors import ConfigError
+from prefixkv.settings import check_fields, convert
 
 VARIABLE: Final = "PREFIXKV_TRANSFER"
 

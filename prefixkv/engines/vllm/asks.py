@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from prefixkv import prompt_digest
-from prefixkv.spi import RequestError, shortened, whole_number
+from prefixkv.errors import RequestError
+from prefixkv.spi import shortened, whole_number
 
 MAX_NAME_CHARS = 256
 

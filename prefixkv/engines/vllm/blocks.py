@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
-from prefixkv.spi import InternalError, check_laws
+from prefixkv.errors import InternalError, check_laws
 
 
 class BlockPool(Protocol):

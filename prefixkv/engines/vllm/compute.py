@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from prefixkv import ComputeConfig
-from prefixkv.spi import Lack, Source, Sources, check_laws
+from prefixkv.errors import check_laws
+from prefixkv.spi import Lack, Source, Sources
 from prefixkv.transfer import RoomKey
 
 _UNBOUNDED_SHARE: Final = 100.0

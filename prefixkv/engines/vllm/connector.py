@@ -32,7 +32,8 @@ from prefixkv.engines.vllm.stats import share_log
 from prefixkv.engines.vllm.versions import check_overrides
 from prefixkv.engines.vllm.wakeup import EngineWait, WakeupListener
 from prefixkv.engines.vllm.worker import WorkerSide
-from prefixkv.spi import ConfigError, check_environ
+from prefixkv.errors import ConfigError
+from prefixkv.spi import check_environ
 
 _log = logging.getLogger("vllm.prefixkv")
 

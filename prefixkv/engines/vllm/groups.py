@@ -14,7 +14,8 @@ from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Self
 
 from prefixkv.engines.vllm.versions import check_takes
-from prefixkv.spi import ConfigError, pages_for
+from prefixkv.errors import ConfigError
+from prefixkv.spi import pages_for
 
 FULL: Final = ("FullAttentionSpec", "MLAAttentionSpec")
 """Kinds of cache in which every token's KV stays in its block until the request ends."""

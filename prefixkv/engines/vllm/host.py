@@ -22,7 +22,8 @@ import numpy as np
 from prefixkv.engines.vllm.blocks import Flights, Holds
 from prefixkv.engines.vllm.host_events import HostEvent, HostEvents
 from prefixkv.engines.vllm.orders import CopyEnd, CopyOrder
-from prefixkv.spi import HostCopyDone, HostTier, Pages, RadixKey, TransferError, UserErrors
+from prefixkv.errors import TransferError, UserErrors
+from prefixkv.spi import HostCopyDone, HostTier, Pages, RadixKey
 from prefixkv.transfer import RoomKey
 
 _log = logging.getLogger("vllm.prefixkv")

@@ -18,7 +18,8 @@ import torch
 from prefixkv import KVPool, PoolGroup
 from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.options import ConnectorOptions
-from prefixkv.spi import ITEMSIZE, ConfigError
+from prefixkv.errors import ConfigError
+from prefixkv.spi import ITEMSIZE
 
 _log = logging.getLogger("vllm.prefixkv")
 

@@ -19,7 +19,8 @@ from prefixkv.engines.vllm.blocks import Holds
 from prefixkv.engines.vllm.groups import BlockGroups
 from prefixkv.engines.vllm.orders import Open, Refuse, StepOrders
 from prefixkv.engines.vllm.stats import Counters
-from prefixkv.spi import CallerError, RequestError, check_laws, pages_for
+from prefixkv.errors import CallerError, RequestError, check_laws
+from prefixkv.spi import pages_for
 
 
 @dataclass(slots=True)

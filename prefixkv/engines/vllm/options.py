@@ -7,17 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from prefixkv import ControlConfig, HostConfig, TransportConfig
-from prefixkv.spi import (
-    DEFAULT_POLICY,
-    ConfigError,
-    CountOrZero,
-    Seconds,
-    SecondsOrZero,
-    check_fields,
-    convert,
-    explain_policy,
-    parse_size,
-)
+from prefixkv.errors import ConfigError
+from prefixkv.settings import CountOrZero, Seconds, SecondsOrZero, check_fields, convert, parse_size
+from prefixkv.spi import DEFAULT_POLICY, explain_policy
 
 ANY_HOST: Final = ("", "tcp://*", "tcp://0.0.0.0", "tcp://[::]", "tcp://::")
 """Forms of `bind` for every address of the host."""

@@ -31,13 +31,8 @@ from prefixkv.engines.vllm.sends import ScheduledSends
 from prefixkv.engines.vllm.shadow import Shadow
 from prefixkv.engines.vllm.stats import GAUGES, Counters
 from prefixkv.engines.vllm.turns import Turns
-from prefixkv.spi import (
-    CallerError,
-    check_laws,
-    check_version,
-    pages_for,
-    secret_number,
-)
+from prefixkv.errors import CallerError, check_laws
+from prefixkv.spi import check_version, pages_for, secret_number
 
 _log = logging.getLogger("vllm.prefixkv")
 

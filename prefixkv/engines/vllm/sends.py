@@ -29,7 +29,8 @@ from prefixkv.engines.vllm.blocks import Holds
 from prefixkv.engines.vllm.groups import BlockGroups, Tables
 from prefixkv.engines.vllm.orders import Add, Chunk, Decline, OfferOrder, StepOrders
 from prefixkv.engines.vllm.stats import Counters
-from prefixkv.spi import CallerError, RequestError, pages_for
+from prefixkv.errors import CallerError, RequestError
+from prefixkv.spi import pages_for
 
 _log = logging.getLogger("vllm.prefixkv")
 

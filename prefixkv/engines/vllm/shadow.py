@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from prefixkv.engines.vllm.stats import Counters
-from prefixkv.spi import MAX_INDEX, InsertResult, Policy, PrefixLock, RadixCache, check_laws
+from prefixkv.errors import check_laws
+from prefixkv.spi import MAX_INDEX, InsertResult, Policy, PrefixLock, RadixCache
 
 Usable = Callable[[int], bool]
 """Function that returns whether a block is free, and its hash is cached."""

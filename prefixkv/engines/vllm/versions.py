@@ -13,7 +13,7 @@ from inspect import Parameter, isfunction, signature
 from types import FunctionType
 from typing import Any, Final
 
-from prefixkv.spi import ConfigError
+from prefixkv.errors import ConfigError
 
 FIRST: Final = (0, 32)
 BEFORE: Final = (0, 34)

@@ -31,7 +31,8 @@ from prefixkv.engines.vllm.orders import (
 )
 from prefixkv.engines.vllm.stats import Counters
 from prefixkv.engines.vllm.wakeup import WakeupSender
-from prefixkv.spi import DeviceEvent, HandshakeError, MakeTransport, RequestError
+from prefixkv.errors import HandshakeError, RequestError
+from prefixkv.spi import DeviceEvent, MakeTransport
 from prefixkv.transfer import (
     Bootstrapped,
     DecodeEvent,

@@ -24,8 +24,7 @@ from prefixkv.transport.base import PeerMemory, RankMemory
 from prefixkv.transport.jobs import ActiveJob
 from prefixkv.transport.loop import LoopPeer
 from prefixkv.transport.nixl.ucx import ucx_options
-from prefixkv.transport.routes import Routes
-from prefixkv.transport.runs import Part, Runs
+from prefixkv.transport.runs import Part, Routes, Runs
 
 # Read when the libraries load. Faults are expected here, and come back as typed exceptions.
 os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")

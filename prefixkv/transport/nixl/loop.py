@@ -48,7 +48,7 @@ from prefixkv.transport.nixl.agent import (
     nixl_name,
 )
 from prefixkv.transport.nixl.ucx import warn_if_open
-from prefixkv.transport.routes import routes_to
+from prefixkv.transport.runs import routes_to
 from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.transport")

@@ -33,9 +33,9 @@ from prefixkv.transport.base import (
 )
 from prefixkv.transport.jobs import ActiveJob
 from prefixkv.transport.loop import RECONNECT_S, ThreadedTransport, TransportLoop
-from prefixkv.transport.routes import routes_to
-from prefixkv.transport.shm.door import ShmListener
+from prefixkv.transport.runs import routes_to
 from prefixkv.transport.shm.peer import ShmLink, ShmPeer
+from prefixkv.transport.shm.wire import ShmListener
 from prefixkv.wakeups import Inbox
 
 _log = logging.getLogger("prefixkv.transport")

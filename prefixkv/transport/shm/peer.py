@@ -24,7 +24,7 @@ from prefixkv.memory.shared import SharedBlock
 from prefixkv.protocol.ids import PeerId
 from prefixkv.transport.base import PeerMemory
 from prefixkv.transport.loop import LoopPeer
-from prefixkv.transport.routes import Routes
+from prefixkv.transport.runs import Routes
 from prefixkv.transport.shm.copy import CopyPlan, Mapped, moved
 from prefixkv.transport.shm.wire import (
     MAGIC,

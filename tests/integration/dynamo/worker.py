@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from prefixkv.cache.events import EventFeed
-from prefixkv.cache.namespace import Namespace
+from prefixkv.cache.radix_key import Namespace
 from prefixkv.config import KVEventsConfig
 from prefixkv.kv_events import publisher as publisher_module
 from prefixkv.kv_events.publisher import KVEventPublisher

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import repeat
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -156,16 +157,6 @@ def writers(num_writers: int, num_readers: int, rank: int) -> tuple[int, ...]:
     return writers_to(Mesh(1, HEADS, num_writers), Mesh(1, HEADS, num_readers), rank)
 
 
-class _Unnumbered:
-    """A `Stamper` whose frames all have number 1; the wire numbers them (`Frames.raw`)."""
-
-    def __init__(self, me: PeerId) -> None:
-        self.me = me
-
-    def frame(self, body: Any) -> bytes:
-        return messages.encode(self.me, 1, body)
-
-
 class _JobIds:
     """Counts from above the jobs that are known, so that states do not differ by how many there
     have been."""
@@ -182,15 +173,14 @@ def _tidy(control: Any) -> None:
     """Take out of a control object what only tells how it came to be."""
     control.counters.clear()
     control._out = []
+    control._seq = repeat(1)  # the wire numbers frames (`Frames.raw`)
     if isinstance(control, PrefillControl):
-        control._peers._stamp = _Unnumbered(control.me)  # type: ignore[assignment]
         rooms = control._rooms
         rooms._job_ids = _JobIds(max(rooms.jobs, default=0))  # type: ignore[assignment]
         for peer in control._peers.all():
             peer.live.in_seq = min(peer.live.in_seq, 1)
             peer.hello = _SHARED.setdefault(peer.hello, peer.hello)
     else:
-        control._links._stamp = _Unnumbered(control.me)  # type: ignore[assignment]
         for link in control._links.all():
             link.live.in_seq = min(link.live.in_seq, 1)
             link.reply = _SHARED.setdefault(link.reply, link.reply)
@@ -225,11 +215,7 @@ def leftovers(control: Any) -> dict[str, Any]:
             "rooms of peers": [peer.id for peer in peers if control._rooms.of(peer.id)],
         }  # fmt: skip
     else:
-        links = control._links.all()
-        left |= {
-            "expected": control.num_expected, "settling": set(control._rooms.settling),
-            "rooms of links": [link.address for link in links if link.rooms or link.waiting],
-        }  # fmt: skip
+        left |= {"expected": control.num_expected, "settling": set(control._rooms.settling)}
     return {name: what for name, what in left.items() if what}
 
 
@@ -237,7 +223,7 @@ def leftovers(control: Any) -> dict[str, Any]:
 
 # `deaths`: no process is named here, so none is ever looked at.
 _SKIPPED = {
-    "counters", "news", "_out", "_say", "_todo", "_stamp", "_job_ids", "_timing", "timing",
+    "counters", "news", "_out", "_say", "_todo", "_send", "_seq", "_job_ids", "_timing", "timing",
     "deaths",
 }  # fmt: skip
 _ATOMS = (type(None), bool, int, str, bytes)

@@ -311,6 +311,42 @@ def test_reset_that_forgets_locks_gives_everything_back():
 # --- eviction -------------------------------------------------------------------------------------
 
 
+def test_a_shorter_use_keeps_the_longer_ones_of_before():
+    cache = filled("abcdef", "x")  # pages 0 to 5, and 6
+    cache.insert(tokens("abcde"), range(5))
+    cache.insert(tokens("abc"), range(3))
+    assert cache.evict(2).tolist() == [5, 6]
+    assert sorted(cache.evict(2).tolist()) == [3, 4]
+
+
+def test_a_wanted_page_at_the_end_but_one_ends_the_cut():
+    cache = filled("abcd", "x")
+    want = cache.want(cache.match_prefix(tokens("abc")))
+    assert sorted(cache.evict(2).tolist()) == [3, 4]
+    cache.unwant(want)
+    assert cache.evict(1).tolist() == [2]
+
+
+def test_a_request_that_was_counted_goes_on_from_its_own_use_and_a_new_one_does_not():
+    """Though others have used the pages since."""
+    seen = []
+
+    class Noting(LeastRecentlyUsed):
+        def mark(self, use):
+            seen.append(use.before)
+            return use.tick
+
+    cache = RadixCache(page_size=1, policy=Noting())
+    cache.insert([1, 2], [0, 1])
+    match = cache.match_prefix([1, 2])
+    with cache.lock(match) as lock, cache.lock(match) as other:
+        assert lock.mark < other.mark
+        cache.insert([1, 2, 3], [2], lock=lock)
+        assert seen[-1] == lock.mark
+        cache.insert([1, 2, 4], [3], lock=lock, visit=True)
+        assert seen[-1] == other.mark
+
+
 @pytest.mark.slow
 def test_a_deep_chain_is_no_recursion_error():
     cache = RadixCache(page_size=1, policy="lru")

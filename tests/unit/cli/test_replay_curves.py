@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.cli.main import run_command
 from prefixkv.cli.replay import OPTIMUM, ReplayResult, make_trace, replay_optimum, replay_policy
 from prefixkv.cli.replay.curves import NOISE, best, middle, sentence
 from prefixkv.cli.replay.hints import client_hints
 from prefixkv.cli.replay.trace import footprint, mix
 from prefixkv.errors import ConfigError
+from prefixkv.policies import DEFAULT_POLICY
 
 
 def trace_of(*paths, step_s=1.0, partial=0, name="t"):

@@ -55,7 +55,7 @@ def ends(effects: list[Any]) -> list[RoomKey]:
 
 def check_untouched(peer: PrefillPeer) -> None:
     """The worker whose name was taken is still heard, and finishes its room."""
-    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert peer.poll() is KVPoll.WAITING_FOR_INPUT
     assert peer.control.peers(peer.now_s)[ADDRESS] == (PREFILL, "ready")
     drops = peer.control.counters["frames_dropped"]
     peer.say(messages.HelloWanted())
@@ -98,7 +98,7 @@ def test_a_life_that_is_over_at_both_addresses_is_over() -> None:
     greet_there(peer, newer(PREFILL))
     peer.known = PREFILL.incarnation
     peer.greet(newer(PREFILL))
-    assert peer.control.poll(KEY) is KVPoll.FAILED
+    assert peer.poll() is KVPoll.FAILED
     assert kinds(peer.greet()) == ["HelloRefused"]
 
 

@@ -247,7 +247,7 @@ class DecodeWorld:
         """Whether the scheduler may open or refuse this room, or is to be told that it is open."""
         over = self.opened[key] == self.ended[key]
         over = over and self.drained[key] == self.failed[key] + self.refused[key]
-        return over or self.control.poll(key) is not None
+        return over or self.peer.poll(key) is not None
 
     def feed(self, kind: Any, args: tuple[Any, ...]) -> None:
         if kind == "restart":
@@ -272,24 +272,19 @@ class DecodeWorld:
                 self.see(self.peer.on(what))
 
     def open(self, key: RoomKey, what: OpenRoom) -> None:
-        was = self.control.poll(key)
-        effects = self.peer.on(what)
-        text = f"room {key.room} generation {key.generation} is open already"
-        again = [RoomEnded(key, KVPoll.FAILED, Alike(RequestError(text))), RoomDrained(key)]
-        if effects == again:
-            assert was is not None
-            return
-        self.opened[key] += 1
-        self.see(effects)
+        self.enter(key, what, self.opened)
 
     def refuse(self, key: RoomKey, what: RefuseRoom) -> None:
-        was = self.control.poll(key)
+        self.enter(key, what, self.refused)
+
+    def enter(self, key: RoomKey, what: OpenRoom | RefuseRoom, counted: Counter[RoomKey]) -> None:
+        was = self.peer.poll(key)
         try:
             effects = self.peer.on(what)
-        except RequestError:
+        except InternalError:
             assert was is not None
             return
-        self.refused[key] += 1
+        counted[key] += 1
         self.see(effects)
 
     # --- the laws ---
@@ -340,7 +335,7 @@ class DecodeWorld:
             self.control.staging.check_invariants()
             held = self.control.staging.num_waiting
         for key in self.opened:  # one that is forgotten has ended and is drained, or succeeded
-            known = self.control.poll(key) is not None or held
+            known = self.peer.poll(key) is not None or held
             assert known or self.ended[key] == self.opened[key]
         self.met |= {peer for peer, _ in self.control.peers(0.0).values() if peer is not None}
 

@@ -82,7 +82,7 @@ def test_decode_waits_while_prefill_is_heard_and_no_longer_than_its_patience_aft
         assert not of(peer.after(1.0), RoomEnded)
         peer.say(Heartbeat())
         peer.say(PromiseAck(*KEY.numbers, 0))
-    assert peer.control.poll(KEY) is state
+    assert peer.poll() is state
     assert silence(peer, patience_s - 1) == []
     [ended] = silence(peer, 1)
     assert isinstance(ended.error, TransferTimeoutError)

@@ -22,7 +22,7 @@ class _Counting(ControlInbox):
     def _text(self, text: str, now_s: float) -> None:
         if text == "3":
             raise ZeroDivisionError(text)
-        self._put_out(text, now_s)
+        self._out.append(text)
 
     def _frame(self, frame: FrameReceived[str], now_s: float) -> None:
         self.say_all(["before", "3", "after"])

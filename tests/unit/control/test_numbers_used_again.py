@@ -11,8 +11,8 @@ import pytest
 
 from prefixkv.control.effects import FrameFailed, FrameReceived
 from prefixkv.digest import prompt_digest
-from prefixkv.errors import PromptMismatchError, RequestError
-from prefixkv.protocol.commands import AbortRoom, DeclineRoom, OfferRoom, WithdrawRoom
+from prefixkv.errors import InternalError, PromptMismatchError, RequestError
+from prefixkv.protocol.commands import AbortRoom, DeclineRoom, OfferRoom, OpenRoom, WithdrawRoom
 from prefixkv.protocol.events import Bootstrapped, RoomDrained, RoomEnded
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.messages import (
@@ -95,7 +95,7 @@ def test_a_room_that_waits_is_not_kept_waiting_by_a_former_notification() -> Non
     """It is no sign that prefill has the promise, or writes."""
     peer = used_again()
     peer.on(landed(FORMER, 7))
-    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert peer.poll() is KVPoll.WAITING_FOR_INPUT
     assert "Promise" in kinds(peer.after(TIMING.resend_s)), "repeated, as it is not acknowledged"
 
 
@@ -108,19 +108,19 @@ def test_a_number_is_used_a_thousand_times() -> None:
         peer.say(Drained(*KEY.numbers, 0, ticket))
         peer.open(of_use(ticket + 1))
         assert peer.on(landed(ticket, 7)) == []
-        assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+        assert peer.poll() is KVPoll.WAITING_FOR_INPUT
     assert peer.control.counters == {"tags_dropped": 999}
 
 
 def test_a_number_whose_pages_may_still_be_written_is_not_promised_again() -> None:
-    """Its room has ended, and is not drained."""
+    """Its room has ended, and is not drained: nothing is said that could be taken for its proof."""
     peer = PrefillPeer()
     peer.open(of_use(FORMER))
     peer.greet()
     peer.on(AbortRoom(KEY, "enough"))
-    (refused,) = of(said := peer.open(of_use(NEXT)), RoomEnded)
-    assert isinstance(refused.error, RequestError)
-    assert of(said, Promise) == []
+    said = peer.control.on(OpenRoom(of_use(NEXT), ADDRESS, PROMPT), peer.now_s)
+    assert kinds(said) == ["Raised"]
+    assert isinstance(said[0].error, InternalError)
     assert peer.expected == 1, "its writer is listened to"
     assert of(peer.say(Drained(*KEY.numbers, 0, FORMER)), RoomDrained) == [RoomDrained(KEY)]
     assert of(peer.open(of_use(NEXT)), Promise) == [of_use(NEXT)]
@@ -131,7 +131,7 @@ def test_a_frame_of_a_former_use_that_raises_ends_no_other_on_decode() -> None:
     for ticket, polls in ((FORMER, KVPoll.WAITING_FOR_INPUT), (NEXT, KVPoll.FAILED)):
         raw = peer.raw(Drained(*KEY.numbers, 0, ticket))
         peer.on(FrameFailed(FrameReceived(ADDRESS, raw), OSError("broken")))
-        assert peer.control.poll(KEY) is polls
+        assert peer.poll() is polls
 
 
 # --- prefill --------------------------------------------------------------------------------------

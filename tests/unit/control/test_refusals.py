@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from prefixkv.control.effects import Connect, ConnectFailed
-from prefixkv.errors import AbortedError, RequestError, TransferError
+from prefixkv.errors import AbortedError, InternalError, TransferError
 from prefixkv.protocol.commands import AbortRoom, Fence, RefuseRoom
-from prefixkv.protocol.events import RoomDrained, RoomEnded
-from prefixkv.protocol.ids import KVPoll, RoomKey
+from prefixkv.protocol.events import RoomDrained
+from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.messages import Abort, Drained, Hello
 from prefixkv.protocol.receiver_machine import (
     ChunkLanded,
@@ -29,7 +29,6 @@ from tests.unit.control.wire import (
     KEY,
     PREFILL,
     TIMING,
-    Alike,
     PrefillPeer,
     kinds,
     newer,
@@ -49,8 +48,8 @@ def refuse(peer: PrefillPeer, key: RoomKey = KEY, ticket: int = 9) -> list[Any]:
 def test_prefill_is_told_as_soon_as_it_is_there_and_its_answer_frees_the_number() -> None:
     peer = PrefillPeer()
     assert refuse(peer) == [Connect(ADDRESS), HELLO]
-    open_already = Alike(RequestError("room 7 generation 0 is open already"))
-    assert peer.open() == [RoomEnded(KEY, KVPoll.FAILED, open_already), RoomDrained(KEY)]
+    with pytest.raises(InternalError, match="room 7 generation 0 is open already"):
+        peer.open()
     assert peer.greet() == [TOLD]
     assert peer.expected == 0, "no page of ours is known there"
     assert peer.say(Drained(*KEY.numbers, 0, 9)) == [RoomDrained(KEY)]

@@ -88,7 +88,7 @@ def test_a_rank_speaks_for_itself_only() -> None:
     ):
         assert pair.say(1, body) == []
     assert pair.control.counters["frames_dropped"] == 2
-    assert pair.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert next(iter(pair.control.rooms())).poll is KVPoll.WAITING_FOR_INPUT
 
 
 # --- leaders that lie ---------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_asks_of_another_use_or_where_nothing_is_staged_are_dropped() -> None:
     assert pair.control.counters["frames_dropped"] == 2
     plain = Writers().opened()
     assert asked(plain, 0) == []
-    assert plain.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert next(iter(plain.control.rooms())).poll is KVPoll.WAITING_FOR_INPUT
 
 
 def test_arrivals_for_a_lease_of_a_room_that_is_over_change_nothing() -> None:

@@ -18,7 +18,7 @@ from prefixkv.control.prefill.control import PrefillControl, PrefillInput
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.protocol import messages
 from prefixkv.protocol.commands import AddRoom, OpenRoom, SendChunk
-from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, Promise, Topology
 from prefixkv.staging.sender import StagingSlots
 from prefixkv.transport.base import WriteDone, WriteFailed
@@ -152,6 +152,11 @@ class PrefillPeer(_Opposite):
             self.said.pop()
             return self.say(msgspec.structs.replace(self.reply, known=self.known, **changes), by)
         return said
+
+    def poll(self, key: RoomKey = KEY) -> KVPoll | None:
+        """How far a room is; None once it has ended and is drained."""
+        room = self.control._rooms.get(key)
+        return None if room is None else room.poll
 
     def opened(self) -> PrefillPeer:
         """The room of `promise()` is open and the promise has been said."""

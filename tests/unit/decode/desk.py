@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from prefixkv.cache.eviction.policy import DEFAULT_POLICY
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import TransferError
 from prefixkv.pages.allocator import PageState
@@ -37,7 +36,7 @@ class Desk:
         rows: int = 8,
         caching: bool = True,
         num_slots: int = 0,
-        policy: str = DEFAULT_POLICY,
+        policy: str = "",
         spare_rows: int = 0,
         windows: Sequence[WindowSpec] = (),
         num_checkpoints: int = 0,

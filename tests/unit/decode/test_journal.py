@@ -18,7 +18,7 @@ class Watched(Desk):
     def __init__(self, num_pages: int = 16, **settings: Any) -> None:
         super().__init__(num_pages, **settings)
         self.ended: dict[str, dict[str, Any]] = {}
-        self.scheduler.journal.on_ended = self._write
+        self.scheduler.journal.on_ended = [self._write]
 
     def _write(self, req: DecodeRequest, now_s: float) -> None:
         assert now_s == self.now_s

@@ -701,7 +701,7 @@ def test_a_log_handler_that_raises_costs_no_page() -> None:
 
     desk = Desk()
     req, queued = desk.start("a"), desk.add("b")
-    desk.scheduler.journal.on_ended = broken
+    desk.scheduler.journal.on_ended = [broken]
     desk.finish(req)
     desk.abort(queued)
     desk.carry_out_aborts()

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from prefixkv.cache.namespace import Namespace
+from prefixkv.cache.radix_key import Namespace
 from tests.support.patience import PATIENCE_S
 
 END = b"\xff" * 8

@@ -21,8 +21,7 @@ from prefixkv.cache.events import (
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.errors import CallerError
-from prefixkv.kv_events.blocks import BlockEvents
-from prefixkv.kv_events.stream import EventStream
+from prefixkv.kv_events.stream import BlockEvents, EventStream
 from prefixkv.pages.windows import WindowGroups
 from prefixkv.serving.router import BoundedAffinityRouter, WorkerIndex
 from tests.unit.kv_events.follower import Follower

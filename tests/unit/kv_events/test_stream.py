@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, PageRef
-from prefixkv.cache.namespace import Namespace, shortened
 from prefixkv.cache.radix_cache import RadixCache
+from prefixkv.cache.radix_key import Namespace, shortened
 from prefixkv.errors import RequestError
-from prefixkv.kv_events.blocks import BlockEvents
-from prefixkv.kv_events.stream import EventStream
+from prefixkv.kv_events.stream import BlockEvents, EventStream
 from tests.unit.kv_events.follower import Follower
 
 FIRST = 1_000_000

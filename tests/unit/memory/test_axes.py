@@ -109,6 +109,13 @@ def test_an_opaque_page_is_one_run_of_the_bytes_that_it_has() -> None:
     assert all(torch.equal(tensor[[0, 2]], tensor[[3, 1]]) for tensor in layers)
 
 
+def test_the_stride_of_an_axis_of_one_element_means_nothing() -> None:
+    tensor = torch.zeros(3, 1, 64).as_strided((3, 1, 64), (64, 7, 1))
+    axes = ("page", "head", "packed")
+    layout = KVPool.from_tensors([tensor], page_size=4, axes=axes, opaque="x").layout
+    assert (layout.num_kv_heads, layout.head_dim) == (1, 16)
+
+
 @pytest.mark.parametrize(
     "axes", [("kv", "page", "head", "packed"), ("page", "kv", "packed", "head")]
 )

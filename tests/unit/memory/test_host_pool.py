@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from prefixkv.errors import CapacityError, ConfigError, PageStateError
-from prefixkv.memory import host_pool, host_shares
+from prefixkv.memory import host_pool
 from prefixkv.memory.host_pool import HostPool, free_host_bytes
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool
@@ -223,21 +223,21 @@ def test_processes_share_what_the_host_has(ends: str) -> None:
         assert holder.stdin is not None
         assert holder.stdout is not None
         held = int(holder.stdout.readline())
-        with host_shares.locked() as shares:
+        with host_pool.locked() as shares:
             theirs = shares.num_bytes
         assert theirs >= held >= 300 << 20
         holder.kill() if ends == "killed" else holder.stdin.close()
         holder.wait(WAIT_S)
-    with host_shares.locked() as shares:
+    with host_pool.locked() as shares:
         assert shares.num_bytes <= theirs - held
 
 
 FORKER = """
 import os, sys
-from prefixkv.memory import host_shares
+from prefixkv.memory import host_pool
 
-host_shares._PLACES = (sys.argv[1],)
-with host_shares.locked() as shares:
+host_pool._PLACES = (sys.argv[1],)
+with host_pool.locked() as shares:
     share = shares.enter(77 << 20)
 if os.fork() == 0:
     print("forked", flush=True)
@@ -276,13 +276,13 @@ def forked(in_child: Callable[[], None]) -> Iterator[int]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the shares, which no other test sees."""
-    monkeypatch.setattr(host_shares, "_PLACES", (str(tmp_path),))
+    monkeypatch.setattr(host_pool, "_PLACES", (str(tmp_path),))
     return tmp_path / f"prefixkv-host-{os.getuid()}"
 
 
 def test_a_fork_under_the_lock_does_not_keep_it(folder: Path) -> None:
     with ExitStack() as stack:
-        with host_shares.locked():
+        with host_pool.locked():
             stack.enter_context(forked(lambda: None))
         fd = os.open(folder / "lock", os.O_RDWR)
         stack.callback(os.close, fd)
@@ -296,7 +296,7 @@ def test_a_fork_that_outlives_its_parent_keeps_no_share(folder: Path) -> None:
         assert parent.stdout.readline() == "forked\n"
         parent.wait(WAIT_S)
         assert [*folder.glob("share-*")]
-        with host_shares.locked() as shares:
+        with host_pool.locked() as shares:
             assert shares.num_bytes == 0
         assert not [*folder.glob("share-*")]
 
@@ -314,7 +314,7 @@ def test_a_fork_changes_nothing_of_its_parents_shares(folder: Path) -> None:
         mine = entered(3)
         mine.close()
 
-    with forked(in_child), host_shares.locked() as shares:
+    with forked(in_child), host_pool.locked() as shares:
         assert shares.num_bytes == 77
     share.close()
     assert not [*folder.glob("share-*")]
@@ -340,8 +340,8 @@ def test_a_share_that_is_closed_as_its_pages_are_touched(
     share.keep(6)
 
 
-def entered(num_bytes: int) -> host_shares.HostShare:
-    with host_shares.locked() as shares:
+def entered(num_bytes: int) -> host_pool.HostShare:
+    with host_pool.locked() as shares:
         return shares.enter(num_bytes)
 
 
@@ -351,14 +351,14 @@ def test_a_folder_of_another_user_is_not_trusted(
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     (tmp_path / "a" / f"prefixkv-host-{os.getuid()}").write_text("a file in its place")
-    monkeypatch.setattr(host_shares, "_PLACES", (str(tmp_path / "a"), str(tmp_path / "b")))
-    with host_shares.locked() as shares:
+    monkeypatch.setattr(host_pool, "_PLACES", (str(tmp_path / "a"), str(tmp_path / "b")))
+    with host_pool.locked() as shares:
         assert shares.num_bytes == 0
         share = shares.enter(77)
-    with host_shares.locked() as shares:
+    with host_pool.locked() as shares:
         assert shares.num_bytes == 77
     share.close()
-    monkeypatch.setattr(host_shares, "_PLACES", (str(tmp_path / "a"),))
+    monkeypatch.setattr(host_pool, "_PLACES", (str(tmp_path / "a"),))
     with pytest.raises(ConfigError, match=f"no folder of this user can be made in {tmp_path}"):
         HostPool(layout(), 1)
 
@@ -416,7 +416,7 @@ def test_pinned_pages_become_ready_chunk_by_chunk(monkeypatch: pytest.MonkeyPatc
         assert len(set(pool.addresses(np.arange(ready, dtype=np.int32)).tolist())) == ready
         with pytest.raises(PageStateError, match=f"host page {ready} is not in"):
             pool.checked(np.array([ready], np.int32))
-        with host_shares.locked() as shares:
+        with host_pool.locked() as shares:
             assert shares.num_bytes == (10 - ready) * pool.page_bytes
     assert pinning.asked == [1024, 1024, 512]
     pool.close()

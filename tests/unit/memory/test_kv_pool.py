@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from prefixkv.errors import CapacityError, ConfigError, PageStateError
-from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.kv_pool import KVPool, check_device
 from tests.support.engine_tensors import (
     DIM,
     DTYPES,
@@ -66,9 +66,9 @@ def assert_described(pool: KVPool, views: list[torch.Tensor]) -> None:
         layer, kv = divmod(i, layout.slabs_per_layer)
         raw = view.view(torch.uint8)
         for page, token, head in itertools.product(*map(range, view.shape[:3])):
-            there = ctypes.string_at(
-                layout.address(layer, kv, page, token, head), layout.head_bytes
-            )
+            slab = layout.slab(layer, kv)
+            at = page * slab.page_stride + token * slab.token_stride + head * slab.head_stride
+            there = ctypes.string_at(slab.base + at, layout.head_bytes)
             assert there == bytes(raw[page, token, head].tolist())
 
 
@@ -249,6 +249,13 @@ def test_no_pool_of_such_sizes(values: dict[str, object], message: str) -> None:
 def test_a_pool_too_large_for_the_machine() -> None:
     with pytest.raises(CapacityError, match="do not fit on cpu"):
         make(num_pages=2**31 - 1, page_size=2**20)
+
+
+def test_an_index_that_torch_would_wrap_round_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    check_device("cuda:0")
+    with pytest.raises(ConfigError, match="finds 1 GPUs"):
+        check_device("cuda:256")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

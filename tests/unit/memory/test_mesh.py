@@ -91,6 +91,12 @@ def test_replicas_share_the_readers_out_evenly() -> None:
             assert len({served[writer] for writer in range(writers.num_ranks)}) == 1
 
 
+def test_neighbouring_replicas_serve_neighbouring_readers() -> None:
+    few, many = Mesh(4, 1, tp_size=2), Mesh(4, 1, tp_size=4)
+    assert [writers_to(many, few, reader) for reader in range(2)] == [(0,), (2,)]
+    assert [writers_to(few, many, reader) for reader in range(4)] == [(0,), (0,), (1,), (1,)]
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

@@ -88,6 +88,16 @@ def test_names_are_distinct_and_memory_is_apart() -> None:
         first.with_groups(PoolGroup("a", second, 9))
 
 
+def test_a_group_in_the_first_group_s_memory_has_all_of_its_pages() -> None:
+    first = pool()
+    layout = first.with_groups(PoolGroup("w", first, 9)).layout
+    (window,) = layout.groups
+    fewer = msgspec.structs.replace(window.layout, num_pages=7)
+    group = msgspec.structs.replace(window, layout=fewer)
+    with pytest.raises(ConfigError, match="as many pages, 8"):
+        msgspec.structs.replace(layout, groups=(group,)).validate()
+
+
 def test_a_peer_s_group_outside_the_pool_s_regions_is_refused() -> None:
     # All are kept: memory that was given back may be another pool's next.
     here, other, far = grouped(), pool(), pool(5, heads=4)

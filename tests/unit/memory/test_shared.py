@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from prefixkv.errors import CapacityError, ConfigError
-from prefixkv.memory.kv_pool import KVPool
+from prefixkv.memory.kv_pool import KVPool, StagingBuffer
 from prefixkv.memory.shared import SEALS, block_of, blocks_of, shared_bytes
-from prefixkv.memory.staging_buffer import StagingBuffer
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 

@@ -22,16 +22,19 @@ from prefixkv.memory import stage_copy
 from prefixkv.memory.kv_layout import KVLayout
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
 from prefixkv.memory.mesh import Mesh, Shard, sent_share, sent_shares
-from prefixkv.memory.stage_copy import StagingCopy, staging_copy
-from prefixkv.memory.stage_plan import StagePlan
-from prefixkv.memory.staging_area import BLOCK_BYTES, StagingArea
+from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
+from prefixkv.memory.staging_area import BLOCK_BYTES, StagePlan, StagingArea
 from prefixkv.paging import unit_pages
-from prefixkv.staging.cut import LeaseCut
+from prefixkv.staging.leases import LeaseCut
 from tests.support.engine_tensors import DTYPES
 from tests.support.mesh_pools import ORDERS, mesh_layout, shards
 from tests.support.rank_memory import Memory
 
 Make = Callable[[KVLayout, Shard, int], StagingCopy]
+
+
+def scatter_into(copy: StagingCopy, units: np.ndarray, stage: torch.Tensor) -> None:
+    scatter_together([(copy, stage)], units)
 
 
 @pytest.fixture(params=["cpu", "triton"])
@@ -96,7 +99,7 @@ def test_gather_reads_and_scatter_writes_just_the_bytes_of_the_part(
         assert np.array_equal(memory.bytes(), before)
 
         new = np.random.default_rng(1).integers(0, 256, len(places), np.uint8)
-        copy.scatter(units, torch.from_numpy(new).to(device))
+        scatter_into(copy, units, torch.from_numpy(new).to(device))
         before[places] = new
         assert np.array_equal(memory.bytes(), before)
 
@@ -112,7 +115,7 @@ def test_more_rows_and_longer_ones_than_a_tile(make: Make, device: str) -> None:
     stage = torch.zeros(copy.num_bytes(len(PAGES)), dtype=torch.uint8, device=device)
     copy.gather(np.array(PAGES, np.int32), stage)
     assert np.array_equal(stage.cpu().numpy(), before[places])
-    copy.scatter(np.array(PAGES, np.int32), stage.flip(0))
+    scatter_into(copy, np.array(PAGES, np.int32), stage.flip(0))
     before[places] = before[places][::-1]
     assert np.array_equal(memory.bytes(), before)
 
@@ -136,7 +139,7 @@ def test_kv_of_any_dtype_moves_between_our_layouts(
     from_, to = (make(pool.layout, Shard.whole(pool.layout), 4) for pool in pools)
     stage = torch.empty(from_.num_bytes(3), dtype=torch.uint8, device=device)
     from_.gather(np.array([4, 0, 5], np.int32), stage)
-    to.scatter(np.array([1, 2, 0], np.int32), stage)
+    scatter_into(to, np.array([1, 2, 0], np.int32), stage)
     assert torch.equal(target.read_pages([1, 2, 0]), data[[4, 0, 5]])
     assert not target.read_pages([3, 4, 5]).any()
 
@@ -213,7 +216,7 @@ def test_a_lease_carries_the_sections_of_all_writers(
             make(sources[writer].layout, share.inside(shards(writers)[writer]), unit).gather(
                 src_units, section
             )
-            make(memory.layout, share.inside(shard), unit).scatter(dst_units, section)
+            scatter_into(make(memory.layout, share.inside(shard), unit), dst_units, section)
         assert np.array_equal(memory.bytes(), expected)
 
 
@@ -245,11 +248,26 @@ def test_aligned_groups_are_staged_behind_the_pages(num_units: int) -> None:
             gather.gather(src, stage)
     stage = torch.empty(num_bytes, dtype=torch.uint8)
     gather.gather(src, stage)
-    scatter.scatter(np.array(dst, np.int32), stage)
+    scatter_into(scatter, np.array(dst, np.int32), stage)
     before[0][dst, :, :, 1:] = source.read_pages(src)
     before[1][dst, :, :, 2:] = its_draft.read_pages(src)
     for one, want in zip((target, draft, target.group("last")), before, strict=True):
         assert torch.equal(one.read_pages(range(8)), want)
+
+
+def test_layers_that_begin_alike_and_have_other_page_strides(make: Make, device: str) -> None:
+    k = [torch.zeros(4, 2, 1, 8, device=device), torch.zeros(8, 2, 1, 8, device=device)[::2]]
+    pool = KVPool.from_tensors(k, [torch.zeros_like(k[0]) for _ in k], page_size=2)
+    pages = np.array([3, 1], np.int32)
+    pool.write_pages(range(4), torch.arange(4 * 4 * 2 * 32).to(torch.uint8).view(4, 4, 2, 1, 32))
+    copy = make(pool.layout, Shard.whole(pool.layout), 2)
+    stage = torch.zeros(copy.num_bytes(2), dtype=torch.uint8, device=device)
+    copy.gather(pages, stage)
+    want = pool.read_pages(pages)
+    assert torch.equal(stage.cpu().view(4, 2, 2, 1, 32), want.transpose(0, 1))
+    pool.write_pages(pages, torch.zeros_like(want))
+    scatter_into(copy, pages, stage)
+    assert torch.equal(pool.read_pages(pages), want)
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -271,7 +289,7 @@ def test_units_outside_the_pool_are_not_copied(
     copy = make(memory.layout, PARTS[0], 4)
     before = memory.bytes()
     stage = torch.zeros(copy.num_bytes(len(units)), dtype=torch.uint8, device=device)
-    for act in (copy.gather, copy.scatter):
+    for act in (copy.gather, copy.scatter_steps):
         with pytest.raises(error):
             act(np.array(units, np.int32), stage)
     assert np.array_equal(memory.bytes(), before)
@@ -288,7 +306,7 @@ def test_units_that_cannot_be_written_are_copied_without_a_warning(make: Make, d
     torch.set_warn_always(True)
     try:
         copy.gather(units, stage)
-        copy.scatter(units, stage)
+        scatter_into(copy, units, stage)
     finally:
         torch.set_warn_always(False)
 
@@ -307,7 +325,7 @@ def test_another_stage_is_refused(make: Make, device: str) -> None:
         torch.zeros(size, dtype=torch.uint8, device="meta"),
     ]
     for stage in stages:
-        for act in (copy.gather, copy.scatter):
+        for act in (copy.gather, copy.scatter_steps):
             with pytest.raises(ConfigError, match="stage is"):
                 act(np.zeros(1, np.int32), stage)
     assert np.array_equal(memory.bytes(), before)
@@ -394,7 +412,7 @@ def test_parts_that_are_scattered_together(
             new = np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
             expected[memory.places(tuple(units.tolist()), part, 4, 0, len(units))] = new
             stages.append((copy, torch.from_numpy(new).to(device)))
-        stage_copy.scatter_together(stages, units)
+        scatter_together(stages, units)
         assert np.array_equal(memory.bytes(), expected)
 
 
@@ -404,5 +422,5 @@ def test_nothing_is_copied_where_one_of_several_stages_does_not_fit() -> None:
     copy = staging_copy(memory.layout, Shard(0, 1, 0, 1), 4)
     stages = [(copy, torch.zeros(num_bytes, dtype=torch.uint8)) for num_bytes in (64, 65)]
     with pytest.raises(ConfigError, match="65"):
-        stage_copy.scatter_together(stages, np.array([5], np.int32))
+        scatter_together(stages, np.array([5], np.int32))
     assert np.array_equal(memory.bytes(), before)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from prefixkv.errors import CapacityError, ConfigError
+from prefixkv.memory.kv_pool import StagingBuffer
 from prefixkv.memory.staging_area import BLOCK_BYTES
-from prefixkv.memory.staging_buffer import StagingBuffer
 from tests.support.gpu import GPU
 
 DEVICES = [

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import CallerError, ConfigError, OutOfPagesError, PageStateError, RequestError
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.pages.allocator import PageAllocator, PageState
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 
 
 def test_reserved_pages_are_in_no_transition() -> None:

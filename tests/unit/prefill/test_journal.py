@@ -29,7 +29,7 @@ def scheduler(ended: list[dict[str, Any]]) -> PrefillScheduler:
     def write(req: PrefillRequest, now_s: float) -> None:
         ended.append(json.loads(json.dumps(timeline(req, PAGE_BYTES, 4))))
 
-    scheduler.journal.on_ended = write
+    scheduler.journal.on_ended = [write]
     return scheduler
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.node_pair import NodePair, make_pool
 from tests.support.node_process import NodeProcess, node_processes
 from tests.support.patience import NEVER_S, SkippableClock

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig
 from prefixkv.control.decode.control import DecodeControl
 from prefixkv.control.effects import AgentDestroyed, Tick
@@ -18,8 +19,6 @@ from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.messages import Hello, HelloReply, RoomBody
 from prefixkv.runtime import control_thread
 from prefixkv.runtime.control_thread import ControlFailed
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import PATIENCE_S, SkippableClock, until
 from tests.support.wires import wired

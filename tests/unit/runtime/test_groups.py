@@ -20,7 +20,7 @@ from prefixkv.protocol.ids import RoomKey
 from prefixkv.protocol.receiver_machine import RoomDrained
 from prefixkv.request import Request
 from prefixkv.runtime.control_thread import ControlFailed
-from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
+from prefixkv.spi import DecodeGroup, PrefillGroup
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import tokens_of
 from tests.support.patience import lasting_address, returned, until
@@ -65,10 +65,10 @@ def test_an_error_on_a_rank_is_raised_and_costs_no_news() -> None:
         with pytest.raises(InternalError, match="broke"):
             decode.pop_failed()
         decode.pop_failed()
-        assert len(decode._leader) == 1, "what it said before has come all the same"
+        assert len(decode.leader) == 1, "what it said before has come all the same"
         decode.transfers.thread.events.put(RoomDrained(key))
         decode.pop_failed()
-        assert len(decode._leader) == 0
+        assert len(decode.leader) == 0
 
 
 def test_the_ranks_of_a_worker_share_its_key() -> None:

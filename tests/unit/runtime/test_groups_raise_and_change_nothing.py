@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.config import (
     ControlConfig,
@@ -35,12 +36,8 @@ from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.decode_transfers import DecodeTransfers
-from prefixkv.runtime.following_rank import DecodeRank, PrefillRank
-from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
-from prefixkv.runtime.prefill_node import PrefillNode
-from prefixkv.runtime.prefill_transfers import PrefillTransfers
+from prefixkv.spi import DecodeGroup, DecodeRank, PrefillGroup, PrefillRank
+from prefixkv.transfer import DecodeTransfers, PrefillTransfers
 from tests.support.junk import JUNK, Broken, OwnError
 from tests.support.node_pair import make_pool, scheduling, tokens_of
 from tests.support.patience import until

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.events import page_keys
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
-from prefixkv.cache.namespace import Namespace
-from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.radix_key import Namespace, RadixKey
 from prefixkv.config import (
     CurveConfig,
     DecodeConfig,
@@ -21,8 +21,6 @@ from prefixkv.config import (
 )
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.serving.router import WorkerIndex
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import until

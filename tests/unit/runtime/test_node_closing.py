@@ -8,12 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import ClosedError, ConfigError, InternalError, TransferError
 from prefixkv.request import Request
 from prefixkv.runtime import control_thread
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.node_pair import NodePair, drive_until, left, make_pool, tokens_of
 from tests.support.node_stages import Proceed, computing, promised, transferring
 from tests.support.patience import NEVER_S, PATIENCE_S, SkippableClock, lasting_address

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import ComputeConfig, ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import AbortedError, ConfigError, TransferError
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.node_pair import left, make_pool, tokens_of
 from tests.support.patience import until
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import (
     ControlConfig,
     CurveConfig,
@@ -31,9 +32,7 @@ from prefixkv.errors import (
 from prefixkv.protocol import messages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.logs import REPEAT_S
-from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.transport.base import Arrived
 from tests.support.node_pair import NodePair, left, make_pool, tokens_of
 from tests.support.node_stages import end_of, lone_decode, queued

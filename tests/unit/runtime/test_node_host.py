@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.eviction.plain import LeastRecentlyUsed
 from prefixkv.config import DecodeConfig, HostConfig, PrefillConfig
 from prefixkv.decode.host_tier import HostTier
@@ -15,11 +16,9 @@ from prefixkv.errors import ConfigError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.mesh import Mesh
 from prefixkv.ranks.row_log import RankLog
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.decode_transfers import DecodeTransfers
-from prefixkv.runtime.following_rank import DecodeRank
 from prefixkv.runtime.host_copies import HostCopies
-from prefixkv.runtime.prefill_node import PrefillNode
+from prefixkv.spi import DecodeRank
+from prefixkv.transfer import DecodeTransfers
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import until

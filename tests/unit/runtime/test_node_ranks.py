@@ -10,14 +10,13 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import CallerError, DrainingError, PeerLostError, RequestError
 from prefixkv.memory.mesh import Mesh
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.following_rank import DecodeRank
-from prefixkv.runtime.prefill_node import PrefillNode
+from prefixkv.spi import DecodeRank
 from tests.support.node_pair import NodePair, left, make_pool, tokens_of
 from tests.support.patience import until
 from tests.unit.runtime.conftest import QUICK

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, ModelConfig, PrefillConfig
 from prefixkv.errors import (
     DrainingError,
@@ -18,8 +19,6 @@ from prefixkv.errors import (
 )
 from prefixkv.memory.mesh import Mesh
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import until

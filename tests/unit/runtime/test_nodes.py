@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import (
     AbortedError,
@@ -20,13 +21,9 @@ from prefixkv.errors import (
 from prefixkv.memory.mesh import Mesh
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.decode_transfers import DecodeTransfers
-from prefixkv.runtime.following_rank import DecodeRank
-from prefixkv.runtime.groups import DecodeGroup, PrefillGroup
-from prefixkv.runtime.prefill_node import PrefillNode
-from prefixkv.runtime.prefill_transfers import PrefillTransfers
+from prefixkv.spi import DecodeGroup, DecodeRank, PrefillGroup
 from prefixkv.testing.hashing import PrefixHasher
+from prefixkv.transfer import DecodeTransfers, PrefillTransfers
 from tests.support.node_pair import (
     DecodeDriver,
     NodePair,

@@ -19,11 +19,10 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 import prefixkv
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.runtime import metrics
-from prefixkv.runtime.decode_node import DecodeNode
 from prefixkv.runtime.metrics import NodeCollector
-from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.spelled import Event
 from tests.unit.decode.desk import Desk

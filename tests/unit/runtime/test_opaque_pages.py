@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.memory.kv_pool import KVPool
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.node_pair import tokens_of
 from tests.support.patience import until
 from tests.unit.runtime.conftest import QUICK

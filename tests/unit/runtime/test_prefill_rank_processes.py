@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import CallerError, DrainingError, PeerLostError
 from prefixkv.memory.kv_pool import KVPool, PoolGroup
@@ -17,9 +18,7 @@ from prefixkv.pages.windows import WindowPages
 from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.row_log import RankLog
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.following_rank import PrefillRank
-from prefixkv.runtime.prefill_node import PrefillNode
+from prefixkv.spi import PrefillRank
 from prefixkv.testing.hashing import PrefixHasher
 from tests.support.node_pair import tokens_of
 from tests.support.patience import until

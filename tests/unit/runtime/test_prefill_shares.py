@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from prefixkv import PrefillNode
 from prefixkv.config import PrefillConfig
-from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.node_pair import PrefillDriver, make_pool, tokens_of
 from tests.support.patience import until
 from tests.unit.runtime.conftest import QUICK, MakePair

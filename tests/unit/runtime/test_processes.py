@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import PeerLostError, TransferError, TransferTimeoutError
 from prefixkv.pages.allocator import PageState
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.node_pair import (
     DecodeDriver,
     PrefillDriver,

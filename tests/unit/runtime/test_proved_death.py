@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from prefixkv import PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import PeerLostError
 from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime import death
 from prefixkv.runtime.death import HeldLife
-from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support import node_process
 from tests.support.node_pair import (
     DecodeDriver,

@@ -12,7 +12,7 @@ import pytest
 from prefixkv.config import ControlConfig
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import ProcessLife
-from prefixkv.runtime.death import HeldLife, Prover
+from prefixkv.runtime.death import HeldLife, ProverThread
 from tests.support.patience import until
 
 
@@ -28,7 +28,7 @@ def a_dead_life() -> ProcessLife:
 
 def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[PeerId] = []
-    prover = Prover("p", ControlConfig(), False, told.append)
+    prover = ProverThread("p", ControlConfig(), False, told.append)
     peer, life = PeerId("d", 1), a_dead_life()
 
     def fail(thread: threading.Thread) -> None:
@@ -37,7 +37,7 @@ def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monk
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", fail)
         prover.submit(peer, life)
-        other = Prover("q", ControlConfig(), False, told.append)
+        other = ProverThread("q", ControlConfig(), False, told.append)
         other.submit(peer, life)
         other.close()
     assert told == []
@@ -48,7 +48,7 @@ def test_a_thread_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monk
 
 def test_a_process_that_lives_is_not_told() -> None:
     told: list[PeerId] = []
-    prover = Prover("p", ControlConfig(), False, told.append)
+    prover = ProverThread("p", ControlConfig(), False, told.append)
     held = HeldLife()
     prover.submit(PeerId("d", 1), held.life)
     dead = PeerId("d", 2)

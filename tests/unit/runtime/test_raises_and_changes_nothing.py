@@ -15,12 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import ControlConfig, DecodeConfig, PrefillConfig
 from prefixkv.errors import CallerError, CapacityError, RequestError, shown
 from prefixkv.prefill.request import PrefillState
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.junk import JUNK, Broken, OwnError
 from tests.support.node_pair import left, make_pool, scheduling, tokens_of
 from tests.support.patience import PATIENCE_S, until
@@ -58,9 +57,7 @@ class Story:
         for node in (decode, prefill):
             node._take = self._counting("events", node._take)  # type: ignore[method-assign]
             submit = node.transfers.submit
-            node.transfers.submit = self._counting("commands", submit)  # type: ignore[method-assign]
-        # The leader has its own way to the control thread.
-        decode._leader._submit = decode.transfers.submit
+            node._command = self._counting("commands", submit)
 
     def _counting(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any) -> Any:
@@ -210,7 +207,7 @@ _WITHOUT_ARGUMENTS = {
     "audit", "awaited_ranks", "close", "fileno", "lost_peers", "peers", "stats",
 }  # fmt: skip
 # Any function is a listener: what one raises is its own.
-_NOT_TRIED = _WITHOUT_ARGUMENTS | CONTROL | {"on_ended"}
+_NOT_TRIED = _WITHOUT_ARGUMENTS | CONTROL | {"on_change", "on_close", "on_ended"}
 # A number, a version and a request are arguments that these take: no more is tried then. What a
 # limit lets `pop_bootstrapped` return would be lost to the story.
 _TAKES = {

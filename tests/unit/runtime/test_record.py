@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.cli.replay import read_trace, replay_policy
 from prefixkv.config import DecodeConfig, PrefillConfig
 from prefixkv.errors import ConfigError
 from prefixkv.runtime import record
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.runtime.record import Recorder
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 from tests.support.patience import PATIENCE_S

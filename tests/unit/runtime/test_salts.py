@@ -16,7 +16,7 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import PrefixKVError
-from prefixkv.kv_events.blocks import BlockEvents
+from prefixkv.kv_events.stream import BlockEvents
 from prefixkv.request import Request
 from prefixkv.runtime.metrics import NodeCollector
 from prefixkv.stats import namespace_label

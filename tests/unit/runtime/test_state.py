@@ -6,15 +6,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig
 from prefixkv.errors import ConfigError, RequestError
 from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.protocol.ids import PeerId
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.following_rank import DecodeRank
-from prefixkv.runtime.prefill_node import PrefillNode
+from prefixkv.spi import DecodeRank
 from tests.support.mesh_workers import MeshPair
 from tests.support.node_pair import make_pool, tokens_of
 from tests.support.state_memory import SHARDED, TENSORS, StateMemory

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.cache.events import page_keys
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import (
@@ -22,11 +23,9 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.groups import PrefillGroup
 from prefixkv.runtime.metrics import NodeCollector
-from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.serving.router import WorkerIndex
+from prefixkv.spi import PrefillGroup
 from tests.support.node_pair import left, make_pool
 from tests.support.patience import until
 from tests.support.patterns import make_pools

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from prefixkv import DecodeNode
 from prefixkv.config import DecodeConfig, PrefillConfig
-from prefixkv.runtime.decode_node import DecodeNode
 from tests.support.gpu import GPU
 from tests.support.node_pair import (
     DecodeDriver,

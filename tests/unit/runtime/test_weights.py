@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import ControlConfig, DecodeConfig, ModelConfig, PrefillConfig
 from prefixkv.errors import ConfigError, WeightsVersionError
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from tests.support.node_pair import NodePair, make_pool, tokens_of
 
 # No deadline here is shorter than a test may take: what ends, ends for another reason.

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from prefixkv import DecodeNode, PrefillNode
 from prefixkv.config import (
     Backend,
     ComputeConfig,
@@ -28,8 +29,6 @@ from prefixkv.memory.mesh import Mesh
 from prefixkv.memory.state_layout import StateTensor
 from prefixkv.memory.state_pool import StatePool
 from prefixkv.request import Request
-from prefixkv.runtime.decode_node import DecodeNode
-from prefixkv.runtime.prefill_node import PrefillNode
 from prefixkv.transfer import DecodeTransfers, KVPoll, PrefillTransfers
 from tests.support.patience import until
 from tests.support.window_engine import WindowPair

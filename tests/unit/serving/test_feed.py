@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from prefixkv.cache.events import Cleared, EventFeed, page_keys
-from prefixkv.cache.namespace import Namespace
 from prefixkv.cache.radix_cache import RadixCache
-from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.radix_key import Namespace, RadixKey
 from prefixkv.errors import ProtocolError
 from prefixkv.serving import feed
 from prefixkv.serving.feed import EventTap, batches_of

@@ -15,8 +15,7 @@ from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, LeaseAsk, Promise, Topology
 from prefixkv.protocol.receiver_machine import RoomDrained, RoomEnded, RoomOverdue
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.staging.cut import LeaseCut, Section
-from prefixkv.staging.leases import LeaseState
+from prefixkv.staging.leases import LeaseCut, LeaseState, Section
 from prefixkv.staging.receiver import (
     BreakRoom,
     Grant,

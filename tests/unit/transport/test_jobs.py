@@ -10,8 +10,7 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import ChunkTag
 from prefixkv.transport.base import TransportEvent, WriteDone, WriteFailed, WriteJob
 from prefixkv.transport.jobs import ActiveJob, JobTable, Outbox
-from prefixkv.transport.routes import Routes
-from prefixkv.transport.runs import paired_runs, part_indices
+from prefixkv.transport.runs import Routes, paired_runs, part_indices
 from tests.support.transport_pools import make_pool
 
 LAYOUT = make_pool("page_major", 8).layout

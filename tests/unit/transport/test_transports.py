@@ -151,7 +151,7 @@ def test_where_one_cannot_start_the_other_is_closed(monkeypatch: pytest.MonkeyPa
     def no_shm(*args: Any) -> Any:
         raise ConfigError("no such sockets")
 
-    monkeypatch.setattr(transports, "_MAKERS", transports._MAKERS | {"shm": no_shm})
+    monkeypatch.setattr(transports, "MAKERS", transports.MAKERS | {"shm": no_shm})
     pool, config = make_pool("layer_major", 4), TransportConfig(backend="auto")
     with pytest.raises(ConfigError, match="no such sockets"):
         make_transports(PeerId("unlucky", 1), RankMemory(pool.layout), lambda event: None, config)

@@ -226,7 +226,8 @@ class Copies:
 
 def put_in_place() -> None:
     """From now on transfer sides and connectors are made of these parts, in this process."""
-    vars(transfers).update(ControlThread=Thread, Prover=_Prover)
+    vars(transfers).update(ControlThread=Thread)
+    transfers.Transfers.prover = _Prover  # type: ignore[assignment]
     vars(decode_transfers).update(DealerChannel=_dealer)
     vars(prefill_transfers).update(RouterChannel=_router)
     vars(connector_module)["WakeupListener"] = Tower

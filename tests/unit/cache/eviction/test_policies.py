@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from benchmarks.policies.gated import Gated
 from benchmarks.policies.gittins import Gittins
 from prefixkv.cache.eviction.adaptive import Adaptive
 from prefixkv.cache.eviction.plain import ByPriority
@@ -199,21 +198,3 @@ def test_no_eviction_takes_a_leaf_that_is_locked(policy, batch):
         cache.unlock(lock)
     cache.check_invariants()
     assert set(cache.evict(600, 11.0).tolist()) == locked
-
-
-class _QuickGated(Gated):
-    """A subclass of a dataclass, with a constructor of its own."""
-
-    name = "quick gated"
-
-    def __init__(self) -> None:
-        super().__init__(fresh_s=1.0)
-
-
-def test_another_of_a_policy_with_a_constructor_of_its_own() -> None:
-    one = _QuickGated()
-    assert one.another().fresh_s == 1.0
-    RadixCache(4, one, 16)
-    # What it has learnt would be copied with it, and its fields are no arguments.
-    with pytest.raises(ConfigError, match="'quick gated' serves a cache already, and is not made"):
-        one.another()

@@ -31,7 +31,6 @@ from prefixkv.errors import (
     InternalError,
     PeerLostError,
     PromptMismatchError,
-    RequestError,
     TransferError,
 )
 from prefixkv.protocol import messages
@@ -109,7 +108,7 @@ def test_the_path_of_one_room() -> None:
     peer = PrefillPeer()
     control = peer.control
     assert peer.open() == [Connect(ADDRESS), HELLO]
-    assert control.poll(KEY) is KVPoll.BOOTSTRAPPING
+    assert peer.poll() is KVPoll.BOOTSTRAPPING
     assert peer.expected == 0, "no peer knows the pages yet"
     assert peer.greet() == [promise()]
     assert peer.expected == 1
@@ -119,18 +118,18 @@ def test_the_path_of_one_room() -> None:
     assert peer.expected == 2
     peer.say(PromiseAck(*KEY.numbers, 0))
     assert peer.on(Arrived(ChunkTag(PREFILL.incarnation, *KEY.numbers, 0, 0).pack())) == []
-    assert control.poll(KEY) is KVPoll.TRANSFERRING
+    assert peer.poll() is KVPoll.TRANSFERRING
     assert peer.say(peer.outcome()) == [ACK, RoomEnded(KEY, KVPoll.SUCCESS, aux=b"first")]
-    assert (control.poll(KEY), control.num_rooms, peer.expected) == (None, 1, 1)
+    assert (peer.poll(), control.num_rooms, peer.expected) == (None, 1, 1)
     assert peer.say(peer.outcome()) == [ACK], "our acknowledgement was lost: said again"
     assert not control.counters
 
 
 def test_a_room_is_opened_once() -> None:
     peer = PrefillPeer().opened()
-    open_already = Alike(RequestError("room 7 generation 0 is open already"))
-    assert peer.open() == [RoomEnded(KEY, KVPoll.FAILED, open_already), RoomDrained(KEY)]
-    assert (peer.control.poll(KEY), peer.expected) == (KVPoll.WAITING_FOR_INPUT, 1), "it goes on"
+    with pytest.raises(InternalError, match="room 7 generation 0 is open already"):
+        peer.open()
+    assert (peer.poll(), peer.expected) == (KVPoll.WAITING_FOR_INPUT, 1), "it goes on"
     assert kinds(peer.open(promise(generation=1))) == ["Promise"]
 
 
@@ -219,7 +218,7 @@ def test_what_is_old_foreign_or_not_for_decode_is_dropped(body: Any, by: PeerId)
     peer = PrefillPeer().opened()
     assert peer.say(body, by) == []
     assert peer.control.counters["frames_dropped"] == 1
-    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert peer.poll() is KVPoll.WAITING_FOR_INPUT
     assert peer.control.peers(peer.now_s) == {ADDRESS: (PREFILL, "ready")}
 
 
@@ -230,7 +229,7 @@ def test_a_frame_that_is_overtaken_or_repeated_is_dropped() -> None:
     for raw in (early, late):
         assert peer.on(FrameReceived(ADDRESS, raw)) == []
     assert peer.control.counters["frames_dropped"] == 2
-    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert peer.poll() is KVPoll.WAITING_FOR_INPUT
 
 
 def test_a_worker_of_another_version_fails_the_rooms_that_wait_for_it() -> None:
@@ -250,7 +249,7 @@ def test_a_frame_of_another_version_changes_nothing_for_a_worker_that_is_known()
     raw = of_another_version(peer.raw(peer.outcome()))
     assert peer.on(FrameReceived(ADDRESS, raw)) == []
     assert peer.control.counters == {"frames_dropped": 1, "dropped: VersionError": 1}
-    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert peer.poll() is KVPoll.WAITING_FOR_INPUT
 
 
 def test_a_restarted_worker_counts_its_frames_from_one() -> None:
@@ -279,7 +278,7 @@ def test_a_notification_of_something_else_is_dropped(tag: bytes) -> None:
     peer = PrefillPeer().opened()
     assert peer.on(Arrived(tag)) == []
     assert peer.control.counters["tags_dropped"] == 1
-    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert peer.poll() is KVPoll.WAITING_FOR_INPUT
 
 
 # --- aborts and drains ----------------------------------------------------------------------------
@@ -403,9 +402,7 @@ def test_a_worker_that_does_not_know_us_is_greeted_again() -> None:
     assert peer.say(HelloWanted()) == [], "a hello is on its way already"
     assert peer.control.peers(peer.now_s)[ADDRESS] == (PREFILL, "connecting")
     assert peer.greet() == []
-    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT, (
-        "it is the same process: the room goes on"
-    )
+    assert peer.poll() is KVPoll.WAITING_FOR_INPUT, "it is the same process: the room goes on"
     assert peer.control.peers(peer.now_s)[ADDRESS] == (PREFILL, "ready")
 
 
@@ -433,7 +430,7 @@ def test_a_reply_that_answers_no_present_hello_takes_no_place() -> None:
     late = msgspec.structs.replace(peer.reply, known=0)
     [hello] = peer.say(late, BEFORE)
     assert (hello, peer.known) == (HELLO, PREFILL.incarnation)
-    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert peer.poll() is KVPoll.WAITING_FOR_INPUT
     assert peer.say(late, BEFORE) == [], "a hello is on its way already"
     peer.greet()
     assert peer.control.peers(peer.now_s) == {ADDRESS: (PREFILL, "ready")}
@@ -452,7 +449,7 @@ def test_a_silent_worker_is_suspect_gets_no_new_rooms_and_is_not_dead() -> None:
     peer.say(PromiseAck(*KEY.numbers, 0))
     assert peer.pass_time(TIMING.suspect_after_s + 0.5) == [Heartbeat()] * 3
     assert peer.control.peers(peer.now_s) == {ADDRESS: (PREFILL, "suspect")}
-    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT, "its rooms have their own deadlines"
+    assert peer.poll() is KVPoll.WAITING_FOR_INPUT, "its rooms have their own deadlines"
     assert peer.open(promise(8)) == []
     assert peer.say(Heartbeat()) == [promise(8)], "it speaks: the room is promised"
     assert peer.say(peer.outcome())[-1] == RoomEnded(KEY, KVPoll.SUCCESS, aux=b"first")
@@ -530,7 +527,7 @@ def test_late_words_of_an_earlier_use_of_a_room_number_are_nothing_to_the_next()
     assert peer.say(old) == [OutcomeAck(*KEY.numbers, 0, ticket=1)], (
         "so that prefill stops repeating it"
     )
-    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert peer.poll() is KVPoll.WAITING_FOR_INPUT
     assert ends(peer.on(ENOUGH))
     peer.say(Drained(*KEY.numbers, 0, ticket=1))
     assert peer.expected == 1, "nothing is proved of the new promise"
@@ -638,7 +635,7 @@ def test_a_peer_that_is_unreachable_is_counted_and_keeps_its_rooms() -> None:
     peer = PrefillPeer().opened()
     assert peer.on(PeerUnreachable(PREFILL, OSError("reset"))) == []
     assert peer.control.counters == {"peers_unreachable": 1}
-    assert peer.control.poll(KEY) is KVPoll.WAITING_FOR_INPUT
+    assert peer.poll() is KVPoll.WAITING_FOR_INPUT
 
 
 def test_an_input_is_followed_by_one_expect_at_most_and_only_for_another_number() -> None:

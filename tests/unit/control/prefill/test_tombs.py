@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from prefixkv.control.prefill.tombs import Half, Tombs
+from prefixkv.control.prefill.rooms import Half, Tombs
 from prefixkv.errors import AbortedError
 from prefixkv.protocol.commands import AbortRoom, Fence
 from prefixkv.protocol.events import Bootstrapped, RoomEnded

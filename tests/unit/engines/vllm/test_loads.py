@@ -14,7 +14,7 @@ from prefixkv.engines.vllm.loads import ScheduledLoads
 from prefixkv.engines.vllm.orders import StepOrders
 from prefixkv.engines.vllm.rest import LONGEST_REST_S, QUIET_STEPS, Rest
 from prefixkv.engines.vllm.stats import Counters
-from prefixkv.spi import CallerError, RequestError
+from prefixkv.errors import CallerError, RequestError
 from tests.unit.engines.vllm.standin import BLOCK, BlockPool, Request
 
 PROMPT = list(range(30))

@@ -22,14 +22,14 @@ from prefixkv.memory.kv_layout import ADDRESS_END
 from prefixkv.memory.shared import SharedBlock, block_of
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.tags import TAG_BYTES, ChunkTag
+from prefixkv.runtime import rank_spec
 from prefixkv.transport.base import RankMemory, WriteDone
-from prefixkv.transport.shm import door as shm_door
 from prefixkv.transport.shm import wire as shm_wire
-from prefixkv.transport.shm.door import ShmListener
 from prefixkv.transport.shm.loop import ShmTransport
 from prefixkv.transport.shm.wire import (
     MAGIC,
     TOKEN_BYTES,
+    ShmListener,
     ShmOffer,
     hand_over,
     pack_offer,
@@ -152,7 +152,7 @@ def test_a_stranger_that_says_nothing_is_turned_out_and_a_writer_is_not(
     writer, target = driver.pair()
     write_one(driver, writer, target, 1)
     links = links_of(target)
-    monkeypatch.setattr(shm_door, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(shm_wire, "_PATIENCE_S", 0.05)
     assert len(links) == 1
     with stranger_at(target) as stranger:
         assert stranger.recv(10) == b""  # nothing else wakes the thread meanwhile
@@ -190,7 +190,7 @@ def test_the_thread_wakes_for_the_stranger_that_came_first(driver: ShmDriver) ->
 def test_waits_for_strangers_are_bounded_and_the_oldest_makes_room(
     driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shm_door, "_MAX_STRANGERS", 3)
+    monkeypatch.setattr(shm_wire, "_MAX_STRANGERS", 3)
     target = driver.node("decode")
     token = MAGIC + offer_of(target).token
     with ExitStack() as opened:
@@ -206,7 +206,7 @@ def test_a_writer_is_let_in_however_many_strangers_come(
     driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 at a time, again and again, of the same user: it does not wait until they are out."""
-    monkeypatch.setattr(shm_door, "_PATIENCE_S", NEVER_S)
+    monkeypatch.setattr(shm_wire, "_PATIENCE_S", NEVER_S)
     target = driver.node("decode")
     token = MAGIC + offer_of(target).token
     with ExitStack() as opened:
@@ -220,7 +220,7 @@ def test_a_writer_is_let_in_however_many_strangers_come(
 def test_a_stranger_makes_room_for_a_writer_where_there_are_too_many_links(
     driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shm_door, "_MAX_LINKS", 2)
+    monkeypatch.setattr(shm_wire, "_MAX_LINKS", 2)
     target = driver.node("decode")
     token = MAGIC + offer_of(target).token
     with stranger_at(target) as first, stranger_at(target) as second:
@@ -233,7 +233,7 @@ def test_a_stranger_makes_room_for_a_writer_where_there_are_too_many_links(
 def test_the_number_of_writers_is_bounded(
     driver: ShmDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shm_door, "_MAX_LINKS", 2)
+    monkeypatch.setattr(shm_wire, "_MAX_LINKS", 2)
     target = driver.node("decode")
     token = MAGIC + offer_of(target).token
     with ExitStack() as opened:
@@ -280,7 +280,7 @@ def test_a_transport_that_cannot_start_leaves_nothing_open(
 ) -> None:
     pool = make_pool("layer_major", 4, zeros=shared_zeros)
     before = num_descriptors()
-    monkeypatch.setattr(shm_door, step, lambda *args: refused())
+    monkeypatch.setattr(shm_wire, step, lambda *args: refused())
     with pytest.raises(ConfigError, match="there are none") as caught:
         ShmTransport(PeerId("d", 1), RankMemory(pool.layout), lambda event: None)
     del caught
@@ -383,7 +383,7 @@ def test_blocks_lie_apart_and_ranges_inside_one(where: str) -> None:
 def test_the_place_is_the_kernels() -> None:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     space = os.stat("/proc/self/ns/net").st_ino
-    assert shm_wire.place_of() == f"{boot} net {space} user {os.geteuid()}"
+    assert rank_spec.place_of() == f"{boot} net {space} user {os.geteuid()}"
 
 
 @pytest.mark.parametrize(

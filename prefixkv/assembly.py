@@ -1,0 +1,30 @@
+"""Puts into the kernel's seams what can be left out: the one file that imports both.
+
+An organ is a folder, or a list of files, that the kernel does not import, with one named seam. To
+leave one out, delete it and its lines here. `tests/repository/test_amputation.py` does that.
+"""
+
+from __future__ import annotations
+
+from prefixkv import policies as policies
+from prefixkv.kv_events import publisher
+from prefixkv.runtime import following_rank, record
+from prefixkv.runtime.death import ProverThread
+from prefixkv.runtime.decode_node import DecodeNode as DecodeNode
+from prefixkv.runtime.decode_transfers import DecodeTransfers as DecodeTransfers
+from prefixkv.runtime.following_rank import DecodeRank as DecodeRank
+from prefixkv.runtime.following_rank import PrefillRank as PrefillRank
+from prefixkv.runtime.groups import DecodeGroup as DecodeGroup
+from prefixkv.runtime.groups import PrefillGroup as PrefillGroup
+from prefixkv.runtime.node import Node
+from prefixkv.runtime.prefill_node import PrefillNode as PrefillNode
+from prefixkv.runtime.prefill_transfers import PrefillTransfers as PrefillTransfers
+from prefixkv.runtime.transfers import Transfers
+from prefixkv.transport.shm.loop import ShmTransport
+from prefixkv.transport.transports import MAKERS
+
+Node.installers["kv_events"] = publisher.install
+Node.installers["record"] = record.install
+Node.lead = following_rank.check_log, following_rank.lead
+Transfers.prover = ProverThread
+MAKERS["shm"] = ShmTransport

@@ -1,0 +1,184 @@
+"""An organ can be taken out: its files are deleted, and the lines of `assembly.py` that name it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+import prefixkv
+from prefixkv import spi
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 600
+
+WAIST = {"prefixkv": vars(prefixkv)["_HOMES"], "prefixkv.spi": vars(spi)["_HOMES"]}
+POLICIES = ("adaptive", "ghosts", "hazards", "least_worth", "hints")
+ORGANS = {
+    "policies": [f"cache/eviction/{name}.py" for name in POLICIES],
+    "kv_events": ["kv_events"],
+    "record": ["runtime/record.py"],
+    "death": ["runtime/death.py"],
+    "ranks": ["ranks", "runtime/following_rank.py", "runtime/groups.py"],
+    "metrics": ["runtime/metrics.py"],
+    "shm": ["transport/shm"],
+}
+"""Paths below the package, by organ."""
+
+RINGS = ("engines", "serving", "cli", "testing")
+BETWEEN = ("assembly.py", "policies.py", "__init__.py", "spi.py", "transfer.py")
+
+# Of the kernel alone, so that it runs whatever is away.
+MACHINE = "tests/unit/pages/test_manager.py::TestBooks"
+NAMED = ()
+KERNEL_TESTS = ("cache", "pages", "decode", "prefill", "control", "protocol")
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").replace("/", ".")
+
+
+def pruned(text: str, gone: Iterable[str]) -> str:
+    """`assembly.py` without the imports of modules below `gone`, and without the statements that
+    use what was imported.
+
+    >>> pruned("from a.b import c\\nfrom d import e\\ne.x = c\\ne.y = 1\\n", ["a"])
+    'from d import e\\ne.y = 1'
+    """
+    lost: set[str] = set()
+    kept = []
+    for node in ast.parse(text).body:
+        used = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+        if isinstance(node, ast.ImportFrom):
+            names = [alias.asname or alias.name for alias in node.names]
+            modules = [f"{node.module}.{name}" for name in names]
+            if any(f"{module}.".startswith(f"{one}.") for module in modules for one in gone):
+                lost |= {*names}
+                continue
+        if not used & lost:
+            kept.append(ast.unparse(node))
+    return "\n".join(kept)
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """The modules that a file imports, also for type checkers alone, and inside functions; of a
+    public name its home."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            homes = WAIST.get(node.module, {})
+            for name in (alias.name for alias in node.names):
+                yield f"prefixkv.{homes[name]}" if name in homes else f"{node.module}.{name}"
+
+
+def imported(path: Path, root: Path) -> Iterator[str]:
+    """The modules that a file of the tests needs, through other files of them too."""
+    seen: set[Path] = set()
+    files = [path]
+    while files:
+        file = files.pop()
+        if file not in seen and file.is_file():
+            seen.add(file)
+            for module in imports_of(file):
+                yield module
+                if module.split(".")[0] in ("tests", "benchmarks"):
+                    files.append((root / module.replace(".", "/")).with_suffix(".py"))
+
+
+def without(organs: Iterable[str], copy: Path) -> list[str]:
+    """Copy the package and its tests without these organs; return the modules that are gone."""
+    for name in ("prefixkv", "tests", "benchmarks"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    paths = [path for organ in organs for path in ORGANS[organ]]
+    for path in (copy / "prefixkv" / path for path in paths):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    gone = [f"prefixkv.{module_of(path)}" for path in paths]
+    for name in ("assembly.py", "policies.py"):
+        file = copy / "prefixkv" / name
+        file.write_text(pruned(file.read_text(), gone))
+    if "policies" in organs:
+        # These derive from one of the package's. Tests that only make them known run without them.
+        for file in (copy / "benchmarks" / "policies").glob("*.py"):
+            file.write_text("")
+        gone.append("benchmarks.policies.*")
+    return gone
+
+
+def test_nothing_but_the_assembly_and_the_waist_imports_an_organ_of_the_core() -> None:
+    organs = {path: organ for organ, paths in ORGANS.items() for path in paths}
+    gone = {f"prefixkv.{module_of(path)}.": organ for path, organ in organs.items()}
+    found = []
+    for path in sorted((ROOT / "prefixkv").rglob("*.py")):
+        name = path.relative_to(ROOT / "prefixkv").as_posix()
+        if name.split("/")[0] in RINGS or name in BETWEEN:
+            continue
+        own = next((organ for at, organ in organs.items() if name.startswith(at)), None)
+        for module in imports_of(path):
+            organ = next((one for at, one in gone.items() if f"{module}.".startswith(at)), own)
+            found += [f"{name} imports {module}"] if organ != own else []
+    assert found == []
+
+
+def run(copy: Path, *args: str) -> str:
+    command = [sys.executable, *args]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def readme_example() -> str:
+    (code,) = re.findall(
+        r"```python\n(from prefixkv import.*?)```", (ROOT / "README.md").read_text(), re.S
+    )
+    return str(code)
+
+
+def check_alive(copy: Path) -> None:
+    assert "96 of 150 tokens hit" in run(copy, "-c", readme_example())
+    run(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", MACHINE)
+
+
+@pytest.mark.parametrize("organ", ORGANS)
+def test_without_one_organ_the_example_and_a_machine_run(organ: str, tmp_path: Path) -> None:
+    without([organ], tmp_path)
+    check_alive(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A copy without any organ, and the modules that are gone."""
+    copy = tmp_path_factory.mktemp("kernel")
+    return copy, without(ORGANS, copy)
+
+
+@pytest.mark.slow
+def test_without_any_organ_the_example_and_a_machine_run(kernel: tuple[Path, list[str]]) -> None:
+    check_alive(kernel[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", KERNEL_TESTS)
+def test_without_any_organ_the_tests_of_the_kernel_pass(
+    folder: str, kernel: tuple[Path, list[str]]
+) -> None:
+    """But those that are about an organ: they import it, or name it (`NAMED`)."""
+    copy, gone = kernel
+    needs = re.compile("|".join(rf"{one}\.".replace("*", r"\w+") for one in gone))
+    files = [*(copy / "tests" / "unit" / folder).rglob("test_*.py")]
+    kept = [
+        str(path)
+        for path in files
+        if path.name not in NAMED
+        and not any(needs.match(f"{module}.") for module in imported(path, copy))
+    ]
+    assert len(kept) >= 0.6 * len(files)
+    run(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *kept)
