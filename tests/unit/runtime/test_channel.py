@@ -150,7 +150,7 @@ def test_a_socket_is_asked_whether_it_is_empty_and_no_exception_says_so(
     dealer.send(router.endpoint, b"first")
     ((route, _, _),) = polled(router)
     channel = router if side == "router" else dealer
-    sock = router._sock if side == "router" else dealer._socks[router.endpoint]
+    sock = router._sock if side == "router" else dealer._lines[router.endpoint].sock
     receive, raised = type(sock).recv_multipart, [0]
 
     def received(*args: Any, **options: Any) -> Any:
@@ -604,16 +604,16 @@ def test_a_dealer_that_is_reached_as_its_probe_is_answered(ends: Ends) -> None:
         relay.settimeout(PATIENCE_S)
         dealer = ends.dealer(address, ControlConfig(curve=guarded.known))
         until(
-            lambda: bool(dealer._probes),
+            lambda: dealer._lines[address].probe is not None,
             step=lambda: relay.accept()[0].close() or dealer.poll(0.02),
         )
     dealer.send(address, b"hi")
     router = ends.router(ControlConfig(curve=guarded.server), address)
     assert polled(router)
     # Both are ready at once: the connection, which ends the probe, and what the probe has got.
-    assert dealer._probes[address].sock.poll(1000 * PATIENCE_S)
+    assert dealer._lines[address].probe.sock.poll(1000 * PATIENCE_S)
     assert Reached(address) in dealer.poll(0.0)
-    assert not dealer._probes
+    assert dealer._lines[address].probe is None
     assert dealer.poll(0.0) == []
 
 
