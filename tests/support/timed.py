@@ -9,7 +9,6 @@ from typing import Any
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import ControlConfig, DecodeConfig, ModelConfig, PrefillConfig
 from prefixkv.decode import scheduler as decode
-from prefixkv.decode.host_tier import HostPages
 from prefixkv.decode.request import DecodeState
 from prefixkv.pages.manager import PageManager
 from prefixkv.prefill import scheduler as prefill
@@ -70,7 +69,7 @@ class DecodeScheduler(decode.DecodeScheduler):
         parts = {each: part for each, part in parts.items() if part is not None}
         if host is not None:
             ready = None if host[2] else lambda: 0
-            parts["host"] = HostPages(host[0], host[1], ready)
+            parts["host"] = decode.HostPages(host[0], host[1], ready)
         model = ModelConfig(weights_version=weights_version)
         config = Patient(name, patience_s, waiting_timeout_s, model=model, **given)
         super().__init__(pages, config, decode.DecodeParts(**parts))
