@@ -114,9 +114,11 @@ class Bodies:
             pages = pages[:-1]
         fill_len = num_pages * page_size if rng.random() < 0.8 else self.number()
         prefix_len = 0 if rng.random() < 0.8 else self.number()
-        slot = -1 if rng.random() < 0.9 else self.number()
+        slot = b"" if rng.random() < 0.9 else self.number().to_bytes(8, "little")
         digest = rng.randbytes(rng.choice((0, 32, 32, 65)))
-        return Promise(room, generation, fill_len, prefix_len, pages, ticket, slot, digest)
+        return Promise(
+            room, generation, fill_len, prefix_len, pages, ticket, digest, groups=(slot,)
+        )
 
     def hostile_hello(self) -> Hello:
         rng, hello = self.rng, self.hello

@@ -92,17 +92,17 @@ MUTANTS = (
     Mutant(
         "4", "a match is locked after its pages were evicted for it", ("PageManager.open",),
         """                lock = self.cache.lock(match, now_s=now_s, visit=visit)
-            if window_start is not None:
+            if start is not None:
                 points = self.checkpoints
-                self.windows.open(row, window_start, None if points is None else points.make_room)
-                has_windows = True
+                self.groups.open(row, start, None if points is None else points.make_room)
+                has_groups = True
             new = self._take(num_new_pages, now_s)
 """,
         """                pass
-            if window_start is not None:
+            if start is not None:
                 points = self.checkpoints
-                self.windows.open(row, window_start, None if points is None else points.make_room)
-                has_windows = True
+                self.groups.open(row, start, None if points is None else points.make_room)
+                has_groups = True
             new = self._take(num_new_pages, now_s)
             if match is not None:
                 lock = self.cache.lock(match, now_s=now_s, visit=visit)
@@ -130,7 +130,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "6", "a flight of another prompt is joined", ("InFlight._common_pages",),
+        "6", "a flight of another prompt is joined", ("Flights._common_pages",),
         (
             "if not data.startswith(memoryview(flight_data)[: (start + 1) * page_bytes]):",
             "if not data.startswith(memoryview(theirs)[: (start + 1) * page_bytes]):",
@@ -171,7 +171,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "8", "a flight is committed before the one it joined", ("DecodeTransferQueue.arrived",),
+        "8", "a flight is committed before the one it joined", ("Flights.arrived",),
         "if flight.joined is None:", "if True:",
         (
             "decode/test_sharing.py::"
@@ -184,8 +184,9 @@ MUTANTS = (
         ("prefill/test_given_up.py::test_only_what_was_cached_before_stays",),
     ),
     Mutant(
-        "10", "what decode's engine has aborted goes on for others", ("FlightEnds.leave",),
-        "or flight.is_local", "or (flight.is_local and flight.is_open)",
+        "10", "what decode's engine has aborted goes on for others", ("Ending.leave",),
+        "or not flight.source.outlives_request",
+        "or (flight.is_open and not flight.source.outlives_request)",
         (
             "decode/test_given_up.py::"
             "test_what_is_computed_here_goes_to_no_tree_and_to_none_that_joined",
@@ -208,8 +209,8 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "order", "pages that come back wake no request", ("DecodePreallocQueue._version",),
-        ("return pages + budget", "return books + budget"), "return budget",
+        "order", "pages that come back wake no request", ("Admission._version",),
+        "return pages + budget", "return budget",
         (
             "decode/test_prealloc_queue.py::"
             "test_whatever_makes_room_lets_the_head_be_looked_at_again",
@@ -235,20 +236,16 @@ MUTANTS = (
     ),
     Mutant(
         "T2", "pages of an aborted load are free before its copy ends",
-        ("FlightEnds.end", "DecodeScheduler._end_flight"),
-        (
-            "if flight.is_open and self._host.give_up(key):",
-            "if flight.is_open and self.host.give_up(key):",
-        ),
-        "if flight.is_open and self._host.give_up(key) and False:",
+        ("HostSource.give_up",),
+        "return Release.HOLD", "return Release.DROP",
         (
             "decode/test_host_tier.py::"
             "test_an_aborted_load_keeps_its_pages_until_the_copy_has_ended",
         ),
     ),
     Mutant(
-        "T2", "a write does not wait for the device", ("Deferred.release_after",),
-        "if after is not None:", "if after is not None and self._host is None:",
+        "T2", "a write does not wait for the device", ("Ending.release_after",),
+        "if after is not None:", "if after is not None and not self._sources:",
         ("decode/test_host_tier.py::test_a_write_waits_for_the_device",),
     ),
     Mutant(
@@ -257,14 +254,13 @@ MUTANTS = (
         ("decode/test_host_tier.py::test_a_flush_between_order_and_end_of_a_write",),
     ),
     Mutant(
-        "T4", "what two need is loaded twice", ("InFlight.start_load",),
+        "T4", "what two need is loaded twice", ("Planner.take",),
         "shareable=True", "shareable=False",
         ("decode/test_host_tier.py::test_what_two_need_is_loaded_once",),
     ),
     Mutant(
-        "T5", "a request is committed before its load", ("DecodePreallocQueue._load",),
-        "self._ledger.arriving.add(load)",
-        "self._ledger.arriving.add(load), self._ledger.arriving.succeed(load.room_key, b'')",
+        "T5", "a request is committed before its load", ("HostSource.begin",),
+        "self._open[flight.room_key] = flight", "self._ledger.flights.arrived(flight)",
         ("decode/test_host_tier.py::test_what_the_pool_forgets_is_loaded_again",),
     ),
     Mutant(
@@ -273,9 +269,8 @@ MUTANTS = (
         ("decode/test_host_tier.py::test_a_second_rank_that_failed_ends_the_load",),
     ),
     Mutant(
-        "9", "what was computed here is free before the device is done", ("FlightEnds.end",),
-        "self._computing.give_up(flight.owner) or flight.owner.unwritten is not None",
-        "self._computing.give_up(flight.owner) and flight.owner.unwritten == ()",
+        "9", "what was computed here is free before the device is done", ("ComputeSource.give_up",),
+        "return Release.AFTER_DEVICE if", "return Release.DROP if",
         ("decode/test_compute.py::test_an_abort_frees_its_pages_once_the_device_is_done",),
     ),
     Mutant(
@@ -300,8 +295,8 @@ MUTANTS = (
         ("cache/test_checkpoints.py::test_it_goes_with_its_page",),
     ),
     Mutant(
-        "H10", "window pages that nothing has any more are kept", ("WindowGroup.drop",),
-        "gone = ids[self.refs[ids] == 0]", "gone = ids[:0]",
+        "H10", "window pages that nothing has any more are kept", ("WindowGroup.count",),
+        "(gone := ids[self.refs[ids] == 0])", "(gone := ids[:0])",
         ("pages/test_windows.py::test_no_page_of_another_path_depth_or_request_is_ever_read",),
     ),
     Mutant(
@@ -316,7 +311,7 @@ MUTANTS = (
     ),
     Mutant(
         "H13", "a checkpoint that is locked is evicted", ("Checkpoints._evict_one",),
-        "checkpoint.is_gone or checkpoint.locks or rank", "checkpoint.is_gone or rank",
+        "for one in self._at.values() if not one.locks", "for one in self._at.values()",
         ("cache/test_checkpoints.py::test_a_locked_one_stays",),
     ),
     Mutant(
@@ -352,8 +347,8 @@ MUTANTS = (
         ("prefill/test_given_up.py::test_only_what_was_cached_before_stays",),
     ),
     Mutant(
-        "2", "a flight without a request keeps its lock", ("DecodeTransferQueue.pop_transferred",),
-        "self._pages.drop(flight.pages)", "pass",
+        "2", "a flight without a request keeps its lock", ("Ledger.commit",),
+        "pages.drop(flight.pages)", "pass",
         (
             "decode/test_sharing.py::"
             "test_an_aborted_owner_ends_at_once_and_its_room_goes_on_for_the_others",
@@ -400,8 +395,7 @@ MUTANTS = (
     ),
     Mutant(
         "H12", "decode goes on from another depth's state", ("DecodeCheckpoints.go_on_from_sent",),
-        "req.prefix_len, req.checkpoint_slot = req.sent_len, req.state_slot",
-        "req.prefix_len = req.sent_len",
+        "req.prefix_len, req.checkpoint_slot = at, req.state_slot", "req.prefix_len = at",
         (
             "decode/test_sent_ends.py::"
             "test_what_was_sent_leaves_a_checkpoint_before_the_end_is_computed",

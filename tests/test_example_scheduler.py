@@ -113,8 +113,8 @@ class StandIn:
         return bool(self.due or self.open)
 
     def arrivals(self) -> list[Request]:
-        while (
-            self.node.arriving.num_open
+        while len(
+            self.node.prefill.open
         ):  # all that were admitted run at once, however slow the machine
             time.sleep(0.001)
             self.node.stats()  # as any call does, it takes in what has arrived

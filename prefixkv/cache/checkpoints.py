@@ -12,10 +12,9 @@ their request has saved a deeper one, and needs the old one only where the sessi
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from operator import attrgetter
 from typing import Final, Protocol
 
 import numpy as np
@@ -28,8 +27,6 @@ from prefixkv.paging import PageIds, Pages
 
 NO_SLOT: Final = -1
 
-_SPARE_ENTRIES: Final = 64  # of the heap, beyond four per checkpoint, before it is made again
-
 
 Windows = tuple[Pages, ...]
 
@@ -37,10 +34,8 @@ Windows = tuple[Pages, ...]
 class WindowKeeper(Protocol):
     """The counts of the window pages that checkpoints keep; `WindowGroups` implements it."""
 
-    def pin(self, windows: Windows, count: int) -> None: ...
-
-    def drop(self, windows: Windows) -> None:
-        """Take away one count of these pages; without a count a page is free."""
+    def count(self, windows: Windows, refs: int, pins: int) -> None:
+        """Add to the counts of these pages; without a count a page is free."""
         ...
 
     def lacks(self, needs: Sequence[int]) -> bool:
@@ -59,13 +54,7 @@ class Checkpoint:
     uses: int = 0
     tick: int = 0  # of its last use
     windows: Windows = ()  # its pages in each window group
-    is_superseded: bool = False
     is_gone: bool = False  # its page has left the tree; its slot is kept while it is locked
-
-    @property
-    def rank(self) -> tuple[bool, int]:
-        """Place in the order of eviction; the least goes first."""
-        return not self.is_superseded, self.tick
 
 
 class Checkpoints:
@@ -84,13 +73,12 @@ class Checkpoints:
         self._cache = cache
         self._keeper = keeper
         self.num_slots = num_slots
-        self._at: dict[int, Checkpoint] = {}  # by page
+        self._at: dict[int, Checkpoint] = {}  # by page, in the order of their last use
+        self._superseded: set[Checkpoint] = set()
         self._has = np.zeros(pool_pages, np.bool_)
         self._free = list(range(num_slots - 1, -1, -1))
         self._taken: dict[int, Windows] = {}  # by slot: pages that are pinned for it
         self._kept: dict[int, Checkpoint] = {}  # gone, but locked: by slot
-        self._heap: list[tuple[tuple[bool, int], int, Checkpoint]] = []
-        self._order: Callable[[], int] = count().__next__
         self._tick = 0
         self.evicted = 0
         cache.checkpoint_pages = lambda: list(self._at)
@@ -140,8 +128,7 @@ class Checkpoints:
     def give_back(self, slot: int) -> None:
         windows = self._taken.pop(slot)
         self._free.append(slot)
-        self._keeper.pin(windows, -1)
-        self._keeper.drop(windows)
+        self._keeper.count(windows, -1, -1)
 
     def save(self, page: int, depth: int, slot: int, parent: Checkpoint | None = None) -> None:
         """Enter a checkpoint: `slot`, of `take`, has the state of `page`, the `depth`-th of a path.
@@ -155,40 +142,37 @@ class Checkpoints:
             self.use(found)
             return
         windows = self._taken.pop(slot)
-        self._keeper.pin(windows, -1)
+        self._keeper.count(windows, 0, -1)
         made = Checkpoint(page, depth, slot, windows=windows)
         self._at[page] = made
         self._has[page] = True
         self._cache.note_checkpoint(CheckpointSaved(page))
         self._touch(made)
         if parent is not None and not parent.is_gone and parent.uses <= 1:
-            parent.is_superseded = True
-            self._push(parent)
+            self._superseded.add(parent)
 
     # --- holding ----------------------------------------------------------------------------------
 
     def use(self, checkpoint: Checkpoint) -> None:
         checkpoint.uses += 1
-        checkpoint.is_superseded = False
+        self._superseded.discard(checkpoint)
         self._touch(checkpoint)
 
     def lock(self, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint, whose path the caller has locked, until `unlock`."""
         checkpoint.locks += 1
         if checkpoint.locks == 1:
-            self._keeper.pin(checkpoint.windows, 1)
+            self._keeper.count(checkpoint.windows, 0, 1)
 
     def unlock(self, checkpoint: Checkpoint) -> None:
         """End a lock, before the caller's lock of the path ends."""
         checkpoint.locks -= 1
         if checkpoint.locks:
             return
-        self._keeper.pin(checkpoint.windows, -1)
+        self._keeper.count(checkpoint.windows, 0, -1)
         if checkpoint.is_gone:
             del self._kept[checkpoint.slot]
             self._release(checkpoint)
-        else:
-            self._push(checkpoint)
 
     # --- taking back ------------------------------------------------------------------------------
 
@@ -204,26 +188,25 @@ class Checkpoints:
         """Drop all: the tree was emptied. Slots of locked ones are free when their locks end."""
         for checkpoint in list(self._at.values()):
             self._remove(checkpoint)
-        self._heap.clear()
 
     def _evict_one(self) -> bool:
         """Return False if all are locked."""
-        while self._heap:
-            rank, _, checkpoint = heapq.heappop(self._heap)
-            # An entry that is out of date: another one stands for its checkpoint, or none.
-            if checkpoint.is_gone or checkpoint.locks or rank != checkpoint.rank:
-                continue
-            self._remove(checkpoint)
-            # What else removes one is the end of its page, which the tree has noted itself.
-            self._cache.note_checkpoint(CheckpointEvicted(checkpoint.page))
-            self.evicted += 1
-            return True
-        return False
+        superseded = (one for one in self._superseded if not one.locks)
+        others = (one for one in self._at.values() if not one.locks)
+        checkpoint = min(superseded, key=attrgetter("tick"), default=None) or next(others, None)
+        if checkpoint is None:
+            return False
+        self._remove(checkpoint)
+        # What else removes one is the end of its page, which the tree has noted itself.
+        self._cache.note_checkpoint(CheckpointEvicted(checkpoint.page))
+        self.evicted += 1
+        return True
 
     def _remove(self, checkpoint: Checkpoint) -> None:
         """The slot is free, unless the checkpoint is locked."""
         del self._at[checkpoint.page]
         self._has[checkpoint.page] = False
+        self._superseded.discard(checkpoint)
         checkpoint.is_gone = True
         if checkpoint.locks:
             self._kept[checkpoint.slot] = checkpoint
@@ -232,20 +215,13 @@ class Checkpoints:
 
     def _release(self, checkpoint: Checkpoint) -> None:
         self._free.append(checkpoint.slot)
-        self._keeper.drop(checkpoint.windows)
+        self._keeper.count(checkpoint.windows, -1, 0)
 
     def _touch(self, checkpoint: Checkpoint) -> None:
         self._tick += 1
         checkpoint.tick = self._tick
-        self._push(checkpoint)
-
-    def _push(self, checkpoint: Checkpoint) -> None:
-        if not checkpoint.locks:
-            heapq.heappush(self._heap, (checkpoint.rank, self._order(), checkpoint))
-        if len(self._heap) > _SPARE_ENTRIES + 4 * len(self._at):
-            live = [one for one in self._at.values() if not one.locks]
-            self._heap = [(one.rank, self._order(), one) for one in live]
-            heapq.heapify(self._heap)
+        if not checkpoint.is_gone:
+            self._at[checkpoint.page] = self._at.pop(checkpoint.page)
 
     # --- laws -------------------------------------------------------------------------------------
 
@@ -284,7 +260,7 @@ class Checkpoints:
                     locked.add(page)
         all_of = [*self._at.values(), *self._kept.values()]
         slots = [one.slot for one in all_of] + self._free + list(self._taken)
-        queued = {id(one) for rank, _, one in self._heap if rank == one.rank}
+        ticks = [one.tick for one in self._at.values()]
         laws = {
             "H9: a checkpoint ends on a page in the tree, at its depth": all(
                 in_tree.get(page) == one.depth and one.page == page and not one.is_gone
@@ -300,9 +276,8 @@ class Checkpoints:
                 for slot, one in self._kept.items()
             ),
             "pages know their checkpoints": np.flatnonzero(self._has).tolist() == sorted(self._at),
-            "what may go is queued": all(
-                one.locks or id(one) in queued for one in self._at.values()
-            ),
+            "they stand in the order of their last use": ticks == sorted(ticks),
+            "what is superseded is here": self._superseded <= {*self._at.values()},
             "no checkpoint was unlocked too often": all(one.locks >= 0 for one in all_of),
         }
         check_laws(laws, f"{len(self)} checkpoints", f"{len(self._free)} slots free")

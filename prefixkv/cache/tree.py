@@ -42,21 +42,14 @@ class RadixTree:
         check_whole("page_size", page_size, 1, MAX_INDEX)
         check_whole("pool_pages", pool_pages or 0, 0, MAX_INDEX)
         self.page_size = page_size
-        self.policy = make_policy(policy)
-        self.policy.serve(page_size, pool_pages)
+        chosen = make_policy(policy)
+        queue = chosen.serve(page_size, pool_pages)
         self.pool_pages = pool_pages
         self.version = self.tick = 0
         self._page_bytes = page_size * TOKEN_BYTES
         # One root per namespace that has pages, locks or wants; others are dropped at once.
         self._roots: dict[Hashable, Root] = {}
-        # From here on the policy serves this cache. If it cannot make a queue there will be no
-        # cache, and the object has to be free for another one.
-        try:
-            self._queue: EvictionQueue = self.policy.make_queue()
-        except BaseException:
-            self.policy.release()
-            raise
-        self.policy, self._queue = guarded(self.policy, self._queue, errors, self._requeue)
+        self.policy, self._queue = guarded(chosen, queue, errors, self._requeue)
         self._hints: SessionHints | None = None  # from the first one on
         # Every evictable leaf stands in exactly one of two queues. `TreeNode.entry` says where.
         # Leaves on the path of a waiting request: they go last.

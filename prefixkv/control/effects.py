@@ -3,7 +3,8 @@ scheduler."""
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -12,9 +13,6 @@ from prefixkv.protocol.commands import DecodeCommand, PrefillCommand
 from prefixkv.protocol.events import DecodeEvent, PrefillEvent, WorkerEvent
 from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.messages import ProcessLife
-from prefixkv.staging.leases import LeaseCut
-from prefixkv.staging.receiver import Scatter
-from prefixkv.staging.sender import Gather
 from prefixkv.transport.base import (
     Arrived,
     PeerMemory,
@@ -215,7 +213,6 @@ DecodeEffect = (
     | Expect  # for the transport
     | Settle
     | Examine  # for what looks at processes
-    | Scatter  # for the copy threads
     | DecodeEvent  # RoomEnded, RoomDrained, RoomOverdue: for the scheduler
     | WorkerEvent  # PrefillReady, PrefillAway, PrefillLost: the same, if it asked
     | Raised
@@ -246,7 +243,6 @@ PrefillEffect = (
     | WriteJob  # for the transport
     | Cancel
     | Renew
-    | Gather  # for the copy threads
     | PrefillEvent  # Bootstrapped, RoomEnded, SourceFree: for the scheduler
     | Raised
 )
@@ -265,8 +261,35 @@ class PeerAccepted(NamedTuple):
     """A peer that can be written to; `cut` says how slices for it are staged, None: not at all."""
 
     added: AddPeer
-    cut: LeaseCut | None
+    cut: Any  # a LeaseCut
 
 
 class StagingTick(NamedTuple):
     """Rooms and peers have seen that time has passed: staging is to look too."""
+
+
+# --- the route through staging memory -------------------------------------------------------------
+
+
+class StagingSlots(NamedTuple):
+    """The local memory that slices are gathered into: `num_slots` slots of `slot_bytes` bytes. At
+    most `window` pieces per room and reader are under way."""
+
+    num_slots: int
+    slot_bytes: int
+    window: int
+
+
+class Staging(NamedTuple):
+    """What makes its parts. `sender` and `receiver` are of a control object, `cut` and `plan` of a
+    handshake, `copies` of a control thread."""
+
+    sender: Callable[..., Any]
+    receiver: Callable[..., Any]
+    cut: Callable[..., Any]
+    plan: Callable[..., Any]
+    copies: Callable[..., Any]
+
+
+STAGING: list[Staging] = []
+"""The one there is, if any; `assembly.py` puts it here."""

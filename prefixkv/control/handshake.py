@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from prefixkv.config import Backend, Way
-from prefixkv.control.effects import AddPeer
+from prefixkv.control.effects import STAGING, AddPeer
 from prefixkv.errors import HandshakeError, RefusedError
 from prefixkv.memory.mesh import (
     GroupHeads,
@@ -41,8 +41,6 @@ from prefixkv.protocol.messages import (
     ProcessLife,
     Topology,
 )
-from prefixkv.staging.leases import LeaseCut
-from prefixkv.staging.receiver import StagingPlan
 from prefixkv.transport.base import PeerMemory
 
 
@@ -101,9 +99,7 @@ def check_rank(address: str, reply: HelloReply, rank: int, leader: HelloReply) -
             raise HandshakeError(name, expected, getattr(reply, name), f"of {address} differs")
 
 
-def staging_plan(
-    hello: Hello, leader: HelloReply, replies: dict[int, HelloReply]
-) -> StagingPlan | None:
+def staging_plan(hello: Hello, leader: HelloReply, replies: dict[int, HelloReply]) -> Any:
     """Return how the worker of `leader` stages what it writes to us; None if nothing is staged.
     `replies` are by rank, of all that write to us. Raises HandshakeError if only some of them
     stage."""
@@ -114,7 +110,7 @@ def staging_plan(
         return None
     if len(staged) < len(writers) or hello.staging is None:
         raise HandshakeError("staging", writers, tuple(staged), "is not on for all that write")
-    return StagingPlan.of(hello, leader)
+    return STAGING[0].plan(hello, leader)
 
 
 # --- prefill's ------------------------------------------------------------------------------------
@@ -129,7 +125,7 @@ class Accepted(NamedTuple):
     """
 
     added: AddPeer | None
-    cut: LeaseCut | None
+    cut: Any
     readers: tuple[int, ...]
     instead: AddPeer | None = None
 
@@ -213,7 +209,8 @@ def accept(ours: OurSide, peer: PeerId, hello: Hello) -> Accepted:
     copied = ours.backend == "shm" or not hello.agent_metadata
     if not copied and is_slice and ours.slot_bytes and hello.staging is not None:
         hello.staging.validate()
-        cut = LeaseCut.into(our_mesh, theirs, hello.rank, layout, unit_tokens, hello.staging)
+        meshes = our_mesh, theirs, hello.rank
+        cut = STAGING[0].cut(*meshes, layout, unit_tokens, hello.staging)
         cut.check_slots(rank, ours.slot_bytes)
         memory = added.memory._replace(staging=hello.staging)
         added = msgspec.structs.replace(added, memory=memory, staged=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from prefixkv.cache.results import Releases
-from prefixkv.decode.ending import Deferred
+from prefixkv.decode.ending import Ending
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.request import CAN_RUN, CUT_SHORT, DecodeRequest, DecodeState
 from prefixkv.errors import OutOfPagesError, RequestError, shown
@@ -22,10 +22,10 @@ class BatchGrowth:
     """Pages for what running requests write next. Owned by the scheduler's thread."""
 
     def __init__(
-        self, ledger: Ledger, deferred: Deferred, requests: Mapping[str, DecodeRequest]
+        self, ledger: Ledger, ending: Ending, requests: Mapping[str, DecodeRequest]
     ) -> None:
         self._pages, self._budget, self._journal = ledger.pages, ledger.budget, ledger.journal
-        self._deferred = deferred
+        self._ending = ending
         self._requests = requests
         self._batch: list[DecodeRequest] = []  # of the last step: of this node, each once
 
@@ -171,7 +171,7 @@ class BatchGrowth:
         # A shared prefix comes back only when the last lock on it ends; `releases` remembers the
         # locks that would have ended so far, so each call counts only what is added.
         releases = Releases()
-        missing = needed - pages.available_pages - self._deferred.coming_pages(releases)
+        missing = needed - pages.available_pages - self._ending.coming_pages(releases)
         younger = list(self.running())[1:]
         younger.sort(key=lambda req: req.pages_held.num_own if req.pages_held else 0, reverse=True)
         retract: list[str] = []

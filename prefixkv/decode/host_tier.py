@@ -15,24 +15,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from prefixkv.cache.events import EventFeed
 from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
-from prefixkv.cache.results import MatchResult, PrefixLock
+from prefixkv.cache.results import MatchResult, PrefixLock, Releases
+from prefixkv.decode.flights import Flight, Need, Release, Segment, Source
+from prefixkv.decode.ledger import HostPages, Ledger
+from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.services import FRESH_S
+from prefixkv.decode.sources import Lack, Sources
 from prefixkv.errors import UserErrors, check_laws
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.requests import still_pending
 from prefixkv.paging import Pages
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
-from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.request import DeviceEvent
 
 HOST: Final = "host memory"
@@ -192,14 +197,10 @@ class HostTier(Generic[LockT]):
 
     # --- loads ------------------------------------------------------------------------------------
 
-    def find(self, key: RadixKey, last: MatchResult | None = None) -> MatchResult | None:
-        """Return what host memory has of `key`, if a load can begin; else None. `last`: what was
-        found before, still right while that memory has not changed."""
-        if not self.pages.may_load:
-            return None
-        if last is not None and last.version == self.cache.version:
-            return last
-        return self.cache.match_prefix(key) if self.cache.num_pages else None
+    def find(self, key: RadixKey) -> MatchResult | None:
+        """Return what host memory has of `key`, if a load can begin; else None."""
+        can_load = self.pages.may_load and self.cache.num_pages
+        return self.cache.match_prefix(key) if can_load else None
 
     def load_s(self, num_pages: int, now_s: float) -> float:
         """Return the seconds that a load takes, behind those under way, by what the last ones took;
@@ -515,3 +516,128 @@ class HostTier(Generic[LockT]):
 
 def load_key(number: int) -> RoomKey:
     return RoomKey(number, 0, HOST)
+
+
+class HostSource(Source):
+    """What host memory has behind what is cached or on its way: loaded by a copy.
+
+    A load has no owner: requests join it, that which it is begun for first.
+    """
+
+    name, brings_pages_only = "loaded", True
+
+    def __init__(self, ledger: Ledger, host: HostPages, rule: Sources) -> None:
+        self._ledger, self._rule = ledger, rule
+        self._ready = host.ready
+        # A write leaves a page to each request that runs, for its next token.
+        self.tier: HostTier[PrefixLock] = HostTier(
+            ledger.pages, host.num_pages, host.policy, ledger.journal.counters,
+            lambda: ledger.budget.active, host.ready is None,
+        )  # fmt: skip
+        self._open: dict[RoomKey, Flight] = {}
+
+    # --- the way of a request ---------------------------------------------------------------------
+
+    def reach(self, need: Need) -> Segment | None:
+        found = self.tier.find(need.key) if need.req.may_load else None
+        if found is None:
+            return None
+        page_size = self._ledger.page_size
+        end = min(found.depth, len(need.key) // page_size) * page_size
+        is_more = end > need.start and self._is_worth_loading(need, end - need.start)
+        return Segment(self, need.start, end) if is_more else None
+
+    def _is_worth_loading(self, need: Need, num_tokens: int) -> bool:
+        if not need.can_ask:
+            return True
+        load_s = self.tier.load_s(num_tokens // self._ledger.page_size, need.now_s)
+        missing = len(need.key) - need.start
+        loaded = Lack(missing - num_tokens, num_tokens, load_s)
+        return self._rule.worth_loading(Lack(missing), loaded, need.req.prefill, need.now_s)
+
+    def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
+        table = self._ledger.pages.table
+        packed = table.packed(flight.pages.row, flight.start_pages, flight.end_pages)
+        found = self.tier.cache.match_prefix(flight.key)
+        pages = np.frombuffer(packed, np.int32)
+        flight.room_key = self.tier.load(found, flight.key, pages, now_s)
+        self._open[flight.room_key] = flight
+
+    def give_up(self, flight: Flight, error: Exception | None) -> Release:
+        self._open.pop(flight.room_key, None)
+        if flight.is_open and self.tier.give_up(flight.room_key):
+            return Release.HOLD
+        return Release.DROP
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def take_copies(self) -> list[HostCopy]:
+        return self.tier.take_orders()
+
+    def copy_ended(self, done: HostCopyDone, now_s: float) -> Flight | None:
+        key = self.tier.ended(done, now_s)
+        flight = self._open.pop(key, None) if key is not None else None
+        if flight is None or done.error is None:
+            if flight is not None:
+                self._ledger.flights.arrived(flight)
+            return None
+        # No second try from host memory: the error may be of these pages.
+        for one in self._ledger.flights.waiting_for(flight):
+            if one.owner is not None:
+                one.owner.may_load = False
+        return flight
+
+    # --- what the tier hears of -------------------------------------------------------------------
+
+    def new_pass(self, now_s: float) -> tuple[()]:
+        if self._ready is not None:
+            self.tier.ready(self._ready())
+        if self.tier.has_due:
+            self.tier.write_due()
+        return ()
+
+    def computed_pages(self, pages: Pages, after: DeviceEvent) -> None:
+        self.tier.computed(pages, after)
+
+    def left(self, key: RadixKey, now_s: float, continues: bool | None) -> None:
+        self.tier.leave(key, now_s, continues)
+
+    def flushed(self) -> None:
+        self.tier.flush()
+
+    def coming_pages(self, releases: Releases) -> int:
+        return self.tier.held_pages + sum(map(releases.end, self.tier.pins))
+
+    def feeds(self, worker: PeerId) -> list[EventFeed]:
+        return [EventFeed(self.tier.cache, *worker, is_host=True)]
+
+    @property
+    def held_pages(self) -> int:
+        return self.tier.held_pages
+
+    @property
+    def is_idle(self) -> bool:
+        return not len(self.tier)
+
+    @property
+    def locks(self) -> set[PrefixLock]:
+        return self.tier.pins
+
+    @property
+    def held_by(self) -> set[RoomKey]:
+        return self.tier.held_by
+
+    def check_invariants(self, requests: Sequence[DecodeRequest]) -> None:
+        self.tier.check_invariants()
+        pages = self._ledger.pages
+        laws = {
+            "T5 what waits for a load has one under way": self._open.keys()
+            == self.tier.loads - self.tier.held_by,
+            "a load is a flight that is open": list(self._open.values())
+            == [one for one in self._ledger.flights if one.is_open and one.source is self],
+            "T2 a load fills the pages of its flight": all(
+                self.tier.fills(key, pages.pages(one.pages)[one.start_pages :])
+                for key, one in self._open.items()
+            ),
+        }
+        check_laws(laws, list(self._open))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefixkv.decode.inflight import Flight
+from prefixkv.decode.flights import Flight
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.stats import Journal
 

@@ -57,10 +57,10 @@ class DecodeRequest(PagedRequest[DecodeState]):
     """
 
     __slots__ = (
-        "_key", "admitted_s", "aux", "committed_s", "computes", "decode_computed_tokens",
+        "_key", "admitted_s", "aux", "committed_s", "decode_computed_tokens",
         "fill_len", "first_token_s", "hit_tokens", "host_tokens", "is_alone", "max_new_tokens",
         "may_load", "new_pages", "output", "output_limit", "prefill", "prompt_len",
-        "retractions", "retries", "sent_len", "shared_tokens", "transferred_s", "unwritten",
+        "retractions", "retries", "shared_tokens", "transferred_s", "unwritten",
     )  # fmt: skip
 
     TRANSITIONS = {
@@ -87,11 +87,8 @@ class DecodeRequest(PagedRequest[DecodeState]):
         self.output: list[int] = []
         self.output_limit = 0
         self.aux = b""
-        # Of the latest admission: the tokens that have KV once it may run, and of these those that
-        # prefill fills up to, where it sends some: the rest is computed here, so that what was sent
-        # leaves a checkpoint. With checkpoints, whether all that it lacks is computed here.
-        self.fill_len = self.sent_len = self.prompt_len
-        self.computes = False
+        # Of the latest admission: the tokens that have KV once it may run.
+        self.fill_len = self.prompt_len
         # Until it is done, the device may write what the engine has computed of it here.
         self.unwritten: DeviceEvent | None = None
         self.retries = 0
@@ -152,7 +149,7 @@ class DecodeRequest(PagedRequest[DecodeState]):
         request ends or is retracted; a retracted one's state is sent again, or computed here from a
         checkpoint.
         """
-        return -1 if self.pages_held is None else self.pages_held.slot
+        return -1 if self.row < 0 else self.page_manager.state_slot(self.row)
 
     @property
     def resumed(self) -> bool:
@@ -179,18 +176,18 @@ class PrefillAsk:
         "tokens",
     )  # fmt: skip
 
-    def __init__(self, req: DecodeRequest, decode: str) -> None:
+    def __init__(self, req: DecodeRequest, decode: str, end: int) -> None:
         self.rid = req.rid
         self.decode = decode
         tokens = req.key.tokens()
-        self.tokens: Any = tokens[: req.sent_len]
+        self.tokens: Any = tokens[:end]
         self.namespace = req.key.namespace
         self.cacheable = req.request.cacheable
         self.room = req.room
         self.generation = req.generation
         self.known_token: int | None = req.output[-1] if req.output else None
-        if req.sent_len < len(tokens):
-            self.known_token = int(tokens[req.sent_len])
+        if end < len(tokens):
+            self.known_token = int(tokens[end])
         self.prefill = req.prefill
 
 

@@ -1,20 +1,26 @@
-"""Numbers of rooms that are in use on decode, and the requests that decode does not take.
+"""What prefill is told: rooms that it is to fill, and requests that decode does not take.
 
-Each of these is told to the prefill worker that may have it: it may have computed the prompt, and
-waits for a promise that will not come; a refusal ends it there. The number of the room stays in use
-until the worker has answered, so that no frame of a later request of that number can be taken for
-one of this.
+Each of the latter is told to the prefill worker that may have it: it may have computed the prompt,
+and waits for a promise that will not come; a refusal ends it there. The number of the room stays in
+use until the worker has answered, so that no frame of a later request of that number can be taken
+for one of this.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from prefixkv.decode.flights import Flight, Need, Release, Segment, Source
+from prefixkv.decode.ledger import Ledger
+from prefixkv.decode.request import DecodeRequest, PrefillAsk
+from prefixkv.decode.sources import Sources
 from prefixkv.errors import check_laws
 from prefixkv.pages.requests import reason_of
-from prefixkv.protocol.commands import DecodeCommand, RefuseRoom
+from prefixkv.paging import pages_for
+from prefixkv.protocol.commands import AbortRoom, DecodeCommand, OpenRoom, RefuseRoom
 from prefixkv.protocol.ids import RoomKey
+from prefixkv.protocol.messages import Promise
 
 
 class Rooms:
@@ -120,3 +126,110 @@ class Rooms:
 
     def __repr__(self) -> str:
         return f"Rooms(live {self._live}, undrained {self._undrained})"
+
+
+class PrefillSource(Source):
+    """What a prefill worker computes and sends, into pages that it was promised: a room.
+
+    `name` is this decode worker's. `rule` is told how long answers take. `asks` are the prompts
+    that the engine submits again, in order.
+    """
+
+    name, sends = "sent", True
+
+    def __init__(self, ledger: Ledger, rooms: Rooms, rule: Sources, name: str) -> None:
+        self._ledger, self._rooms, self._rule = ledger, rooms, rule
+        self._name = name
+        self.open: dict[RoomKey, Flight] = {}
+        self.asks: list[PrefillAsk] = []
+
+    def reach(self, need: Need) -> Segment | None:
+        worker = self._ledger.workers.get(need.req.prefill)
+        is_open = need.req.prefill and worker is not None and worker.is_open
+        return Segment(self, need.start, need.end) if is_open else None
+
+    def may_have(self, req: DecodeRequest) -> bool:
+        """True if prefill may have the present attempt before it is asked for it."""
+        return not self._rule.asks_late and req.generation == req.request.generation
+
+    def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
+        req, key = flight.owner, flight.room_key
+        assert req is not None
+        # A later attempt: prefill has ended, or never had, the request of this generation.
+        if not self.may_have(req):
+            self.asks.append(PrefillAsk(req, self._name, segment.end))
+        # Before the command leaves, so that an answer always finds its flight.
+        self.open[key] = flight
+        workers = self._ledger.workers
+        workers.promise(key, workers.of(req.prefill), flight.pages.num_own)
+        self._rule.promised(req.prefill, key, now_s, segment.end - segment.start)
+        self._rooms.commands.append(self._promise(req, flight, segment.end))
+
+    def _promise(self, req: DecodeRequest, flight: Flight, fill_len: int) -> OpenRoom:
+        """Costs a match and a digest, where that is not its whole prompt."""
+        pages, manager = flight.pages, self._ledger.pages
+        end = pages_for(fill_len, manager.page_size)
+        promise = Promise(
+            *flight.room_key.numbers,
+            fill_len=fill_len,
+            prefix_len=req.prefix_len,
+            pages=manager.table.packed(pages.row, flight.start_pages, end),
+            ticket=self._rooms.ticket(),
+            weights_version=self._ledger.weights_version,
+            groups=manager.groups.promised(pages.row, end),
+        )
+        # After some output the tokens to compute are more than the prompt, and without its end they
+        # are fewer, so their digest is another.
+        digest = req.request.digest
+        if fill_len != req.prompt_len:
+            key = req.key if fill_len == len(req.key) else req.key.prefix(fill_len)
+            digest, _ = manager.digest(key, manager.match(key, req.request.cacheable))
+        return OpenRoom(promise, req.prefill, digest)
+
+    def answered(self, key: RoomKey, aux: bytes, now_s: float) -> Flight | None:
+        """Note that prefill has sent all that a room was promised for. Return its flight; None if
+        nothing waits for it any more."""
+        # It proves that every write has landed, so the pages leave prefill's share at once.
+        self._ledger.workers.release(key)
+        flight = self.open.pop(key, None)
+        if flight is None:
+            return None
+        self._ledger.journal.transferred(flight, now_s)
+        rest = flight.rest
+        end = len(flight.key) if rest is None else rest.start
+        num_tokens = end - flight.start_pages * self._ledger.page_size
+        self._rule.arrived(flight.prefill, key, num_tokens, now_s)
+        if flight.owner is not None:
+            flight.owner.aux = aux
+        if rest is None:
+            self._ledger.flights.arrived(flight)
+        else:
+            flight.source = rest.source
+            rest.source.begin(flight, rest, now_s)
+        return flight
+
+    def give_up(self, flight: Flight, error: Exception | None) -> Release:
+        key = flight.room_key
+        if self.open.pop(key, None) is None:  # it has succeeded: nothing can land
+            return Release.DROP
+        if error is not None:
+            self._rooms.commands.append(AbortRoom(key, reason_of(error)))
+            self._ledger.journal.transfer_ended(flight.prefill, "aborted")
+        self._ledger.workers.hold(key)
+        self._rooms.await_drained(key)
+        self._rule.gave_up(flight.prefill, key)
+        return Release.HOLD
+
+    def check_invariants(self, requests: Sequence[DecodeRequest]) -> None:
+        flights, undrained = self._ledger.flights, self._rooms.undrained()
+        is_mine = [one for one in flights if one.is_open and one.source is self]
+        laws = {
+            "an open room has a flight, and prefill brings it": self.open
+            == {flight.room_key: flight for flight in is_mine},
+            "the room of a flight without an owner is in use": all(
+                one.owner is not None or one.room_key in undrained for one in is_mine
+            ),
+        }
+        check_laws(laws, self.open)
+        # Pages may be in a worker's power only while a room is open, or failed and not drained.
+        self._ledger.workers.check_invariants(self.open.keys() | undrained)

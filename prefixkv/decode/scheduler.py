@@ -1,9 +1,13 @@
-"""The decode side without threads or sockets: queues, budget and pages behind one object.
+"""The decode side without threads or sockets: a request from `add` to its end.
 
-It asks the control plane for rooms (`take_commands`), and hears of them by `room_ended`,
-`room_drained` and `room_overdue`. States and ends of requests are here. The rest is of its parts:
-`prealloc_queue.py`, `attempts.py`, `compute_choice.py`, `inflight.py`, `ending.py`,
-`growth.py`.
+    add -> waiting -> plan -> take -> begin -> on its way -> commit -> runs -> ending
+              ^                                     |                    |
+              '------------ ask again --------------'----- retract ------'
+
+`plan.py` decides once where a request's pages come from, before any is taken. Sources bring them
+(`flights.py`). `admission.py` says which plans fit, `ending.py` what becomes of a request's pages.
+States, attempts and ends of requests are here. It asks the control plane for rooms
+(`take_commands`), and hears of them by `room_ended`, `room_drained` and `room_overdue`.
 
 Source: SGLang's decode queues (`disaggregation/decode.py`), with the names of its pops.
 """
@@ -13,26 +17,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple, assert_never
+from typing import Any, ClassVar, assert_never
 
 from prefixkv.addresses import check_prefill
 from prefixkv.cache.events import EventFeed
-from prefixkv.cache.eviction.policy import Policy
 from prefixkv.cache.radix_key import token_list
-from prefixkv.cache.results import PrefixLock
 from prefixkv.config import DecodeConfig
-from prefixkv.decode.attempts import Attempts
+from prefixkv.decode.admission import Admission
 from prefixkv.decode.audit import check_decode
-from prefixkv.decode.budget import PreallocBudget
-from prefixkv.decode.compute_choice import ComputeChoice
-from prefixkv.decode.computing import Computing
-from prefixkv.decode.ending import Deferred, FlightEnds
+from prefixkv.decode.compute_source import CheckpointedCompute, ComputeSource
+from prefixkv.decode.ending import End, Ending
+from prefixkv.decode.flights import Flight, Source
 from prefixkv.decode.growth import BatchGrowth
-from prefixkv.decode.host_tier import HostTier
-from prefixkv.decode.inflight import DecodeTransferQueue, InFlight
 from prefixkv.decode.journal import DecodeJournal
+from prefixkv.decode.ledger import HostPages as HostPages
 from prefixkv.decode.ledger import Ledger
-from prefixkv.decode.prealloc_queue import DecodePreallocQueue
+from prefixkv.decode.plan import Plan, Planner
 from prefixkv.decode.request import (
     CAN_RUN,
     CUT_SHORT,
@@ -41,7 +41,7 @@ from prefixkv.decode.request import (
     PrefillAsk,
     Retries,
 )
-from prefixkv.decode.rooms import Rooms
+from prefixkv.decode.rooms import PrefillSource, Rooms
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from prefixkv.decode.workers import ALONE, Workers
@@ -58,17 +58,14 @@ from prefixkv.errors import (
 )
 from prefixkv.pages.manager import PageManager, RequestPages
 from prefixkv.pages.requests import (
-    AllOf,
-    BrokenEvent,
     PagedScheduler,
     check_failure,
     check_own,
     check_reason,
     not_done,
-    still_pending,
 )
 from prefixkv.paging import pages_for
-from prefixkv.protocol.commands import DecodeCommand, MoveWeights
+from prefixkv.protocol.commands import DecodeCommand, MeetPrefill, MoveWeights
 from prefixkv.protocol.events import (
     DecodeEvent,
     PrefillAway,
@@ -85,14 +82,7 @@ from prefixkv.protocol.messages import MAX_PAGES
 from prefixkv.request import DeviceEvent, Request, check_event, check_request, check_rid
 from prefixkv.settings import check_flag, whole_count
 
-
-class HostPages(NamedTuple):
-    """Pages of host memory behind the pool. `ready` says how many of them, from the first on, can
-    be used by now; None: all."""
-
-    num_pages: int
-    policy: str | Policy
-    ready: Callable[[], int] | None = None
+_WAITS = frozenset({DecodeState.QUEUED, DecodeState.RETRACTED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +97,7 @@ class DecodeParts:
             `prefill_lost` answer.
         ticket: draws a number for each use of a room, never twice the same. In a service no other
             process may guess it.
+        host: pages behind those of the device, if there are any.
     """
 
     sources: Sources = field(default_factory=Sources)
@@ -118,18 +109,13 @@ class DecodeParts:
 class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     """The requests of one decode rank, from `add` to their end. Owned by the scheduler's thread.
 
-    Each end of a request releases its lock and its pages, or hands them on, once:
-
-        finish, retract          cache_finished   whole pages to the tree, tail freed
-        fail or abort, drained   drop             own pages freed
-        fail or abort, not yet   hold             own pages belong to the room until it is drained
-        abort, others wait       nothing          the flight keeps them, without an owner
-        it was being computed    drop             own pages freed, once the device is done
-
-    Of `config` it takes what is about requests; without checkpoints in `pages` nothing is computed
+    Each end of a request releases its lock and its pages, or hands them on, once (`ending.py`). Of
+    `config` it takes what is about requests; without checkpoints in `pages` nothing is computed
     here of requests with extra state or windows.
     """
 
+    # What loads from the pages of `DecodeParts.host`; `assembly.py` puts it here.
+    host_source: ClassVar[Any]
     journal: DecodeJournal
     max_waiting = 1_000_000
 
@@ -139,46 +125,37 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         parts = parts or DecodeParts()
         self.name = config.name
         self.sources, self.workers = parts.sources, parts.workers
-        super().__init__(pages, DecodeJournal(), config.model.weights_version)
-        # Pages: what is promised away, what is on its way, what waits for the device.
-        self.budget = PreallocBudget(pages_for(config.reserve_tokens, pages.page_size))
-        self.flights = InFlight(pages.page_size)
-        self.host: HostTier[PrefixLock] | None = None
-        self._host_pages = parts.host
-        if parts.host is not None:
-            # A write leaves a page to each request that runs, for its next token.
-            self.host = HostTier(
-                pages, parts.host.num_pages, parts.host.policy, self.counters,
-                lambda: self.budget.active, parts.host.ready is None,
-            )  # fmt: skip
+        self._fails_over = parts.sources.fails_over
+        version = config.model.weights_version
+        self.ledger = Ledger(pages, parts.workers, config.reserve_tokens, version)
+        super().__init__(pages, self.ledger.journal, version)
+        self.budget, self.flights = self.ledger.budget, self.ledger.flights
+        # What brings pages, in the order in which it is preferred; prefill is always there.
         self.points: DecodeCheckpoints | None = None
-        if pages.checkpoints is not None and self.sources.config is not None:
-            self.points = DecodeCheckpoints(pages, config.checkpoint_tokens)
-        self.arriving = DecodeTransferQueue(pages, self.flights)
-        self.computing = Computing(self.sources, pages.windows)
-        self.ledger = Ledger(
-            pages=pages, budget=self.budget, flights=self.flights, arriving=self.arriving,
-            workers=self.workers, sources=self.sources, computing=self.computing, host=self.host,
-            points=self.points, journal=self.journal,
-        )  # fmt: skip
-        self._deferred = Deferred(self.ledger, self._queue_again)
-        self._growth = BatchGrowth(self.ledger, self._deferred, self.requests)
-        self.choice = ComputeChoice(self.ledger)
-        # The queues, in the order in which a request passes through them: waiting, arriving.
-        # `requests` (of the base class) has every live request, in whichever of the two it is, or
-        # running.
-        self.waiting = DecodePreallocQueue(
-            self.ledger, config, self._deferred, self.choice.takes_from_checkpoint
-        )
-        # What tells prefill, and decides what it is told. Rooms outlive requests: a number stays in
-        # use until the control plane has proved that its room is drained, so that two requests
-        # never share one.
+        self.host: Any = None  # the tier of that source
+        self.compute = ComputeSource(self.ledger, parts.sources)
+        self._organs: list[Source] = []
+        if parts.host is not None:
+            host = self.host_source(self.ledger, parts.host, parts.sources)
+            self.host = host.tier
+            self._organs.append(host)
+        if parts.sources.config is not None:
+            if pages.checkpoints is not None:
+                self.points = DecodeCheckpoints(pages, config.checkpoint_tokens)
+                self.compute = CheckpointedCompute(self.ledger, parts.sources, self.points)
+            self._organs.append(self.compute)
+        # Rooms outlive requests: a number stays in use until the control plane has proved that its
+        # room is drained, so that two requests never share one.
         self.rooms = Rooms(self._commands, parts.ticket, self.counters)
-        self._attempts = Attempts(
-            self.ledger, self.rooms, self.waiting, self.choice,
-            Retries(config.num_retries, config.retarget, pages.errors), self.name,
+        self.prefill = PrefillSource(self.ledger, self.rooms, parts.sources, config.name)
+        self._planner = Planner(self.ledger, self._organs, self.prefill)
+        self._ending = Ending(self.ledger, self._organs, self.rooms, self._ask_again)
+        self._growth = BatchGrowth(self.ledger, self._ending, self.requests)
+        self.waiting = Admission(
+            self.ledger, config, self._planner, self._organs,
+            lambda releases: self._ending.num_pages(releases, is_broken=True),
         )  # fmt: skip
-        self._ends = FlightEnds(self.ledger, self.rooms, self._ask_again)
+        self._retries = Retries(config.num_retries, config.retarget, pages.errors)
         self._admitted: list[DecodeRequest] = []  # to be returned by `pop_preallocated`
 
     # --- calls of the engine ----------------------------------------------------------------------
@@ -203,7 +180,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if most > MAX_PAGES:
             raise RequestError(f"may need {most} pages, a promise names at most {MAX_PAGES}")
         self._check_can_open(request)
-        self._attempts.check_holds(request.rid, most_tokens, request.prefill)
+        self.workers.check_holds(request.rid, most_tokens, request.prefill)
         if len(self.waiting) >= self.max_waiting:
             raise RequestError(f"{len(self.waiting)} requests wait already, that is the limit")
         req = DecodeRequest(request, self.pages, now_s)
@@ -215,9 +192,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.requests[req.rid] = req
         self.rooms.add(req.room)
         self._note_deadline(req)
-        self._attempts.meet(req.prefill)
-        if self.workers.is_down(req.prefill):
-            self._attempts.go_alone(req)
+        self._meet(req, now_s)
         self._tell()
         return req
 
@@ -237,60 +212,50 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if self._deadlines.next_s <= now_s:
             for req in self._deadlines.due(now_s):
                 self._too_late(req, now_s)
-        for req, error in self.arriving.stuck():
-            self._end(req, DecodeState.FAILED, error, now_s)
-            self.computing.leave(req)
-        if self.host is not None:
-            assert self._host_pages is not None
-            if self._host_pages.ready is not None:
-                self.host.ready(self._host_pages.ready())
-            if self.host.has_due:
-                self.host.write_due()
-        # Left from a call that raised. One of them may have failed or completed since; it comes out
-        # elsewhere.
-        if self._admitted:
-            there = DecodeState.PREALLOCATED
-            self._admitted = [req for req in self._admitted if req.state is there]
+        for source in self._organs:
+            for req, error in source.new_pass(now_s):
+                self._end(req, DecodeState.FAILED, error, now_s)
+                self._ending.left.append(req)
         # 2. Admit, and only then end what has waited too long: a request that fits just when its
         # wait is over is admitted. It has left the queue, so the next two loops do not see it.
-        self.waiting.admit(now_s)
+        for plan in self.waiting.plans(now_s):
+            if plan.is_whole:
+                self._admit(plan, now_s)
+            else:
+                self._end(plan.req, DecodeState.FAILED, self._lacks_source(plan), now_s)
         for req in self.waiting.unanswered(now_s):
             late = TransferTimeoutError(f"request {req.rid!r} {self.waiting.why(req, now_s)}")
             self._retry_unanswered(req, late, now_s)
         for req, why in self.waiting.expired(now_s):
             error = AdmissionTimeoutError(f"request {req.rid!r} {why}")
             self._end(req, DecodeState.FAILED, error, now_s)
-        # 3. Open the rooms. `ask` may find that nothing is to be sent; then the flight is complete
-        # at once.
-        asked = self.waiting.take_admitted()
-        hopeless = [
-            req for req in asked if not self._attempts.ask(req, self.weights_version, now_s)
-        ]
-        # Only now, when each flight is on its way: those that joined one of these end with it.
-        for req in hopeless:
-            if req.state is DecodeState.PREALLOCATED:
-                self._end(req, DecodeState.FAILED, self.choice.too_much(req), now_s)
-        self._admitted += [req for req in asked if req.state is DecodeState.PREALLOCATED]
-        # 4. Raise last: by now every admitted request has its room, and the next call returns it.
+        # 3. Raise last: by now every admitted request has its room, and the next call returns it,
+        # unless it has failed or completed since.
         try:
             self.pages.errors.raise_due()
-            admitted, self._admitted = self._admitted, []
+            there, admitted = DecodeState.PREALLOCATED, self._admitted
+            self._admitted = []
         finally:  # prefill hears of the rooms all the same
             self._tell()
-        return admitted
+        return [req for req in admitted if req.state is there]
 
     def pop_transferred(self) -> list[DecodeRequest]:
         """Commit the requests with complete KV to the tree, and return them. They run from now on,
         with `req.pages` and `req.aux`."""
         now_s = self._pump()
-        committed = self.arriving.pop_transferred(now_s)
-        if committed:
-            self.computing.has_work(now_s)
-        for req in committed:
+        flights = self.ledger.commit(now_s)
+        if flights:
+            self.compute.has_work(now_s)
+        committed = []
+        for flight in flights:
+            req = flight.owner
+            assert req is not None
             assert req.pages_held is not None
+            req.become(DecodeState.TRANSFERRED)
+            committed.append(req)
             # Before anything is evicted: under its lock, which has just grown over their pages.
-            if self.points is not None:
-                self.points.committed(req)
+            for source in self._organs:
+                source.committed(req, flight)
             self.counters["transferred"] += 1
             # `deadline_s` is about the arrival of the KV, which is over.
             self._deadlines.forget(req)
@@ -301,7 +266,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             self.journal.committed(req, now_s)
         # Those that wait for the device have a deadline again, if it found them complete; but not
         # those that were retracted.
-        for flight in self.arriving.complete:
+        for flight in self.flights.complete:
             if (owner := flight.owner) is not None and owner.committed_s is None:
                 self._note_deadline(owner)
         return committed
@@ -315,7 +280,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         request that came out of `pop_failed` is to be left.
         """
         now_s = self._pump()
-        return self.computing.begin(self.arriving.local, self.choice.num_running, now_s)
+        return self.compute.pop_local(now_s)
 
     def computed(
         self, req: DecodeRequest, end: int, aux: bytes = b"", after: DeviceEvent | None = None
@@ -344,36 +309,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
             raise CallerError(f"aux is {shown(aux)} at {shown(end)} of {req.fill_len} tokens")
         check_event("after", after)
         after = not_done(after)  # may raise: before anything changes
-        running, start = self.choice.num_running, self.computing.done(req)
-        self.counters["computed_tokens"] += self.computing.advance(req, end, running, now_s)
-        if not req.state.ended:
-            self._has_kv(req, start, end, aux, after, now_s)
+        written = self.compute.computed(req, end, aux, after, now_s)
+        if written is not None and after is not None:
+            for source in self._organs:
+                source.computed_pages(written, after)
         self._tell()
-
-    def _has_kv(
-        self, req: DecodeRequest, start: int | None, end: int, aux: bytes,
-        after: DeviceEvent | None, now_s: float,
-    ) -> None:  # fmt: skip
-        flight = self.flights.of(req)
-        assert flight is not None
-        if after is not None and start is not None:
-            before, req.unwritten = req.unwritten, after
-            if before is not None and (before := still_pending(before, self.pages.errors)):
-                req.unwritten = AllOf(before, after)
-                if isinstance(before, BrokenEvent):
-                    req.unwritten = BrokenEvent(req.unwritten, before.error)
-            if self.host is not None:
-                size = self.pages.page_size
-                self.host.computed(req.pages[start // size : pages_for(end, size)].copy(), after)
-        if self.points is not None:
-            self.points.computed(req, end)
-        if end < req.fill_len:
-            return
-        req.aux = aux
-        self.choice.computed(flight, req)
-        self.arriving.arrived(flight)
-        if req.sent_len == req.fill_len:  # else most of it was sent
-            self.journal.computed(req, now_s)
 
     def save_state(self, req: DecodeRequest, end: int) -> int:
         """Return the slot into which the engine copies the extra state behind `end` tokens of a
@@ -388,9 +328,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.check_own(req)
         if req.state.ended:
             return -1
-        if self.points is None or self.computing.done(req) is None:
-            raise RequestError(f"request {req.rid!r} is not computed here, it saves no state")
-        return self.points.take(req, end)
+        return self.compute.save_state(req, end)
 
     def save_states(self, reqs: Sequence[DecodeRequest]) -> list[tuple[int, int]]:
         """Return the copies of extra state to make before a step of these running requests: (from,
@@ -402,26 +340,24 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         changed, for what is no request of this node.
         """
         self._pump()
-        if self.points is None:
-            return []
         if not isinstance(reqs, list | tuple):
             raise RequestError(f"reqs is {shown(reqs)}, a list of DecodeRequest is needed")
         for req in reqs:
             self.check_own(req)
-        return self.points.running(reqs)
+        return self.compute.save_states(reqs)
 
     @property
     def chunk_tokens(self) -> int:
         """Most tokens of prompts to compute in the next step, so that running requests wait no
         longer for it than `ComputeConfig.itl_share` says; 0 where that step has to go without, and
         without a `DecodeConfig.compute`. O(1)."""
-        return self.sources.chunk_tokens(self.choice.num_running)
+        return self.sources.chunk_tokens(self.ledger.num_running)
 
     @property
     def further_prompt_tokens(self) -> int:
         """Tokens of `chunk_tokens` that each prompt after the first in a step counts for, besides
         its own; 0 where nothing runs, or none was measured. O(1)."""
-        return self.sources.further_prompt_tokens(self.choice.num_running)
+        return self.sources.further_prompt_tokens(self.ledger.num_running)
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
         """Return the requests that failed or were aborted; `req.error` says why. Leave their pages.
@@ -429,12 +365,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         `after`: an event behind the engine's work on requests of `pop_local`: nothing of those that
         failed is released before it is done. None: the device is done with them.
         """
-        self._pump()
+        now_s = self._pump()
         check_event("after", after)
-        if self.computing.left:
+        if self._ending.left:
             after = not_done(after)  # may raise: before anything changes
-            for req in self.computing.take_left():
-                self._deferred.release_after(after, req, None, self.computing.pass_s)
+            left, self._ending.left = self._ending.left, []
+            for req in left:
+                self._ending.release_after(after, End(req), now_s)
         failed, self._failed = self._failed, []
         return failed
 
@@ -462,17 +399,15 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
                 return False
             self._retry_unanswered(req, error, now_s)
             return True
-        if flight.is_local or not flight.is_open:
+        if flight.room_key not in self.prefill.open:
             return False
-        self.counters["transfers_failed"] += 1
-        self._ends.cancel(flight, error)
-        self._try_again(req, error, now_s)
+        self._fail_room(flight, error, error, now_s)
         return True
 
     def pop_needs_prefill(self) -> list[PrefillAsk]:
         """Return the requests for the engine to submit to a prefill worker again."""
         self._pump()
-        asks, self._attempts.asks = self._attempts.asks, []
+        asks, self.prefill.asks = self.prefill.asks, []
         return asks
 
     def append_many(self, reqs: Sequence[DecodeRequest], token_ids: Sequence[int]) -> None:
@@ -501,8 +436,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         else:
             for req, token in zip(reqs, tokens, strict=True):
                 req.output.append(token)
-        if self.sources.config is not None:
-            self.computing.step(reqs, now_s)
+        for source in self._organs:
+            source.stepped(reqs, now_s)
 
     def reserve_many(self, reqs: Sequence[DecodeRequest], num_tokens: int) -> None:
         """Take pages for the KV of `num_tokens` tokens from each request's `kv_len` on, as far as
@@ -546,7 +481,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.become(DecodeState.FINISHED)
         self._leave(req, now_s)
         self.counters["finished"] += 1
-        self._deferred.release_after(after, req, continues, now_s, keep_tokens)
+        self._ending.release_after(after, End(req, continues, keep_tokens), now_s)
         self._tell()
 
     def retract(self, rid: str, after: DeviceEvent | None = None) -> None:
@@ -562,11 +497,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         after = not_done(after)
         req.become(DecodeState.RETRACTED)
         # It leaves the budget, but not `requests`, and its room number stays in use: it comes back.
-        # `Deferred` queues it again when its pages are released, since a queued request holds none.
+        # `Ending` queues it again when its pages are released, since a queued request holds none.
         self.budget.stop(req.rid)
         self.counters["retracted"] += 1
         req.retractions += 1
-        self._deferred.release_after(after, req, None, now_s)
+        self._ending.release_after(after, End(req), now_s)
         self._tell()
 
     def abort(self, rid: str, after: DeviceEvent | None = None) -> bool:
@@ -618,7 +553,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if req.state is DecodeState.PREALLOCATED:
             raise RequestError(f"request {rid!r} is on its way from {req.prefill!r}")
         if prefill != req.prefill:
-            self._attempts.retarget(req, prefill)
+            self._check_still_holds(req, prefill)
+            # The former worker may have computed the prompt, and waits for a promise that will not
+            # come: a refusal ends it there. A retracted request has no open attempt.
+            if req.state is DecodeState.QUEUED:
+                moved = AbortedError(f"request {rid!r} goes to another prefill worker")
+                self._withdraw(req, moved)
+            self._go_to(req, prefill)
         self._tell()
 
     def refuse(self, request: Request, reason: str = "refused") -> None:
@@ -654,16 +595,17 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def _empty(self) -> int:
         # Flights first: they release their locks, so that the flush frees those pages at once.
         # Requests that wait for another's pages ask prefill again: those are of the old weights.
-        self._ends.fall_back(self.flights.flush())
+        self._ending.fall_back(self.flights.flush())
         freed = super()._empty()
         # After the device's, whose epoch tells a copy of before.
-        if self.host is not None:
-            self.host.flush()
+        for source in self._organs:
+            source.flushed()
         return freed
 
     def _move_weights(self, error: Exception, now_s: float, after: DeviceEvent | None) -> None:
         # Before the aborts below, so that prefill learns this reason, and not that its rooms were
         # aborted.
+        self.ledger.weights_version = self.weights_version
         self._commands.append(MoveWeights(self.weights_version))
         self._cut_all_short(error, now_s, after, but_waiting=True)
 
@@ -681,19 +623,17 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # Whole flights before requests: a request that is cut short alone would make those that
         # joined its flight ask again.
         for flight in self.flights.remove_all():
-            self._ends.end(flight, error)
+            self._ending.end(flight, error)
         for req in list(self.requests.values()):
-            waits = req.state in (DecodeState.QUEUED, DecodeState.RETRACTED)
-            if not (but_waiting and waits) or req.output:
+            if not (but_waiting and req.state in _WAITS) or req.output:
                 self._cut_short(req, DecodeState.ABORTED, error, now_s, after)
 
     @property
     def has_results(self) -> bool:
         """True if a `pop_*` call returns something, or may admit. O(1)."""
-        complete = self.arriving.num_complete
         # Admitted: by a call that raised.
-        left = self._failed or self._admitted or self._attempts.asks or complete
-        return bool(left or self.waiting.may_admit or self.computing.new(self.arriving.local))
+        left = self._failed or self._admitted or self.prefill.asks or self.flights.complete
+        return bool(left or self.waiting.may_admit or self.compute.new)
 
     @property
     def idle(self) -> bool:
@@ -701,11 +641,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         left = (
             self.requests,
             self._failed,
-            self._attempts.asks,
-            self._deferred,
+            self.prefill.asks,
+            len(self._ending),
             self.rooms.any_undrained,
+            len(self.flights),
         )
-        return not any(left) and not len(self.flights) and not self.host
+        return not any(left) and all(source.is_idle for source in self._organs)
 
     @property
     def wake_s(self) -> float:
@@ -745,26 +686,20 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # 1. Success. If its flight is gone, or has lost its owner, the room number is what still
         # waits for the proof that every write has landed.
         if poll is KVPoll.SUCCESS:
-            flight = self._attempts.answered(key, aux, now_s)
+            flight = self.prefill.answered(key, aux, now_s)
             if flight is None or flight.owner is None:
                 self.room_drained(key)
             return
         # 2. Failure of a room that was aborted here meanwhile: its pages are held already, and the
         # request has ended.
-        flight = self.arriving.get(key)
+        flight = self.prefill.open.get(key)
         if flight is None:
             return
-        # 3. Failure. It is no proof: writes may still be landing. `FlightEnds.cancel` moves the
-        # pages to the room, which holds them until `room_drained`. The request tries again with
-        # other pages.
-        self.counters["transfers_failed"] += 1
+        # 3. Failure. It is no proof: writes may still be landing. The pages move to the room, which
+        # holds them until `room_drained`. The request tries again with other pages.
         self.journal.transfer_ended(flight.prefill, "failed")
         error = error or InternalError(f"{key} failed without a reason")
-        req = flight.owner
-        self._ends.cancel(flight, None)
-        if req is None:
-            return
-        self._try_again(req, error, now_s)
+        self._fail_room(flight, error, None, now_s)
 
     def prefill_ready(self, address: str, max_tokens: int, now_s: float) -> None:
         """A prefill worker answers. Fail its requests that its pool of `max_tokens` cannot hold,
@@ -776,10 +711,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # Requests that went alone, and were not admitted since, need not be computed here.
         for req in self.waiting.at(ALONE):
             if req.prefill == address:
-                self._attempts.come_back(req)
+                req.is_alone = False
+                self.waiting.move(req, address)
         for req in self.waiting.at(address):
             try:
-                self._attempts.check_still_holds(req, address)
+                self._check_still_holds(req, address)
             except RequestError as error:
                 self._end(req, DecodeState.FAILED, error, now_s)
 
@@ -789,12 +725,10 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if worker is None:
             return
         self.waiting.closes(worker, now_s)
-        if self.sources.config is None:
-            return
-        if self.sources.fails_over:
+        if self._fails_over:
             self._recall(address, now_s)
         for req in self.waiting.at(address):
-            self._attempts.go_alone(req)
+            self._go_alone(req, now_s)
 
     def prefill_lost(self, address: str, error: Exception, now_s: float) -> None:
         """Try again, or fail, requests for an address where no worker answers, or one is
@@ -814,27 +748,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def take_copies(self) -> list[HostCopy]:
         """Return the copies to be made between pool and host memory, and forget them; `copy_ended`
         takes the end of each."""
-        return [] if self.host is None else self.host.take_orders()
+        return [order for source in self._organs for order in source.take_copies()]
 
     def copy_ended(self, done: HostCopyDone, now_s: float) -> None:
         """A copy has ended: what it loaded may be committed, or its waiters try again."""
-        assert self.host is not None
-        key = self.host.ended(done, now_s)
         # What was written may be what a request needs that its prefill worker's share is too small
         # for.
         self.waiting.look_again()
-        if key is None:
-            return
-        if done.error is None:
-            self.arriving.succeed(key, b"")
-            return
-        flight = self.arriving.get(key)
-        assert flight is not None
-        # No second try from host memory: the error may be of these pages.
-        for one in self.flights.waiting_for(flight):
-            if one.owner is not None:
-                one.owner.may_load = False
-        self._ends.cancel(flight, done.error)
+        for source in self._organs:
+            if (flight := source.copy_ended(done, now_s)) is not None:
+                self._ending.cancel(flight, done.error)
 
     def room_drained(self, key: RoomKey) -> None:
         """Release a room's held pages and its number: no write can land there any more."""
@@ -848,75 +771,157 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def release_deferred(self, now_s: float) -> None:
         """Release the pages of ended requests once the device is done with them."""
-        self._deferred.release(now_s)
+        self._ending.release(now_s)
 
     def feeds(self, worker: PeerId) -> list[EventFeed]:
         # The pool's counts whatever checkpoints there are: prefill sends what belongs to the end.
-        host = [] if self.host is None else [EventFeed(self.host.cache, *worker, is_host=True)]
-        return [EventFeed(self.pages.cache, *worker), *host]
+        more = [feed for source in self._organs for feed in source.feeds(worker)]
+        return [EventFeed(self.pages.cache, *worker), *more]
 
     @property
     def num_deferred(self) -> int:
         """Number of ended requests with pages that the device may still touch."""
-        return len(self._deferred)
+        return len(self._ending)
 
     def holders(self) -> list[tuple[str, RequestPages]]:
         """Return what holds pages, by name: requests, and flights. Any thread may call it."""
-        orphans = [flight for flight in self.flights.all() if flight.owner is None]
-        ended = [*self._deferred.requests(), *self.computing.left]
-        left = [(req.rid, req.pages_held) for req in ended]
-        held = super().holders() + [(rid, pages) for rid, pages in left if pages is not None]
-        kinds = "flight of room", "load"
-        return held + [(f"{kinds[one.is_load]} {one.room_key.room}", one.pages) for one in orphans]
+        return super().holders() + self._ending.holders()
 
     def check_invariants(self) -> None:
         """Check every part, and the parts against each other. Raises InternalError."""
         self.pages.check_invariants()
         self.budget.check_invariants()
+        self.flights.check_invariants()
         self.waiting.check_invariants()
-        self.arriving.check_invariants()
         self.rooms.check_invariants()
-        self.choice.check_invariants()
-        if self.host is not None:
-            self.host.check_invariants()
         check_decode(
-            self.ledger,
-            self.rooms,
-            waiting=self.waiting,
-            requests=self.requests.values(),
-            deferred=[*self._deferred.requests(), *self.computing.left],
-        )
+            self.ledger, self.rooms, (*self._organs, self.prefill), waiting=self.waiting,
+            requests=self.requests.values(), ending=self._ending,
+        )  # fmt: skip
 
     # --- admission --------------------------------------------------------------------------------
+
+    def _admit(self, plan: Plan, now_s: float) -> None:
+        """Carry out a plan."""
+        req, first, page_size = plan.req, plan.segments[0], self.pages.page_size
+        flights = self._planner.take(plan, now_s)
+        req.become(DecodeState.PREALLOCATED)
+        self.waiting.remove(req)
+        num_joined = plan.shared_pages - (0 if plan.match is None else plan.match.depth)
+        num_sent = pages_for(first.end, page_size) - first.start // page_size
+        last = plan.segments[-1]
+        self.journal.admitted(
+            req, num_sent if first.source.sends else 0, num_joined * page_size, now_s,
+            plan.loaded_pages * page_size, 0 if last.source.sends else last.end - last.start,
+        )  # fmt: skip
+        # A worker may have the first attempt, where that is not asked late.
+        if not first.source.sends and not req.is_alone and self.prefill.may_have(req):
+            self._refuse_waiting(req, AbortedError(f"request {req.rid!r} is computed by decode"))
+        req.is_alone = not req.prefill  # the next admission is decided by what is known then
+        for flight, segment in flights:
+            flight.source.begin(flight, segment, now_s)
+        self._admitted.append(req)
+
+    def _lacks_source(self, plan: Plan) -> Exception:
+        req = plan.req
+        missing = req.fill_len - (plan.shared_pages + plan.loaded_pages) * self.pages.page_size
+        worker = f"prefill worker {req.prefill} does not answer" if req.prefill else "it names none"
+        most = self.sources.most_tokens(is_down=True)
+        why = f"lacks {missing} tokens, decode computes {most} of one alone, and {worker}"
+        return PeerLostError(f"request {req.rid!r} {why}")
+
+    def _meet(self, req: DecodeRequest, now_s: float) -> None:
+        """Find out, once, whether the worker of a request that has just queued answers."""
+        worker = self.workers.get(req.prefill)
+        if self.workers.gated and req.prefill and worker is not None and not worker.is_met:
+            worker.is_met = True
+            self._commands.append(MeetPrefill(req.prefill))
+        if self.workers.is_down(req.prefill):
+            self._go_alone(req, now_s)
+
+    # --- other attempts ---------------------------------------------------------------------------
+
+    # A worker that may have a request already is told when that request goes elsewhere, since it
+    # waits for a promise; what it still answers then is of a former generation.
+
+    def _withdraw(self, req: DecodeRequest, error: Exception) -> None:
+        self._refuse_waiting(req, error)
+        req.generation += 1
+
+    def _refuse_waiting(self, req: DecodeRequest, error: Exception) -> None:
+        if not req.is_alone and req.prefill and not self.sources.asks_late:
+            self.rooms.refuse(req.room_key, req.prefill, error, req.request.digest)
+
+    def _go_alone(self, req: DecodeRequest, now_s: float) -> None:
+        """Let a request, whose worker does not answer, wait to be computed here, if it may."""
+        if req.is_alone or not self._planner.needs_no_prefill(req, now_s):
+            return
+        # The worker may have it, and may be back before this request is done.
+        if req.state is DecodeState.QUEUED:
+            self._withdraw(req, AbortedError(f"request {req.rid!r} is computed by decode"))
+        req.is_alone = True
+        self.waiting.move(req, ALONE)
+        self.counters["failovers"] += 1
+
+    def _go_to(self, req: DecodeRequest, prefill: str) -> None:
+        req.prefill, req.is_alone = prefill, False
+        # A request that runs, or still has to queue again, is in no line: when it queues it enters
+        # under the new address, and the worker is met then.
+        if req in self.waiting:
+            self.waiting.move(req, prefill)
+            self._meet(req, self.now_s)
+
+    def _fail_room(
+        self, flight: Flight, cause: Exception, told: Exception | None, now_s: float
+    ) -> None:
+        """End a flight whose room has failed; `told`: what prefill is to be told."""
+        req = flight.owner
+        self.counters["transfers_failed"] += 1
+        self._ending.cancel(flight, told)
+        if req is not None:
+            self._try_again(req, cause, now_s)
 
     def _retry_unanswered(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
         self.waiting.remove(req)
         self._try_again(req, error, now_s)
 
     def _try_again(self, req: DecodeRequest, error: Exception, now_s: float) -> None:
-        """Ask prefill again after a failed transfer; else fail the request."""
-        last = self._attempts.next_attempt(req, error)
-        if last is None:
-            self._ask_again(req)
-        else:
-            self._end(req, DecodeState.FAILED, last, now_s)
+        """Ask again after an attempt that failed, or could not begin; else end the request."""
+        if req.retries < self._retries.most:
+            self.counters["retries"] += 1
+            req.retries += 1
+            # Kept while it tries again, so that a request that ends by its deadline names the last
+            # failure.
+            req.error = error
+            if (prefill := self._retries.next_prefill(req, error)) is not None:
+                self._go_to(req, prefill)
+            # The worker may be another one now, or its size be known only since the request came.
+            try:
+                self._check_still_holds(req, req.prefill)
+                return self._ask_again(req)
+            except RequestError as too_long:
+                error = too_long
+        # No other attempt at prefill: decode may carry on alone.
+        fails_over = self._fails_over or self.workers.is_down(req.prefill)
+        if fails_over and self._planner.needs_no_prefill(req, now_s):
+            self.counters["failovers"] += 1
+            req.error, req.is_alone = error, True
+            return self._ask_again(req)
+        return self._end(req, DecodeState.FAILED, error, now_s)
 
     def _recall(self, address: str, now_s: float) -> None:
         error = PeerLostError(f"prefill worker {address} does not answer")
         # Each goes to the front of the queue, so the last one first.
-        for flight in reversed(self.flights.all()):
+        for flight in reversed(list(self.prefill.open.values())):
             req = flight.owner
-            if flight.is_local or not flight.is_open or flight.prefill != address:
+            # It may have ended with one before it.
+            if flight.prefill != address or self.prefill.open.get(flight.room_key) is not flight:
                 continue
             if req is None:
-                # It goes on for those that joined it: they ask again.
-                if flight in self.flights.all():  # else it has ended with one before it
-                    self._ends.cancel(flight, error)
-            # Ended by one before it, or more than may be computed here: then it waits for its end.
-            elif self.flights.of(req) is flight and self.choice.may_take_back(req):
-                self.counters["transfers_failed"] += 1
-                self._ends.cancel(flight, error)
-                self._try_again(req, error, now_s)
+                self._ending.cancel(flight, error)  # those that joined it ask again
+            # Else it is more than may be computed here, and waits for its end.
+            elif self._planner.needs_no_prefill(req, now_s, joins=False):
+                self._fail_room(flight, error, error, now_s)
 
     # --- ends -------------------------------------------------------------------------------------
 
@@ -932,11 +937,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.counters[state.value] += 1
         self._failed.append(req)
         if (flight := self.flights.of(req)) is not None:
-            self._ends.leave(flight, error)
-        elif before in (DecodeState.QUEUED, DecodeState.RETRACTED) and req in self.waiting:
+            self._ending.leave(flight, error)
+        elif before in _WAITS and req in self.waiting:
             self.waiting.remove(req)
             if before is DecodeState.QUEUED:  # else no prefill worker waits for it
-                self._attempts.refuse_waiting(req, error)
+                self._refuse_waiting(req, error)
         self._leave(req, now_s)
 
     def _cut_short(
@@ -947,12 +952,16 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._end(req, state, error, now_s)
         # One that ran still holds its pages. One that was retracted, and waits for the device, is
         # released by that entry: a second one would free its pages twice.
-        if req.pages_held is not None and req not in self._deferred.requests():
-            self._deferred.release_after(after, req, None, now_s)
+        if req.pages_held is not None and req not in self._ending.requests():
+            self._ending.release_after(after, End(req), now_s)
 
     def _too_late(self, req: DecodeRequest, now_s: float) -> None:
         flight = self.flights.of(req)
-        if flight is not None and self.arriving.is_complete(flight):
+        if (
+            flight is not None
+            and self.flights.is_complete(flight)
+            and flight.source.may_commit(flight)
+        ):
             return
         by = f"by its deadline_s, {req.request.deadline_s}"
         error: Exception = TransferTimeoutError(f"request {req.rid!r}: its KV was not here {by}")
@@ -962,7 +971,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self._end(req, DecodeState.FAILED, error, now_s)
         # Its engine was computing it: `pop_failed` tells when the device is done.
         if req.pages_held is not None:
-            self.computing.leave(req)
+            self._ending.left.append(req)
 
     def _check_can_open(self, request: Request, to_refuse: bool = False) -> None:
         """Raise RequestError if the room of `request` cannot be taken; or refused, which it can be
@@ -970,7 +979,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         if request.room in self.rooms and (not to_refuse or self.rooms.is_live(request.room)):
             raise RequestError(f"room {request.room} is in use")
         # Decode may carry on without any prefill worker, where it is told so.
-        if request.prefill or to_refuse or not self.sources.fails_over or not request.may_compute:
+        if request.prefill or to_refuse or not self._fails_over or not request.may_compute:
             check_prefill(request.rid, request.prefill)
         if request.decode not in ("", self.name):
             named = f"{request.decode!r}, this one is {self.name!r}"
@@ -982,9 +991,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         # It may still be counted as admitted. The flight has handed its pages on, so there is
         # nothing to release.
         self.budget.stop(req.rid)
-        self._queue_again(req)
-
-    def _queue_again(self, req: DecodeRequest) -> None:
         # A new generation, so that what peers still send about the former attempt is not taken for
         # this one. All the tokens so far count as prompt; how many are cached is for the next
         # admission to find.
@@ -992,9 +998,7 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         req.fill_len = req.kv_len
         req.prefix_len = 0
         self.waiting.add(req, first=True)
-        self._attempts.meet(req.prefill)
-        if self.workers.is_down(req.prefill):
-            self._attempts.go_alone(req)
+        self._meet(req, self.now_s)
 
     def _leave(self, req: DecodeRequest, now_s: float) -> None:
         self.budget.stop(req.rid)
@@ -1014,6 +1018,12 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     def check_own(self, req: DecodeRequest) -> None:
         """Raise RequestError for what is no request of this scheduler, whatever its state."""
         check_own(req, DecodeRequest, self.pages)
+
+    def _check_still_holds(self, req: DecodeRequest, prefill: str) -> None:
+        """Raise RequestError where a worker holds too few tokens for what it may be asked for from
+        now on. Of a request that runs, or ran, that is what it has so far."""
+        num_tokens = req.kv_len if req.resumed else req.most_kv_len
+        self.workers.check_holds(req.rid, num_tokens, prefill)
 
     def _check_runs(self, req: DecodeRequest) -> None:
         self.check_own(req)

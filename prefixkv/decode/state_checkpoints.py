@@ -72,9 +72,9 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
             for tokens in (req.fill_len, dense_pages * page_size):
                 self._add_stop(req, tokens, req.prefix_len)
 
-    def go_on_from_sent(self, req: DecodeRequest) -> None:
-        """Go on from `sent_len`, where what was sent becomes a checkpoint before it moves on."""
-        req.prefix_len, req.checkpoint_slot = req.sent_len, req.state_slot
+    def go_on_from_sent(self, req: DecodeRequest, at: int) -> None:
+        """Go on from `at`, where what was sent becomes a checkpoint before it moves on."""
+        req.prefix_len, req.checkpoint_slot = at, req.state_slot
         if self._may_save(req):
             self._add_stop(req, req.prefix_len, 0)
         self.take_if_stop(req, req.prefix_len)
@@ -122,10 +122,9 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
             assert req.pages_held is not None
             self._pages.slide(req.pages_held, end)
 
-    def committed(self, req: DecodeRequest) -> None:
+    def committed(self, req: DecodeRequest, was_sent: bool) -> None:
         """Enter what a request has saved that was just committed. One that was sent to its end
         keeps its window there; its state the engine has still to copy."""
-        was_sent = not req.computes and req.sent_len == req.fill_len
         is_end = req.fill_len % self._step == 0
         if was_sent and is_end and not self._has_state and self._may_save(req):
             self._take(req, req.fill_len)

@@ -62,14 +62,11 @@ class Waiter:
     blocked_by: str = ""  # a reason of its own, PAGES or SHARE; "": it stands in its worker's line
     match: MatchResult | None = None
     new_pages: int = 0
-    found_in_host: MatchResult | None = None  # in host memory
-    load_end: int = 0  # end of what a load from there would bring, in pages; 0: no load
     needed_pages: int = 0
     most_pages: int = 0
     rank: tuple[float, ...] = ()
     seen_at: int = -1
     want: int = NOT_ENTERED  # number of its want, or NOT_ENTERED or LEFT
-    leaves_last: bool = False  # all of it is cached or on its way; its last page is not taken
 
     @property
     def turn(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from sortedcontainers import SortedDict, SortedList
 
-from prefixkv.errors import check_laws
+from prefixkv.errors import RequestError, check_laws
 from prefixkv.protocol.ids import RoomKey
 
 _MOST_IDLE: Final = 64  # workers above which those without requests are forgotten
@@ -113,6 +113,16 @@ class Workers:
     def closed(self) -> set[str]:
         """Addresses of the workers that do not answer."""
         return {worker.address for worker in self._workers.values() if not worker.is_open}
+
+    def check_holds(self, rid: str, num_tokens: int, address: str) -> None:
+        """Raise RequestError where a worker is known to hold fewer tokens, all that the request may
+        become: retracted late, it would fail with half of its answer given."""
+        worker = self._workers.get(address)
+        if worker is not None and 0 < worker.max_tokens < num_tokens:
+            raise RequestError(
+                f"request {rid!r} may have {num_tokens} tokens (max_new_tokens included), prefill "
+                f"worker {address} holds {worker.max_tokens}"
+            )
 
     # --- pages in their power ---------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ says in which order they lie. Rows stand in chunks of memory, none across two of
 What the host pools of this machine have reserved and not touched yet is shared: the system's figure
 of free memory falls as memory is touched, so two pools that read it would get the same bytes. Each
 pool enters its untouched bytes in a locked file of its own. The kernel ends the lock with the
-process. A forked child would keep the lock, so it closes the descriptors first. Processes of one
-user that see the same folder share the figure; others' is counted in whole MiB.
+process, and no forked child has it. Processes of one user that see the same folder share the
+figure; others' is counted in whole MiB.
 """
 
 from __future__ import annotations
@@ -266,16 +266,18 @@ def _numbers(path: str) -> dict[str, int]:
 
 _PLACES: Final = "/dev/shm", tempfile.gettempdir()
 _NUMBER_BYTES: Final = 8
-_fds: Final[set[int]] = set()  # of locks, which a child that is forked off must not keep
-_forking: Final = threading.RLock()  # no fork between a change of `_fds` and what it stands for
+# Bytes by file of this process: a lock of POSIX ends where its process closes any descriptor of the
+# file, so these are never opened again.
+_ours: Final[dict[Path, int]] = {}
+_locking = threading.Lock()  # a lock of POSIX keeps no other thread out
 
 
 class HostShare:
     """Bytes of one pool that are reserved and not touched yet: until `close`, its last reference or
     the process ends. Any thread may use it."""
 
-    def __init__(self, path: str, fd: int, num_bytes: int) -> None:
-        self._fd, self._pid = fd, os.getpid()
+    def __init__(self, path: Path, fd: int, num_bytes: int) -> None:
+        self._path, self._fd, self._pid = path, fd, os.getpid()
         self._lock = threading.Lock()
         self._end = weakref.finalize(self, _end, path, fd, os.getpid())
         self.keep(num_bytes)
@@ -286,6 +288,7 @@ class HostShare:
             return
         with self._lock:  # else `close` may give the descriptor to another file meanwhile
             if self._end.alive:
+                _ours[self._path] = num_bytes
                 os.pwrite(self._fd, num_bytes.to_bytes(_NUMBER_BYTES, "little"), 0)
 
     def close(self) -> None:
@@ -302,23 +305,22 @@ class HostShares:
         self.num_bytes = sum(self._bytes_of(path) for path in folder.glob("share-*"))
 
     def enter(self, num_bytes: int) -> HostShare:
-        with _forking:
-            fd, path = tempfile.mkstemp(prefix=_mine(), dir=self._folder)
-            _fds.add(fd)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        return HostShare(path, fd, num_bytes)
+        fd, path = tempfile.mkstemp(prefix=f"share-{os.getpid()}-", dir=self._folder)
+        fcntl.lockf(fd, fcntl.LOCK_EX)
+        return HostShare(Path(path), fd, num_bytes)
 
     def _bytes_of(self, path: Path) -> int:
         """0, without the file, if its process is gone."""
+        if path in _ours:
+            return _ours[path]
         try:
-            fd = os.open(path, os.O_RDONLY)
+            fd = os.open(path, os.O_RDWR)
         except FileNotFoundError:  # closed meanwhile
             return 0
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            num_bytes = int.from_bytes(os.read(fd, _NUMBER_BYTES), "little")
-            return num_bytes if path.name.startswith(_mine()) else num_bytes >> 20 << 20
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return int.from_bytes(os.read(fd, _NUMBER_BYTES), "little") >> 20 << 20
         else:
             path.unlink(missing_ok=True)
             return 0
@@ -331,14 +333,13 @@ def locked() -> Iterator[HostShares]:
     """Let no other pool of this machine reserve memory meanwhile. Raises ConfigError where there is
     no folder for it."""
     folder = _folder()
-    with _forking:
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        _fds.add(fd)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    with _locking, open(folder / "lock", "wb", opener=_private) as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
         yield HostShares(folder)
-    finally:
-        _close(fd)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _folder() -> Path:
@@ -356,32 +357,19 @@ def _folder() -> Path:
     )
 
 
-def _mine() -> str:
-    return f"share-{os.getpid()}-"
-
-
-def _end(path: str, fd: int, pid: int) -> None:
+def _end(path: Path, fd: int, pid: int) -> None:
     if os.getpid() == pid:
+        _ours.pop(path, None)
         with suppress(OSError):
-            os.unlink(path)
-        _close(fd)
-
-
-def _close(fd: int) -> None:
-    with _forking:
-        if fd in _fds:  # else this is a fork, which has closed it
-            _fds.remove(fd)
-            os.close(fd)
+            path.unlink()
+        os.close(fd)
 
 
 def _begin_child() -> None:
-    """Close what would keep the locks of the parent."""
-    for fd in _fds:
-        os.close(fd)
-    _fds.clear()
-    _forking.release()
+    """The thread that had the lock is not in the child, and the files are the parent's."""
+    global _locking
+    _locking = threading.Lock()
+    _ours.clear()
 
 
-os.register_at_fork(
-    before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_begin_child
-)
+os.register_at_fork(after_in_child=_begin_child)

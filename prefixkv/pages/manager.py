@@ -28,10 +28,16 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey
 from prefixkv.cache.results import MatchResult, PrefixLock, packed_path
 from prefixkv.digest import PathHash, begin_hash
-from prefixkv.errors import CallerError, CapacityError, InternalError, OutOfPagesError, UserErrors
+from prefixkv.errors import CallerError, InternalError, OutOfPagesError, UserErrors
 from prefixkv.pages.allocator import PageAllocator
 from prefixkv.pages.table import PageTable
-from prefixkv.pages.windows import WindowGroups, WindowSpec, WindowStart
+from prefixkv.pages.windows import (
+    WindowGroup,
+    WindowGroups,
+    WindowSpec,
+    WindowStart,
+    state_group,
+)
 from prefixkv.paging import Pages, pages_for
 from prefixkv.settings import check_time, whole_count
 from prefixkv.stats import MICROSECONDS, Histogram
@@ -50,7 +56,7 @@ class KeptHash(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestPages:
-    """One request's pages, and its slot of extra state (-1: none), freed or held with them.
+    """One request's pages; what it has in groups is in the same row there.
 
     Made by `PageManager.open`; ended by exactly one of `cache_finished`, `drop` and `hold`.
     """
@@ -61,7 +67,6 @@ class RequestPages:
     num_joined: int
     num_pages: int
     epoch: int
-    slot: int = -1
     hashes: Sequence[KeptHash] = ()  # of its prompt's path; kept once its lock ends there
     duplicates: list[Pages] = field(default_factory=list)  # replaced, but writes may read them
 
@@ -83,7 +88,7 @@ class PageManager:
         evict_reserve_pages: an eviction takes this many more than are missing. They become free
             side by side, so that pages taken later form fewer runs.
         reserved_pages: the first pages of the pool, which are the engine's own.
-        num_slots: of extra state. Every request has one from `open` to its end, as its own pages.
+        num_slots: of extra state, a group of one page a request (`state_group`).
         spare_rows: rows of the page table for pages that are loaded from host memory.
         num_checkpoints: kept at most, each with a slot, pages in the window groups, or both.
         windows: groups of layers that keep the last tokens only (`pages/windows.py`).
@@ -115,13 +120,15 @@ class PageManager:
         # done. So the tree never raises it in the middle of a move.
         self.errors = UserErrors()
         self.allocator = PageAllocator(num_pages, reserved_pages)
-        self.slots = PageAllocator(num_slots) if num_slots else None
         self.table = PageTable(max_requests, max_pages_per_request or self.num_pages, spare_rows)
-        self.slot_of_row = [-1] * max_requests  # of extra state, by row in use
-        self.windows = WindowGroups(windows, page_size, max_requests, num_checkpoints > 0)
-        self._beside = [group.allocator for group in self.windows]
-        if self.slots is not None:
-            self._beside.insert(0, self.slots)
+        is_shared = num_checkpoints > 0
+        self.windows = WindowGroups(
+            WindowGroup(spec, page_size, max_requests, is_shared) for spec in windows
+        )
+        # All groups of a request's row: those of windows, then the state's.
+        states = [state_group(num_slots, max_requests)] if num_slots else []
+        self.groups = WindowGroups([*self.windows, *states])
+        self.slots = states[0].allocator if states else None
         # Last: a policy object serves one cache, so nothing that could fail may come after it.
         self.cache = RadixCache(page_size, policy, num_pages, self.errors)
         self.hash_every_pages = pages_for(HASH_EVERY_TOKENS, page_size)
@@ -143,6 +150,10 @@ class PageManager:
     def can_open(self) -> bool:
         """True if there is a row, and a slot, for one request more."""
         return bool(self.table.free_rows and (self.slots is None or self.slots.free_pages))
+
+    def state_slot(self, row: int) -> int:
+        """Return the slot of extra state of a request's row; -1 where there is none."""
+        return -1 if self.slots is None else int(self.groups[-1].array[row, 0])
 
     def pages(self, pages: RequestPages) -> Pages:
         """Return a read-only view of all page ids of a request, int32, in order."""
@@ -192,7 +203,7 @@ class PageManager:
         joined_end: int = 0,
         is_load: bool = False,
         is_used: bool = False,
-        window_start: WindowStart | None = None,
+        start: WindowStart | None = None,
     ) -> RequestPages:
         """Lock a match, take new pages behind it, and return the request's pages, in a new row.
 
@@ -201,17 +212,15 @@ class PageManager:
                 The row names its pages from the match's end on; they stay its own until
                 `lock_joined`.
             is_load: the new pages are loaded from host memory for a request that is opened next,
-                and joins them. They get a spare row, no slot, and nothing in window groups.
+                and joins them. They get a spare row, and nothing in groups.
             is_used: the load that was opened for this request has counted the use of the cache.
-            window_start: where it begins in the window groups. Its checkpoint is locked.
+            start: where it begins in the groups. Its checkpoint is locked.
 
-        Raises CapacityError: no row or slot is left. OutOfPagesError. RequestError: more pages than
+        Raises CapacityError: no row is left. OutOfPagesError. RequestError: more pages than
         a row has. Nothing is locked or taken then, and no use is counted.
         """
         check_time(now_s)
         num_new_pages = whole_count("num_new_pages", num_new_pages)
-        if self.slots is not None and not is_load and not self.slots.free_pages:
-            raise CapacityError(f"all {self.slots.num_pages} state slots are in use")
         # All that may fail is looked at before anything moves: a lock counts as a use, and what an
         # eviction has taken does not come back.
         num_locked = 0 if match is None else self.cache.locate(match)[1]
@@ -227,46 +236,43 @@ class PageManager:
             if missing > evictable:
                 raise OutOfPagesError(num_new_pages, self.allocator.free_pages, evictable)
         self.table.check_fits(num_locked + num_joined + num_new_pages)
-        if window_start is not None:
-            self.windows.check_fit(window_start)
-        elif self.windows and not is_load:
-            raise CallerError("a request needs pages in the window groups: window_start is None")
+        if start is not None:
+            self.groups.check_fit(start)
+        elif self.groups and not is_load:
+            raise CallerError("a request needs pages in the groups: start is None")
         # From here on only `lock` and `_take` could fail, and both undo below.
         row = self.table.alloc_row(is_load)
         # A use of the cache is counted once, of all that was found: if the request joins another,
         # that is when it locks what it joined.
         visit = None if joined is None else False
         lock: PrefixLock | None = None
-        has_windows = False
+        has_groups = False
         # Lock first, then take: else the eviction could take the match itself.
         try:
             if match is not None and is_used:
                 lock = self.cache.pin(match, now_s)
             elif match is not None:
                 lock = self.cache.lock(match, now_s=now_s, visit=visit)
-            if window_start is not None:
+            if start is not None:
                 points = self.checkpoints
-                self.windows.open(row, window_start, None if points is None else points.make_room)
-                has_windows = True
+                self.groups.open(row, start, None if points is None else points.make_room)
+                has_groups = True
             new = self._take(num_new_pages, now_s)
         except BaseException:
-            if has_windows:
-                self.windows.free(row)
+            if has_groups:
+                self.groups.free(row)
             self.table.free_row(row)
             self._unlock(lock)
             raise
-        # Nothing below can fail: that the row is long enough and a slot is free was seen above. The
-        # ids go to the table packed, as the tree has them.
+        # Nothing below can fail: that the row is long enough was seen above. The ids go to the
+        # table packed, as the tree has them.
         runs: list[bytes | bytearray | Pages] = []
         if lock is not None and lock.prefix_len:
             runs += reversed(packed_path(lock.node))
         runs.append(joined_pages)
         runs.append(new)
         num_pages = self.table.fill(row, runs)
-        slot = -1
-        if self.slots is not None and not is_load:
-            slot = self.slot_of_row[row] = int(self.slots.alloc(1)[0])
-        return RequestPages(row, lock, num_locked, num_joined, num_pages, self.epoch, slot)
+        return RequestPages(row, lock, num_locked, num_joined, num_pages, self.epoch)
 
     def lock_joined(
         self, pages: RequestPages, key: RadixKey, now_s: float, *, is_used: bool = False
@@ -440,42 +446,37 @@ class PageManager:
 
     def drop(self, pages: RequestPages) -> None:
         """End the request and free its own pages, which no peer can write."""
-        if self.windows and not self.table.is_spare(pages.row):
-            self.windows.free(pages.row)
+        if self.groups and not self.table.is_spare(pages.row):
+            self.groups.free(pages.row)
         self.allocator.free(self._close(pages))
-        if self.slots is not None and pages.slot >= 0:
-            self.slots.free([pages.slot])
 
     def hold(self, pages: RequestPages, owner: Hashable) -> None:
         """End the request while a peer may still write its pages: `owner` holds them until
         `release`."""
         # First: it raises for an owner without a hash, which must change nothing.
         self.allocator.holds(owner)
-        if self.windows:
-            self.windows.hold(None if self.table.is_spare(pages.row) else pages.row, owner)
+        self.groups.hold(None if self.table.is_spare(pages.row) else pages.row, owner)
         own = self._close(pages)
-        if own or self.slots is not None or self.windows:
-            # With slots also for no pages: `release` asks the allocator if it knows the owner.
+        if own or self.groups:
+            # With groups also for no pages: `release` asks the allocator if it knows the owner.
             self.allocator.hold(own, owner)
-        if self.slots is not None:
-            self.slots.hold([pages.slot] if pages.slot >= 0 else [], owner)
 
     def release(self, owner: Hashable) -> int:
-        """Free the pages, and slots, that `owner` holds, and return how many pages; 0 if it is
+        """Free what `owner` holds, and return how many dense pages; 0 if it is
         unknown. Only with proof that no write can land there any more."""
         if not self.allocator.holds(owner):
             return 0
         self.version += 1
-        for other in self._beside:
-            other.release(owner)
+        for group in self.groups:
+            group.allocator.release(owner)
         return self.allocator.release(owner)
 
     def quarantine(self, owner: Hashable) -> int:
         """Mark what `owner` holds as overdue, and return how many pages: they stay held."""
         if not self.allocator.holds(owner):
             return 0
-        for other in self._beside:
-            other.quarantine(owner)
+        for group in self.groups:
+            group.allocator.quarantine(owner)
         return self.allocator.quarantine(owner)
 
     def holds_all(self, owner: Hashable, pages: Pages) -> bool:
@@ -558,22 +559,16 @@ class PageManager:
         if self.checkpoints is not None:
             self.checkpoints.check_invariants()
         self.allocator.check_invariants()
-        if self.slots is not None:
-            self.slots.check_invariants()
-            if not self.slots.owners() == self.allocator.owners() or self.slots.cached_pages:
-                raise InternalError(
-                    f"slots are held by {self.slots.owners()}, pages by {self.allocator.owners()}"
-                )
         self.table.check_invariants()
-        for number, group in enumerate(self.windows):
-            points = self.checkpoints
+        for number, group in enumerate(self.groups):
+            points = self.checkpoints if group.is_shared else None
             group.check_invariants(() if points is None else points.kept(number))
             rows = len(group.rows_in_use)
             if rows != self.table.max_requests - self.table.free_rows or (
                 group.allocator.owners() != self.allocator.owners()
             ):
                 raise InternalError(
-                    f"window group {group.name!r} has {rows} rows and what is held by "
+                    f"group {group.name!r} has {rows} rows and what is held by "
                     f"{group.allocator.owners()}; pages are held by {self.allocator.owners()}"
                 )
         # After a flush the allocator also counts pages of orphans, which are in no tree.

@@ -25,6 +25,7 @@ from prefixkv.paging import Pages, pages_for
 
 UNUSED: Final = -1
 _NO_ROW: Final = -1
+_ALL_TOKENS: Final = 2**31  # more than a request has
 _NONE: Final = np.empty(0, np.int32)
 
 
@@ -50,7 +51,7 @@ class WindowStart(NamedTuple):
     shared: tuple[Pages, ...] = ()
 
     def shared_in(self, number: int) -> Pages:
-        return self.shared[number] if self.shared else _NONE
+        return self.shared[number] if number < len(self.shared) else _NONE
 
 
 class WindowPages(NamedTuple):
@@ -94,6 +95,7 @@ class WindowGroup:
         self.is_shared = is_shared
         self.refs = np.zeros(num_pages, np.int32)
         self.pins = np.zeros(num_pages, np.int32)
+        self._num_loose = 0  # pages with a count and no pin
         self._passed: dict[int, list[Pages]] = {}  # by row: shared pages that it has moved past
 
     @property
@@ -118,22 +120,30 @@ class WindowGroup:
 
     def available_pages(self, besides: Pages = _NONE) -> int:
         """Return the pages that are free, or checkpoints could give up, `besides` left out."""
-        if not self.is_shared:
-            return self.allocator.free_pages
-        may_go = (self.refs > 0) & (self.pins == 0)
-        may_go[besides] = False
-        return self.allocator.free_pages + int(np.count_nonzero(may_go))
+        return self.allocator.free_pages + self._num_loose - self._loose(besides)
+
+    def _loose(self, ids: Pages) -> int:
+        return int(np.count_nonzero((self.refs[ids] > 0) & (self.pins[ids] == 0)))
+
+    def count(self, ids: Pages, refs: int, pins: int) -> None:
+        """Add to the counts of these pages; those without a count are free."""
+        before = self._loose(ids)
+        self.refs[ids] += refs
+        self.pins[ids] += pins
+        self._num_loose += self._loose(ids) - before
+        if refs < 0 and len(gone := ids[self.refs[ids] == 0]):
+            self.allocator.uncache(gone)
+            self.allocator.free(gone)
 
     # --- a request's life -------------------------------------------------------------------------
 
     def open(self, row: int, num_tokens: int, num_own: int, shared: Pages = _NONE) -> None:
         """Give a request its row: `num_own` new pages, behind those of a checkpoint. Raises
         OutOfPagesError, with nothing changed."""
-        own = self.allocator.alloc(num_own)
+        ids = self.allocator.alloc(num_own)
         if len(shared):
-            self.refs[shared] += 1
-            self.pins[shared] += 1
-        ids = np.concatenate([shared, own])
+            self.count(shared, 1, 1)
+            ids = np.concatenate([shared, ids])
         self.array[row, : len(ids)] = ids
         self.first_pages[row] = self.first_page(num_tokens)
         self._lengths[row] = len(ids)
@@ -186,8 +196,7 @@ class WindowGroup:
         if self.is_shared:
             is_shared = self.refs[ids] > 0
             for shared in [*self._passed.pop(row, []), ids[is_shared]]:
-                self.pins[shared] -= 1
-                self.drop(shared)
+                self.count(shared, -1, -1)
             ids = ids[~is_shared]
         self.array[row, :length] = UNUSED
         self._lengths[row], self.first_pages[row] = _NO_ROW, 0
@@ -216,10 +225,8 @@ class WindowGroup:
         mine = kept[self.refs[kept] == 0]
         self.allocator.cache(mine)
         # One count for the row, which still reads them, and one for the checkpoint.
-        self.refs[mine] += 1
-        self.pins[mine] += 1
-        self.refs[kept] += 1
-        self.pins[kept] += 1
+        self.count(mine, 1, 1)
+        self.count(kept, 1, 1)
         length = len(ids)
         self.array[row, length : length + len(new)] = new
         self._lengths[row] = length + len(new)
@@ -234,14 +241,6 @@ class WindowGroup:
                 f"to {first + len(ids)}"
             )
         return ids[start - first : depth - first]
-
-    def drop(self, ids: Pages) -> None:
-        """End one count of these shared pages; those without a count are free."""
-        self.refs[ids] -= 1
-        gone = ids[self.refs[ids] == 0]
-        if len(gone):
-            self.allocator.uncache(gone)
-            self.allocator.free(gone)
 
     # --- laws -------------------------------------------------------------------------------------
 
@@ -276,22 +275,22 @@ class WindowGroup:
                 cached == np.flatnonzero(self.refs > 0).tolist()
             ),
             "only rows have passed pages": self._passed.keys() <= set(self.rows_in_use),
-            "they are counted": bool((refs == self.refs).all() and (pins == self.pins).all()),
+            "they are counted": bool((refs == self.refs).all() and (pins == self.pins).all())
+            and self._num_loose == np.count_nonzero((refs > 0) & (pins == 0)),
             "rows hold -1 behind their pages": bool((self.array[unused] == UNUSED).all()),
         }
         check_laws(laws, f"window group {self.name!r}", f"{owned} owned", f"{cached} cached")
 
 
+def state_group(num_slots: int, num_requests: int) -> WindowGroup:
+    """Return the group of extra state: a request has one page, its slot, for any tokens."""
+    return WindowGroup(WindowSpec("state", 1, num_slots, 1), _ALL_TOKENS, num_requests)
+
+
 class WindowGroups(tuple[WindowGroup, ...]):
-    """The window groups of one worker, in the order of its layout."""
+    """Groups of one worker: those of windows, in the order of its layout, then the state's."""
 
     __slots__ = ()
-
-    def __new__(
-        cls, specs: Sequence[WindowSpec], page_size: int, num_requests: int, is_shared: bool
-    ) -> WindowGroups:
-        groups = (WindowGroup(spec, page_size, num_requests, is_shared) for spec in specs)
-        return super().__new__(cls, groups)
 
     def named(self, name: str) -> WindowGroup:
         """Return the group of this name. Raises CallerError if there is none."""
@@ -356,16 +355,12 @@ class WindowGroups(tuple[WindowGroup, ...]):
 
     # The pages that a checkpoint keeps, by group; () if its model has no windows.
 
-    def pin(self, windows: Sequence[Pages], count: int) -> None:
+    def count(self, windows: Sequence[Pages], refs: int, pins: int) -> None:
         for group, ids in zip(self, windows, strict=bool(windows)):
-            group.pins[ids] += count
-
-    def drop(self, windows: Sequence[Pages]) -> None:
-        for group, ids in zip(self, windows, strict=bool(windows)):
-            group.drop(ids)
+            group.count(ids, refs, pins)
 
     def lacks(self, needs: Sequence[int]) -> bool:
-        return any(g.allocator.free_pages < need for g, need in zip(self, needs, strict=True))
+        return any(g.allocator.free_pages < need for g, need in zip(self, needs, strict=False))
 
     def share(self, row: int, depth: int, end_pages: int) -> tuple[Pages, ...]:
         """`WindowGroup.share` in each group, of which enough pages are free."""

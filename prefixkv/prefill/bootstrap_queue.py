@@ -177,7 +177,7 @@ class PrefillBootstrapQueue:
         if points is not None:
             points.hold(req, found)
         try:
-            req.pages_held = pages.open(match, num_new, now_s, window_start=start)
+            req.pages_held = pages.open(match, num_new, now_s, start=start)
         except BaseException:
             if points is not None:
                 points.end(req)

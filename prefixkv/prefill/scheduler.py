@@ -14,6 +14,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import assert_never
 
+import numpy as np
+
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import RadixKey
 from prefixkv.config import PrefillConfig
@@ -49,10 +51,10 @@ from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
     DeclineRoom,
+    GroupChunk,
     MoveWeights,
     PrefillCommand,
     SendChunk,
-    WindowChunk,
 )
 from prefixkv.protocol.events import Bootstrapped, PrefillEvent, RoomEnded, SourceFree
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
@@ -249,7 +251,6 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         assert req.pages_held is not None
         # 3. Send. The plan checks `end`, so it moves first; the ids are copied, since caching may
         # change the row.
-        windows: tuple[WindowChunk, ...] = ()
         if req.window_plans:
             computed = end - max(req.prefix_len, req.plan.computed)
             most = min(group.step_tokens for group in self.pages.windows)
@@ -258,15 +259,16 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 raise RequestError(f"request {req.rid!r} has {what}")
         span = req.plan.send(end, last)
         src_pages = req.pages[span.first_page : span.end_page].copy()
-        if req.window_plans:
-            windows = self._send_windows(req, end, last)
+        groups = self._send_windows(req, end, last)
+        if state_slot >= 0:
+            groups += (GroupChunk(0, np.array([state_slot], np.int32)),)
         self.journal.chunk(req, len(src_pages), last, now_s)
         if last:
             req.state_slot = state_slot
             req.become(PrefillState.SENDING)
         if self.checkpoints is not None:
             self.checkpoints.computed(req)
-        if windows:
+        if req.window_plans:
             self.pages.slide(req.pages_held, end)
         # 4. Progress, for the tree and for those that follow this request.
         self._computed[req] = None
@@ -274,7 +276,7 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
         if len(self.shared_prefixes):
             self.bootstrapped.look_again()
         # 5. A chunk without pages sends nothing, but the last one carries the outcome.
-        if len(src_pages) or last or any(len(window.src_pages) for window in windows):
+        if len(src_pages) or last or any(len(group.src_pages) for group in groups):
             chunk = SendChunk(
                 req.room_key,
                 first_page=span.first_page,
@@ -282,22 +284,21 @@ class PrefillScheduler(PagedScheduler[PrefillRequest, PrefillCommand]):
                 last=last,
                 aux=aux,
                 ready=ready,
-                state_slot=state_slot,
-                windows=windows,
+                groups=groups,
             )
             self._commands.append(chunk)
         self._tell()
         return len(src_pages)
 
-    def _send_windows(self, req: PrefillRequest, end: int, last: bool) -> tuple[WindowChunk, ...]:
-        chunks: list[WindowChunk] = []
+    def _send_windows(self, req: PrefillRequest, end: int, last: bool) -> tuple[GroupChunk, ...]:
+        chunks: list[GroupChunk] = []
         assert req.pages_held is not None
         for plan, group in zip(req.window_plans, self.pages.windows, strict=True):
             span = plan.send(end, last)
             first, ids = group.row(req.pages_held.row)
             sent = ids[span.first_page - first : span.end_page - first].copy()
-            chunks.append(WindowChunk(span.first_page - plan.first_page, sent))
-        if self.checkpoints is not None:
+            chunks.append(GroupChunk(span.first_page - plan.first_page, sent))
+        if chunks and self.checkpoints is not None:
             self.checkpoints.take_if_stop(req, end)
         return tuple(chunks)
 

@@ -103,8 +103,8 @@ class DeclineRoom(_Command, frozen=True, tag="decline"):
     digest: bytes = b""
 
 
-class WindowChunk(NamedTuple):
-    """Pages of one window group that go with a chunk: `src_pages` of prefill's pool, of which the
+class GroupChunk(NamedTuple):
+    """Pages of one group that go with a chunk: `src_pages` of prefill's memory, of which the
     first is the `first`-th that decode has promised there."""
 
     first: int
@@ -115,9 +115,9 @@ class SendChunk(msgspec.Struct, frozen=True, eq=False):
     """Send KV of these pages of prefill's pool, once `ready` reports that it is computed.
 
     The first of them is page `first_page` of the request, counted from its first token; there may
-    be none. With `last` the outcome, `aux` and the extra state in `state_slot` follow. With `clip`
-    the chunk may come before decode's promise, for which it waits; and pages of the prefix that
-    decode has may be in it, which are left out. `windows`: by window group, what goes with it.
+    be none. With `last` the outcome and `aux` follow. With `clip` the chunk may come before
+    decode's promise, for which it waits; and pages of the prefix that decode has may be in it,
+    which are left out. `groups`: by group, as in `Promise`, what goes with it.
     """
 
     key: RoomKey
@@ -126,9 +126,8 @@ class SendChunk(msgspec.Struct, frozen=True, eq=False):
     last: bool
     aux: bytes
     ready: DeviceEvent | None
-    state_slot: int = -1
     clip: bool = False
-    windows: tuple[WindowChunk, ...] = ()
+    groups: tuple[GroupChunk, ...] = ()
 
 
 DecodeCommand = OpenRoom | MeetPrefill | RefuseRoom | AbortRoom | MoveWeights | Fence

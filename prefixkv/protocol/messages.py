@@ -42,7 +42,7 @@ from prefixkv.memory.staging_area import StagingArea
 from prefixkv.memory.state_layout import StateLayout, StateTensor
 from prefixkv.protocol.ids import PeerId, RoomKey
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_FRAME_BYTES = 4 << 20
 MAX_METADATA_BYTES = 1 << 20
 MAX_PAGES = MAX_FRAME_BYTES // 4 - 1024
@@ -65,7 +65,7 @@ Endpoints = Annotated[tuple[Short, ...], msgspec.Meta(max_length=MAX_RANKS)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=MAX_DIGEST_BYTES)]
 Holder = Annotated[str, msgspec.Meta(max_length=64)]
 Version = Annotated[str, msgspec.Meta(max_length=MAX_VERSION_CHARS)]
-WindowIds = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+GroupIds = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS + 1)]
 
 
 class GroupDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -336,32 +336,31 @@ class Promise(RoomBody, frozen=True, tag="promise"):
     page included."""
     ticket: U64 = 0
     """Random number of this use of the room."""
-    state_slot: Slot = -1
-    """Where the extra state goes; -1 where the model has none."""
     digest: Digest = b""
     """Digest of the prompt."""
     weights_version: Version = ""
     """Version of the weights that the KV must come from."""
-    windows: WindowIds = ()
+    groups: GroupIds = ()
     """For each window group, in the layout's order, destination page ids as in `pages`: from the
     page in which the window behind `fill_len` tokens begins, `max(0, fill_len + 1 - window) //
-    page_size`, to the last one, whatever `prefix_len` is. Empty without such groups."""
+    page_size`, to the last one, whatever `prefix_len` is. Behind them, where the model has extra
+    state, the slot that it goes to. Empty without either."""
     life: U64 = 0
     """Incarnation of the prefill process that this is said to. Another process drops the message:
     decode may have drained its pages since."""
 
     @property
     def num_pages(self) -> int:
-        """Number of pages, those of window groups included."""
-        return (len(self.pages) + sum(map(len, self.windows))) // 4
+        """Number of pages, those of groups included."""
+        return (len(self.pages) + sum(map(len, self.groups))) // 4
 
     def page_ids(self) -> npt.NDArray[np.int32]:
         """Return the destination pages, int32. Raises ProtocolError for no whole number of ids."""
         return _ids_of(self.pages)
 
-    def window_ids(self) -> tuple[npt.NDArray[np.int32], ...]:
-        """Return the destination pages in each window group. Raises as `page_ids`."""
-        return tuple(map(_ids_of, self.windows))
+    def group_ids(self) -> tuple[npt.NDArray[np.int32], ...]:
+        """Return the destination pages in each group. Raises as `page_ids`."""
+        return tuple(map(_ids_of, self.groups))
 
 
 def _ids_of(packed: bytes) -> npt.NDArray[np.int32]:

@@ -165,7 +165,6 @@ class ReceiverMachine:
         self.promise = promise
         self.ticket = promise.ticket  # of this use of the room; frames of another carry another
         self.num_pages = promise.num_pages
-        self._has_target = bool(self.num_pages) or promise.state_slot >= 0
         self.poll = KVPoll.BOOTSTRAPPING
         self.error: Exception | None = None
         self._timing = timing
@@ -199,7 +198,7 @@ class ReceiverMachine:
     def is_written(self) -> bool:
         """True if a peer may be writing, or its last writes may not be notified yet. A promise
         without pages, of a full hit, lets nothing be written."""
-        return (bool(self._undrained) or self.awaits_notifications) and self._has_target
+        return (bool(self._undrained) or self.awaits_notifications) and bool(self.num_pages)
 
     @property
     def undrained(self) -> frozenset[int]:
@@ -246,10 +245,9 @@ class ReceiverMachine:
         self._unacked = set(event.ranks)
         # Before the first promise leaves: from then on each rank may write at any time.
         self._undrained = set(event.ranks)
-        # A unit page has a token at least, a chunk of a window group a page, and extra state is a
-        # chunk of its own.
+        # A unit page has a token at least, a chunk of a group a page.
         promise = self.promise
-        most = promise.fill_len - promise.prefix_len + 1 + sum(map(len, promise.windows)) // 4
+        most = promise.fill_len - promise.prefix_len + sum(map(len, promise.groups)) // 4
         self._landings = {rank: _Landings(most) for rank in event.ranks}
         self._wait.start(now_s, self._timing.waiting_timeout_s)
         return self._send_promise(now_s)

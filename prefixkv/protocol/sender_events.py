@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
@@ -30,9 +32,9 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     of its pool: `num_units` unit pages of `unit_tokens`, `fold` of them per page.
 
     The control object has checked it. `readers` are all ranks that will promise. `writes` is False
-    for a reader that gets none of our KV and only has to know how the room ends. Extra state is
-    wanted in `state_slot` (-1: none is); `takes_state` is False where none of ours goes there.
-    `digest` is that of the prompt. `windows` are the pages promised in each window group.
+    for a reader that gets none of our KV and only has to know how the room ends. `digest` is that
+    of the prompt. `groups` are the pages promised in each group: `num_windows` of windows, then
+    extra state's, if any; `takes_state` is False where none of ours goes there.
     """
 
     peer: PeerId
@@ -46,16 +48,21 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     writes: bool = True
     unit_tokens: int = 0  # 0: a page of ours
     fold: int = 1
-    state_slot: int = -1
     takes_state: bool = False
     digest: bytes = b""
     weights_version: str = ""
-    windows: tuple[Pages, ...] = ()
+    groups: tuple[Pages, ...] = ()
+    num_windows: int = 0
 
     @property
     def all_pages(self) -> int:
-        """Number of pages, those of window groups included."""
-        return len(self.pages) + sum(map(len, self.windows))
+        """Number of pages, those of groups included."""
+        return len(self.pages) + sum(map(len, self.groups))
+
+    def takes(self, group: int) -> bool:
+        """Return whether we write to the reader's pages, or to those of this group."""
+        is_state = self.num_windows <= group
+        return self.takes_state if is_state else self.writes
 
     def span(self, chunk: SendChunk, page_size: int) -> tuple[int, int, int]:
         """Return a chunk's units, counted behind the promised prefix: (first, end, units per page).
@@ -71,21 +78,19 @@ class Promised(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def repeats(self, other: Promised) -> bool:
         same = self.peer == other.peer and self.digest == other.digest
-        same &= len(self.windows) == len(other.windows)
-        return same and all(
-            np.array_equal(mine, its)
-            for mine, its in zip(
-                (self.pages, *self.windows), (other.pages, *other.windows), strict=False
-            )
-        )
+        return same and _equal((self.pages, *self.groups), (other.pages, *other.groups))
 
     def agrees_with(self, other: Promised) -> bool:
         """Return True if two readers agree, each in its own pool's units."""
-        mine = (self.ticket, self.fill_len, self.prefix_len, self.state_slot)
-        others = (other.ticket, other.fill_len, other.prefix_len, other.state_slot)
-        same = self.weights_version == other.weights_version
-        same &= list(map(len, self.windows)) == list(map(len, other.windows))
-        return same and mine == others and self.num_units == other.num_units
+        mine = (self.ticket, self.fill_len, self.prefix_len, self.num_units)
+        others = (other.ticket, other.fill_len, other.prefix_len, other.num_units)
+        same = self.weights_version == other.weights_version and mine == others
+        same &= list(map(len, self.groups)) == list(map(len, other.groups))
+        return same and _equal(self.groups[self.num_windows :], other.groups[other.num_windows :])
+
+
+def _equal(mine: Sequence[Pages], others: Sequence[Pages]) -> bool:
+    return len(mine) == len(others) and all(map(np.array_equal, mine, others))
 
 
 class JobEnded(msgspec.Struct, frozen=True):
@@ -151,7 +156,7 @@ class SendToReader(msgspec.Struct, frozen=True):
 
 class PostWrite(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Queue a write with the transport: unit pages, from `first_unit` behind the prefix on; with
-    `state` slots of the state pools, with a `window` pages of the group of this number."""
+    a `group`, pages of the one of this number."""
 
     job_id: int
     key: RoomKey
@@ -162,8 +167,7 @@ class PostWrite(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ready: DeviceEvent | None
     first_unit: int
     ticket: int
-    state: bool = False
-    window: int = -1
+    group: int = -1
 
 
 class CancelWrite(msgspec.Struct, frozen=True):

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from prefixkv.config import ControlConfig
 from prefixkv.errors import (
     PeerLostError,
@@ -110,7 +108,7 @@ class SenderMachine:
         # Progress of the writing; units are counted behind the promised prefix.
         self._num_chunks = 0
         self._units_written = 0
-        self._windows_written: list[int] = []  # pages, by window group
+        self._groups_written: list[int] = []  # pages, by group
         self._last_queued = False
         self._aux = b""
         self._no_listener = False  # True if no reader is left that waits for the outcome
@@ -321,21 +319,23 @@ class SenderMachine:
                 src = unit_pages(event.src_pages, fold, start - first, stop - first)
                 actions += self._post(src, start, event.ready)
                 self._units_written = stop
-        # 2. The same for each window group; a page that decode promised there is sent once.
-        if promise.windows:
-            self._windows_written = self._windows_written or [0] * len(promise.windows)
-            for number, window in enumerate(event.windows):
-                first, end = window.first, window.first + len(window.src_pages)
-                if not len(window.src_pages):
-                    continue
-                if first != self._windows_written[number] or end > len(promise.windows[number]):
-                    error = TransferError(
-                        f"pages {first} to {end} of window group {number} handed over where page "
-                        f"{self._windows_written[number]} of {len(promise.windows[number])} is next"
-                    )
-                    return actions + self._fail(Fail(error), now_s)
-                actions += self._post(window.src_pages, first, event.ready, window=number)
-                self._windows_written[number] = end
+        # 2. The same for each group; a page that decode promised there is sent once.
+        wanted = [len(pages) for pages in promise.groups]
+        self._groups_written = self._groups_written or [0] * len(wanted)
+        for number, (first, src) in enumerate(event.groups):
+            if not len(src):
+                continue
+            end, begin, most = first + len(src), 0, 0
+            if number < len(wanted):
+                begin, most = self._groups_written[number], wanted[number]
+            if first != begin or end > most:
+                error = TransferError(
+                    f"pages {first} to {end} of group {number} handed over where page {begin} of "
+                    f"{most} is next"
+                )
+                return actions + self._fail(Fail(error), now_s)
+            actions += self._post(src, first, event.ready, number)
+            self._groups_written[number] = end
         # 3. The last chunk: everything must have been handed over, or decode would commit pages
         # without KV.
         if event.last:
@@ -344,45 +344,28 @@ class SenderMachine:
             if self._units_written != num_units:
                 error = TransferError(f"{self._units_written} of {num_units} units handed over")
                 return actions + self._fail(Fail(error), now_s)
-            wanted = [len(pages) for pages in promise.windows]
-            if wanted and self._windows_written != wanted:
+            if self._groups_written != wanted:
                 error = TransferError(
-                    f"{self._windows_written} of {wanted} pages of window groups handed over"
+                    f"{self._groups_written} of {wanted} pages of groups handed over"
                 )
                 return actions + self._fail(Fail(error), now_s)
-            if (event.state_slot < 0) != (promise.state_slot < 0):
-                error = TransferError(
-                    f"decode wants extra state in slot {promise.state_slot}, slot "
-                    f"{event.state_slot} was handed over (-1: none)"
-                )
-                return actions + self._fail(Fail(error), now_s)
-            # 4. The extra state is a chunk of its own, behind the pages.
-            if event.state_slot >= 0:
-                slot = np.array([event.state_slot], np.int32)
-                actions += self._post(slot, 0, event.ready, state=True)
         return actions + self._maybe_success(now_s)
 
     def _post(
-        self,
-        src: Pages,
-        first_unit: int,
-        ready: DeviceEvent | None,
-        state: bool = False,
-        window: int = -1,
+        self, src: Pages, first_unit: int, ready: DeviceEvent | None, group: int = -1
     ) -> Iterator[SenderAction]:
-        """Yield a write to each reader with a share in our KV: of these unit pages, with `state` of
-        the extra state in this slot, or with a `window` of these pages of a window group."""
+        """Yield a write to each reader with a share in our KV: of these unit pages, or of these
+        pages of a `group`."""
         for reader in self.readers.values():
             promise = reader.promise
             assert promise is not None
-            if not (promise.takes_state if state else promise.writes):
+            if not promise.takes(group):
                 continue
-            if state:
-                dst = np.array([promise.state_slot], np.int32)
-            elif window >= 0:
-                dst = promise.windows[window][first_unit : first_unit + len(src)]
+            stop = first_unit + len(src)
+            if group >= 0:
+                dst = promise.groups[group][first_unit:stop]
             else:
-                dst = promise.units(first_unit, first_unit + len(src))
+                dst = promise.units(first_unit, stop)
             job_id = self._next_job_id()
             # Counted before the action is carried out: from here on the room is neither drained nor
             # its source free, until JobEnded.
@@ -399,8 +382,7 @@ class SenderMachine:
                 ready=ready,
                 first_unit=first_unit,
                 ticket=self.ticket,
-                state=state,
-                window=window,
+                group=group,
             )
         self._num_chunks += 1
 
@@ -506,7 +488,7 @@ class SenderMachine:
             rank=self._rank,
             ok=ok,
             num_chunks=reader.num_chunks,
-            num_pages=pages_for(self._units_written, fold) + sum(self._windows_written),
+            num_pages=pages_for(self._units_written, fold) + sum(self._groups_written),
             aux=self._aux if ok else b"",
             error=error,
             # Only where nothing needs to settle; else a Drained follows, which can ask for that.

@@ -31,12 +31,12 @@ from prefixkv.protocol.commands import (
     DeclineRoom,
     DecodeCommand,
     Fence,
+    GroupChunk,
     MoveWeights,
     OpenRoom,
     PrefillCommand,
     RefuseRoom,
     SendChunk,
-    WindowChunk,
 )
 from prefixkv.protocol.host_copy import HostCopy
 from prefixkv.protocol.ids import RoomKey
@@ -44,7 +44,7 @@ from prefixkv.protocol.messages import Count, Slot
 from prefixkv.ranks.messages import check_next, decoded, packed_ids, unpacked_ids
 from prefixkv.request import DeviceEvent
 
-_Windows: TypeAlias = list[tuple[Count, bytes]]  # by window group: a first page, and ids from it on
+_Groups: TypeAlias = list[tuple[Count, bytes]]  # by group: a first page, and ids from it on
 
 
 class RankSizes(NamedTuple):
@@ -75,14 +75,13 @@ class LoggedRequest(Protocol):
 
 
 class _Row(msgspec.Struct, frozen=True, array_like=True):
-    """A row that has these page ids from position `start` on, and no more. `windows` are None where
+    """A row that has these page ids from position `start` on, and no more. `groups` are None where
     they have not changed."""
 
     row: Count
     start: Count
     ids: bytes
-    slot: Slot
-    windows: _Windows | None
+    groups: _Groups | None
 
 
 class _View(msgspec.Struct, frozen=True, array_like=True):
@@ -104,8 +103,7 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag
     src_pages: bytes
     last: bool
     aux: bytes
-    state_slot: Slot
-    windows: _Windows
+    groups: _Groups
 
 
 class _Copy(msgspec.Struct, frozen=True, array_like=True):
@@ -150,7 +148,7 @@ _DECODERS: Mapping[str, Callable[[bytes], _Pass[Any]]] = {
 
 class _Told(NamedTuple):
     """What tells two states of the page table apart: by row, the length (below 0: not in use), how
-    often ids were overwritten, and changes in the window groups."""
+    often ids were overwritten, and changes in the groups."""
 
     lengths: npt.NDArray[np.int32]
     writes: npt.NDArray[np.int64]
@@ -161,7 +159,7 @@ class _Told(NamedTuple):
         rows = slice(pages.table.max_requests)  # spare rows are of no request
         # Each count only grows, so the sum is another one if any of them is.
         moves = np.zeros(pages.table.max_requests, np.int64)
-        for group in pages.windows:
+        for group in pages.groups:
             moves += group.changes[rows]
         return cls(pages.table.lengths[rows].copy(), pages.table.writes[rows].copy(), moves)
 
@@ -202,8 +200,7 @@ class RankLog:
                 packed_ids(command.src_pages),
                 command.last,
                 command.aux,
-                command.state_slot,
-                [(first, packed_ids(pages)) for first, pages in command.windows],
+                [(first, packed_ids(pages)) for first, pages in command.groups],
             )
             self._commands.append(chunk)
         elif isinstance(command, _LOGGED):
@@ -235,8 +232,7 @@ class RankLog:
                 row,
                 start := int(told.lengths[row]) if goes_on[row] else 0,
                 pages.table.packed(row, start, int(now.lengths[row])),
-                pages.slot_of_row[row],
-                [(first, packed_ids(ids)) for first, ids in (g.row(row) for g in pages.windows)]
+                [(first, packed_ids(ids)) for first, ids in (g.row(row) for g in pages.groups)]
                 if has_moved[row]
                 else None,
             )
@@ -267,8 +263,7 @@ class _Held(NamedTuple):
     """What a row of a rank above 0 has beside its page ids."""
 
     num_pages: int
-    slot: int
-    windows: dict[str, WindowPages]
+    groups: tuple[WindowPages, ...]  # those of windows, then the state's
 
 
 class Orders(NamedTuple):
@@ -323,11 +318,16 @@ class RowFollower:
 
     def window_pages(self, row: int, name: str) -> WindowPages:
         """See `PagedRequest.window_pages`."""
-        return _of_group(self._held(row).windows, name)
+        return _of_group(self._windows(row), name)
 
     def state_slot(self, row: int) -> int:
         """Return the slot of extra state of a row's request, -1 if there is none."""
-        return self._held(row).slot
+        states = self._held(row).groups[len(self._sizes.windows) :]
+        return int(states[0].ids[0]) if states else -1
+
+    def _windows(self, row: int) -> dict[str, WindowPages]:
+        names = (group.name for group in self._sizes.windows)
+        return dict(zip(names, self._held(row).groups, strict=False))
 
     def _held(self, row: int) -> _Held:
         try:
@@ -341,22 +341,15 @@ class RowFollower:
             raise RequestError(f"request {shown(rid)} is not here")
         return RankRequest(
             rid, view.decode_prefix_len, view.prefix_len, view.checkpoint_slot, view.stops,
-            self.pages(view.row), self._rows[view.row].windows,
+            self.pages(view.row), self._windows(view.row),
         )  # fmt: skip
 
     def is_like(self, pages: PageManager, requests: Iterable[LoggedRequest] = ()) -> bool:
         """Return True if the rows are rank 0's, and the requests those of `requests` that have
         pages; for audits. O(rows)."""
-        ours = [(row, _shown(self.pages(row), *held[1:])) for row, held in self._rows.items()]
+        ours = [(row, _shown(self.pages(row), held.groups)) for row, held in self._rows.items()]
         theirs = [
-            (
-                row,
-                _shown(
-                    pages.table.pages(row),
-                    pages.slot_of_row[row],
-                    {group.name: group.row(row) for group in pages.windows},
-                ),
-            )
+            (row, _shown(pages.table.pages(row), [group.row(row) for group in pages.groups]))
             for row in range(pages.table.max_requests)
             if pages.table.lengths[row] >= 0
         ]
@@ -422,25 +415,23 @@ class RowFollower:
         if num_pages > sizes.num_pages:
             raise CallerError(f"rank 0 sent {num_pages} pages of a row, there are no more than "
                               f"{sizes.num_pages}")  # fmt: skip
-        self._check_slot(told.slot)
-        if told.windows is not None:
-            names = [group.name for group in sizes.windows]
-            rows = self._window_rows(told.windows)
-            windows = dict(zip(names, (WindowPages(*one) for one in rows), strict=True))
+        if told.groups is not None:
+            groups = tuple(WindowPages(*one) for one in self._of_groups(told.groups))
         elif before is not None:
-            windows = before.windows
+            groups = before.groups
         else:
-            raise CallerError(f"rank 0 sent no window groups of row {row}, which is new")
-        new[row] = _Held(num_pages, told.slot, windows)
+            raise CallerError(f"rank 0 sent no groups of row {row}, which is new")
+        new[row] = _Held(num_pages, groups)
         return ids
 
-    def _window_rows(self, windows: list[tuple[int, bytes]]) -> list[tuple[int, Pages]]:
-        groups = self._sizes.windows
-        if len(windows) != len(groups):
-            raise CallerError(f"rank 0 sent pages in {len(windows)} window groups of {len(groups)}")
+    def _of_groups(self, groups: list[tuple[int, bytes]]) -> list[tuple[int, Pages]]:
+        sizes = [*(group.num_pages for group in self._sizes.windows), self._sizes.num_slots]
+        # State's are last: in rows of decode, and with a prompt's last chunk.
+        if not 0 <= len(groups) - len(self._sizes.windows) <= (self._sizes.num_slots > 0):
+            raise CallerError(f"rank 0 sent pages in {len(groups)} groups of {len(sizes)}")
         return [
-            (first, unpacked_ids(raw, group.num_pages))
-            for (first, raw), group in zip(windows, groups, strict=True)
+            (first, unpacked_ids(raw, num_pages))
+            for (first, raw), num_pages in zip(groups, sizes, strict=False)
         ]
 
     def _check_slot(self, slot: int) -> None:
@@ -450,7 +441,6 @@ class RowFollower:
     def _command(self, logged: Any, ready: DeviceEvent | None) -> Any:
         if not isinstance(logged, _Chunk):
             return logged
-        self._check_slot(logged.state_slot)
         return SendChunk(
             logged.key,
             logged.first_page,
@@ -458,8 +448,7 @@ class RowFollower:
             logged.last,
             logged.aux,
             ready,
-            logged.state_slot,
-            windows=tuple(WindowChunk(*row) for row in self._window_rows(logged.windows)),
+            groups=tuple(GroupChunk(*row) for row in self._of_groups(logged.groups)),
         )
 
     def _copy(self, logged: _Copy) -> HostCopy:
@@ -491,5 +480,5 @@ def _views(requests: Iterable[LoggedRequest]) -> dict[str, _View]:
     }
 
 
-def _shown(pages: Pages, slot: int, windows: Mapping[str, WindowPages]) -> Any:
-    return pages.tolist(), slot, [(one.first_page, one.ids.tolist()) for one in windows.values()]
+def _shown(pages: Pages, groups: Iterable[WindowPages]) -> Any:
+    return pages.tolist(), [(one.first_page, one.ids.tolist()) for one in groups]

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Generic, NamedTuple, Protocol, TypeVar, assert_never, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from prefixkv.config import ControlConfig, Way
 from prefixkv.control.effects import (
@@ -51,10 +51,7 @@ from prefixkv.protocol.host_copy import HostCopyDone
 from prefixkv.protocol.ids import PeerId
 from prefixkv.protocol.messages import ProcessLife
 from prefixkv.runtime.channel import DealerChannel
-from prefixkv.runtime.copies import CopySink, StagingCopies
 from prefixkv.runtime.logs import PeerLog
-from prefixkv.staging.receiver import Scatter, StagingReceiver
-from prefixkv.staging.sender import Gather, StagingSender
 from prefixkv.transport.base import Settled, Sink, TransportEvent, WriteJob
 from prefixkv.transport.transports import Transports
 from prefixkv.wakeups import Inbox
@@ -80,7 +77,7 @@ class Control(Protocol[Command_contra, To]):
     news: PeerChanges
 
     @property
-    def staging(self) -> StagingReceiver | StagingSender | None: ...
+    def staging(self) -> Any: ...  # where slices are staged
 
     def on(
         self, what: Command_contra | FrameReceived[To] | Common, now_s: float
@@ -154,7 +151,7 @@ class ControlThread(Generic[Command, To]):
         transports: Callable[[Sink], Transports],
         control: Callable[[Mapping[Way, bytes]], Control[Command, To]],
         channel: Callable[[int], Channel[To]],
-        copies: Callable[[CopySink], StagingCopies | None],
+        copies: Callable[[Callable[[CopyDone], None]], Any],
         prover: Prover,
     ) -> None:
         """Create transports, control object, copies and sockets, and start the thread.
@@ -331,10 +328,6 @@ class ControlThread(Generic[Command, To]):
                     self._log_error(error, "a frame from %r raised", source)
             case WriteJob():
                 self.transports.write(effect)
-            case Gather():
-                self._staging.gather(effect)
-            case Scatter():
-                self._staging.scatter(effect)
             case Expect():
                 self.transports.expect(effect.num_rooms)
             case Cancel():
@@ -357,8 +350,8 @@ class ControlThread(Generic[Command, To]):
                 self._connect(effect.address)
             case Disconnect():
                 self._dealer.disconnect(effect.address)
-            case _:
-                assert_never(effect)
+            case _:  # the copies' own
+                self._copies.do(effect)
 
     def _connect(self, address: str) -> None:
         """A failure is an input at once, since rooms wait for the address."""
@@ -366,12 +359,6 @@ class ControlThread(Generic[Command, To]):
             self._dealer.connect(address)
         except ConfigError as error:
             self._take(ConnectFailed(address, error), time.monotonic())
-
-    @property
-    def _staging(self) -> StagingCopies:
-        if self._copies is None:
-            raise InternalError("a copy is wanted where nothing is staged")
-        return self._copies
 
     @property
     def _dealer(self) -> DealerChannel:

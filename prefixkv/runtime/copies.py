@@ -1,4 +1,4 @@
-"""Copies in threads of their own, and staging's among them: no other thread waits for a copy.
+"""Copies in threads of their own: no other thread waits for a copy.
 
 On CUDA each worker has a current stream, and a piece has ended when the device is done. Copies on
 the CPU are numpy's, with the GIL let go. Torch's number of threads is left alone: threads that
@@ -15,33 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from prefixkv.control.effects import AddPeer, CopyDone
 from prefixkv.errors import ClosedError, ConfigError
-from prefixkv.memory.kv_layout import KVLayout
-from prefixkv.memory.kv_pool import StagingBuffer
-from prefixkv.memory.mesh import Shard
-from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
-from prefixkv.protocol.ids import PeerId
 from prefixkv.request import DeviceEvent
-from prefixkv.staging.receiver import Scatter
-from prefixkv.staging.sender import Gather
 
 _LOOK_S: Final = 1e-4  # between two looks at the device, for an order that waits for it
 _FIRST_A_SECOND: Final = 8
 
-CopySink = Callable[[CopyDone], None]
 Settle = Callable[[], None]
 """Waits until the device has done all that was queued on the thread's stream."""
-
-
-class Workers(Protocol):
-    """The interface of what runs copies: a CopyPool, or a simulation."""
-
-    def submit(self, copy_id: int, copy: Callable[[], None]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def run_settled(copy: Callable[[], None], settle: Settle | None) -> Exception | None:
@@ -204,89 +187,3 @@ class CopyThreads:
                 return
         # Without the lock: `ended` may take its time.
         order.ended(order)
-
-
-class CopyPool(CopyThreads):
-    """The staging copies of a node: each ends with one CopyDone to the sink."""
-
-    def __init__(
-        self, num_threads: int, sink: CopySink, device: str = "cpu", name: str = "node"
-    ) -> None:
-        super().__init__(num_threads, device, f"copy-{name}")
-        self._sink = sink
-
-    def submit(self, copy_id: int, copy: Callable[[], None]) -> None:
-        """Queue a copy. Raises ClosedError after `close`."""
-        self.put(
-            CopyOrder(
-                lambda _start, _stop: copy(),
-                lambda order: self._sink(CopyDone(copy_id, order.error)),
-            )
-        )
-
-
-class StagingCopies:
-    """The copies for a control object's Gather and Scatter. Used by the control thread; the copies
-    run in `workers`.
-
-    `buffer` is the rank's staging memory, in slots of `slot_bytes` on prefill.
-    """
-
-    def __init__(
-        self, layout: KVLayout, buffer: StagingBuffer, slot_bytes: int, workers: Workers
-    ) -> None:
-        self.buffer = buffer
-        self._layout = layout
-        self._slot_bytes = slot_bytes
-        self._workers = workers
-        # By part and unit, built at most a few times.
-        self._copies: dict[tuple[Shard, int], StagingCopy] = {}
-        # Read by workers, changed by the control thread.
-        self.to_peers: dict[PeerId, StagingCopy] = {}
-
-    def add_peer(self, added: AddPeer) -> None:
-        """Prepare the gathers for a peer, if it is staged to."""
-        if added.staged and added.memory.parts is not None:
-            self.to_peers[added.peer] = self._copy_of(added.memory.parts[0], added.unit_tokens)
-
-    def remove_peer(self, peer: PeerId) -> None:
-        """Forget a peer. A gather for it that has not started fails, by its CopyDone."""
-        self.to_peers.pop(peer, None)
-
-    def gather(self, effect: Gather) -> None:
-        """Queue a gather into its slot. All errors come back in its CopyDone, as with `scatter`."""
-
-        def run() -> None:
-            # In the worker, so that a peer that is removed meanwhile fails this copy alone.
-            stage = self.buffer.slice(effect.slot * self._slot_bytes, effect.num_bytes)
-            self.to_peers[effect.peer].gather(effect.src_units, stage)
-
-        self._workers.submit(effect.gather_id, run)
-
-    def scatter(self, effect: Scatter) -> None:
-        """Queue a scatter of a lease's sections into pages."""
-
-        def run() -> None:
-            parts = [
-                (
-                    self._copy_of(effect.parts[section.rank], effect.unit_tokens),
-                    self.buffer.slice(section.offset, section.num_bytes),
-                )
-                for section in effect.sections
-            ]
-            scatter_together(parts, effect.units)
-
-        self._workers.submit(effect.lease_id, run)
-
-    def close(self) -> None:
-        self._workers.close()
-
-    def _copy_of(self, part: Shard, unit_tokens: int) -> StagingCopy:
-        """Built on first use, since it holds tables of the whole pool. Two threads may both build
-        one; one of them is kept."""
-        copy = self._copies.get((part, unit_tokens))
-        if copy is None:
-            copy = self._copies[part, unit_tokens] = staging_copy(
-                self._layout, part, unit_tokens, self.buffer.device
-            )
-        return copy

@@ -141,14 +141,16 @@ class DecodeTransfers(Transfers[DecodeCommand, str, DecodeEvent]):
             raise RequestError(f"{len(ids)} pages where {wanted} are needed")
         if len(ids):
             checked_pages(ids, self._num_pages, "promised")
-        packed = self._window_ids(num_tokens, windows)
+        groups = self._window_ids(num_tokens, windows)
+        if state_slot >= 0:
+            groups += (state_slot.to_bytes(4, "little"),)
         # 2. The number is taken, then the command queued: both or neither.
         self._begin(key)
         raw, ticket = ids.astype("<i4").tobytes(), ticket or secret_number()
         # Little-endian int32, whatever the machine: the promise travels.
         promise = Promise(
-            *key.numbers, num_tokens, prefix_len, raw, ticket, state_slot,
-            weights_version=self._weights_version, windows=packed,
+            *key.numbers, num_tokens, prefix_len, raw, ticket,
+            weights_version=self._weights_version, groups=groups,
         )  # fmt: skip
         self.submit(OpenRoom(promise, prefill, digest))
 

@@ -99,13 +99,13 @@ def _checkpoints_evicted(node: Node) -> Samples:
 def _decode_queues(node: DecodeNode) -> Samples:
     # Each figure is read once. They may be of different moments, so differences are kept from
     # falling below 0.
-    arriving, flights = node.arriving, node.flights.all()
-    is_open, complete = arriving.num_open, arriving.num_complete
-    local, loads = len(arriving.local), sum(one.is_load and one.is_open for one in flights)
+    flights, complete = node.flights.all(), len(node.flights.complete)
+    sent, local = len(node.prefill.open), len(node.compute.open)
     yield ("pages",), len(node.waiting)
-    yield ("transfer",), max(0, is_open - loads)
+    yield ("transfer",), sent
     yield ("compute",), local
-    yield ("flight",), max(0, len(flights) - is_open - local - complete)
+    loads = sum(one.source.brings_pages_only and one.is_open for one in flights)
+    yield ("flight",), max(0, len(flights) - sent - loads - local - complete)
     yield ("commit",), complete
     yield ("device",), node.num_deferred
     yield (

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import NamedTuple, cast
 
+import numpy as np
+
 from prefixkv.config import PrefillConfig, Way
+from prefixkv.control.effects import StagingSlots
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.digest import check_digest
@@ -20,10 +23,10 @@ from prefixkv.protocol.commands import (
     AbortRoom,
     AddRoom,
     DeclineRoom,
+    GroupChunk,
     OfferRoom,
     PrefillCommand,
     SendChunk,
-    WindowChunk,
     WithdrawRoom,
 )
 from prefixkv.protocol.events import (
@@ -41,7 +44,6 @@ from prefixkv.runtime.transfers import (
     Transfers,
     room_key,
 )
-from prefixkv.staging.sender import StagingSlots
 from prefixkv.transport.nixl.ucx import loaded_libraries
 
 _STAGING_WINDOW = 4  # leases under way at once, per room and pair of ranks
@@ -237,6 +239,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
         if windows is None and last and plan.windows:
             raise RequestError("the last chunk has no pages of window groups, and none follows")
         sent = () if windows is None else self._window_chunks(plan, end, last, windows)
+        if state_slot >= 0:
+            sent += (GroupChunk(0, np.array([state_slot], np.int32)),)
         span = plan.pages.send(end, last)
         src = ids[span.first_page : span.end_page].copy()
         for one in plan.windows if windows is not None else ():
@@ -249,9 +253,8 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
                 last=last,
                 aux=aux,
                 ready=ready,
-                state_slot=state_slot,
                 clip=True,
-                windows=sent,
+                groups=sent,
             )
             self.submit(chunk)
 
@@ -264,14 +267,14 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
 
     def _window_chunks(
         self, plans: _Plans, end: int, last: bool, windows: Sequence[tuple[int, PageIds]]
-    ) -> tuple[WindowChunk, ...]:
+    ) -> tuple[GroupChunk, ...]:
         if not isinstance(windows, tuple | list) or not all(
             isinstance(one, tuple | list) and len(one) == 2 for one in windows
         ):
             raise RequestError(f"windows is {shown(windows)}, pairs of page and ids are needed")
         if len(windows) != len(self._windows):
             raise RequestError(f"pages of {len(windows)} window groups of {len(self._windows)}")
-        found: list[WindowChunk] = []
+        found: list[GroupChunk] = []
         for group, plan, (number, pages) in zip(self._windows, plans.windows, windows, strict=True):
             first, ids = whole_number("first page", number, 0, 2**31), as_pages(pages)
             span = plan.next(end, last)
@@ -285,7 +288,7 @@ class PrefillTransfers(Transfers[PrefillCommand, bytes, PrefillEvent]):
             src = ids[span.first_page - first : span.end_page - first].copy()
             if len(src):
                 checked_pages(src, group.layout.num_pages, "source")
-            found.append(WindowChunk(span.first_page - plan.first_page, src))
+            found.append(GroupChunk(span.first_page - plan.first_page, src))
         return tuple(found)
 
     def abort(self, room: int, generation: int, reason: str = "aborted", *, decode: str) -> None:

@@ -20,9 +20,9 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from prefixkv.addresses import is_loopback
 from prefixkv.config import DecodeConfig, PrefillConfig, TransportConfig, Way, check_version
-from prefixkv.control.effects import To
+from prefixkv.control.effects import STAGING, CopyDone, To
 from prefixkv.control.lives import LostPeers
-from prefixkv.errors import ClosedError, InternalError, RequestError, shown, travels
+from prefixkv.errors import ClosedError, ConfigError, InternalError, RequestError, shown, travels
 from prefixkv.memory.kv_pool import KVPool, StagingBuffer
 from prefixkv.memory.staging_area import StagingArea
 from prefixkv.protocol.commands import Fence, MoveWeights
@@ -37,7 +37,6 @@ from prefixkv.runtime.control_thread import (
     ControlThread,
     Prover,
 )
-from prefixkv.runtime.copies import CopyPool, CopySink, StagingCopies
 from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.rank_spec import RankSpec
 from prefixkv.settings import check_callable, check_timeout
@@ -106,6 +105,8 @@ class Transfers(OneThread, Generic[C, To, E]):
         self._make = transport
         self._buffer: StagingBuffer | None = None
         if self._transport.staging_bytes:
+            if not STAGING:
+                raise ConfigError("staging_bytes: this installation has no part for it")
             self._buffer = StagingBuffer(
                 self._transport.staging_bytes,
                 self._transport.lease_bytes,
@@ -150,13 +151,12 @@ class Transfers(OneThread, Generic[C, To, E]):
         way: Way = "shm" if self._transport.backend == "shm" else "nixl"
         return Transports({way: self._make(*what)})
 
-    def _copies(self, sink: CopySink) -> StagingCopies | None:
+    def _copies(self, sink: Callable[[CopyDone], None]) -> Any:
         """None where nothing is staged."""
         if self._buffer is None:
             return None
-        config = self._transport
-        workers = CopyPool(config.copy_threads, sink, self._buffer.device, self._name)
-        return StagingCopies(self._layout, self._buffer, config.lease_bytes, workers)
+        what = self._layout, self._buffer, self._transport, self._name
+        return STAGING[0].copies(*what, sink)
 
     def _check_interface(self, what: str, address: str) -> None:
         """Raise ConfigError where KV could not come from, or go to, another machine: no interface

@@ -16,7 +16,7 @@ import enum
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from prefixkv.errors import AbortedError, ConfigError, InternalError, PeerLostError, check_laws
 from prefixkv.memory.staging_area import BLOCK_BYTES
@@ -79,15 +79,6 @@ class CancelStaged:
 
 
 StagedWriteAction = SendLeaseAsk | Gather | PostStaged | CancelStaged | JobEnded | JobDrained
-
-
-class StagingSlots(NamedTuple):
-    """The local memory that slices are gathered into: `num_slots` slots of `slot_bytes` bytes. At
-    most `window` pieces per room and reader are under way."""
-
-    num_slots: int
-    slot_bytes: int
-    window: int
 
 
 class PieceState(enum.Enum):

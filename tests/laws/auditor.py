@@ -27,17 +27,15 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
     assert total == pages.num_pages, "law 1: every page is in one state"
 
     writable: dict[int, object] = {}
-    slots: dict[int, object] = {}
-    window_pages: dict[tuple[str, int], object] = {}
+    of_groups: dict[tuple[str, int], object] = {}
     written = 0
     for machine in control.rooms():
         written += machine.is_written
         if machine.drained:
             continue
-        flight = scheduler.arriving.get(machine.key)
+        flight = scheduler.prefill.open.get(machine.key)
         mine = set(machine.promise.page_ids().tolist())
-        _audit_slot(scheduler, machine, slots)
-        _audit_windows(scheduler, machine, window_pages)
+        _audit_groups(scheduler, machine, of_groups)
         if flight is not None:
             num_shared = flight.pages.num_shared
             own = set(pages.pages(flight.pages)[num_shared:].tolist())
@@ -69,7 +67,7 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
             ), "law 4"
             writable[page] = machine.key
     assert written == control.num_expected, "the control counts the rooms that may be written"
-    for flight in scheduler.arriving.local:
+    for flight in scheduler.compute.local:
         mine = set(pages.pages(flight.pages)[flight.pages.num_shared :].tolist())
         assert not mine & writable.keys(), f"law 9: a peer may write what {flight} computes"
         assert flight.owner is not None, "law 9: nothing computes it"
@@ -77,45 +75,18 @@ def audit_decode(scheduler: DecodeScheduler, control: DecodeControl) -> None:
         assert states <= {PageState.OWNED}, f"law 9: pages of {flight} are {states}"
 
 
-def _audit_slot(
-    scheduler: DecodeScheduler, machine: ReceiverMachine, writable: dict[int, object]
-) -> None:
-    """Laws 4 and 5 of the slot that an undrained room may be written in."""
-    pages, slot, key = scheduler.pages, machine.promise.state_slot, machine.key
-    assert (slot >= 0) == (pages.slots is not None), "a slot is promised where there is extra state"
-    if pages.slots is None:
-        return
-    flight = scheduler.arriving.get(key)
-    if flight is not None:
-        assert flight.pages.slot == slot, f"law 4: slot {slot} of {key} is not its flight's"
-        states = {PageState.OWNED}
-    elif pages.allocator.holds(key):
-        assert pages.slots.held_by(key).tolist() == [slot], (
-            f"law 4: slot {slot} of {key} is not held for it"
-        )
-        states = {PageState.HELD, PageState.QUARANTINED}
-    else:
-        assert machine.poll is KVPoll.SUCCESS, f"law 4: slot {slot} of {key} is nobody's"
-        states = {PageState.OWNED}
-    assert pages.slots.state(slot) in states, (
-        f"law 4: slot {slot} of {key} is {pages.slots.state(slot).name}"
-    )
-    assert slot not in writable, f"law 5: slot {slot} is writable by {key} and {writable[slot]}"
-    writable[slot] = key
-
-
-def _audit_windows(
+def _audit_groups(
     scheduler: DecodeScheduler, machine: ReceiverMachine, writable: dict[tuple[str, int], object]
 ) -> None:
-    """Laws 4 and 5 of the window pages that an undrained room may write; H14: they are of the end
-    of what is filled, whatever the prefix is."""
+    """Laws 4 and 5 of the pages of groups that an undrained room may write; H14: they are of the
+    end of what is filled, whatever the prefix is."""
     pages, key, promise = scheduler.pages, machine.key, machine.promise
-    groups, windows = pages.windows, promise.window_ids()
-    assert len(windows) == len(groups), "each window group is promised"
-    flight = scheduler.arriving.get(key)
-    for group, ids in zip(groups, windows, strict=True):
+    promised = promise.group_ids()
+    assert len(promised) == len(pages.groups), "each group is promised"
+    flight = scheduler.prefill.open.get(key)
+    for group, ids in zip(pages.groups, promised, strict=True):
         first = group.first_page(promise.fill_len)
-        assert len(ids) == pages_for(promise.fill_len, pages.page_size) - first, "H14"
+        assert len(ids) == pages_for(promise.fill_len, group.page_size) - first, "H14"
         if flight is not None:
             own = group.row(flight.pages.row).ids
             assert ids.tolist() == own[: len(ids)].tolist(), "the promise stands"
@@ -126,7 +97,7 @@ def _audit_windows(
         else:
             assert machine.poll is KVPoll.SUCCESS, f"law 4: pages of {key} are nobody's"
             own, states = ids, {PageState.OWNED}
-        assert set(ids.tolist()) <= set(own.tolist()), f"law 4: window pages of {key}"
+        assert set(ids.tolist()) <= set(own.tolist()), f"law 4: pages of {key} in {group.name}"
         for page in ids.tolist():
             where = group.name, page
             assert where not in writable, f"law 5: {where} is writable by {key}, {writable[where]}"
@@ -159,11 +130,10 @@ def assert_at_rest(scheduler: DecodeScheduler | PrefillScheduler) -> None:
     assert pages.allocator.owned_pages == 0
     assert pages.allocator.held_pages == 0
     assert pages.allocator.quarantined_pages == 0
-    assert pages.slots is None or pages.slots.free_pages == pages.slots.num_pages
     if pages.checkpoints is not None:
         assert not pages.checkpoints.num_locks, "H13: nothing is locked"
         assert not pages.checkpoints.taken, "H12: each slot is a checkpoint's, or free"
-    for group in pages.windows:
+    for group in pages.groups:
         states = group.allocator
         assert states.free_pages + states.cached_pages == states.num_pages, f"H11: {group.name}"
         assert not group.pins.any(), "nothing is pinned"

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefixkv.cache.checkpoints import NO_SLOT
-from prefixkv.cache.results import MatchResult
 from prefixkv.config import ComputeConfig
+from prefixkv.decode.flights import Need, Segment
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.sources import Sources
 from prefixkv.digest import prompt_digest
@@ -70,6 +70,8 @@ class Run:
     known: int = 0
     dense: int = 0  # tokens of its path that were cached when it was admitted
     done: int = -1  # of one that is computed here
+    computes: bool = False  # all that it lacks is computed here
+    sent_len: int = 0  # tokens up to which prefill sends it
     may_keep_sent: bool = False  # what it was sent became no older than the cache
 
 
@@ -99,7 +101,10 @@ class Machine:
             self.pages, reserve_tokens=0, sources=Sources(config), checkpoint_tokens=self.step,
             max_retries=1,
         )  # fmt: skip
-        self.scheduler.waiting._chooses_here = self.chooses_here
+        compute = self.scheduler.compute
+        self.reach = compute.reach
+        compute.reach = self.reaches  # type: ignore[method-assign]
+        compute.is_best = self.is_best  # type: ignore[method-assign]
         assert self.pages.checkpoints is not None
         self.real = self.pages.checkpoints
         self.now_s, self.rooms = 0.0, 0
@@ -275,12 +280,13 @@ class Machine:
         for number, page in enumerate(promise.page_ids().tolist(), promise.prefix_len // P):
             for at in range(number * P, min(promise.fill_len, number * P + P)):
                 self.kv.setdefault(page, {})[at % P] = tokens[: at + 1]
-        for group, ids in zip(self.pages.windows, promise.window_ids(), strict=True):
+        groups = promise.group_ids()
+        for group, ids in zip(self.pages.windows, groups, strict=False):
             for number, page in enumerate(ids.tolist(), group.first_page(promise.fill_len)):
                 for at in range(number * P, min(promise.fill_len, number * P + P)):
                     self.last.setdefault(page, {})[at % P] = tokens[: at + 1]
-        if promise.state_slot >= 0:
-            self.state[promise.state_slot] = tokens
+        if self.has_state:
+            self.state[int(groups[-1][0])] = tokens
 
     def scribble(self) -> None:
         """What is free may be anything: nothing reads it."""
@@ -317,19 +323,19 @@ class Machine:
             req = self.scheduler.add(request, self.now_s)
             self.runs[req] = Run(req)
 
-    def chooses_here(
-        self, req: DecodeRequest, match: MatchResult | None, missing: int, num_sent: int,
-        _now_s: float,
-    ) -> bool:  # fmt: skip
+    def reaches(self, need: Need) -> Segment | None:
         """Called in the middle of an admission, with what the real one has found."""
+        found, req = self.reach(need), need.req
         self.lose()
         path = self.deepest(req)
-        assert missing == req.kv_len - len(path), f"{path} is what {req} could go on from"
-        run = self.runs[req]
-        run.dense = self.dense(req)
-        if not req.request.may_compute:
-            return False
-        return not missing or self.chance.random() < 0.6
+        if found is not None:
+            assert found.start == len(path), f"{path} is what {req} could go on from"
+        self.runs[req].dense = self.dense(req)
+        assert (found is not None) == req.request.may_compute
+        return found
+
+    def is_best(self, need: Need, segment: Segment) -> bool:
+        return segment.start == segment.end or self.chance.random() < 0.6
 
     def dense(self, req: DecodeRequest) -> int:
         found = self.pages.match(req.key, req.request.cacheable)
@@ -341,7 +347,9 @@ class Machine:
         for req in admitted:
             run = self.runs[req]
             run.epoch, run.done = self.pages.epoch, -1
-            if not req.computes:
+            flight = self.scheduler.flights.of(req)
+            run.computes = flight is not None and flight.source is self.scheduler.compute
+            if not run.computes:
                 continue
             path = self.deepest(req)
             if path:
@@ -351,7 +359,7 @@ class Machine:
             run.known = len(path)
             self.seen["gone on from"] += bool(path)
         for req in admitted:
-            if req.computes:
+            if self.runs[req].computes:
                 at = len(self.path_of(self.runs[req]))
                 assert req.prefix_len == at, "it goes on from the deepest"
         asks = {ask.rid: ask for ask in self.scheduler.pop_needs_prefill()}
@@ -366,7 +374,7 @@ class Machine:
     def open(self, command: OpenRoom, asks: dict[str, Any]) -> None:
         """What is promised names the prompt that prefill is to compute, and no more of it."""
         key = RoomKey(command.promise.room, command.promise.generation)
-        flight = self.scheduler.arriving.get(key)
+        flight = self.scheduler.prefill.open.get(key)
         if flight is None:
             return
         req = flight.owner
@@ -387,6 +395,7 @@ class Machine:
             assert rest == len(tokens) - at, "what was sent leaves a checkpoint"
         else:
             assert rest == 0
+        self.runs[req].sent_len = end
         self.opened[key] = command, tokens
 
     def path_of(self, run: Run) -> Tokens:
@@ -416,7 +425,7 @@ class Machine:
             return
         command, tokens = self.opened.pop(key)
         self.send(command, tokens[: command.promise.fill_len])
-        flight = self.scheduler.arriving.get(key)
+        flight = self.scheduler.prefill.open.get(key)
         owner = None if flight is None else flight.owner
         self.scheduler.room_ended(key, KVPoll.SUCCESS, None, b"", self.now_s)
         if owner is not None and command.promise.fill_len < len(tokens):
@@ -440,7 +449,7 @@ class Machine:
         for req in self.scheduler.pop_local(self.now_s):
             run, tokens = self.runs[req], tokens_of(req)
             run.done = start = req.prefix_len
-            is_sent = not req.computes
+            is_sent = not run.computes
             stops = {start} if is_sent and self.has_state and run.may_keep_sent else set()
             if not is_sent and req.request.cacheable:
                 ends = (len(tokens), run.dense)
@@ -503,8 +512,8 @@ class Machine:
             self.read(req, len(tokens), tokens)
             assert not self.has_state or self.state[req.state_slot] == tokens
             whole = req.fill_len
-            is_kept = self.pages.windows and not self.has_state and not req.computes
-            if is_kept and whole % self.step == 0 and req.sent_len == whole and self.may_save(run):
+            is_kept = self.pages.windows and not self.has_state and not run.computes
+            if is_kept and whole % self.step == 0 and run.sent_len == whole and self.may_save(run):
                 self.kept_at_once(run, whole)
             self.enter(run, whole // P * P)
         for req in came:

@@ -15,6 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+import prefixkv.assembly  # noqa: F401 - its parts, also where no conftest is loaded
 from benchmarks.policies.gated import Gated
 from benchmarks.policies.gittins import Gittins
 from prefixkv.cache.events import NO_PARENT, Cleared, EventFeed, Removed, Stored, page_key

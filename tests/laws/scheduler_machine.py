@@ -94,7 +94,9 @@ class Engine(DecodeEngine):
 
     def computed(self, req: DecodeRequest, start: int, end: int, aux: bytes = b"") -> None:
         flights = (one for one in self.scheduler.flights if one.request is req.request)
-        assert not any(one.is_load for one in flights), f"{req} is computed, and loads"
+        assert not any(one.source.brings_pages_only for one in flights), (
+            f"{req} is computed, and loads"
+        )
         after = self.sim.device_work()
         if after is not None and not req.state.ended:
             pages = req.pages[start // PAGE_SIZE : pages_for(end, PAGE_SIZE)]
@@ -500,7 +502,8 @@ class SchedulerSim(PairSim):
         spoilt = {req: (req.fill_len, req.kv_len) for req in side.running.values()}
         spoilt |= {req: (req.prefix_len, end) for req, end in side.local.items()}
         for flight in flights:
-            if flight.owner is not None and flight.is_local and not flight.is_open:
+            is_local = flight.source is side.scheduler.compute
+            if flight.owner is not None and is_local and not flight.is_open:
                 spoilt[flight.owner] = flight.owner.prefix_len, flight.owner.fill_len
         spoilt = {req: range_ for req, range_ in spoilt.items() if not req.state.ended}
         if not spoilt:

@@ -176,7 +176,7 @@ class Machine:
             self.seen["resumed"] += 1
         while any(self.free(number) < need for number, need in enumerate(needs)) and self.evict():
             pass
-        pages = self.pages.open(match, new, 1.0, window_start=start)
+        pages = self.pages.open(match, new, 1.0, start=start)
         parent = tokens[:deepest] if deepest else None
         self.live.append(
             Live(

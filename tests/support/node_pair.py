@@ -170,7 +170,7 @@ class DecodeDriver:
             self.prefix_lens[req.rid].append(req.prefix_len)
             self.running[req.rid] = req
         self._append([req for req in arrived if not req.resumed])
-        if not self.hold_running and not (self.together and self.node.arriving.num_open):
+        if not self.hold_running and not (self.together and self.node.prefill.open):
             self._run([req for req in self.running.values() if req not in arrived])
 
     def check(self, req: DecodeRequest) -> None:

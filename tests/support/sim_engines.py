@@ -508,7 +508,10 @@ class DecodeEngine:
         if (last := sim.sides[1].last) is not None:
             end = min([end, *(at for at in req.stops if at > start)])  # a window is kept there
         assert end > start or req.resumed, "the first token is sampled from something"
-        is_first, is_sent = start == req.prefix_len, req.sent_len < req.fill_len
+        flight = self.scheduler.flights.of(req)
+        assert flight is not None
+        is_first = start == req.prefix_len
+        is_sent = flight.rest is not None
         if self.scheduler.points is not None and is_first and start:
             sim.counters["ends of what was sent" if is_sent else "checkpoints gone on from"] += 1
         if has_state := req.state_slot >= 0:
@@ -815,7 +818,7 @@ class EngineSim(Sim):
 
     def may_write(self, key: RoomKey, pages: np.ndarray, what: str) -> None:
         page_manager = self.decode.scheduler.pages
-        flight = self.decode.scheduler.arriving.get(key)
+        flight = self.decode.scheduler.prefill.open.get(key)
         allowed: set[int] = set()
         if flight is not None:
             allowed = set(page_manager.pages(flight.pages)[flight.pages.num_shared :].tolist())
@@ -824,15 +827,17 @@ class EngineSim(Sim):
         assert set(pages.tolist()) <= allowed, f"{what} of {key} lands on pages not its own"
 
     def may_write_state(self, key: RoomKey, slots: np.ndarray) -> None:
-        slots_of = self.decode.scheduler.pages.slots
-        assert slots_of is not None
-        flight = self.decode.scheduler.arriving.get(key)
-        allowed = [flight.pages.slot] if flight is not None else slots_of.held_by(key).tolist()
+        pages = self.decode.scheduler.pages
+        assert pages.slots is not None
+        flight = self.decode.scheduler.prefill.open.get(key)
+        allowed = pages.slots.held_by(key).tolist()
+        if flight is not None:
+            allowed = [pages.state_slot(flight.pages.row)]
         assert slots.tolist() == allowed, f"state of {key} lands in {slots}, its own is {allowed}"
 
     def may_write_window(self, route: str, key: RoomKey, pages: np.ndarray) -> None:
         (group,) = self.decode.scheduler.pages.windows
-        flight = self.decode.scheduler.arriving.get(key)
+        flight = self.decode.scheduler.prefill.open.get(key)
         allowed = (
             group.allocator.held_by(key) if flight is None else group.row(flight.pages.row).ids
         )

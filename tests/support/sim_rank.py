@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 import msgspec
 
+import prefixkv.assembly  # noqa: F401 - its parts, also where no conftest is loaded
 from prefixkv.config import Backend, ControlConfig, TransportConfig
 from prefixkv.control import effects
 from prefixkv.control.decode.control import DecodeControl
+from prefixkv.control.effects import StagingSlots
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl
 from prefixkv.memory.kv_layout import PageGroup
@@ -26,9 +28,9 @@ from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import GroupDigest, Hello, ModelDigest, Topology
 from prefixkv.ranks.leader import pack_rank_events
 from prefixkv.ranks.row_log import RowFollower
-from prefixkv.runtime.copies import StagingCopies
+from prefixkv.runtime.staging import StagingCopies
 from prefixkv.staging.receiver import Scatter
-from prefixkv.staging.sender import Gather, StagingSlots
+from prefixkv.staging.sender import Gather
 from prefixkv.testing.hashing import Hashes
 from prefixkv.transport.base import RankMemory, WriteJob
 from tests.support.control_effects import effects_of

@@ -119,15 +119,13 @@ class ManagerWorld(World):
         )
         self.keys = [RadixKey([1, 2, 3, 4]), RadixKey([1, 2, 9]), RadixKey([1, 2, 3, 4, 5, 6])]
         first, second, third = self.keys
-        self.first = pages.open(None, 2, 1.0, window_start=WindowStart(4, 4))
+        self.first = pages.open(None, 2, 1.0, start=WindowStart(4, 4))
         pages.cache_unfinished(self.first, first, 1.0)
-        self.second = pages.open(pages.match(second), 1, 2.0, window_start=WindowStart(3, 4))
-        self.third = pages.open(
-            pages.match(third), 1, 3.0, self.second, 1, window_start=WindowStart(6, 4)
-        )
-        gone = pages.open(None, 2, 3.0, window_start=WindowStart(3, 4))
+        self.second = pages.open(pages.match(second), 1, 2.0, start=WindowStart(3, 4))
+        self.third = pages.open(pages.match(third), 1, 3.0, self.second, 1, start=WindowStart(6, 4))
+        gone = pages.open(None, 2, 3.0, start=WindowStart(3, 4))
         pages.cache_finished(gone, RadixKey([7, 7, 7]), 3.0)
-        held = pages.open(None, 1, 3.0, window_start=WindowStart(2, 4))
+        held = pages.open(None, 1, 3.0, start=WindowStart(2, 4))
         pages.hold(held, "room")
         match = pages.match(third)
         elsewhere = PageManager(16, 2, 6, 4)
@@ -138,7 +136,7 @@ class ManagerWorld(World):
         self.calls = {
             "pages": ([self.first], {}),
             "match": ([first, True], {}),
-            "open": ([third, match, 1, 4.0], {"window_start": WindowStart(6, 4)}),
+            "open": ([third, match, 1, 4.0], {"start": WindowStart(6, 4)}),
             "slide": ([self.first, 5], {}),
             "lock_joined": ([self.third, third, 4.0], {}),
             "grow_many": ([[self.first, self.second], 4.0], {}),
@@ -177,7 +175,7 @@ _PUBLIC = {RadixCache}
 _NOT_THE_ENGINES = {
     "stats", "check_invariants", "nodes", "oldest_lock", "cache_owned", "check_growth",
     "append_checked", "holders", "pin", "unpin", "digest", "keep_hash", "keep_hashes", "hashed",
-    "pin_key", "find", "holds_all", "note_checkpoint", "end_all", "is_spare",
+    "pin_key", "find", "holds_all", "note_checkpoint", "end_all", "is_spare", "state_slot",
 }  # fmt: skip
 
 

@@ -125,7 +125,8 @@ class Hazards:
         self._losses: Table = np.zeros((num_rows, NUM_BINS))
         # Worths of an empty table: those of `UNTAUGHT`.
         self._begin()
-        self._frozen_s = 0.0
+        # The time whose counts are worked with; None: it is to come, or all is done.
+        self._frozen_s: float | None = 0.0
         self._finish()
 
     # --- what happens -----------------------------------------------------------------------------
@@ -265,8 +266,7 @@ class Hazards:
     def _begin(self) -> None:
         """Set apart what is noted by now."""
         self._counting, self._noted = self._noted, _Noted([], [], [])
-        # `_frozen_s`: the time whose counts are worked with; None: it is to come, or all is done.
-        self._frozen_s: float | None = None
+        self._frozen_s = None
         self._is_counted = False
         self._work = self._work_out(self.now_s)
 

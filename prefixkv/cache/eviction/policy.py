@@ -88,22 +88,25 @@ class Policy(ABC):
 
     _serves_a_cache = False
 
-    def serve(self, page_size: int, pool_pages: int | None) -> None:
-        """Start to serve a cache. Raises ConfigError if the policy serves another one."""
+    def serve(self, page_size: int, pool_pages: int | None) -> EvictionQueue:
+        """Start to serve a cache, and return its queue. Raises ConfigError if the policy serves
+        another one."""
         if self._serves_a_cache:
             raise ConfigError(
                 f"policy {self.name!r} serves a cache already, each needs an object of its own"
             )
-        # First: it may raise, and then the policy is still free for another cache.
+        # First: both may raise, and then the policy is still free for another cache.
         self.bind(page_size, pool_pages)
+        queue = self.make_queue()
         self._serves_a_cache = True
+        return queue
 
     def hears_returns(self, came_back: Callable[[int], None]) -> None:
         """Take what is to be called with the ticks of returns, if the policy `reports_returns`."""
         self.came_back = came_back
 
     def release(self) -> None:
-        """Serve no cache: the one that was to be built could not be."""
+        """Serve no cache: the node that was to be built could not be."""
         self._serves_a_cache = False
 
     def bind(self, page_size: int, pool_pages: int | None) -> None:  # noqa: B027

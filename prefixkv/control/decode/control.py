@@ -19,6 +19,7 @@ from prefixkv.control import handshake
 from prefixkv.control.decode.links import Link, Links
 from prefixkv.control.decode.rooms import ReceiverRooms, Room, lost_peers
 from prefixkv.control.effects import (
+    STAGING,
     AgentDestroyed,
     Connect,
     ConnectFailed,
@@ -88,7 +89,6 @@ from prefixkv.protocol.messages import (
 )
 from prefixkv.protocol.receiver_machine import ReceiverMachine
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.staging.receiver import BreakRoom, Grant, Scatter, SectionArrived, StagingReceiver
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -116,7 +116,7 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         born_s: float | None = None,
     ) -> None:
         super().__init__(me, timing, option_names)
-        self.staging = None if hello.staging is None else StagingReceiver(hello.staging)
+        self.staging = None if hello.staging is None else STAGING[0].receiver(hello.staging)
         self._page_size = hello.topology.page_size
         self._links = Links(hello, self, born_s)
         self._rooms = ReceiverRooms(self, self._links, self.staging)
@@ -131,7 +131,8 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
             return self._todo.popleft()
         # Two answers depend on the state after an input, not on it. Asking whether a worker is
         # ready may change links itself, so until nothing changes.
-        if changed := self._links.take_changed():
+        if changed := self._links.changed:
+            self._links.changed = set()
             return LeadersChanged(changed)
         # Last, so that an input which closes one room and opens another says it once.
         if self._rooms.num_expected != self._said_expected:
@@ -597,21 +598,6 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
     def _farewell(self, destroyed: AgentDestroyed, now_s: float) -> None:
         self._links.farewell()
 
-    # --- what staging says of rooms ---------------------------------------------------------------
-
-    def _grant(self, action: Grant, now_s: float) -> None:
-        # The room may have ended since staging decided; then nothing is to be granted.
-        if (room := self._rooms.get(action.key)) is not None:
-            self._rooms.tell(room, action.rank, action.grant, now_s)
-
-    def _section_arrived(self, action: SectionArrived, now_s: float) -> None:
-        if (room := self._rooms.get(action.key)) is not None:
-            self._rooms.on(room, receiver.UnitsStaged(action.rank, action.num_units), now_s)
-
-    def _break(self, action: BreakRoom, now_s: float) -> None:
-        if (room := self._rooms.get(action.key)) is not None:
-            self._rooms.on(room, Fail(action.error), now_s)
-
     # --- the method for each input, and for what is said inside -----------------------------------
 
     INPUTS: ClassVar[Takes] = {
@@ -634,14 +620,11 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         Tick: _tick,
         AgentDestroyed: _farewell,
     }
-    INSIDE: ClassVar[Takes] = {
+    INSIDE: ClassVar[dict[type, Any]] = {
         RoomEnded: ControlInbox._end,
         LeadersChanged: _report_workers,
-        Grant: _grant,
-        SectionArrived: _section_arrived,
-        BreakRoom: _break,
     }
     EFFECTS: ClassVar[Set[type]] = {
-        SendFrame, Connect, Disconnect, Expect, Settle, Examine, Scatter, RoomDrained, RoomOverdue,
+        SendFrame, Connect, Disconnect, Expect, Settle, Examine, RoomDrained, RoomOverdue,
         PrefillReady, PrefillAway, PrefillLost,
     }  # fmt: skip

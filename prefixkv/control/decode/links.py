@@ -36,7 +36,6 @@ from prefixkv.protocol.messages import (
     HelloWanted,
 )
 from prefixkv.protocol.timers import Backoff
-from prefixkv.staging.receiver import StagingPlan
 
 _MOST_ANSWERED: Final = 256
 """Addresses of which it is remembered what answered there last, for the message of a later loss."""
@@ -64,7 +63,7 @@ class Link:
     ready: bool = False
     reply: HelloReply | None = None
     rank_addresses: dict[int, str] = field(default_factory=dict)
-    plan: StagingPlan | None = None
+    plan: Any = None  # a StagingPlan
     planned: bool = False
     leaders: set[str] = field(default_factory=set)
     nonce: int = 0
@@ -98,17 +97,12 @@ class Links:
         self._timers = inbox.timers
         self._links: dict[str, Link] = {}
         self._answered: dict[str, tuple[PeerId, float]] = {}  # by address, until when
-        self._changed: set[str] = set()  # leaders that may be ready now, or may not be any more
-
-    def take_changed(self) -> set[str]:
-        """Return and reset the addresses of the leaders for which something has changed."""
-        changed, self._changed = self._changed, set()
-        return changed
+        self.changed: set[str] = set()  # leaders that may be ready now, or may not be any more
 
     def note_change(self, link: Link) -> None:
         """Note that the leaders of this link may have become ready, or may be ready no more."""
-        self._changed.add(link.address)
-        self._changed |= link.leaders
+        self.changed.add(link.address)
+        self.changed |= link.leaders
 
     def get(self, address: str) -> Link | None:
         return self._links.get(address)

@@ -37,7 +37,6 @@ from prefixkv.protocol.ids import PeerId, RoomKey
 from prefixkv.protocol.machine import Fail
 from prefixkv.protocol.messages import Promise
 from prefixkv.protocol.receiver_machine import ReceiverMachine, SendToRank
-from prefixkv.staging.receiver import StagingReceiver
 
 
 class Room(ReceiverMachine):
@@ -115,7 +114,7 @@ class ReceiverRooms:
         self,
         inbox: ControlInbox[Any, Any],
         links: Links,
-        staging: StagingReceiver | None,
+        staging: Any,
     ) -> None:
         self.num_expected = 0  # rooms with pages that a peer may be writing now
         self.settling: set[Hashable] = set()  # tokens of the `Settle`s that are not answered yet

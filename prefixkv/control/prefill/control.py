@@ -10,13 +10,12 @@ worker that proves the prompt gets it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from typing import ClassVar, NamedTuple, assert_never
-
-import numpy as np
+from typing import Any, ClassVar, NamedTuple, assert_never
 
 from prefixkv.config import ControlConfig, short_key
 from prefixkv.control import handshake
 from prefixkv.control.effects import (
+    STAGING,
     AgentDestroyed,
     Cancel,
     ConnectFailed,
@@ -29,6 +28,7 @@ from prefixkv.control.effects import (
     RemovePeer,
     Renew,
     SendFrame,
+    StagingSlots,
     StagingTick,
     Tick,
     Unreached,
@@ -53,7 +53,6 @@ from prefixkv.errors import (
     VersionError,
     WeightsVersionError,
 )
-from prefixkv.memory.staging_area import BLOCK_BYTES
 from prefixkv.protocol import messages
 from prefixkv.protocol import sender_events as sender
 from prefixkv.protocol.commands import (
@@ -91,14 +90,6 @@ from prefixkv.protocol.sender_events import (
 )
 from prefixkv.protocol.sender_machine import SenderMachine
 from prefixkv.protocol.tags import ChunkTag
-from prefixkv.staging.sender import (
-    CancelStaged,
-    Gather,
-    PostStaged,
-    SendLeaseAsk,
-    StagingSender,
-    StagingSlots,
-)
 from prefixkv.transport.base import (
     Arrived,
     PeerUnreachable,
@@ -155,10 +146,10 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         self._tombs = Tombs(timing.max_parked_per_peer, timing.parked_timeout_s)
         self._offers: dict[Numbers, Offer] = {}  # open ones: their keys name no decode worker
         self._rooms = SenderRooms(ours, self, self._peers, self._tombs)
-        self.staging = None
+        self.staging: Any = None
         if staging is not None:
             resend_s, next_id = timing.resend_s, self._rooms.next_job_id
-            self.staging = StagingSender(ours.rank, *staging, resend_s, next_id)
+            self.staging = STAGING[0].sender(ours.rank, *staging, resend_s, next_id)
 
     @property
     def wake_s(self) -> float:
@@ -723,40 +714,29 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     def _post(self, post: PostWrite, now_s: float) -> None:
         """By staging if the peer takes slices of what we hold, else into pages."""
         staging = self.staging
-        # Extra state and window pages are never staged: they go straight where they belong.
-        is_of_first = not post.state and post.window < 0
-        if staging is not None and post.peer in staging.peers and is_of_first:
+        # Pages of groups are never staged: they go straight where they belong.
+        if staging is not None and post.peer in staging.peers and post.group < 0:
             what = post.first_unit, post.src_pages, post.ready, now_s
             self.say_all(staging.write(post.job_id, post.key, post.ticket, post.peer, *what))
             return
         pages = post.src_pages, post.dst_pages
-        route: Route = "state" if post.state else "pages"
-        if post.window >= 0:
-            route = window_route(post.window)
-        tag = self._tag(post, post.chunk)
+        route: Route = "pages"
+        if post.group >= 0:
+            num_windows = sum(group.window > 0 for group in self._ours.digest.groups)
+            route = window_route(post.group) if post.group < num_windows else "state"
+        tag = self.tag(post, post.chunk)
         self._out.append(WriteJob(post.job_id, post.peer, *pages, tag, post.ready, route))
 
-    def _tag(self, post: PostWrite | PostStaged, chunk: int, lease_id: int = -1) -> ChunkTag:
-        use = *post.key.numbers, self._rank, chunk
+    def tag(self, post: Any, chunk: int, lease_id: int = -1) -> ChunkTag:
+        """Of a PostWrite, or of a piece that is staged."""
+        use: tuple[int, int, int, int] = (*post.key.numbers, self._rank, chunk)
         return ChunkTag(self.me.incarnation, *use, lease_id=lease_id, ticket=post.ticket)
-
-    def _post_staged(self, post: PostStaged, now_s: float) -> None:
-        assert self.staging is not None
-        # Rounded up: slots and leases are whole blocks, so the last one stays inside both.
-        blocks = np.arange(-(-post.num_bytes // BLOCK_BYTES), dtype=np.int32)
-        src = blocks + np.int32(post.slot * (self.staging.slot_bytes // BLOCK_BYTES))
-        dst = blocks + np.int32(post.dst_offset // BLOCK_BYTES)
-        tag = self._tag(post, post.piece, post.lease_id)
-        self._out.append(WriteJob(post.write_id, post.peer, src, dst, tag, route="staging"))
 
     def _cancel(self, cancel: CancelWrite, now_s: float) -> None:
         # The job is either staging's or the transport's; the other one does not know it.
         if self.staging is not None:
             self.say_all(self.staging.cancel(cancel.job_id))
         self._out.append(Cancel(cancel.job_id))
-
-    def _cancel_staged(self, cancel: CancelStaged, now_s: float) -> None:
-        self._out.append(Cancel(cancel.write_id))
 
     def _write_done(self, done: WriteDone, now_s: float) -> None:
         self.counters["bytes_sent"] += done.num_bytes
@@ -789,10 +769,6 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
     def _gathered(self, done: CopyDone, now_s: float) -> None:
         if self.staging is not None:
             self.say_all(self.staging.on_gathered(done.copy_id, done.error))
-
-    def _ask_for_lease(self, ask: SendLeaseAsk, now_s: float) -> None:
-        if (peer := self._peers.find(ask.peer)) is not None:
-            self._peers.send(peer, ask.ask, now_s)
 
     def _tick_staging(self, tick: StagingTick, now_s: float) -> None:
         assert self.staging is not None
@@ -858,18 +834,15 @@ class PrefillControl(ControlInbox[PrefillInput, PrefillEffect]):
         # Prefill connects to nothing, and decode writes nothing here.
         **dict.fromkeys((Arrived, Settled, Reached, Unreached), ControlInbox._ignore),
     }
-    INSIDE: ClassVar[Takes] = {
+    INSIDE: ClassVar[dict[type, Any]] = {
         PostWrite: _post,
         CancelWrite: _cancel,
-        PostStaged: _post_staged,
-        CancelStaged: _cancel_staged,
         JobEnded: _job_ended,
         JobDrained: _job_drained,
-        SendLeaseAsk: _ask_for_lease,
         StagingTick: _tick_staging,
         SourceFree: _free,
         RoomEnded: ControlInbox._end,
         PeerAccepted: _accept,
         RemovePeer: _remove,
     }
-    EFFECTS: ClassVar[Set[type]] = {SendFrame, Examine, Renew, Gather, Bootstrapped}
+    EFFECTS: ClassVar[Set[type]] = {SendFrame, Examine, Renew, Bootstrapped}

@@ -81,7 +81,7 @@ class Peer:
         `before` pages are counted for the same room: it is repeated.
 
         Raises OverpromisedError, before an array is made of them, for more pages than fit;
-        ProtocolError for a prefix, number of pages, page ids or state slot that cannot be.
+        ProtocolError for a prefix, number of pages or page ids that cannot be.
         """
         # 1. Does it fit its pool? The number of bytes tells, before they are read. A page of
         # decode's is in one undrained room at a time, so a right rank needs no slack.
@@ -100,12 +100,7 @@ class Peer:
         wanted = pages_for(promise.fill_len, page_size) - promise.prefix_len // page_size
         pages = promise.page_ids()
         _check_ids(pages, wanted, self.hello.layout.num_pages, "the pool")
-        windows = self._window_pages(promise, pages)
-        # 3. The slot of extra state: -1, and only -1, where the peer has none.
-        slot = promise.state_slot
-        num_slots = 0 if self.hello.state is None else self.hello.state.num_slots
-        if not (0 <= slot < num_slots if num_slots else slot == -1):
-            raise ProtocolError(f"state slot {slot} of {num_slots}")
+        groups = self._group_pages(promise, pages)
         # Where page sizes differ, both sides count in the smaller page: one page of the peer is
         # `fold` unit pages.
         unit_tokens = min(page_size, our_page_size)
@@ -123,31 +118,34 @@ class Peer:
             writes=self.writes,
             unit_tokens=unit_tokens,
             fold=fold,
-            state_slot=slot,
             takes_state=self.takes_state,
             digest=promise.digest,
             weights_version=promise.weights_version,
-            windows=windows,
+            groups=groups,
+            num_windows=len(self.hello.layout.windows),
         )
 
-    def _window_pages(
+    def _group_pages(
         self, promise: Promise, first_pages: npt.NDArray[np.int32]
     ) -> tuple[npt.NDArray[np.int32], ...]:
-        """What a promise names in each window group. Raises ProtocolError."""
-        layout = self.hello.layout
-        groups = layout.windows
-        if len(promise.windows) != len(groups):
-            raise ProtocolError(f"pages of {len(promise.windows)} window groups of {len(groups)}")
-        windows = promise.window_ids()
-        for group, pages in zip(groups, windows, strict=True):
+        """What a promise names in each group. Raises ProtocolError."""
+        layout, state = self.hello.layout, self.hello.state
+        windows, num_groups = layout.windows, len(layout.windows) + (state is not None)
+        if len(promise.groups) != num_groups:
+            raise ProtocolError(f"pages of {len(promise.groups)} groups of {num_groups}")
+        groups = promise.group_ids()
+        for group, pages in zip(windows, groups, strict=False):
             first = group.first_page(promise.fill_len)
             wanted = pages_for(promise.fill_len, layout.page_size) - first
             _check_ids(pages, wanted, group.layout.num_pages, f"group {group.name!r}")
+        if state is not None:
+            _check_ids(groups[-1], 1, state.num_slots, "the extra state")
         # Groups in one memory have no page in common either.
-        alike = [ids for group, ids in zip(groups, windows, strict=True) if layout.is_shared(group)]
+        pairs = zip(windows, groups, strict=False)
+        alike = [ids for group, ids in pairs if layout.is_shared(group)]
         if alike and _has_repeats(np.concatenate([first_pages, *alike]), layout.num_pages):
             raise ProtocolError("a page id twice in one promise, in two groups of one memory")
-        return windows
+        return groups
 
 
 def _check_ids(pages: npt.NDArray[np.int32], wanted: int, num_pages: int, whose: str) -> None:
@@ -346,6 +344,7 @@ class Peers:
             staged=accepted.cut is not None,
             takes_state=added is not None and added.memory.state is not None,
             pool_pages=hello.layout.num_pages
+            + (0 if hello.state is None else hello.state.num_slots)
             + sum(
                 group.layout.num_pages
                 for group in hello.layout.windows

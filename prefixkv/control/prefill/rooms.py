@@ -258,8 +258,14 @@ class SenderRooms:
                 if isinstance(action, PostWrite):
                     self.jobs[action.job_id] = room
                 self._say(action)
-        self._count(room)
         peers = [self._peers.find(reader.peer) for reader in room.readers.values()]
+        # Each peer counts the pages that we may still write, and its parked promises.
+        for reader, peer in zip(room.readers.values(), peers, strict=True):
+            pages, parked = 0 if room.drained else reader.num_pages, int(room.is_parked)
+            if peer is not None:
+                peer.num_promised += pages - reader.counted[0]
+                peer.num_parked += parked - reader.counted[1]
+            reader.counted = pages, parked
         is_gone = room.poll.ended and bool(peers) and not any(peers)
         # The half that has not come ends with this one. Of a process that is gone none comes.
         unheard = room.poll.ended and not room.readers
@@ -272,15 +278,6 @@ class SenderRooms:
             self.drop(room)
         else:
             self._timers.wake(key, room.wake_s)
-
-    def _count(self, room: SenderMachine) -> None:
-        """Count for each reader's peer the pages that we may still write, and parked promises."""
-        for reader in room.readers.values():
-            now = 0 if room.drained else reader.num_pages, int(room.is_parked)
-            if now != reader.counted and (peer := self._peers.find(reader.peer)) is not None:
-                peer.num_promised += now[0] - reader.counted[0]
-                peer.num_parked += now[1] - reader.counted[1]
-            reader.counted = now
 
     def of(self, peer: PeerId) -> list[SenderMachine]:
         """Return the rooms that this decode rank has named. O(rooms)."""

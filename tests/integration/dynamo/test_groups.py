@@ -28,7 +28,7 @@ from tests.support.patience import PATIENCE_S, until
 
 PYTHON = os.environ.get("PREFIXKV_ENGINE_PYTHON", "")
 FREE = "tcp://127.0.0.1:*"
-NO_WINDOWS = WindowGroups((), 1, 1, True)
+NO_WINDOWS = WindowGroups()
 PAGE_SIZE, POOL, ROUNDS = 16, 120, 12
 
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from prefixkv.control.prefill.control import PrefillControl
-from prefixkv.decode.inflight import DecodeTransferQueue
-from prefixkv.decode.prealloc_queue import DecodePreallocQueue
+from prefixkv.decode.admission import Admission
+from prefixkv.decode.flights import Flights
 from prefixkv.decode.rooms import Rooms
 from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.prefill.bootstrap_queue import PrefillBootstrapQueue
@@ -74,19 +74,19 @@ def _computes_in_order_of_arrival(patch: Patch) -> None:
 
 def _waiters_lock_their_prefixes(patch: Patch) -> None:
     """A request of decode's queue keeps what is cached of it while it lacks pages for the rest."""
-    attempt = DecodePreallocQueue._try
+    attempt = Admission._plan
 
-    def locked(self: Any, waiter: Any, *more: Any) -> bool:
+    def locked(self: Any, waiter: Any, *more: Any) -> Any:
         locks = self.__dict__.setdefault("locks", {})
-        if attempt(self, waiter, *more):
+        if (plan := attempt(self, waiter, *more)) is not None:
             if waiter in locks:
                 self._pages.cache.unlock(locks.pop(waiter))
-            return True
+            return plan
         if waiter not in locks and waiter.match is not None:
             locks[waiter] = self._pages.cache.lock(waiter.match)
-        return False
+        return None
 
-    patch(DecodePreallocQueue, "_try", locked)
+    patch(Admission, "_plan", locked)
 
 
 def _prefill_looks_once(patch: Patch) -> None:
@@ -113,9 +113,9 @@ def _held_pages_stay(patch: Patch) -> None:
 
 def _joiners_sleep(patch: Patch) -> None:
     """A flight that joined another, and has come before it, is not complete when that one is."""
-    arrived = DecodeTransferQueue.arrived
+    arrived = Flights.arrived
     patch(
-        DecodeTransferQueue,
+        Flights,
         "arrived",
         lambda self, flight: None if flight.joined is not None else arrived(self, flight),
     )
@@ -128,7 +128,7 @@ def _followers_sleep(patch: Patch) -> None:
 
 def _pages_wake_no_request(patch: Patch) -> None:
     """Decode's queue does not look again when pages have come back."""
-    patch(DecodePreallocQueue, "_version", property(lambda self: self._num_arrivals))
+    patch(Admission, "_version", property(lambda self: self._num_arrivals))
 
 
 def _refusals_are_lost(patch: Patch) -> None:

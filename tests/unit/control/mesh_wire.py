@@ -11,7 +11,7 @@ import msgspec
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.decode.control import DecodeControl, DecodeInput
-from prefixkv.control.effects import FrameReceived, SendFrame, Tick
+from prefixkv.control.effects import FrameReceived, SendFrame, StagingSlots, Tick
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl, PrefillInput
 from prefixkv.memory.mesh import Mesh
@@ -27,7 +27,6 @@ from prefixkv.protocol.messages import (
     Promise,
     Topology,
 )
-from prefixkv.staging.sender import StagingSlots
 from tests.support.control_effects import effects_of
 from tests.support.mesh_pools import mesh_layout
 from tests.unit.control import wire

@@ -10,8 +10,8 @@ import pytest
 from prefixkv.control.effects import Connect, ConnectFailed, CopyDone
 from prefixkv.errors import AbortedError, HandshakeError, PeerLostError, TransferTimeoutError
 from prefixkv.memory.staging_area import BLOCK_BYTES
-from prefixkv.protocol.commands import AbortRoom, Fence
-from prefixkv.protocol.events import RoomDrained, RoomEnded
+from prefixkv.protocol.commands import AbortRoom, Fence, MeetPrefill
+from prefixkv.protocol.events import PrefillReady, RoomDrained, RoomEnded
 from prefixkv.protocol.ids import KVPoll, PeerId
 from prefixkv.protocol.messages import (
     Abort,
@@ -59,6 +59,13 @@ def test_the_leader_says_where_the_others_are_and_all_are_promised_at_once() -> 
     assert bodies(pair.open(again), Promise) == [(ADDRESSES[2], again), (ADDRESSES[3], again)], (
         "known by now"
     )
+
+
+def test_a_worker_takes_what_the_smallest_of_its_ranks_takes() -> None:
+    pair = Writers()
+    pair.on(MeetPrefill(ADDRESSES[0]))
+    pair.reply(0, max_tokens=64)
+    assert of(pair.reply(1, max_tokens=96), PrefillReady) == [PrefillReady(ADDRESSES[0], 64)]
 
 
 def test_success_takes_every_writer_and_the_aux_of_the_lowest() -> None:

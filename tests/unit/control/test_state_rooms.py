@@ -48,29 +48,21 @@ def promise(
     peer = PeerId(f"d{reader}", 1)
     return Promised(
         peer=peer, fill_len=8, prefix_len=8, pages=NO_PAGES, num_units=0, ticket=5, reader=reader,
-        readers=readers, unit_tokens=4, state_slot=state_slot, takes_state=takes_state,
-        digest=PROMPT,
+        readers=readers, unit_tokens=4, takes_state=takes_state, digest=PROMPT,
+        groups=() if state_slot < 0 else (np.array([state_slot], np.int32),),
     )  # fmt: skip
 
 
 def last_chunk(state_slot: int) -> SendChunk:
     """No pages, and the extra state."""
-    return SendChunk(
-        key=SENT,
-        first_page=2,
-        src_pages=NO_PAGES,
-        last=True,
-        aux=b"",
-        ready=None,
-        state_slot=state_slot,
-    )
+    return wire.send_chunk(SENT, 2, [], True, b"", state_slot)
 
 
 def test_a_full_hit_posts_the_state_alone_and_waits_for_it() -> None:
     machine = room(promise(7))
     (post,) = machine.on(last_chunk(3), 0.0)
     assert isinstance(post, PostWrite)
-    assert (post.state, post.src_pages.tolist(), post.dst_pages.tolist()) == (True, [3], [7])
+    assert (post.group, post.src_pages.tolist(), post.dst_pages.tolist()) == (0, [3], [7])
     assert machine.poll is KVPoll.TRANSFERRING
     actions = machine.on(JobEnded(post.job_id), 0.0)
     assert [type(action) for action in actions if isinstance(action, RoomEnded | SourceFree)] == [
@@ -84,8 +76,8 @@ def test_only_readers_that_take_state_get_some() -> None:
     both = (0, 1)
     machine = room(promise(7, 0, both), promise(7, 1, both, takes_state=False))
     posts = machine.on(last_chunk(3), 0.0)
-    assert [(post.peer.name, post.state) for post in posts if isinstance(post, PostWrite)] == [
-        ("d0", True)
+    assert [(post.peer.name, post.group) for post in posts if isinstance(post, PostWrite)] == [
+        ("d0", 0)
     ]
 
 
@@ -94,7 +86,7 @@ def test_state_on_one_side_only_fails_the_room(promised: int, handed: int) -> No
     machine = room(promise(promised))
     actions = machine.on(last_chunk(handed), 0.0)
     assert machine.poll is KVPoll.FAILED
-    assert f"slot {handed} was handed over" in str(machine.error)
+    assert "handed over" in str(machine.error)
     assert not any(isinstance(action, PostWrite) for action in actions)
 
 
@@ -126,7 +118,7 @@ def test_a_room_with_state() -> None:
     peer = DecodePeer(hello=GOOD)
     added = peer.say(GOOD)[0]
     assert added.memory.state == StateLink(MEMORY, (StateBlock(0, 0, 0, 0, 8),))
-    peer.say(msgspec.structs.replace(wire.promise(prefix_len=4), state_slot=3))
+    peer.say(msgspec.structs.replace(wire.promise(prefix_len=4), groups=(wire.ids([3]),)))
     peer.on(add_room())
     pages, state = peer.chunk(1, [30, 31], last=True, state_slot=2)
     assert (pages.route, state.route) == ("pages", "state")
@@ -138,13 +130,26 @@ def test_a_room_with_state() -> None:
     ] == [KVPoll.SUCCESS]
 
 
-@pytest.mark.parametrize(("with_state", "slot"), [(True, -1), (True, 4), (False, 0)])
-def test_a_promise_of_a_slot_that_is_none_is_refused(with_state: bool, slot: int) -> None:
+@pytest.mark.parametrize(
+    ("with_state", "slots", "text"),
+    [
+        (True, None, "pages of 0 groups of 1"),
+        (True, [-1], "page ids -1 to -1, the extra state has 4"),
+        (True, [4], "page ids 4 to 4, the extra state has 4"),
+        (True, [1, 2], "2 pages where 1 are needed in the extra state"),
+        (True, [], "0 pages where 1 are needed in the extra state"),
+        (False, [0], "pages of 1 groups of 0"),
+    ],
+)
+def test_a_promise_of_a_slot_that_is_none_is_refused(
+    with_state: bool, slots: list[int] | None, text: str
+) -> None:
     peer = DecodePeer(hello=GOOD) if with_state else DecodePeer()
     peer.say(GOOD if with_state else HELLO)
-    (outcome,) = peer.say(msgspec.structs.replace(wire.promise(), state_slot=slot))
+    groups = () if slots is None else (wire.ids(slots),)
+    (outcome,) = peer.say(msgspec.structs.replace(wire.promise(), groups=groups))
     assert isinstance(outcome, Outcome)
-    assert f"state slot {slot}" in outcome.error
+    assert text in outcome.error
     assert not list(peer.control.rooms())
 
 

@@ -12,7 +12,7 @@ import pytest
 from prefixkv.decode.request import DecodeState
 from prefixkv.digest import prompt_digest
 from prefixkv.errors import WeightsVersionError
-from prefixkv.protocol.commands import MoveWeights, OfferRoom
+from prefixkv.protocol.commands import AbortRoom, MoveWeights, OfferRoom
 from prefixkv.protocol.events import RoomEnded
 from prefixkv.protocol.messages import Abort, Drained, Outcome, OutcomeAck
 from tests.support.sim_weights import WeightsSim, weights_pair, weights_simulation
@@ -166,8 +166,12 @@ def test_a_move_of_decode_ends_its_rooms_and_tells_prefill() -> None:
 def test_a_room_that_was_not_promised_yet_ends_too_and_prefill_hears_why() -> None:
     peer = PrefillPeer()
     peer.open()
-    assert kinds(peer.on(MOVE)) == ["RoomEnded", "RoomDrained"]
-    assert versions(peer.greet(), Abort) == OLD_AND_NEW
+    peer.open(promise(8))
+    peer.on(AbortRoom(KEY, "enough"))
+    assert kinds(peer.on(MOVE)) == ["RoomEnded", "RoomDrained"], "one has ended"
+    told = peer.greet()
+    assert [body.versions for body in told] == [None, OLD_AND_NEW]
+    assert kinds(told) == ["Abort"] * 2
 
 
 def test_prefill_says_that_its_weights_are_others() -> None:

@@ -12,15 +12,14 @@ import numpy as np
 
 from prefixkv.config import ControlConfig
 from prefixkv.control.decode.control import DecodeControl, DecodeInput
-from prefixkv.control.effects import Expect, FrameReceived, SendFrame, Tick
+from prefixkv.control.effects import Expect, FrameReceived, SendFrame, StagingSlots, Tick
 from prefixkv.control.handshake import OurSide
 from prefixkv.control.prefill.control import PrefillControl, PrefillInput
 from prefixkv.memory.kv_layout import KVLayout, Slab
 from prefixkv.protocol import messages
-from prefixkv.protocol.commands import AddRoom, OpenRoom, SendChunk
+from prefixkv.protocol.commands import AddRoom, GroupChunk, OpenRoom, SendChunk
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
 from prefixkv.protocol.messages import Hello, HelloReply, ModelDigest, Promise, Topology
-from prefixkv.staging.sender import StagingSlots
 from prefixkv.transport.base import WriteDone, WriteFailed
 from tests.support.control_effects import effects_of
 from tests.unit.protocol.rooms import (
@@ -285,7 +284,8 @@ def send_chunk(
     state_slot: int = -1, clip: bool = False,
 ) -> SendChunk:  # fmt: skip
     src = np.array(src_pages, dtype=np.int32)
-    return SendChunk(key, first_page, src, last, aux if last else b"", None, state_slot, clip)
+    groups = () if state_slot < 0 else (GroupChunk(0, np.array([state_slot], np.int32)),)
+    return SendChunk(key, first_page, src, last, aux if last else b"", None, clip, groups)
 
 
 WRITE_BYTES = 64

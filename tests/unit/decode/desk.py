@@ -146,7 +146,9 @@ class Desk:
         waiting = self.scheduler.waiting
         look = waiting._look
         monkeypatch.setattr(
-            waiting, "_look", lambda waiter: looks.append(waiter.req) or look(waiter)
+            waiting,
+            "_look",
+            lambda waiter, now_s: looks.append(waiter.req) or look(waiter, now_s),
         )
         return looks
 

@@ -13,7 +13,7 @@ import pytest
 from prefixkv import admission
 from prefixkv.admission import AdmissionPolicy, admission_names, register_admission
 from prefixkv.config import ComputeConfig
-from prefixkv.decode.prealloc_queue import MAX_LOOKS
+from prefixkv.decode.admission import MAX_LOOKS
 from prefixkv.decode.request import DecodeRequest, DecodeState
 from prefixkv.decode.sources import Sources
 from prefixkv.errors import (

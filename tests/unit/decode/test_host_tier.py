@@ -910,7 +910,8 @@ def test_a_load_has_no_pages_in_window_groups_and_no_slot() -> None:
     (promise,) = desk.promises().values()
     # All that host memory has is left out of what is sent; the window and the state are not.
     assert (promise.prefix_len, len(promise.page_ids())) == (16, 2)
-    assert (len(promise.window_ids()[0]), promise.state_slot) == (2, req.state_slot)
+    window, slot = promise.group_ids()
+    assert (len(window), slot.tolist()) == (2, [req.state_slot])
     assert desk.pages.slots is not None
     assert (group.allocator.owned_pages, desk.pages.slots.owned_pages) == (3, 1)
     # Its pages are held by the load, which has no others; those of the request by the room.
@@ -936,7 +937,8 @@ def test_a_retracted_request_is_loaded_and_its_window_and_state_are_sent() -> No
     assert desk.admit() == ["a"]
     (promise,) = desk.promises().values()
     assert (promise.prefix_len, promise.fill_len, promise.pages) == (16, 16, b"")
-    assert (len(promise.window_ids()[0]), promise.state_slot) == (2, req.state_slot)
+    window, slot = promise.group_ids()
+    assert (len(window), slot.tolist()) == (2, [req.state_slot])
     desk.end_all_copies()
     assert desk.transferred() == [], "without its window and state it does not run"
     desk.succeed(req.room_key)
@@ -966,7 +968,7 @@ def test_what_is_computed_from_a_checkpoint_loads_nothing() -> None:
         req = desk.add("b", prompt("a", 22))
         assert desk.admit() == ["b"]
         # 8 tokens are in the pool, with a state; 8 more in host memory.
-        assert (req.computes, req.prefix_len) == (is_here, 8 if is_here else 16)
+        assert req.prefix_len == (8 if is_here else 16)
         assert [order.is_load for order in desk.orders()] == ([] if is_here else [True])
         if is_here:
             assert desk.scheduler.pop_local(desk.now_s) == [req]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefixkv.cache.radix_key import RadixKey
-from prefixkv.decode.inflight import Flight, InFlight
+from prefixkv.decode.flights import Flight, Flights, Source
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.errors import InternalError
 from prefixkv.pages.manager import PageManager, RequestPages
@@ -21,13 +21,15 @@ from prefixkv.request import Request
 
 PAGE_SIZE = 2
 BOOKS = PageManager(4, PAGE_SIZE, 2)
+SOURCE = Source()
+SOURCE.name = "any"
 
 
 class Air:
     """Flights without pages of their own: places in rows are all that the index knows of them."""
 
     def __init__(self) -> None:
-        self.flights = InFlight(PAGE_SIZE)
+        self.flights = Flights(PAGE_SIZE)
         self.count = 0
 
     def start(
@@ -47,7 +49,11 @@ class Air:
         joined, end = self.flights.find(key, cached_pages) if shareable else (None, cached_pages)
         req = DecodeRequest(Request(str(self.count), key, room=self.count), BOOKS, 0.0)
         req.pages_held = RequestPages(0, None, cached_pages, end - cached_pages, len(key), 0)
-        flight = self.flights.start(req, joined, shareable)
+        flight = Flight(
+            SOURCE, req, req.request, "", req.room_key, key, req.pages_held, end,
+            len(key) // PAGE_SIZE, joined,
+        )  # fmt: skip
+        self.flights.enter(flight, shareable)
         assert self.flights.of(req) is flight
         if check:
             self.flights.check_invariants()

@@ -196,5 +196,5 @@ def test_a_flight_whose_request_has_gone_is_named_by_its_room() -> None:
     desk.abort(first)
     assert sorted(name for name, _ in desk.scheduler.holders()) == [
         "a2",
-        f"flight of room {first.room}",
+        f"sent {first.room}",
     ]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from prefixkv.cache.checkpoints import Checkpoint, Checkpoints
-from prefixkv.decode.ending import FlightEnds
-from prefixkv.decode.prealloc_queue import DecodePreallocQueue
+from prefixkv.decode.compute_source import CheckpointedCompute
+from prefixkv.decode.ending import Ending
 from prefixkv.decode.request import DecodeRequest
 from prefixkv.decode.state_checkpoints import DecodeCheckpoints
 from tests.laws.decode_points_machine import (
@@ -31,7 +31,7 @@ def test_checkpoints_are_what_the_model_says() -> None:
     assert min(seen.values()) > 7, seen
 
 
-RUNNING, LEAVE_FLIGHT = DecodeCheckpoints.running, FlightEnds.leave
+RUNNING, LEAVE_FLIGHT = DecodeCheckpoints.running, Ending.leave
 TAKE = DecodeCheckpoints._take
 
 
@@ -70,12 +70,12 @@ def _end(self: DecodeCheckpoints, req: DecodeRequest) -> None:
     req.saved, req.stops, req.checkpoint, req.goes_on_at = [], [], None, 0
 
 
-def _leave_flight(self: FlightEnds, flight: Any, error: Exception) -> None:
-    points, self._points = self._points, None
+def _leave_flight(self: Ending, flight: Any, error: Exception) -> None:
+    self._dropped = lambda req: None  # type: ignore[method-assign]
     try:
         LEAVE_FLIGHT(self, flight, error)
     finally:
-        self._points = points
+        del self._dropped
 
 
 def _use(self: Checkpoints, checkpoint: Checkpoint) -> None:
@@ -83,9 +83,9 @@ def _use(self: Checkpoints, checkpoint: Checkpoint) -> None:
     checkpoint.is_superseded = False
 
 
-def _sent_further(self: DecodeCheckpoints, req: DecodeRequest) -> None:
+def _sent_further(self: DecodeCheckpoints, req: DecodeRequest, at: int) -> None:
     """What was sent is taken for the state of the page before."""
-    req.prefix_len, req.checkpoint_slot = req.sent_len, req.state_slot
+    req.prefix_len, req.checkpoint_slot = at, req.state_slot
     self._add_stop(req, req.prefix_len - self._pages.page_size, 0)
     self.take_if_stop(req, req.prefix_len)
 
@@ -105,14 +105,14 @@ BROKEN: dict[str, tuple[type, str, Any, dict[str, Any]]] = {
     "what it goes on from is not locked": (DecodeCheckpoints, "hold", _hold, STATES),
     "what ends keeps its slots": (DecodeCheckpoints, "end", _end, STATES),
     "a flight that goes on for others keeps slots": (
-        FlightEnds, "leave", _leave_flight, WINDOWS,
+        Ending, "leave", _leave_flight, WINDOWS,
     ),
     "a use is not noted": (Checkpoints, "use", _use, STATES),
     "superseded ones are like others": (
         Checkpoint, "rank", property(lambda self: (True, self.tick)), STATES,
     ),
     "all is sent": (
-        DecodePreallocQueue, "_sent_len", lambda self, req, shared: req.fill_len, STATES,
+        CheckpointedCompute, "takes_over", lambda self, need: need.end, STATES,
     ),
     "what was sent is of another depth": (
         DecodeCheckpoints, "go_on_from_sent", _sent_further, STATES,

@@ -241,7 +241,7 @@ def test_a_request_admitted_from_free_pages_says_nothing(monkeypatch: pytest.Mon
 
 
 def test_requests_named_to_the_cache_in_a_pass_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixkv.decode.prealloc_queue.MAX_WANTS", 2)
+    monkeypatch.setattr("prefixkv.decode.admission.MAX_WANTS", 2)
     desk = Desk(8)
     desk.start("H", 27, max_new=1)
     for number in range(5):

@@ -135,7 +135,7 @@ def _complete_without_transfer(desk: Desk) -> DecodeRequest:
     req = _resumed(desk)
     desk.admit()
     assert req.state is DecodeState.PREALLOCATED
-    assert desk.scheduler.arriving.num_open == 0
+    assert desk.scheduler.prefill.open == {}
     return req
 
 
@@ -175,7 +175,7 @@ def test_an_abort_wherever_a_request_is_leaves_nothing(
     assert ("HELD" in desk.states()) == (exposed or place is _retry_queued)
     for generation in range(key.generation + 1):
         desk.fail(RoomKey(key.room, generation), drained=True)
-    for event, *_ in desk.scheduler._deferred._waiting:
+    for event, *_ in desk.scheduler._ending._waiting:
         event.done = True
     desk.admit()
     for other in list(desk.scheduler.requests.values()):
@@ -222,7 +222,7 @@ def test_an_abort_while_it_is_being_retracted_waits_for_the_same_device() -> Non
     before = desk.states()
     desk.abort(req)
     assert desk.states() == before
-    desk.scheduler._deferred._waiting[0][0].done = True
+    desk.scheduler._ending._waiting[0][0].done = True
     assert desk.admit() == [], "and it does not come back"
     assert desk.states() == {"FREE": 12, "CACHED": 3, "OWNED": 1}, (
         "the older one keeps the page it writes to"
@@ -445,7 +445,7 @@ def test_what_is_asked_for_again_says_whose_cache_it_may_share() -> None:
     desk = Desk()
     for rid, options in (("a", {}), ("b", {"namespace": ("lora", 3), "cacheable": False})):
         request = Request(rid, range(8), max_new_tokens=2, room=1, prefill="tcp://p", **options)
-        ask = PrefillAsk(DecodeRequest(request, desk.pages, now_s=0.0), "decode-0")
+        ask = PrefillAsk(DecodeRequest(request, desk.pages, now_s=0.0), "decode-0", 8)
         expected = (options.get("namespace"), options.get("cacheable", True))
         assert (ask.namespace, ask.cacheable) == expected
 
@@ -564,7 +564,7 @@ def test_a_flush_lets_what_runs_finish_and_keeps_none_of_it(place: str) -> None:
         desk.succeed(req.room_key)
         desk.transferred()
     if place == "being retracted":
-        desk.scheduler._deferred._waiting[0][0].done = True
+        desk.scheduler._ending._waiting[0][0].done = True
         assert desk.admit() == ["a"]
         [ask] = desk.scheduler.pop_needs_prefill()
         assert (len(ask.tokens), req.prefix_len) == (8, 0)
@@ -584,7 +584,7 @@ def test_the_hint_about_the_conversation_reaches_the_tree(
     desk = Desk()
     hints: list[Any] = []
     monkeypatch.setattr(
-        desk.pages.cache, "hint", lambda node, continues: hints.append((node.end, continues))
+        desk.pages.cache, "hint", lambda lock, continues: hints.append((lock.node.end, continues))
     )
     desk.finish(desk.start("a", 8), continues=continues)
     assert hints == ([] if continues is None else [(2, continues)])

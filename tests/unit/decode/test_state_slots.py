@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from prefixkv.errors import CapacityError
+from prefixkv.errors import OutOfPagesError
 from prefixkv.pages.allocator import PageState
+from prefixkv.pages.windows import WindowStart
 from tests.unit.decode.desk import Desk, OpenRoom
 
 
@@ -23,7 +24,8 @@ def test_a_slot_from_admission_to_the_end() -> None:
     assert desk.admit() == ["a"]
     (opened,) = desk.commands()
     assert isinstance(opened, OpenRoom)
-    assert opened.promise.state_slot == req.state_slot >= 0
+    assert opened.promise.group_ids()[0].tolist() == [req.state_slot]
+    assert req.state_slot >= 0
     desk.succeed(req.room_key)
     desk.transferred()
     assert slots(desk) == {"FREE": 1, "OWNED": 1}
@@ -48,8 +50,8 @@ def test_a_request_without_a_free_slot_waits() -> None:
     desk.drain(first.room_key)
     assert desk.admit() == ["b"]
     assert second.state_slot == 0
-    with pytest.raises(CapacityError, match="1 state slots"):
-        desk.pages.open(None, 1, 0.0)
+    with pytest.raises(OutOfPagesError, match="1 pages needed, 0 free"):
+        desk.pages.open(None, 1, 0.0, start=WindowStart(0, 1))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -65,7 +67,8 @@ def test_a_full_hit_holds_a_slot_and_has_a_room(shared: bool) -> None:
     assert desk.admit() == ["a2"]
     assert req.prefix_len == 8
     promises = [command.promise for command in desk.commands() if isinstance(command, OpenRoom)]
-    assert (promises[-1].pages, promises[-1].state_slot) == (b"", req.state_slot)
+    assert promises[-1].pages == b""
+    assert promises[-1].group_ids()[0].tolist() == [req.state_slot]
     assert req.state_slot != other.state_slot
     desk.abort(req)
     assert slots(desk) == {"FREE": 1, "OWNED": 1, "HELD": 1}

@@ -52,7 +52,7 @@ def test_a_promise_names_the_pages_of_the_last_window_whatever_is_cached() -> No
     first, ids = req.window_pages("w0")
     # Token 26 sees 21 to 26: of the pages 5 and 6, though 5 is whole and cached in the full group.
     assert first == 5
-    assert promise.window_ids()[0].tolist() == ids[:2].tolist()
+    assert promise.group_ids()[0].tolist() == ids[:2].tolist()
     assert promise.num_pages == 4
 
 
@@ -125,7 +125,7 @@ def test_a_room_with_window_pages_alone_is_held_and_drained_too() -> None:
     desk.admit()
     (promise,) = promises(desk)
     assert (promise.prefix_len, promise.pages) == (16, b"")
-    assert promise.windows[0] != b""
+    assert promise.groups[0] != b""
     desk.abort(req)
     (group,) = desk.pages.windows
     assert group.allocator.held_pages == 3
@@ -144,7 +144,7 @@ def test_one_that_was_retracted_has_its_window_sent_again_though_all_its_kv_is_c
     desk.admit()
     (promise,) = promises(desk)
     assert (promise.prefix_len, promise.fill_len, promise.pages) == (16, 16, b"")
-    assert len(promise.window_ids()[0]) == 2
+    assert len(promise.group_ids()[0]) == 2
     assert [ask.rid for ask in desk.scheduler.pop_needs_prefill()] == ["young"]
 
 
@@ -212,7 +212,7 @@ def compute(desk: Desk, rid: str, tokens: int | list[int], max_new: int = 4) -> 
     req = desk.add(rid, tokens, max_new)
     assert desk.admit() == [rid]
     assert desk.scheduler.pop_local(desk.now_s) == [req]
-    while (done := desk.scheduler.computing.done(req)) is not None:
+    while (done := desk.scheduler.compute._done.get(req)) is not None:
         desk.scheduler.computed(req, min(done + 4 - done % 4, req.fill_len), desk.now_s)
         desk.scheduler.check_invariants()
     assert desk.transferred() == [rid]

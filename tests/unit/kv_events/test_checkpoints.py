@@ -27,7 +27,7 @@ from prefixkv.serving.router import BoundedAffinityRouter, WorkerIndex
 from tests.unit.kv_events.follower import Follower
 from tests.unit.kv_events.test_stream import FIRST, World
 
-NO_WINDOWS = WindowGroups((), 1, 1, True)
+NO_WINDOWS = WindowGroups()
 POOL, SLOTS = 90, 3
 
 

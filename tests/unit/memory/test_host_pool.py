@@ -281,12 +281,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_fork_under_the_lock_does_not_keep_it(folder: Path) -> None:
+    def in_child() -> None:
+        assert host_pool._locking.acquire(blocking=False)
+
+    def in_another() -> None:
+        fd = os.open(folder / "lock", os.O_RDWR)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
     with ExitStack() as stack:
         with host_pool.locked():
-            stack.enter_context(forked(lambda: None))
-        fd = os.open(folder / "lock", os.O_RDWR)
-        stack.callback(os.close, fd)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(forked(in_child))
+        with forked(in_another):
+            pass
 
 
 def test_a_fork_that_outlives_its_parent_keeps_no_share(folder: Path) -> None:

@@ -26,17 +26,15 @@ def test_no_page_of_another_path_depth_or_request_is_ever_read() -> None:
     assert min(seen.values()) > 60, seen
 
 
-SLIDE = WindowGroup.slide
+SLIDE, COUNT = WindowGroup.slide, WindowGroup.count
 
 
 def _first_page(self: WindowGroup, num_tokens: int) -> int:
     return max(0, num_tokens + 2 - self.window) // self.page_size
 
 
-def _drop(self: WindowGroup, ids: Any) -> None:
-    self.refs[ids] = 0
-    self.allocator.uncache(ids)
-    self.allocator.free(ids)
+def _count(self: WindowGroup, ids: Any, refs: int, pins: int) -> None:
+    COUNT(self, ids, -int(self.refs[ids].max(initial=0)) if refs < 0 else refs, pins)
 
 
 def _available(self: WindowGroup, besides: Any = ()) -> int:
@@ -78,13 +76,12 @@ def _let_go(self: WindowGroup, row: int, num_tokens: int) -> None:
     call(self, row, num_tokens)
     for page in before - set(self.row(row).ids.tolist()):
         self._passed.pop(row, None)
-        self.pins[page] -= 1
-        self.drop(np.array([page], np.int32))
+        self.count(np.array([page], np.int32), -1, -1)
 
 
 BROKEN: dict[str, tuple[type, str, Any]] = {
     "the window is a token short": (WindowGroup, "first_page", _first_page),
-    "a page that others have is freed": (WindowGroup, "drop", _drop),
+    "a page that others have is freed": (WindowGroup, "count", _count),
     "pinned pages count as available": (WindowGroup, "available_pages", _available),
     "what it goes on from counts as available": (WindowGroup, "available_pages", _with_match),
     "the row does not move": (WindowGroup, "slide", _slide),
@@ -154,7 +151,7 @@ def test_mistakes_raise_and_change_nothing() -> None:
 
 def test_all_groups_admit_or_none() -> None:
     specs = [WindowSpec("a", 9, 12, 4), WindowSpec("b", 5, 3, 4)]
-    groups = WindowGroups(specs, 4, 3, False)
+    groups = WindowGroups(WindowGroup(spec, 4, 3) for spec in specs)
     start = WindowStart(20, 9)
     assert groups.fit(start)
     groups.open(0, start, None)

@@ -27,7 +27,7 @@ def handed_over(desk: Desk, slot: int = 1) -> PrefillRequest:
     desk.send(req, req.num_tokens, last=True, state_slot=slot)
     (chunk,) = desk.scheduler.take_commands()
     assert isinstance(chunk, SendChunk)
-    assert chunk.state_slot == slot
+    assert [(one.first, one.src_pages.tolist()) for one in chunk.groups] == [(0, [slot])]
     return req
 
 

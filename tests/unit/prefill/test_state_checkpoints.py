@@ -112,7 +112,8 @@ class Worker:
         for command in self.scheduler.take_commands():
             if not isinstance(command, SendChunk):
                 continue
-            for number, chunk in enumerate(command.windows):
+            windows = command.groups[: len(self.pages.windows)]
+            for number, chunk in enumerate(windows):
                 group, there = self.pages.windows[number], self.sent[req.rid][number]
                 assert chunk.first == len(there) or not len(chunk.src_pages)
                 for page in chunk.src_pages.tolist():

@@ -24,12 +24,12 @@ from prefixkv.protocol.commands import (
     AddRoom,
     DeclineRoom,
     Fence,
+    GroupChunk,
     MeetPrefill,
     MoveWeights,
     OfferRoom,
     RefuseRoom,
     SendChunk,
-    WindowChunk,
 )
 from prefixkv.protocol.host_copy import HostCopy
 from prefixkv.protocol.ids import KVPoll, PeerId, RoomKey
@@ -62,9 +62,9 @@ class Ranks:
         key = RadixKey(tokens)
         match = self.pages.match(key)
         assert match is not None
-        start = WindowStart(match.prefix_len, num_pages) if self.pages.windows else None
+        start = WindowStart(match.prefix_len, num_pages) if self.pages.groups else None
         num_new = num_pages - match.prefix_len // PAGE_SIZE
-        return self.pages.open(match, num_new, 1.0, window_start=start), key
+        return self.pages.open(match, num_new, 1.0, start=start), key
 
     def follow(self) -> None:
         self.follower.apply(self.log.take(self.pages))
@@ -85,7 +85,7 @@ def test_a_follower_has_the_array_that_its_kernels_read() -> None:
     assert table.shape == (ROWS, 16)
     assert np.array_equal(table, ranks.pages.table.array[:ROWS])
     assert ranks.follower.pages(one.row).tolist() == ranks.pages.pages(one).tolist() != []
-    assert ranks.follower.state_slot(one.row) == one.slot >= 0
+    assert ranks.follower.state_slot(one.row) == ranks.pages.state_slot(one.row) >= 0
     mine, its = (
         ranks.pages.windows.named("last").row(one.row),
         ranks.follower.window_pages(one.row, "last"),
@@ -142,13 +142,13 @@ def test_what_has_not_changed_is_not_told_again() -> None:
     grown, _ = ranks.open(range(90, 94), 1)
     ranks.log.take(ranks.pages)
     ranks.pages.grow_many([grown], 2.0)
-    ((row, start, ids, _, windows),) = msgspec.msgpack.decode(ranks.log.take(ranks.pages))[1]
-    assert (row, start, len(ids), windows) == (grown.row, 1, 4, None)
+    ((row, start, ids, groups),) = msgspec.msgpack.decode(ranks.log.take(ranks.pages))[1]
+    assert (row, start, len(ids), groups) == (grown.row, 1, 4, None)
     assert not ranks.log.has_news(ranks.pages)
     ranks.pages.slide(grown, 9)
     assert ranks.log.has_news(ranks.pages)
-    ((row, start, ids, _, windows),) = msgspec.msgpack.decode(ranks.log.take(ranks.pages))[1]
-    assert (row, start, len(ids), len(windows)) == (grown.row, 2, 0, 1)
+    ((row, start, ids, groups),) = msgspec.msgpack.decode(ranks.log.take(ranks.pages))[1]
+    assert (row, start, len(ids), len(groups)) == (grown.row, 2, 0, 2)
 
 
 def test_pages_that_are_loaded_for_a_request_are_no_row_of_another_rank() -> None:
@@ -274,16 +274,17 @@ def test_all_commands_of_schedulers_travel_in_order_and_no_other() -> None:
     scheduler, log, follower = leading()
     for sent in of_prefill:
         log.command(sent)
-    window = WindowChunk(1, np.array([4, 2], np.int32))
+    window = GroupChunk(1, np.array([4, 2], np.int32))
     ids = np.array([5], np.int32)
-    log.command(SendChunk(KEY, 3, ids, True, b"a", object(), 2, windows=(window,)))  # type: ignore[arg-type]
+    groups = window, GroupChunk(0, np.array([2], np.int32))
+    log.command(SendChunk(KEY, 3, ids, True, b"a", object(), groups=groups))  # type: ignore[arg-type]
     assert log.has_news(scheduler.pages)
     *others, chunk = follower.apply(log.take(scheduler.pages)).commands
     assert others == of_prefill
     assert isinstance(chunk, SendChunk)
     assert (chunk.key, chunk.first_page, chunk.last, chunk.aux) == (KEY, 3, True, b"a")
-    assert (chunk.ready, chunk.state_slot, chunk.clip) == (None, 2, False)
-    assert (chunk.windows[0].first, chunk.windows[0].src_pages.tolist()) == (1, [4, 2])
+    assert (chunk.ready, chunk.clip) == (None, False)
+    assert [(one.first, one.src_pages.tolist()) for one in chunk.groups] == [(1, [4, 2]), (0, [2])]
     assert not log.has_news(scheduler.pages)
     for other in (OfferRoom(KEY, 9, b"d" * 16, 1.0), MeetPrefill("tcp://p:1")):
         with pytest.raises(InternalError, match=type(other).__name__):
@@ -366,9 +367,7 @@ def test_a_rank_that_follows_knows_what_its_engine_needs() -> None:
     (chunk,) = follow()
     first, ids = a.window_pages("last")
     assert (chunk.last, chunk.aux, chunk.ready) == (True, b"7", None)
-    assert [one.src_pages.tolist() for one in chunk.windows] == [
-        ids[2 - first : 3 - first].tolist()
-    ]
+    assert [one.src_pages.tolist() for one in chunk.groups] == [ids[2 - first : 3 - first].tolist()]
     scheduler.pop_bootstrapped(0.0)
     # What comes next goes on from its checkpoint, in the pages of its window.
     b = begin(scheduler, "b", [*range(11), 5, 6], 2)
@@ -499,9 +498,11 @@ _IDS = [
     (b"\x10\0\0\0", "page 16 is not"),
     (b"\xff" * 4, "page -1"),
 ]
-_WINDOWS = [
-    ([], "0 window groups of 1"),
+_GROUPS = [
+    ([], "0 groups of 2"),
+    ([[0, b""]] * 3, "3 groups of 2"),
     ([[0, b"\x14\0\0\0"]], "page 20 is not"),
+    ([[0, b""], [0, b"\x03\0\0\0"]], r"page 3 is not in \[0, 3\)"),  # slots
     ([[-1, b""]], ">= 0"),
 ]
 
@@ -511,12 +512,10 @@ _WINDOWS = [
     [
         *(((1, 0, 2), ids, why) for ids, why in [*_IDS, (bytes(68), "17 pages of a row")]),
         *(((5, 0, 3), ids, why) for ids, why in _IDS),
-        *(((1, 0, 4), rows, why) for rows, why in [*_WINDOWS, (None, "no window groups of row 0")]),
-        *(((5, 0, 7), rows, why) for rows, why in _WINDOWS),
+        *(((1, 0, 3), rows, why) for rows, why in [*_GROUPS, (None, "no groups of row 0")]),
+        *(((5, 0, 6), rows, why) for rows, why in _GROUPS),
         ((1, 0, 0), 4, "row 4, there are 4"),
         ((1, 0, 1), 1, "pages 1 on of row 0"),
-        ((1, 0, 3), 3, "slot 3, there are 3"),
-        ((5, 0, 6), 3, "slot 3, there are 3"),
         ((3, 0, 1), 1, "no pages of request 'a'"),
         ((3, 0, 4), 3, "slot 3, there are 3"),
         ((3, 0, 4), -2, ">= -1"),

@@ -23,8 +23,9 @@ from prefixkv.memory.page_copy import PageCopy
 from prefixkv.paging import Pages
 from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
 from prefixkv.runtime import copies
-from prefixkv.runtime.copies import CopyPool, run_settled
+from prefixkv.runtime.copies import run_settled
 from prefixkv.runtime.host_copies import HostCopies
+from prefixkv.runtime.staging import CopyPool
 from tests.support.gpu import GPU
 from tests.support.patience import until
 

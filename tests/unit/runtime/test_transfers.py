@@ -398,9 +398,11 @@ def test_a_prefill_worker_of_another_wire_version_fails_the_room_by_number(
     """At once, also where its messages are not ours; prefill has counted our frame."""
     encode = messages.encode
 
+    version = messages.PROTOCOL_VERSION + 1
+
     def later(sender: Any, seq: int, body: Any) -> bytes:
         if sender == pair.prefill.peer_id:
-            return messages._encoder.encode([9, *sender, seq, {"a": "message of version 9"}])
+            return messages._encoder.encode([version, *sender, seq, {"a": "message of later"}])
         return encode(sender, seq, body)
 
     monkeypatch.setattr(lives, "encode", later)
@@ -408,7 +410,7 @@ def test_a_prefill_worker_of_another_wire_version_fails_the_room_by_number(
     pair.until(lambda: bool(pair.heard(RoomDrained)))
     (end,) = pair.ends()
     assert "protocol version" in str(end.error)
-    assert f"ours {messages.PROTOCOL_VERSION}, theirs 9" in str(end.error)
+    assert f"ours {messages.PROTOCOL_VERSION}, theirs {version}" in str(end.error)
     assert pair.decode.stats()["handshakes_refused"] == 1
 
 

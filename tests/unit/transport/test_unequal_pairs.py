@@ -6,7 +6,6 @@ from __future__ import annotations
 from functools import cache
 from itertools import product
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -296,10 +295,3 @@ def test_a_part_outside_its_pool_is_refused(part: Shard) -> None:
     for parts in ({"src_part": part}, {"dst_part": part}):
         with pytest.raises(ConfigError, match="not inside"):
             paired_runs(layout, layout, **parts)
-
-
-def test_a_peer_that_does_not_say_its_number_of_pages_gets_what_it_has_room_for() -> None:
-    layout, _ = mesh_layout("layer_major", 4, 4, 2, 4)
-    runs = paired_runs(layout, msgspec.structs.replace(layout, num_pages=0))
-    assert runs.dst_positions.num_units == 4
-    assert np.array_equal(runs.src, runs.dst)

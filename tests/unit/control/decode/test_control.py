@@ -97,8 +97,9 @@ def test_the_transport_looks_for_notifications_until_the_last_has_come() -> None
     peer = PrefillPeer().opened()
     assert peer.expected == 1
     said = msgspec.structs.replace(peer.outcome(), num_units=2)
-    assert peer.say(said) == [ACK]
-    assert peer.expected == 1, "it would not poll for them any more"
+    effects = peer.control.on(FrameReceived(ADDRESS, peer.raw(said)), peer.now_s)
+    assert kinds(effects) == ["SendFrame", "Expect"], "it is to look at once"
+    assert effects[1] == Expect(1), "it would not poll for them any more"
     tag = ChunkTag(PREFILL.incarnation, *KEY.numbers, 0, 0, num_pages=2)
     assert peer.on(Arrived(tag.pack())) == [RoomEnded(KEY, KVPoll.SUCCESS, aux=b"first")]
     assert peer.expected == 0
@@ -335,15 +336,19 @@ def test_drained_of_an_older_incarnation_proves_nothing() -> None:
 
 
 def test_a_restarted_worker_ends_the_rooms_of_the_one_before_and_waits_for_a_fence() -> None:
-    peer = PrefillPeer().opened()
+    peer = PrefillPeer()
+    peer.open(msgspec.structs.replace(promise(), ticket=3))
+    peer.greet()
+    peer.take_said()
     [ended] = ends(peer.greet(newer(PREFILL)))
     assert isinstance(ended.error, PeerLostError)
     assert peer.take_said() == [], "none is left to be told"
     assert peer.expected == 1
     said = peer.pass_time(TIMING.drain_timeout_s)
     assert RoomOverdue(KEY) in said
-    # The new life is told that no promise will come: its engine may still get the request.
-    assert any(isinstance(body, Abort) for body in said)
+    # The new life is told that no promise will come: its engine may still get the request. The
+    # ticket was for the former one.
+    assert {body.ticket for body in said if isinstance(body, Abort)} == {0}
     peer.say(Heartbeat(), newer(PREFILL))
     assert kinds(peer.open(promise(8))) == ["Promise"], "the new one is worked with"
     assert peer.on(Fence(PREFILL)) == [RoomDrained(KEY)]

@@ -660,6 +660,10 @@ def test_another_prompt_of_the_same_length_fails_on_both_sides_before_a_byte_mov
     assert of(effects, SourceFree) == [SourceFree(SENT)]
     assert peer.chunk(1, [30, 31], last=True) == [], "it takes no pages any more"
     assert not of(effects, WriteJob)
+    peer.say(OutcomeAck(*SENT.numbers, 0))
+    assert peer.control.num_rooms == 0
+    [again] = peer.say(promise())
+    assert again.code is FailureCode.PROMPT_MISMATCH, "whoever repeats it hears the same"
 
 
 def test_a_request_of_another_length_fails_on_both_sides() -> None:

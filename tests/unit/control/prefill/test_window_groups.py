@@ -12,7 +12,7 @@ import pytest
 from prefixkv.errors import TransferError
 from prefixkv.memory.kv_layout import PageGroup, Slab
 from prefixkv.protocol import messages
-from prefixkv.protocol.commands import SendChunk, WindowChunk
+from prefixkv.protocol.commands import GroupChunk, SendChunk
 from prefixkv.protocol.ids import KVPoll
 from prefixkv.protocol.messages import GroupDigest, ModelDigest
 from prefixkv.transport.base import WriteJob
@@ -45,12 +45,12 @@ OF_GROUPS = msgspec.structs.replace(HELLO, digest=OURS, layout=GROUPED)
 def promised(windows: Any = ((5, 2),), **more: Any) -> messages.Promise:
     """Of 10 tokens; what comes behind sees 5 to 9, in pages 1 and 2."""
     packed = tuple(one if isinstance(one, bytes) else ids(one) for one in windows)
-    return msgspec.structs.replace(promise(**more), windows=packed)
+    return msgspec.structs.replace(promise(**more), groups=packed)
 
 
 BAD = {
-    "no group": ((), "pages of 0 window groups of 1"),
-    "a group more": (((5, 2), (1,)), "pages of 2 window groups of 1"),
+    "no group": ((), "pages of 0 groups of 1"),
+    "a group more": (((5, 2), (1,)), "pages of 2 groups of 1"),
     "too few pages": (((5,),), "1 pages where 2 are needed in group 'last'"),
     "too many pages": (((5, 2, 3),), "3 pages where 2 are needed in group 'last'"),
     "a page beyond the group": (((5, HAS),), f"page ids 5 to {HAS}, group 'last' has {HAS}"),
@@ -137,12 +137,10 @@ def test_a_layout_that_is_not_what_its_digest_says_is_refused(changes: dict[str,
 def chunk(
     first: int, src: list[int], window: tuple[int, list[int]] | None, last: bool = False
 ) -> SendChunk:
-    windows = ()
+    groups = ()
     if window is not None:
-        windows = (WindowChunk(window[0], np.array(window[1], np.int32)),)
-    return SendChunk(
-        SENT, first, np.array(src, np.int32), last, b"", None, clip=False, windows=windows
-    )
+        groups = (GroupChunk(window[0], np.array(window[1], np.int32)),)
+    return SendChunk(SENT, first, np.array(src, np.int32), last, b"", None, False, groups)
 
 
 def jobs(effects: list[Any]) -> list[tuple[str, list[int], list[int]]]:
@@ -171,13 +169,13 @@ def test_each_page_goes_where_its_group_was_promised_and_the_outcome_counts_all(
 @pytest.mark.parametrize(
     ("chunks", "text"),
     [
-        ([chunk(1, [30, 31], None, last=True)], r"\[0\] of \[2\] pages of window groups"),
-        ([chunk(1, [30, 31], (0, [7]), last=True)], r"\[1\] of \[2\] pages of window groups"),
-        ([chunk(1, [30], (1, [7]))], "pages 1 to 2 of window group 0 .* page 0 of 2 is next"),
-        ([chunk(1, [30], (0, [7, 6, 5]))], "pages 0 to 3 of window group 0"),
+        ([chunk(1, [30, 31], None, last=True)], r"\[0\] of \[2\] pages of groups"),
+        ([chunk(1, [30, 31], (0, [7]), last=True)], r"\[1\] of \[2\] pages of groups"),
+        ([chunk(1, [30], (1, [7]))], "pages 1 to 2 of group 0 .* page 0 of 2 is next"),
+        ([chunk(1, [30], (0, [7, 6, 5]))], "pages 0 to 3 of group 0"),
         (
             [chunk(1, [30], (0, [7])), chunk(2, [31], (0, [7]))],
-            "pages 0 to 1 of window group 0 .* page 1 of 2 is next",
+            "pages 0 to 1 of group 0 .* page 1 of 2 is next",
         ),
     ],
 )

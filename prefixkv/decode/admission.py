@@ -1,0 +1,368 @@
+"""The passes over all that wait (`waiting.py`): each yields the plans that fit, in order.
+
+Source: SGLang's `DecodePreallocQueue`, which admits first come, first served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from prefixkv.admission import make_admission
+from prefixkv.cache.results import MatchResult, Releases
+from prefixkv.config import DecodeConfig
+from prefixkv.decode.flights import Source
+from prefixkv.decode.ledger import Ledger
+from prefixkv.decode.plan import Look, Plan, Planner
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.waiting import LEFT, NOT_ENTERED, PAGES, Waiter, Waiting
+from prefixkv.decode.workers import ALONE, Worker
+from prefixkv.errors import check_laws
+from prefixkv.pages.windows import WindowStart
+
+MAX_LOOKS: Final = 16
+
+MAX_WANTS: Final = 128
+"""Wanted prefixes that the tree learns of at once."""
+
+PagesOfBusy = Callable[[Releases], int]
+
+
+class Unproved(NamedTuple):
+    """Pages that no request gives back, by reason."""
+
+    held: int  # by rooms that have failed, until they are drained
+    away: int  # promised to prefill workers that do not answer, and the prefixes locked for them
+    stuck: int  # by requests with a broken device event, and the prefixes that they lock
+
+
+class Admission(Waiting):
+    """Waiting requests, and the passes that find what fits. Owned by the scheduler's thread.
+
+    The order rests on estimates. A request is admitted only by a plan of another look, which
+    repeats the match if the tree has changed. A pass makes at most `MAX_LOOKS` looks that admit
+    nothing, and none where nothing has changed since the last (`PageManager.version`); spare looks
+    go to the oldest estimates. `add` and an admission cost O(log waiting), a pass without one that
+    times the prefill workers that requests wait for.
+
+    Args:
+        config: of it what is about admission. A request that has waited `admission_patience_s` is
+            overtaken by nothing.
+        stuck_pages: counts pages that broken device events keep; the locks that end with them are
+            collected.
+    """
+
+    def __init__(
+        self, ledger: Ledger, config: DecodeConfig, planner: Planner, organs: Sequence[Source],
+        stuck_pages: PagesOfBusy,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            ledger.workers, make_admission(config.admission), config.admission_patience_s,
+            config.admission_wait_s, ledger.pages.errors,
+        )  # fmt: skip
+        self._ledger, self._pages = ledger, ledger.pages
+        self._planner, self._organs = planner, organs
+        self._stuck_pages = stuck_pages
+        self._unwanted: list[Waiter] = []  # not entered in the tree yet; some may have left
+        self._num_changes = 0
+        self._all_back = True  # False: another pass has more to bring back
+        self._spent_at = -1  # version at which a pass left nothing to look at
+
+    def add(self, req: DecodeRequest, *, first: bool = False) -> None:
+        """Queue a request. With `first` it was admitted before: it goes before all others, and its
+        waiting time begins with the next pass.
+
+        Cost: O(log waiting), and a match where the policy lets requests overtake. Raises what the
+        policy raises, with nothing changed.
+        """
+        worker = self._workers.of(ALONE if req.is_alone else req.prefill)
+        waiter = Waiter(req, self._num_arrivals + 1, worker, first)
+        # Ranks are the user's code: they come before the first change. One that comes back has no
+        # rank: the order among those is by return, which no policy changes.
+        if not first:
+            waiter.since_s = req.arrived_s
+            if self._policy.overtakes:
+                self._look(waiter, req.arrived_s)
+            waiter.rank = self._rank(waiter)
+        self._num_arrivals += 1
+        self._spent_at = -1
+        self._enter(waiter, self.most_pages)
+        if self._pages.caching and req.request.cacheable:
+            self._unwanted.append(waiter)
+        # `add` is not given the time where a request comes back, so the next pass stamps it.
+        if first:
+            self._unstamped.append(waiter)
+        elif req.request.deadline_s is None:  # else the scheduler has its deadline
+            self._late.wake(req, req.arrived_s + self._timeout_s)
+
+    def match_of(self, req: DecodeRequest) -> MatchResult | None:
+        """Return the last match of a request; matched now if there is none."""
+        waiter = self._waiters[req]
+        if waiter.match is None:
+            waiter.match = self._planner.match(req)
+        return waiter.match
+
+    def remove(self, req: DecodeRequest) -> None:
+        # The next pass has to look again: this may be the request that held up the others.
+        self._spent_at = -1
+        waiter = self._waiters[req]
+        self._exit(waiter)
+        self._late.forget(req)
+        if waiter.want > 0:
+            self._pages.cache.unwant(waiter.want)
+        # It may still be in `_unwanted`, where this mark makes `_enter_wants` pass over it.
+        waiter.want = LEFT
+        if self._unwanted and self._unwanted[-1] is waiter:
+            self._unwanted.pop()
+
+    def move(self, req: DecodeRequest, prefill: str) -> None:
+        """Let a request wait for another worker. It keeps its place in time."""
+        waiter = self._waiters[req]
+        self._exit(waiter)
+        waiter.worker = self._workers.of(prefill)
+        self._enter(waiter, self.most_pages)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Make the next pass look again: a request may fit now that did not before."""
+        self._num_changes += 1
+
+    @property
+    def may_admit(self) -> bool:
+        """True if a pass may admit a request. O(1)."""
+        return bool(self._waiters and self._spent_at != self._version and self._pages.can_open)
+
+    def expired(self, now_s: float) -> list[tuple[DecodeRequest, str]]:
+        """Return the requests that have waited too long, each with the reason in words. They still
+        have to be removed. O(1) if there are none."""
+        if self._unstamped:
+            self._stamp(now_s)
+        if self._late.next_s > now_s:
+            return []
+        # The reasons are read before any is removed: they name what holds the pages now.
+        return [(req, self.why(req, now_s)) for req in self._late.due(now_s)]
+
+    def why(self, req: DecodeRequest, now_s: float) -> str:
+        """Describe in words for what a request has waited, and how long."""
+        waiter = self._waiters[req]
+        worker, windows = waiter.worker, self._pages.windows
+        since_s = now_s if waiter.since_s is None else waiter.since_s
+        waited = f"waited {now_s - since_s:.3f} s for"
+        # From the most particular reason to the general one.
+        if waiter.blocked_by == PAGES:
+            pages = f"{req.max_pages} of the pool's {self._pages.num_pages} pages"
+            return f"{waited} pages: it may need {pages}, and {self._why_unproved()}"
+        if worker.address == ALONE:
+            return f"{waited} pages, to be computed here"
+        if not worker.is_open:
+            return f"{waited} prefill worker {worker.address}, which does not answer"
+        if waiter.blocked_by or worker.has_share:
+            has = f"{worker.num_pages} pages, its share of the pool"
+            return f"{waited} pages: prefill worker {worker.address} has {has}"
+        if windows and (short := windows.short_of(WindowStart(req.fill_len, req.max_pages))):
+            return f"{waited} pages of window group {short!r}"
+        return f"{waited} pages"
+
+    # --- pages that can come back -----------------------------------------------------------------
+
+    def unproved(self) -> Unproved:
+        """Count the pages that no running request gives back. O(workers, and requests that the
+        device is busy with); where a worker does not answer, also O(flights)."""
+        pages, away, releases = self._pages.allocator, 0, Releases()
+        # A prefill worker that does not answer may keep its flights open, and their pages, without
+        # limit. Both counts share `releases`, since a prefix with two locks comes back only with
+        # both.
+        if closed := self._workers.closed:
+            for flight in self._ledger.flights:
+                if flight.is_open and flight.source.sends and flight.prefill in closed:
+                    away += flight.pages.num_own + releases.end(flight.pages.lock)
+        stuck = self._stuck_pages(releases)
+        if held := pages.held_pages + pages.quarantined_pages:
+            held -= sum(source.held_pages for source in self._organs)
+        return Unproved(held, away, stuck)
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that a single waiting request can come to have at most."""
+        return self._pages.num_pages - sum(self.unproved())
+
+    def _why_unproved(self) -> str:
+        held, away, stuck = self.unproved()
+        of = ", ".join(self._workers.owners())
+        parts = [
+            (held, "are held for failed rooms until it is proved that nothing writes them"),
+            (away, "are promised to prefill workers that do not answer"),
+            (stuck, "wait for a device event that has raised"),
+        ]
+        missing = "; ".join(f"{num} {what}" for num, what in parts if num)
+        if of and (held or away):
+            missing += f"; prefill workers that have pages in their power: {of}"
+        return missing
+
+    # --- prefixes that the tree evicts last -------------------------------------------------------
+
+    # Entered before an admission evicts, and after a pass that leaves requests waiting. A request
+    # that is admitted from free pages in the first pass after it came is never entered.
+
+    def _enter_wants(self) -> None:
+        """Tell the tree which prefixes are wanted. O(1) or a match for each."""
+        pages = self._pages
+        # At most `MAX_WANTS` per call, which bounds the cost of a pass; the rest follow with later
+        # passes.
+        for waiter in self._unwanted[:MAX_WANTS]:
+            if waiter.want == NOT_ENTERED:
+                if waiter.match is None:
+                    waiter.match = pages.match(waiter.req.key)
+                    assert waiter.match is not None
+                waiter.want = pages.cache.want(waiter.match)
+        del self._unwanted[:MAX_WANTS]
+
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        waiters = [one for one in self._waiters.values() if one.req.request.cacheable]
+        laws = {
+            "what waits is wanted, or not entered yet": not self._pages.caching
+            or {one for one in waiters if one.want == NOT_ENTERED}
+            == {one for one in self._unwanted if one.want != LEFT},
+            "only what waits here is wanted": self._pages.cache.num_wants
+            == sum(one.want > 0 for one in waiters),
+        }
+        check_laws(laws, waiters)
+
+    # --- one waiter -------------------------------------------------------------------------------
+
+    def _look(self, waiter: Waiter, now_s: float) -> Look:
+        """Look at a request again, and note in the waiter the pages that admitting it takes."""
+        req = waiter.req
+        look = self._planner.look(req, waiter.match, now_s, can_ask=not req.is_alone)
+        waiter.match, waiter.new_pages = look.match, look.new_pages
+        waiter.needed_pages, waiter.most_pages = look.needed_pages, look.most_pages
+        return look
+
+    def _plan(self, waiter: Waiter, look: Look, now_s: float) -> Plan | None:
+        """Return the plan of a request that was just looked at, if it fits."""
+        # What it needs now has to leave what is kept back; and all that it may become could be had
+        # by retracting.
+        pages, (space, most) = self._pages, self._ledger.limits()
+        if waiter.is_returned:
+            # All it had may still be cached, so that it needs almost nothing. It would come back at
+            # once, and be retracted again for the page that was missing. So it has to leave a page
+            # for each of the others: then these go on by a step first.
+            space = min(space, pages.available_pages - self._ledger.budget.active)
+        plan = None
+        if (
+            look.needed_pages <= space
+            and look.most_pages <= most
+            and not self._workers.refuses(waiter.worker, look.new_pages)
+        ):
+            plan = self._planner.plan(waiter.req, look, (space, most), now_s)
+        if plan is None:
+            waiter.seen_at = self._version
+        # Before an eviction the tree has to know what the others wait for, or it evicts just that.
+        elif self._unwanted and plan.new_pages + plan.loaded_pages > pages.allocator.free_pages:
+            # Its own match is about to be locked, so it needs no protection.
+            if waiter.want == NOT_ENTERED:
+                waiter.want = LEFT
+            self._enter_wants()
+        return plan
+
+    # --- a pass -----------------------------------------------------------------------------------
+
+    def plans(self, now_s: float) -> Iterator[Plan]:
+        """Make a pass: yield each plan that fits, or for which there is no source. The caller takes
+        what it says, or ends its request, before it goes on. Where a user's policy fails, a request
+        keeps its rank."""
+        self._now_s = now_s
+        if len(self._waiters) > 1:
+            # Something has changed since the last pass: forget what that one had found out, and let
+            # those aside return that now have prospects, before anything is tried.
+            all_back = self._spent_at == self._version or self._bring_back(self.most_pages)
+            yield from self._in_order(now_s)
+            if not all_back:
+                self._spent_at = -1  # the next pass brings more of them back
+        elif self._waiters and (plan := self._alone(now_s)) is not None:
+            yield plan
+        # Only what still waits after the pass: telling the tree of one that was admitted would be
+        # for nothing.
+        if self._unwanted:
+            self._enter_wants()
+
+    def _alone(self, now_s: float) -> Plan | None:
+        """The common case: there is nothing to overtake, and no choice."""
+        (waiter,) = self._waiters.values()
+        version = self._version
+        if self._spent_at == version or not self._pages.can_open:
+            return None
+        if waiter.blocked_by:
+            self._bring_back(self.most_pages)
+        if waiter.worker.is_open and not waiter.blocked_by and waiter.seen_at != version:
+            plan = self._plan(waiter, self._look(waiter, now_s), now_s)
+            if plan is not None:
+                return plan
+            self._bring_back(self.most_pages)
+            if self._policy.overtakes and not waiter.is_returned:
+                # Its new estimate has to be in the order for those that may come.
+                self._renew(waiter)
+            self._step_aside(waiter)
+        self._spent_at = version
+        return None
+
+    def _in_order(self, now_s: float) -> Iterator[Plan]:
+        pages, any_taken = self._pages, False
+        # 1. Requests that nothing may overtake, one after the other. The first that does not fit,
+        # and does not step aside, ends the pass: all that comes behind it waits for it.
+        while (first := self._first_of_all(now_s)) is not None and pages.can_open:
+            plan = None
+            if first.seen_at != self._version:
+                plan = self._plan(first, self._look(first, now_s), now_s)
+            if plan is not None:
+                any_taken = True
+                yield plan
+            elif not self._step_aside(first):
+                self._spent_at = self._version
+                return
+        # 2. Then the policy's order decides. Each round searches from the front again: `_renew` may
+        # reorder, and an admission leaves less space for all the others. Looks that admit nothing
+        # count down, so that a pass is bounded.
+        looks = MAX_LOOKS
+        while looks and self.may_admit and (waiter := self._next_that_may_fit()) is not None:
+            look = self._look(waiter, now_s)
+            if self._renew(waiter) and self._next_that_may_fit() is not waiter:
+                looks -= 1  # its new estimate ranks it behind another
+            elif (plan := self._plan(waiter, look, now_s)) is not None:
+                any_taken = True
+                yield plan
+            else:
+                looks -= 1
+        # 3. An estimate that is too high gets no look above, however wrong it has become. So the
+        # looks that are left go to the oldest ones, one per line and round. An admission may take
+        # the last row, and changes what the others would get: so it ends the pass.
+        workers = self._turns() if self.may_admit else []
+        while looks > 0 and workers and not any_taken:
+            old = [waiter for worker in workers if (waiter := self._oldest_look(worker))]
+            looks, workers = looks - len(old), [waiter.worker for waiter in old]
+            for waiter in old:
+                # The look moves it to the end of `looks`, so the next round takes the next oldest.
+                look = self._look(waiter, now_s)
+                self._renew(waiter)
+                if (plan := self._plan(waiter, look, now_s)) is not None:
+                    any_taken = True
+                    yield plan
+                    break
+        # After an admission the next pass looks again: others may join the flight that has just
+        # started.
+        if not any_taken and pages.can_open:
+            self._spent_at = self._version
+
+    def _oldest_look(self, worker: Worker) -> Waiter | None:
+        waiter: Waiter | None = next(iter(worker.looks), None)
+        return None if waiter is None or waiter.seen_at == self._version else waiter
+
+    def _next_that_may_fit(self) -> Waiter | None:
+        return self._first_that_may_fit(self._version, self._ledger.limits())
+
+    @property
+    def _version(self) -> int:
+        ledger = self._ledger
+        pages, budget = ledger.pages.version, ledger.budget.version
+        return pages + budget + self._num_changes + self._workers.version

@@ -1,0 +1,467 @@
+"""Pages on their way to decode, each brought once, and what brings them.
+
+A *flight* is a segment of a plan on its way: pages of a row, and the `Source` that brings them. It
+brings what is neither in the tree nor on its way, and *joins* the flight that brings the rest; it
+is committed after that one. So flights form trees:
+
+    a: [0, 9)    b joined a at 6: [6, 8)    c joined b at 8: [8, 12)
+
+A plan's last flight has the owner. A flight that loses its request goes on while another waits for
+it. One that will not arrive ends all that wait: their requests ask again.
+
+A flight is complete when its pages are here and the flight that it joined is committed. To commit
+it is to give its pages to the tree, where the flights that joined it find them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
+
+from prefixkv.cache.events import EventFeed
+from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
+from prefixkv.cache.results import MatchResult, PrefixLock, Releases
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.errors import check_laws
+from prefixkv.pages.manager import RequestPages
+from prefixkv.paging import Pages
+from prefixkv.protocol.host_copy import HostCopy, HostCopyDone
+from prefixkv.protocol.ids import PeerId, RoomKey
+from prefixkv.request import DeviceEvent, Request
+
+StartKey: TypeAlias = tuple[Hashable, int, bytes]
+"""A namespace, the page number at which a flight begins, and the packed tokens of that page."""
+
+
+class Release(enum.Enum):
+    """What becomes of a flight's pages when it ends too early."""
+
+    DROP = "drop"  # nothing can land any more: they are free
+    HOLD = "hold"  # a peer or a copy may still write: the room key holds them until a proof
+    AFTER_DEVICE = "after device"  # the engine may still write: they stay the request's
+
+
+class Need(NamedTuple):
+    """What a request lacks: tokens [start, end), behind what is shared, loads included. `key` has
+    those that may be shared, `match` what is cached. `can_ask`: a prefill worker can be asked."""
+
+    req: DecodeRequest
+    key: RadixKey
+    match: MatchResult | None
+    start: int
+    end: int
+    can_ask: bool
+    now_s: float
+
+
+class Segment(NamedTuple):
+    """Tokens [start, end) of a request, and the source that brings them. `found`: what the source
+    begins from."""
+
+    source: Source
+    start: int
+    end: int
+    found: Any = None
+
+
+class Source:
+    """One way to get pages. A source that a configuration does not ask for is not in the list.
+
+    The way of a request: `reach` (up to where), `is_best` (asked only where there are two ways),
+    `begin`, `Flights.arrived` or `give_up`. What else it may hear of follows, and does nothing.
+    """
+
+    name: str
+    sends = False  # over a link that others share, in pages that a peer writes
+    brings_pages_only = False  # and no token to go on with: something else has to come behind it
+    outlives_request = True  # goes on for those that joined, when the request ends
+
+    def reach(self, need: Need) -> Segment | None:
+        """Return what the source can bring of a need; None: nothing. It may begin before it."""
+        raise NotImplementedError
+
+    def is_best(self, need: Need, segment: Segment) -> bool:
+        """Tell whether this way, which another could take the place of, is to be taken."""
+        return True
+
+    def opening(self, req: DecodeRequest, segment: Segment) -> None:
+        """The pages of a request are taken next."""
+
+    def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
+        """Bring a flight, whose pages are taken."""
+        raise NotImplementedError
+
+    def give_up(self, flight: Flight, error: Exception | None) -> Release:
+        """End a flight. `error`: None if the source itself has failed it."""
+        return Release.DROP
+
+    def may_commit(self, flight: Flight) -> bool:
+        """False while the device may still write what the commit would free."""
+        return True
+
+    def shared_key(self, req: DecodeRequest, key: RadixKey) -> RadixKey:
+        """Return the part of a request's key that may be shared."""
+        return key
+
+    def takes_over(self, need: Need) -> int:
+        """Return from which token on the source computes what another one has sent."""
+        return need.end
+
+    def new_pass(self, now_s: float) -> Iterable[tuple[DecodeRequest, Exception]]:
+        """Return requests that would wait for ever, at the beginning of a pass."""
+        return ()
+
+    def stepped(self, reqs: Sequence[DecodeRequest], now_s: float) -> None:
+        """The engine has appended tokens."""
+
+    def committed(self, req: DecodeRequest, flight: Flight) -> None:
+        """A request's KV is whole in the tree, under its lock."""
+
+    def leaving(self, req: DecodeRequest) -> None:
+        """A request's pages are in the tree, and its lock ends next."""
+
+    def dropped(self, req: DecodeRequest) -> None:
+        """A request's pages, or those of its flight, go elsewhere than to the tree."""
+
+    def left(self, key: RadixKey, now_s: float, continues: bool | None) -> None:
+        """A request has left this path to the tree, and the device is done with it."""
+
+    def flushed(self) -> None:
+        """The tree was emptied."""
+
+    def computed_pages(self, pages: Pages, after: DeviceEvent) -> None:
+        """The device may write these pages until `after` is done."""
+
+    def take_copies(self) -> list[HostCopy]:
+        return []
+
+    def copy_ended(self, done: HostCopyDone, now_s: float) -> Flight | None:
+        """Take the end of a copy. Return the flight that it fails."""
+        return None
+
+    def coming_pages(self, releases: Releases) -> int:
+        """Count the pages that the source keeps, and gives back by itself."""
+        return 0
+
+    def feeds(self, worker: PeerId) -> list[EventFeed]:
+        return []
+
+    @property
+    def held_pages(self) -> int:
+        """Pages of flights that have ended, which the source gives back by itself."""
+        return 0
+
+    @property
+    def is_idle(self) -> bool:
+        return True
+
+    @property
+    def locks(self) -> set[PrefixLock]:
+        """Locks in the tree that are the source's own."""
+        return set()
+
+    @property
+    def held_by(self) -> set[RoomKey]:
+        """Keys of flights that have ended, and hold `held_pages`."""
+        return set()
+
+    def check_invariants(self, requests: Sequence[DecodeRequest]) -> None:
+        """Check the source's own laws, and those of the requests that hold pages. Raises
+        InternalError."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Flight:
+    """Pages [start_pages, end_pages) of `key` on their way to the row of `pages`.
+
+    `owner` is the request that runs once they are here; None: only other flights wait for them.
+    `request` is the owner's, or of a load the one that it was begun for. `room_key` names the
+    flight to its source, and holds its pages if it ends too early. `joined` brings what lies before
+    `start_pages` and is not in the tree. `rest`: what follows in the
+    same row, and is computed once the flight is here.
+    """
+
+    source: Source
+    owner: DecodeRequest | None
+    request: Request
+    prefill: str
+    room_key: RoomKey
+    key: RadixKey
+    pages: RequestPages
+    start_pages: int
+    end_pages: int
+    joined: Flight | None
+    rest: Segment | None = None
+    number: int = 0
+    is_open: bool = True  # until its pages are here, or its source has given up
+    start_key: StartKey | None = None  # key in `Flights._by_start`; None: may not be joined
+    waiters: dict[Flight, None] = field(default_factory=dict)  # flights that joined, oldest first
+
+    @property
+    def num_pages(self) -> int:
+        """Number of whole pages that the flight brings."""
+        return self.end_pages - self.start_pages
+
+    def __repr__(self) -> str:
+        owner = self.owner.rid if self.owner is not None else None
+        pages = f"[{self.start_pages}, {self.end_pages})"
+        return f"Flight({self.number}, {owner!r}, {pages} {self.source.name})"
+
+
+class Flights:
+    """All flights, an index of those that may be joined, and those that are complete. Owned by the
+    scheduler's thread.
+
+    A look-up is O(1) if nothing is found; else O(flights on the path), and a memcmp each.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._flights: dict[Flight, None] = {}
+        self._by_owner: dict[DecodeRequest, Flight] = {}
+        # By where a flight begins and the page it begins with. The pages before may differ, so each
+        # is a list.
+        self._by_start: dict[StartKey, list[Flight]] = {}
+        self._complete: deque[Flight] = deque()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def __iter__(self) -> Iterator[Flight]:
+        return iter(self._flights)
+
+    def all(self) -> list[Flight]:
+        """Return all flights, by number. Any thread may call it: the copy is made in one step."""
+        return list(self._flights)
+
+    @property
+    def num_owned(self) -> int:
+        """Number of flights with a request of their own."""
+        return len(self._by_owner)
+
+    def of(self, req: DecodeRequest) -> Flight | None:
+        return self._by_owner.get(req)
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def find(self, key: RadixKey, start_pages: int) -> tuple[Flight | None, int]:
+        """Return the flight that brings most of `key` beyond `start_pages`, and their common end in
+        pages. (None, `start_pages`) if there is none.
+
+        One flight may begin where another ends or is left: they are followed as far as they go, and
+        the last one, which waits for those before, is returned.
+        """
+        found, end = None, start_pages
+        if not self._by_start:
+            return found, end
+        data, page_bytes = key.data, self._page_bytes
+        while True:
+            page = data[end * page_bytes : (end + 1) * page_bytes]
+            bucket = self._by_start.get((key.namespace, end, page))
+            # Also where the key ends: no flight begins with a partial page.
+            if bucket is None:
+                return found, end
+            for flight in bucket:
+                if common := self._common_pages(flight, data, end):
+                    found, end = flight, common
+                    # No other flight of this bucket can match: it would have joined this one.
+                    break
+            else:
+                return found, end
+
+    def _common_pages(self, flight: Flight, data: bytes, start: int) -> int:
+        """Return where `data` and a flight part from `start` on; 0 if before the end of the
+        flight's first page."""
+        page_bytes = self._page_bytes
+        flight_data = flight.key.data
+        # The key compares one page only; the pages before it may differ, and then the KV does.
+        if not data.startswith(memoryview(flight_data)[: (start + 1) * page_bytes]):
+            return 0
+        high = min(flight.end_pages, len(data) // page_bytes)
+        return common_pages(data, flight_data, start + 1, high, page_bytes)
+
+    # --- the life of a flight ---------------------------------------------------------------------
+
+    def enter(self, flight: Flight, shareable: bool) -> None:
+        """Enter a flight; others may join it if it is `shareable` and brings a whole page."""
+        self._count = flight.number = self._count + 1
+        self._flights[flight] = None
+        if flight.owner is not None:
+            self._by_owner[flight.owner] = flight
+        if flight.joined is not None:
+            flight.joined.waiters[flight] = None
+        # It can be found only if it brings a whole page: a partial one is never shared.
+        start, page_bytes = flight.start_pages, self._page_bytes
+        if shareable and start < flight.end_pages:
+            first_page = flight.key.data[start * page_bytes : (start + 1) * page_bytes]
+            flight.start_key = start_key = flight.key.namespace, start, first_page
+            self._by_start.setdefault(start_key, []).append(flight)
+
+    def arrived(self, flight: Flight) -> None:
+        """Note that a flight's pages are here."""
+        flight.is_open = False
+        # Else `commit` appends it, with the flight that it joined.
+        if flight.joined is None:
+            self._complete.append(flight)
+
+    def is_complete(self, flight: Flight) -> bool:
+        """Return True if a flight has arrived and waits for no other."""
+        return not flight.is_open and flight.joined is None
+
+    @property
+    def complete(self) -> deque[Flight]:
+        """Those to be committed, in order."""
+        return self._complete
+
+    def disown(self, flight: Flight) -> None:
+        """Take a flight's owner from it: its request ends, it continues for its waiters."""
+        if flight.owner is not None:
+            del self._by_owner[flight.owner]
+            flight.owner = flight.rest = None
+
+    def commit(self, flight: Flight) -> list[Flight]:
+        """Take out a flight that is in the tree now, and return the flights that waited for it."""
+        # From here on a match finds its pages in the tree, so no flight may be found for them.
+        self._take_out(flight)
+        waiters = list(flight.waiters)
+        flight.waiters.clear()
+        for waiter in waiters:
+            waiter.joined = None
+            if not waiter.is_open:
+                self._complete.append(waiter)
+        return waiters
+
+    def remove(self, flight: Flight) -> list[Flight]:
+        """Take out a flight that is not to be committed. Return the others that end with it, by
+        number: those that wait for it, and those it waited for that nothing else needs."""
+        gone = [flight, *self.waiting_for(flight)]
+        # Upwards: a flight without an owner lived only for those that waited. The first that has an
+        # owner, or another waiter, stays.
+        needless = flight
+        while (above := needless.joined) is not None:
+            del above.waiters[needless]
+            if above.owner is not None or above.waiters:
+                break
+            gone.append(above)
+            needless = above
+        # Links are cut only now: the walks above follow them.
+        for one in gone:
+            self._take_out(one)
+            one.waiters.clear()
+            one.joined = None
+        return sorted(gone[1:], key=attrgetter("number"))
+
+    def waiting_for(self, flight: Flight) -> list[Flight]:
+        """Return the flights that wait for this one, directly or not."""
+        found = list(flight.waiters)
+        for one in found:  # the list grows as waiters of waiters come to light
+            found.extend(one.waiters)
+        return found
+
+    def flush(self) -> list[Flight]:
+        """Take out and return the flights that a flush ends, by number: none of their pages may go
+        to the tree any more. Those without an owner, and those that wait, end. The others continue
+        for their own request alone."""
+        flights = self._flights
+        gone = [one for one in flights if one.joined is not None or one.owner is None]
+        for flight in gone:
+            self._forget(flight)
+            flight.joined = None
+            flight.waiters.clear()
+        # What arrives later is of the old weights: a request that came after the flush must not
+        # join it.
+        for flight in flights:
+            flight.waiters.clear()
+            flight.start_key = None
+        self._by_start.clear()
+        return gone
+
+    def remove_all(self) -> list[Flight]:
+        """Take out every flight. Return them by number."""
+        gone = list(self._flights)
+        for flight in gone:
+            flight.joined = flight.start_key = None
+            flight.waiters.clear()
+        self._flights.clear()
+        self._by_owner.clear()
+        self._by_start.clear()
+        self._complete.clear()
+        return gone
+
+    def _forget(self, flight: Flight) -> None:
+        del self._flights[flight]
+        if flight.owner is not None:
+            del self._by_owner[flight.owner]
+        if not flight.is_open and flight in self._complete:
+            self._complete.remove(flight)
+
+    def _take_out(self, flight: Flight) -> None:
+        self._forget(flight)
+        if flight.start_key is not None:
+            bucket = self._by_start[flight.start_key]
+            bucket.remove(flight)
+            if not bucket:
+                del self._by_start[flight.start_key]
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Raise InternalError if a law of the flights or of the index is broken."""
+        flights, page_bytes = self._flights, self._page_bytes
+        keys = {
+            flight: start_key for start_key, bucket in self._by_start.items() for flight in bucket
+        }
+        laws = {
+            "numbers count up, so that nothing waits for itself": all(
+                a.number < b.number for a, b in pairwise(flights)
+            ),
+            "only owners have a flight": len(self._by_owner)
+            == sum(flight.owner is not None for flight in flights),
+            "no two begin alike": all(
+                not one.key.data.startswith(other.key.data[: (other.start_pages + 1) * page_bytes])
+                for bucket in self._by_start.values()
+                for one, other in combinations(bucket, 2)
+            ),
+            "what is found is on its way": keys.keys() <= flights.keys(),
+            "what has arrived and waits for nothing is complete": sorted(
+                id(flight) for flight in flights if self.is_complete(flight)
+            )
+            == sorted(map(id, self._complete)),
+        }
+        check_laws(laws, list(flights))
+        for flight in flights:
+            above, owner, key = flight.joined, flight.owner, flight.key
+            laws = {
+                "what a flight waits for is older": above is None or above.number < flight.number,
+                "a flight that waits, and the one it waits for, know of each other": (
+                    above is None or (above in flights and flight in above.waiters)
+                )
+                and all(waiter in flights and waiter.joined is flight for waiter in flight.waiters),
+                "a flight that joined shares pages that are on their way, others share none": (
+                    above is not None
+                )
+                == (flight.pages.num_joined > 0),
+                "what is joined is brought": above is None
+                or (
+                    above.start_pages < flight.start_pages <= above.end_pages
+                    and key.data.startswith(above.key.data[: flight.start_pages * page_bytes])
+                    and key.namespace == above.key.namespace
+                ),
+                "without an owner, another flight waits": bool(owner or flight.waiters),
+                "an owner's pages are the flight's": owner is None
+                or (owner.pages_held is flight.pages and self.of(owner) is flight),
+                "a flight begins where it is found": flight.start_key == keys.get(flight)
+                and flight.start_key
+                in (None, (key.namespace, flight.start_pages, _page(flight, page_bytes))),
+            }
+            check_laws(laws, flight, list(flights))
+
+
+def _page(flight: Flight, page_bytes: int) -> bytes:
+    return flight.key.data[flight.start_pages * page_bytes :][:page_bytes]

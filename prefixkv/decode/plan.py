@@ -1,0 +1,248 @@
+"""The plan of a request: where it gets each page that it lacks. Made before any is taken.
+
+    0         match.depth       shared_pages                    fill_len
+    |  cached      |     joined      |  segments, each of a source  |
+    |  (the tree)  |  (on their way) |  loaded | computed or sent   |
+
+A look says what is there, and what the rest takes: the order of those that wait rests on it. A plan
+is made of a look that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from prefixkv.cache.radix_key import RadixKey
+from prefixkv.cache.results import MatchResult
+from prefixkv.decode.flights import Flight, Need, Segment, Source
+from prefixkv.decode.ledger import Ledger
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.pages.manager import RequestPages
+from prefixkv.pages.windows import WindowStart
+
+
+class Look(NamedTuple):
+    """What is there of a request's `key`, as far as it may be shared, and what a load would bring.
+    Admitting the request takes `new_pages` at once, besides those of a load; `needed_pages` have to
+    be available, the reserve included; `most_pages` it may come to take."""
+
+    key: RadixKey
+    match: MatchResult | None
+    joined: Flight | None
+    shared_pages: int
+    loads: tuple[Segment, ...]
+    new_pages: int
+    needed_pages: int
+    most_pages: int
+    loaded_pages: int
+
+
+class Plan(NamedTuple):
+    """What admitting a request takes. True until the tree or a flight changes.
+
+    `segments` share one row: what is sent, or computed, or sent and then computed. None: no source
+    has all that is lacking. Each of `loads` has a row of its own.
+    """
+
+    req: DecodeRequest
+    match: MatchResult | None
+    joined: Flight | None
+    shared_pages: int
+    loads: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
+    new_pages: int
+    needed_pages: int
+    most_pages: int
+    loaded_pages: int = 0
+    group_start: WindowStart | None = None
+    shareable: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.segments)
+
+
+class CachedSource(Source):
+    """Nothing is lacking: the request ran before, and all its KV is cached, or on its way."""
+
+    name = "cached"
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def reach(self, need: Need) -> Segment | None:
+        # Extra state and windows are not cached.
+        is_whole = need.start == need.end and not self._ledger.has_more
+        return Segment(self, need.start, need.end) if is_whole else None
+
+    def begin(self, flight: Flight, segment: Segment, now_s: float) -> None:
+        self._ledger.flights.arrived(flight)
+
+
+class Planner:
+    """Makes looks and plans of the sources that there are, and takes what a plan says.
+
+    `organs` are the sources besides `prefill`, in the order in which they are preferred.
+    """
+
+    def __init__(self, ledger: Ledger, organs: Sequence[Source], prefill: Source) -> None:
+        self._ledger = ledger
+        self._prefill = prefill
+        self._cached = CachedSource(ledger)
+        self._loads = [source for source in organs if source.brings_pages_only]
+        self._makers = [source for source in organs if not source.brings_pages_only]
+
+    def shared_key(self, req: DecodeRequest) -> RadixKey:
+        key = req.key
+        for source in self._makers:
+            key = source.shared_key(req, key)
+        return key
+
+    def match(self, req: DecodeRequest) -> MatchResult | None:
+        return self._ledger.pages.match(self.shared_key(req), req.request.cacheable)
+
+    def look(
+        self, req: DecodeRequest, known: MatchResult | None, now_s: float, *,
+        can_ask: bool = True, joins: bool = True,
+    ) -> Look:  # fmt: skip
+        """Look at what is there. `known`: an earlier `match` of the request, right as long as the
+        tree has not changed."""
+        ledger, page_size = self._ledger, self._ledger.page_size
+        key, match = self.shared_key(req), known
+        # 1. What is cached, and behind that what is on its way.
+        if match is None or not match.is_current:
+            match = ledger.pages.match(key, req.request.cacheable)
+        joined, shared_pages, unprotected = None, 0, 0
+        if match is not None:
+            shared_pages, unprotected = match.depth, match.unprotected_pages
+            if joins:
+                joined, shared_pages = ledger.flights.find(key, shared_pages)
+        # 2. Behind both, what is loaded. That takes pages as what prefill sends does.
+        loads: tuple[Segment, ...] = ()
+        start = shared_pages * page_size
+        if match is not None:
+            for source in self._loads:
+                need = Need(req, key, match, start, req.kv_len, can_ask, now_s)
+                if (load := source.reach(need)) is not None:
+                    loads, start = (*loads, load), load.end
+        # 3. What is missing, now and in the end.
+        new_pages, needed, most = ledger.count(req, shared_pages, unprotected)
+        loaded_pages = start // page_size - shared_pages
+        new_pages -= loaded_pages
+        return Look(key, match, joined, shared_pages, loads, new_pages, needed, most, loaded_pages)
+
+    def plan(
+        self, req: DecodeRequest, look: Look, limits: tuple[int, int], now_s: float
+    ) -> Plan | None:
+        """Plan where a request gets what it lacks: the best way that fits, within the most pages
+        needed and the most ever needed. None if none does; not whole if there is no way."""
+        need, ways = self._need(req, look, not req.is_alone, now_s), []
+        if req.resumed and (segment := self._cached.reach(need)) is not None:
+            ways = [(segment,)]
+        else:
+            ways = [(segment,) for source in self._makers if (segment := source.reach(need))]
+            if (need.can_ask or not ways) and (segment := self._prefill.reach(need)) is not None:
+                is_best = not ways or not ways[0][0].source.is_best(need, ways[0][0])
+                way = self._sent(need, segment) if self._makers else (segment,)
+                ways.insert(0 if is_best else len(ways), way)
+        for way in ways:
+            plan = self._plan(req, look, need, way)
+            start = plan.group_start
+            if (
+                plan.needed_pages <= limits[0]
+                and plan.most_pages <= limits[1]
+                and (start is None or self._ledger.pages.groups.fit(start))
+            ):
+                return plan
+        return None if ways else Plan(req, None, None, look.shared_pages, look.loads, (), 0, 0, 0)
+
+    def needs_no_prefill(self, req: DecodeRequest, now_s: float, *, joins: bool = True) -> bool:
+        """Tell whether the plan of a request would be whole with prefill closed. `joins`: whether
+        it may wait for other flights."""
+        if not self._makers:
+            return False
+        look = self.look(req, None, now_s, can_ask=False, joins=joins)
+        need = self._need(req, look, False, now_s)
+        sources = (self._cached, *self._makers) if req.resumed else self._makers
+        return any(source.reach(need) is not None for source in sources)
+
+    def _need(self, req: DecodeRequest, look: Look, can_ask: bool, now_s: float) -> Need:
+        start = look.loads[-1].end if look.loads else look.shared_pages * self._ledger.page_size
+        return Need(req, look.key, look.match, start, req.kv_len, can_ask, now_s)
+
+    def _sent(self, need: Need, segment: Segment) -> tuple[Segment, ...]:
+        for source in self._makers:
+            if (at := source.takes_over(need)) < segment.end:
+                return segment._replace(end=at), Segment(source, at, segment.end)
+        return (segment,)
+
+    def _plan(self, req: DecodeRequest, look: Look, need: Need, way: tuple[Segment, ...]) -> Plan:
+        ledger, first = self._ledger, way[0]
+        match, joined, shared_pages, loads = look.match, look.joined, look.shared_pages, look.loads
+        counts = look[-4:]
+        if first.start < need.start:
+            # It begins before the end of what is there, so it joins and loads nothing. What is
+            # cached behind its start, or on its way, is found there.
+            joined, loads, shared_pages = None, (), first.start // ledger.page_size
+            if match is not None and match.depth > shared_pages:
+                match = ledger.pages.match(look.key.prefix(first.start))
+            unprotected = 0 if match is None else match.unprotected_pages
+            counts = (*ledger.count(req, shared_pages, unprotected), 0)
+        is_found = first.start < look.shared_pages * ledger.page_size or (
+            # A last page that is not taken, since a token is sampled from it, may be on its way.
+            len(look.key) < len(req.key)
+            and ledger.flights.find(req.key, need.start // ledger.page_size)[0] is not None
+        )
+        start = None
+        if ledger.has_more:
+            at = first.end if first.source.sends else first.start
+            start = WindowStart(at, req.max_pages, *(first.found.windows if first.found else ()))
+        return Plan(
+            req, match, joined, shared_pages, loads, way, *counts, start,
+            match is not None and not is_found,
+        )  # fmt: skip
+
+    def take(self, plan: Plan, now_s: float) -> list[tuple[Flight, Segment]]:
+        """Lock what a plan has found, take its pages, and enter a flight for each of its segments;
+        the last flight is the request's own, and joins those before.
+
+        The plan has counted what this takes, and nothing ran since, so it cannot fail.
+        """
+        req, ledger = plan.req, self._ledger
+        pages, page_size = ledger.pages, ledger.page_size
+        joined, shared_pages = plan.joined, plan.shared_pages
+        flights: list[tuple[Flight, Segment]] = []
+        for load in plan.loads:
+            key = req.key.prefix(load.end)
+            start, shared_pages = shared_pages, load.end // page_size
+            row = pages.open(
+                plan.match, shared_pages - start, now_s, _row(joined), start, is_load=True
+            )
+            joined = Flight(
+                load.source, None, req.request, "", req.room_key, key, row, start, shared_pages,
+                joined,
+            )  # fmt: skip
+            ledger.flights.enter(joined, shareable=True)
+            flights.append((joined, load))
+        first, *rest = plan.segments
+        first.source.opening(req, first)
+        req.pages_held = row = pages.open(
+            plan.match, plan.new_pages, now_s, _row(joined), shared_pages,
+            is_used=bool(flights), start=plan.group_start,
+        )  # fmt: skip
+        req.prefix_len = shared_pages * page_size
+        if req.hashes:
+            row.hashes, req.hashes = req.hashes, []
+            pages.keep_hashes(row)
+        own = Flight(
+            first.source, req, req.request, req.prefill, req.room_key, req.key, row, shared_pages,
+            first.end // page_size, joined, rest[0] if rest else None,
+        )  # fmt: skip
+        ledger.flights.enter(own, plan.shareable)
+        ledger.budget.start(req.rid, req.max_pages - row.num_pages, 0)
+        return [*flights, (own, first)]
+
+
+def _row(flight: Flight | None) -> RequestPages | None:
+    return None if flight is None else flight.pages

@@ -1,0 +1,194 @@
+"""The route of writes through staging memory: what the machines of `staging/` say in the control
+objects, and their copies, gathers on prefill and scatters on decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from prefixkv.config import TransportConfig
+from prefixkv.control.decode.control import DecodeControl
+from prefixkv.control.effects import STAGING, AddPeer, Cancel, CopyDone, Staging
+from prefixkv.control.prefill.control import PrefillControl
+from prefixkv.memory.kv_layout import KVLayout
+from prefixkv.memory.kv_pool import StagingBuffer
+from prefixkv.memory.mesh import Shard
+from prefixkv.memory.stage_copy import StagingCopy, scatter_together, staging_copy
+from prefixkv.memory.staging_area import BLOCK_BYTES
+from prefixkv.protocol.ids import PeerId
+from prefixkv.protocol.machine import Fail
+from prefixkv.protocol.receiver_machine import UnitsStaged
+from prefixkv.runtime.copies import CopyOrder, CopyThreads
+from prefixkv.staging.leases import LeaseCut
+from prefixkv.staging.receiver import (
+    BreakRoom,
+    Grant,
+    Scatter,
+    SectionArrived,
+    StagingPlan,
+    StagingReceiver,
+)
+from prefixkv.staging.sender import CancelStaged, Gather, PostStaged, SendLeaseAsk, StagingSender
+from prefixkv.transport.base import WriteJob
+
+CopySink = Callable[[CopyDone], None]
+
+
+def make_copies(
+    layout: KVLayout, buffer: StagingBuffer, config: TransportConfig, name: str, sink: CopySink
+) -> StagingCopies:
+    workers = CopyPool(config.copy_threads, sink, buffer.device, name)
+    return StagingCopies(layout, buffer, config.lease_bytes, workers)
+
+
+class Workers(Protocol):
+    """The interface of what runs copies: a CopyPool, or a simulation."""
+
+    def submit(self, copy_id: int, copy: Callable[[], None]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class CopyPool(CopyThreads):
+    """The staging copies of a node: each ends with one CopyDone to the sink."""
+
+    def __init__(
+        self, num_threads: int, sink: CopySink, device: str = "cpu", name: str = "node"
+    ) -> None:
+        super().__init__(num_threads, device, f"copy-{name}")
+        self._sink = sink
+
+    def submit(self, copy_id: int, copy: Callable[[], None]) -> None:
+        """Queue a copy. Raises ClosedError after `close`."""
+        self.put(
+            CopyOrder(
+                lambda _start, _stop: copy(),
+                lambda order: self._sink(CopyDone(copy_id, order.error)),
+            )
+        )
+
+
+class StagingCopies:
+    """The copies for a control object's Gather and Scatter. Used by the control thread; the copies
+    run in `workers`.
+
+    `buffer` is the rank's staging memory, in slots of `slot_bytes` on prefill.
+    """
+
+    def __init__(
+        self, layout: KVLayout, buffer: StagingBuffer, slot_bytes: int, workers: Workers
+    ) -> None:
+        self.buffer = buffer
+        self._layout = layout
+        self._slot_bytes = slot_bytes
+        self._workers = workers
+        # By part and unit, built at most a few times.
+        self._copies: dict[tuple[Shard, int], StagingCopy] = {}
+        # Read by workers, changed by the control thread.
+        self.to_peers: dict[PeerId, StagingCopy] = {}
+
+    def do(self, effect: Gather | Scatter) -> None:
+        """Queue a copy. All errors come back in its CopyDone."""
+        if isinstance(effect, Gather):
+            self.gather(effect)
+        else:
+            self.scatter(effect)
+
+    def add_peer(self, added: AddPeer) -> None:
+        """Prepare the gathers for a peer, if it is staged to."""
+        if added.staged and added.memory.parts is not None:
+            self.to_peers[added.peer] = self._copy_of(added.memory.parts[0], added.unit_tokens)
+
+    def remove_peer(self, peer: PeerId) -> None:
+        """Forget a peer. A gather for it that has not started fails, by its CopyDone."""
+        self.to_peers.pop(peer, None)
+
+    def gather(self, effect: Gather) -> None:
+        """Queue a gather into its slot. All errors come back in its CopyDone, as with `scatter`."""
+
+        def run() -> None:
+            # In the worker, so that a peer that is removed meanwhile fails this copy alone.
+            stage = self.buffer.slice(effect.slot * self._slot_bytes, effect.num_bytes)
+            self.to_peers[effect.peer].gather(effect.src_units, stage)
+
+        self._workers.submit(effect.gather_id, run)
+
+    def scatter(self, effect: Scatter) -> None:
+        """Queue a scatter of a lease's sections into pages."""
+
+        def run() -> None:
+            parts = [
+                (
+                    self._copy_of(effect.parts[section.rank], effect.unit_tokens),
+                    self.buffer.slice(section.offset, section.num_bytes),
+                )
+                for section in effect.sections
+            ]
+            scatter_together(parts, effect.units)
+
+        self._workers.submit(effect.lease_id, run)
+
+    def close(self) -> None:
+        self._workers.close()
+
+    def _copy_of(self, part: Shard, unit_tokens: int) -> StagingCopy:
+        """Built on first use, since it holds tables of the whole pool. Two threads may both build
+        one; one of them is kept."""
+        copy = self._copies.get((part, unit_tokens))
+        if copy is None:
+            copy = self._copies[part, unit_tokens] = staging_copy(
+                self._layout, part, unit_tokens, self.buffer.device
+            )
+        return copy
+
+
+# --- prefill: what the sender says ----------------------------------------------------------------
+
+
+def _ask(control: PrefillControl, ask: SendLeaseAsk, now_s: float) -> None:
+    if (peer := control._peers.find(ask.peer)) is not None:
+        control._peers.send(peer, ask.ask, now_s)
+
+
+def _post(control: PrefillControl, post: PostStaged, now_s: float) -> None:
+    # Rounded up: slots and leases are whole blocks, so the last one stays inside both.
+    blocks = np.arange(-(-post.num_bytes // BLOCK_BYTES), dtype=np.int32)
+    src = blocks + np.int32(post.slot * (control.staging.slot_bytes // BLOCK_BYTES))
+    dst = blocks + np.int32(post.dst_offset // BLOCK_BYTES)
+    tag = control.tag(post, post.piece, post.lease_id)
+    control._out.append(WriteJob(post.write_id, post.peer, src, dst, tag, route="staging"))
+
+
+def _cancel(control: PrefillControl, cancel: CancelStaged, now_s: float) -> None:
+    control._out.append(Cancel(cancel.write_id))
+
+
+# --- decode: what the receiver says of rooms ------------------------------------------------------
+
+
+def _grant(control: DecodeControl, action: Grant, now_s: float) -> None:
+    # The room may have ended since staging decided; then nothing is to be granted.
+    if (room := control._rooms.get(action.key)) is not None:
+        control._rooms.tell(room, action.rank, action.grant, now_s)
+
+
+def _arrived(control: DecodeControl, action: SectionArrived, now_s: float) -> None:
+    if (room := control._rooms.get(action.key)) is not None:
+        control._rooms.on(room, UnitsStaged(action.rank, action.num_units), now_s)
+
+
+def _break(control: DecodeControl, action: BreakRoom, now_s: float) -> None:
+    if (room := control._rooms.get(action.key)) is not None:
+        control._rooms.on(room, Fail(action.error), now_s)
+
+
+def install() -> None:
+    STAGING[:] = [
+        Staging(StagingSender, StagingReceiver, LeaseCut.into, StagingPlan.of, make_copies)
+    ]
+    PrefillControl.INSIDE |= {SendLeaseAsk: _ask, PostStaged: _post, CancelStaged: _cancel}
+    PrefillControl.EFFECTS |= {Gather}
+    DecodeControl.INSIDE |= {Grant: _grant, SectionArrived: _arrived, BreakRoom: _break}
+    DecodeControl.EFFECTS |= {Scatter}

@@ -1,0 +1,96 @@
+"""Faults that a rewrite of admission made once, each as a call of the scheduler's shows it; three
+more are in `test_admission.py`, `test_host_tier.py` and `test_retries.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prefixkv.admission import AdmissionPolicy
+from prefixkv.config import ComputeConfig
+from prefixkv.decode.request import DecodeRequest
+from prefixkv.decode.sources import Sources
+from prefixkv.decode.workers import Workers
+from tests.unit.decode.desk import Desk, OpenRoom
+from tests.unit.decode.test_host_tier import HostDesk, prompt
+
+
+@pytest.mark.parametrize("admission", ["fifo", "hit_aware", "priority"])
+@pytest.mark.parametrize("patience_s", [0.0, 1e9])
+def test_no_pass_admits_beyond_the_last_row(admission: str, patience_s: float) -> None:
+    desk = Desk(40, rows=2, admission=admission, patience_s=patience_s)
+    reqs = [desk.add(rid, 4, max_new=1, priority=place) for place, rid in enumerate("abcde")]
+    desk.now_s = 1.0
+    left = {req.rid for req in reqs}
+    while left:
+        admitted = desk.admit()
+        assert len(admitted) == min(2, len(left))
+        assert desk.admit() == []
+        for req in reqs:
+            if req.rid in admitted:
+                desk.succeed(req.room_key)
+        for rid in desk.transferred():
+            desk.finish(next(req for req in reqs if req.rid == rid))
+            left.remove(rid)
+    desk.commands()
+    desk.at_rest()
+
+
+def test_what_may_not_be_cached_is_not_loaded() -> None:
+    desk = HostDesk()
+    desk.leave_in_host_memory()
+    alone = desk.add("b", prompt("a", 22), cacheable=False)
+    shares = desk.add("c", prompt("a", 22))
+    assert desk.admit() == ["b", "c"]
+    assert [len(order.host_pages) for order in desk.orders() if order.is_load] == [4]
+    assert (alone.prefix_len, shares.prefix_len) == (0, 16)
+
+
+def test_one_that_names_no_worker_and_lacks_too_much_fails_once_its_pages_are_there() -> None:
+    sources = Sources(ComputeConfig(below=4, down_below=7), fails_over=True)
+    desk = Desk(8, sources=sources, admission="fifo")
+    running = desk.start("R", 24, max_new=1)
+    req = desk.add("a", 16, max_new=1, prefill="")
+    behind = desk.add("b", 4, max_new=1, prefill="")
+    assert desk.admit() == []
+    desk.finish(running)
+    assert desk.admit() == ["b"]
+    assert "it names none" in str(req.error)
+    assert desk.pop_failed() == [req]
+    assert desk.scheduler.pop_local(0.0) == [behind]
+
+
+def test_a_policy_that_raises_leaves_no_worker_behind() -> None:
+    class Broken(AdmissionPolicy):
+        def rank(self, req: DecodeRequest, new_pages: int) -> Any:
+            raise ZeroDivisionError
+
+    desk = Desk(workers=Workers(gated=True), admission=Broken())
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            desk.add("a", prefill="q")
+    assert desk.scheduler.workers.all() == []
+    assert desk.commands() == []
+
+
+def test_a_blocked_head_costs_no_match_while_nothing_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though the tree has changed since its last look: nothing has come back by that."""
+    desk = Desk(8, admission="fifo")
+    running = desk.start("a", 15, 8, outputs=1)
+    head = desk.add("big", 20)
+    assert desk.admit() == []
+    desk.pages.cache.version += 1
+    matches: list[Any] = []
+    match = desk.pages.match
+    monkeypatch.setattr(desk.pages, "match", lambda *args: matches.append(args) or match(*args))
+    for _ in range(3):
+        assert desk.admit() == []
+    assert not matches
+    desk.finish(running)
+    assert desk.admit() == ["big"]
+    assert len(matches) == 1
+    assert sum(isinstance(one, OpenRoom) for one in desk.commands()) == 2
+    assert head.prefix_len == 0
