@@ -108,7 +108,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
     installers: ClassVar[dict[str, Callable[[Any, Any], None]]] = {}
     # The same for `ranks=`: the check of it, and what makes this rank 0 of several.
     lead: ClassVar[tuple[Callable[[object], None], Callable[..., None]] | None] = None
-    leader: Leader[Command]
+    leader: Leader[Any]
     _logged: Iterable[Any] = ()  # prefill's requests
     _command: Callable[[Command | Fence], None]  # to the control objects of all ranks
     # Keys that `stats` has from the start, at 0.
@@ -408,7 +408,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
         self.leader = OneRank(self.transfers.submit, self.hear)
         if self._ranks is not None and self.lead is not None:
             self.lead[1](self, spec, self._ranks, host_pages)
-        self._command = self.leader.command  # type: ignore[assignment]
+        self._command = self.leader.command
 
     def _take(self, event: E, now_s: float) -> None:
         self.leader.on(0, event, now_s)
