@@ -110,7 +110,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
     installers: ClassVar[dict[str, Callable[[Any, Any], None]]] = {}
     # The same for `ranks=`: the check of it, and what makes this rank 0 of several.
     lead: ClassVar[tuple[Callable[[object], None], Callable[..., None]] | None] = None
-    leader: Leader[Command]
+    leader: Leader[Any]
     _logged: Iterable[Any] = ()  # prefill's requests
     _command: Callable[[Command | Fence], None]  # to the control objects of all ranks
     # Keys that `stats` has from the start, at 0.
