@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefixkv.errors import AbortedError, RequestError, shown
+from prefixkv.errors import AbortedError, AuxTooLargeError, RequestError, shown
 from prefixkv.pages.manager import PageManager
 from prefixkv.pages.requests import PagedRequest
-from prefixkv.paging import MAX_INDEX, pages_for, whole_pages
+from prefixkv.paging import MAX_INDEX, Pages, pages_for, whole_pages
+from prefixkv.protocol.commands import GroupChunk
 from prefixkv.protocol.ids import RoomKey
 from prefixkv.request import DeviceEvent, Request, check_event, whole_number
 from prefixkv.stats import Journal
@@ -106,12 +107,24 @@ class WindowPlan:
         end_page = pages_for(end, self.page_size) if last else whole_pages(end, self.page_size)
         return Span(self.cursor_page, max(self.cursor_page, end_page))
 
+    def chunk(self, span: Span, first_page: int, ids: Pages) -> GroupChunk:
+        """Return a copy of this span of `ids`, those from page `first_page` on."""
+        sent = ids[span.first_page - first_page : span.end_page - first_page].copy()
+        return GroupChunk(span.first_page - self.first_page, sent)
+
+
+def state_of(state_slot: int) -> tuple[GroupChunk, ...]:
+    """Return the extra state in this slot as what goes with a chunk; -1: none."""
+    return (GroupChunk(0, np.array([state_slot], np.int32)),) if state_slot >= 0 else ()
+
 
 def checked_chunk(
-    end: int, state_slot: int, aux: bytes, last: bool, ready: DeviceEvent | None
-) -> tuple[int, int, bytes]:
+    end: int, state_slot: int, aux: bytes, last: bool, ready: DeviceEvent | None,
+    num_slots: int, max_aux_bytes: int,
+) -> tuple[int, int, bytes]:  # fmt: skip
     """Return `end`, `state_slot` and `aux` as the types that travel. Raises RequestError for
-    another type, an `aux` without `last`, and a `ready` without `query()`."""
+    another type, an `aux` without `last`, a slot that is none of `num_slots`, or not with `last`
+    and only then, and a `ready` without `query()`. AuxTooLargeError."""
     end = whole_number("end", end, 0, MAX_INDEX + 1)
     state_slot = whole_number("state_slot", state_slot, -1, MAX_INDEX + 1)
     if not isinstance(aux, bytes | bytearray | memoryview):
@@ -125,6 +138,11 @@ def checked_chunk(
         raise RequestError(f"aux cannot be read: {error}") from None
     if aux and not last:
         raise RequestError("aux travels with the last chunk")
+    if len(aux) > max_aux_bytes:
+        raise AuxTooLargeError(len(aux), max_aux_bytes)
+    if not (0 <= state_slot < num_slots if last and num_slots else state_slot == -1):
+        wanted = f"one of {num_slots} with the last chunk, and only then" if num_slots else "none"
+        raise RequestError(f"state slot {state_slot} was handed over where {wanted} is needed")
     return end, state_slot, aux
 
 
