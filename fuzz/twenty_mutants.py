@@ -316,7 +316,7 @@ MUTANTS = (
         "H14", "prefill goes on behind pages without a state",
         ("PrefillBootstrapQueue._usable_tokens",),
         "return 0 if self._found is None else self._found.depth * self._pages.page_size",
-        "return req.dense_pages * self._pages.page_size",
+        "return self._dense_pages * self._pages.page_size",
         ("prefill/test_state_checkpoints.py::test_pages_without_a_state_are_not_gone_on_from",),
     ),
     Mutant(

@@ -22,15 +22,10 @@ from prefixkv.pages.request_checkpoints import RequestCheckpoints
 
 class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
     """Checkpoints as a decode worker's requests use them. The slots of the StatePool are those of
-    the requests, then those of the checkpoints.
-
-    `cut_tokens` counts tokens whose KV was cached, and that are computed again, since no checkpoint
-    lay behind them.
-    """
+    the requests, then those of the checkpoints."""
 
     def __init__(self, pages: PageManager, tokens: int) -> None:
         super().__init__(pages, 0 if pages.slots is None else pages.slots.num_pages, tokens)
-        self.cut_tokens = 0
 
     # --- where a request goes on ------------------------------------------------------------------
 
@@ -57,10 +52,6 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         if can_save and req.fill_len - at <= most and at >= shared_pages * self._page_size:
             return at or req.fill_len
         return req.fill_len
-
-    def begin(self, req: DecodeRequest, dense_pages: int) -> None:
-        super().begin(req, dense_pages)
-        self.cut_tokens += max(0, dense_pages * self._page_size - req.prefix_len)
 
     def go_on_from_sent(self, req: DecodeRequest, at: int) -> None:
         """Go on from `at`, where what was sent becomes a checkpoint before it moves on."""

@@ -344,6 +344,7 @@ class Node(OneThread, PagedScheduler[Req, Command], Generic[Req, Command, To, E]
             "slots_free": slots.free_pages if slots is not None else 0,
             "slots_held": slots.held_pages + slots.quarantined_pages if slots is not None else 0,
             **page_manager.windows.counts(),
+            "cut_tokens": 0 if points is None else points.cut_tokens,
             "checkpoints": 0 if points is None else len(points),
             "checkpoint_slots": 0 if points is None else points.num_slots,
             "checkpoints_evicted": 0 if points is None else points.evicted,

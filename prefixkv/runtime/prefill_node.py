@@ -28,7 +28,7 @@ from prefixkv.runtime.rank_spec import (
 from prefixkv.runtime.transfers import MakeTransport
 
 _COUNTERS = (
-    *COUNTERS, "bytes_sent", "cut_tokens", "decode_hit_tokens", "followed", "hit_tokens",
+    *COUNTERS, "bytes_sent", "decode_hit_tokens", "followed", "hit_tokens",
     "never_promised", "overtaken", "refused_by_peers", "sent", "staging_bytes_staged",
     "staging_pieces_written", "writes_done", "writes_drained_by_renewal", "writes_failed",
 )  # fmt: skip
