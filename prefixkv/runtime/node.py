@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
@@ -46,6 +46,8 @@ COUNTERS = (
 
 class Ranks(Protocol):
     """`ranks=` of a node: what it says to the other ranks of its worker, a RankLog."""
+
+    endpoints: Sequence[str]  # of the other ranks of a prefill worker, in order
 
     def take(self, pages: PageManager, requests: Iterable[Any]) -> bytes: ...
 
