@@ -77,6 +77,19 @@ def test_the_block_that_is_partly_filled_flies_for_its_request_alone() -> None:
     made.check_invariants()
 
 
+def test_what_waits_for_a_load_goes_on_as_soon_as_its_client_leaves() -> None:
+    """Before prefill has heard of it, and proved that nothing is written any more."""
+    made = side()
+    first, second = load("1", 1), load("2", 2)
+    for request in (first, second):
+        made.on_new_request(request)
+    made.allocated(first, range(8), 30)
+    assert made.count_loadable(second, 0) == (None, False)
+    made.finished(first, range(8))
+    assert made.count_loadable(second, 0) == (30, True)
+    made.check_invariants()
+
+
 def _nothing() -> object:
     empty = SimpleNamespace(req_ids=[], num_computed_tokens=[])
     return SimpleNamespace(
