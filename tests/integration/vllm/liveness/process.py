@@ -109,9 +109,6 @@ class Thread(ControlThread[Any, Any]):
     def _failed(self, error: Exception) -> None:
         raise error
 
-    def _fail_frame(self, frame: Any, error: Exception, now_s: float) -> None:
-        raise error
-
     def close(self) -> None:
         self._closed = True
         self._close_inboxes()
