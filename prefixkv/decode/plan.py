@@ -149,7 +149,8 @@ class Planner:
     ) -> Plan | None:
         """Plan where a request gets what it lacks: the best way that fits, within the most pages
         needed and the most ever needed. None if none does; not whole if there is no way."""
-        need, ways = self._need(req, look, not req.is_alone, now_s), []
+        need = self._need(req, look, not req.is_alone, now_s)
+        ways: list[tuple[Segment, ...]] = []
         if req.resumed and (segment := self._cached.reach(need)) is not None:
             ways = [(segment,)]
         else:
