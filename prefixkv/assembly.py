@@ -7,8 +7,10 @@ leave one out, delete it and its lines here. `tests/repository/test_amputation.p
 from __future__ import annotations
 
 from prefixkv import policies as policies
+from prefixkv.decode.host_tier import HostSource
+from prefixkv.decode.scheduler import DecodeScheduler
 from prefixkv.kv_events import publisher
-from prefixkv.runtime import following_rank, record, staging
+from prefixkv.runtime import following_rank, host_copies, record, staging
 from prefixkv.runtime.death import ProverThread
 from prefixkv.runtime.decode_node import DecodeNode as DecodeNode
 from prefixkv.runtime.decode_transfers import DecodeTransfers as DecodeTransfers
@@ -25,6 +27,8 @@ from prefixkv.transport.transports import MAKERS
 
 Node.installers["kv_events"] = publisher.install
 Node.installers["record"] = record.install
+DecodeNode.make_host = host_copies.HostMemory
+DecodeScheduler.host_source = HostSource
 Node.lead = following_rank.check_log, following_rank.lead
 Transfers.prover = ProverThread
 MAKERS["shm"] = ShmTransport

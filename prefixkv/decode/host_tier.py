@@ -28,9 +28,8 @@ from prefixkv.cache.radix_cache import RadixCache
 from prefixkv.cache.radix_key import TOKEN_BYTES, RadixKey, common_pages
 from prefixkv.cache.results import MatchResult, PrefixLock, Releases
 from prefixkv.decode.flights import Flight, Need, Release, Segment, Source
-from prefixkv.decode.ledger import Ledger
+from prefixkv.decode.ledger import HostPages, Ledger
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.services import FRESH_S
 from prefixkv.decode.sources import Lack, Sources
 from prefixkv.errors import UserErrors, check_laws
 from prefixkv.pages.allocator import PageAllocator
@@ -42,6 +41,9 @@ from prefixkv.request import DeviceEvent
 
 HOST: Final = "host memory"
 """In place of a decode worker's name in the key by which a load holds its pages; no room has it."""
+
+FRESH_S: Final = 60.0
+"""Seconds after which what loads took is no longer used: the load may be another by then."""
 
 _MOST_WRITES: Final = 32  # under way at once
 _MOST_DUE: Final = 1024  # paths that wait to be written
@@ -518,15 +520,6 @@ def load_key(number: int) -> RoomKey:
     return RoomKey(number, 0, HOST)
 
 
-class HostPages(NamedTuple):
-    """Pages of host memory behind the pool. `ready` says how many of them, from the first on, can
-    be used by now; None: all."""
-
-    num_pages: int
-    policy: str | Policy
-    ready: Callable[[], int] | None = None
-
-
 class HostSource(Source):
     """What host memory has behind what is cached or on its way: loaded by a copy.
 
@@ -608,6 +601,9 @@ class HostSource(Source):
     def computed_pages(self, pages: Pages, after: DeviceEvent) -> None:
         self.tier.computed(pages, after)
 
+    def feeds(self, worker: PeerId) -> list[EventFeed]:
+        return [EventFeed(self.tier.cache, *worker, is_host=True)]
+
     def left(self, key: RadixKey, now_s: float, continues: bool | None) -> None:
         self.tier.leave(key, now_s, continues)
 
@@ -616,9 +612,6 @@ class HostSource(Source):
 
     def coming_pages(self, releases: Releases) -> int:
         return self.tier.held_pages + sum(map(releases.end, self.tier.pins))
-
-    def feeds(self, worker: PeerId) -> list[EventFeed]:
-        return [EventFeed(self.tier.cache, *worker, is_host=True)]
 
     @property
     def held_pages(self) -> int:

@@ -17,12 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import assert_never
+from typing import Any, ClassVar, assert_never
 
 from prefixkv.addresses import check_prefill
 from prefixkv.cache.events import EventFeed
 from prefixkv.cache.radix_key import token_list
-from prefixkv.cache.results import PrefixLock
 from prefixkv.config import DecodeConfig
 from prefixkv.decode.admission import Admission
 from prefixkv.decode.audit import check_decode
@@ -30,8 +29,8 @@ from prefixkv.decode.compute_source import CheckpointedCompute, ComputeSource
 from prefixkv.decode.ending import End, Ending
 from prefixkv.decode.flights import Flight, Source
 from prefixkv.decode.growth import BatchGrowth
-from prefixkv.decode.host_tier import HostPages, HostSource, HostTier
 from prefixkv.decode.journal import DecodeJournal
+from prefixkv.decode.ledger import HostPages as HostPages
 from prefixkv.decode.ledger import Ledger
 from prefixkv.decode.plan import Plan, Planner
 from prefixkv.decode.request import (
@@ -98,6 +97,7 @@ class DecodeParts:
             `prefill_lost` answer.
         ticket: draws a number for each use of a room, never twice the same. In a service no other
             process may guess it.
+        host: pages behind those of the device, if there are any.
     """
 
     sources: Sources = field(default_factory=Sources)
@@ -114,6 +114,8 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
     here of requests with extra state or windows.
     """
 
+    # What loads from the pages of `DecodeParts.host`; `assembly.py` puts it here.
+    host_source: ClassVar[Any]
     journal: DecodeJournal
     max_waiting = 1_000_000
 
@@ -130,11 +132,11 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         self.budget, self.flights = self.ledger.budget, self.ledger.flights
         # What brings pages, in the order in which it is preferred; prefill is always there.
         self.points: DecodeCheckpoints | None = None
-        self.host: HostTier[PrefixLock] | None = None
+        self.host: Any = None  # the tier of that source
         self.compute = ComputeSource(self.ledger, parts.sources)
         self._organs: list[Source] = []
         if parts.host is not None:
-            host = HostSource(self.ledger, parts.host, parts.sources)
+            host = self.host_source(self.ledger, parts.host, parts.sources)
             self.host = host.tier
             self._organs.append(host)
         if parts.sources.config is not None:
@@ -350,12 +352,6 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
         longer for it than `ComputeConfig.itl_share` says; 0 where that step has to go without, and
         without a `DecodeConfig.compute`. O(1)."""
         return self.sources.chunk_tokens(self.ledger.num_running)
-
-    @property
-    def further_prompt_tokens(self) -> int:
-        """Tokens of `chunk_tokens` that each prompt after the first in a step counts for, besides
-        its own; 0 where nothing runs, or none was measured. O(1)."""
-        return self.sources.further_prompt_tokens(self.ledger.num_running)
 
     def pop_failed(self, after: DeviceEvent | None = None) -> list[DecodeRequest]:
         """Return the requests that failed or were aborted; `req.error` says why. Leave their pages.
@@ -801,19 +797,13 @@ class DecodeScheduler(PagedScheduler[DecodeRequest, DecodeCommand]):
 
     def _admit(self, plan: Plan, now_s: float) -> None:
         """Carry out a plan."""
-        req, first, page_size = plan.req, plan.segments[0], self.pages.page_size
+        req = plan.req
         flights = self._planner.take(plan, now_s)
         req.become(DecodeState.PREALLOCATED)
         self.waiting.remove(req)
-        num_joined = plan.shared_pages - (0 if plan.match is None else plan.match.depth)
-        num_sent = pages_for(first.end, page_size) - first.start // page_size
-        last = plan.segments[-1]
-        self.journal.admitted(
-            req, num_sent if first.source.sends else 0, num_joined * page_size, now_s,
-            plan.loaded_pages * page_size, 0 if last.source.sends else last.end - last.start,
-        )  # fmt: skip
+        self.journal.admitted(req, plan.counts(self.pages.page_size), now_s)
         # A worker may have the first attempt, where that is not asked late.
-        if not first.source.sends and not req.is_alone and self.prefill.may_have(req):
+        if not plan.segments[0].source.sends and not req.is_alone and self.prefill.may_have(req):
             self._refuse_waiting(req, AbortedError(f"request {req.rid!r} is computed by decode"))
         req.is_alone = not req.prefill  # the next admission is decided by what is known then
         for flight, segment in flights:

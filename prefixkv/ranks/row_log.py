@@ -12,7 +12,7 @@ that have changed or ended. Prefill works alike. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -171,10 +171,11 @@ class RankLog:
     The engine broadcasts the bytes once a pass, before the step whose attention reads the rows.
     Ranks may apply late and at different times. Rank 0's `after=` events stand for all ranks: a
     step that has ended there has passed its last all-reduce, so every rank has read all of its
-    pages.
+    pages. `endpoints`: of prefill's other ranks, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, endpoints: Sequence[str] = ()) -> None:
+        self.endpoints = endpoints
         self.num_batches = 0
         self.sizes: RankSizes | None = None  # set by rank 0's node
         self._commands: list[Any] = []

@@ -7,12 +7,13 @@ own threads (control, transport) are started here and joined by `close`.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any, ClassVar
 
-from prefixkv.config import DecodeConfig
+from prefixkv.config import DecodeConfig, HostConfig
 from prefixkv.control.lives import LostPeers
 from prefixkv.decode import journal as decode_journal
 from prefixkv.decode.request import DecodeRequest
-from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler, HostPages
+from prefixkv.decode.scheduler import DecodeParts, DecodeScheduler
 from prefixkv.decode.sources import Sources
 from prefixkv.decode.workers import Workers
 from prefixkv.errors import ConfigError
@@ -24,7 +25,6 @@ from prefixkv.protocol.events import DecodeEvent
 from prefixkv.protocol.ids import PeerId
 from prefixkv.request import DeviceEvent, check_event
 from prefixkv.runtime.decode_transfers import DecodeTransfers
-from prefixkv.runtime.host_copies import HostMemory
 from prefixkv.runtime.node import COUNTERS, Node, Ranks
 from prefixkv.runtime.rank_spec import (
     RankSpec,
@@ -74,7 +74,9 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
     side = "decode"
     config: DecodeConfig
     transfers: DecodeTransfers
-    _host: HostMemory | None = None
+    # What makes the memory that the setting `host_memory` asks for (`assembly.py`).
+    make_host: ClassVar[Any] = None
+    _host: Any = None
     _counters = _COUNTERS
 
     def __init__(
@@ -108,12 +110,11 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
         layout, host = pool.layout, None
         with ExitStack() as undo:
             if config.host_memory is not None:
-                self._host = memory = HostMemory(pool, config.host_memory, config.name)
+                self._host = memory = host_memory(pool, config.host_memory, config.name)
                 # Copies that run end before `close` does: the caller may give the pool back then.
                 self.on_close(memory.close)
                 undo.callback(memory.close)
-                policy = config.host_memory.policy or config.policy
-                host = HostPages(memory.num_pages, policy, lambda: memory.ready_pages)
+                host = memory.pages(config.host_memory.policy or config.policy)
             settings = config.for_page_manager(layout.num_pages, spec.num_slots)
             pages = self._make_pages(spec, settings)
             undo.callback(pages.cache.policy.release)
@@ -219,6 +220,13 @@ class DecodeNode(Node[DecodeRequest, DecodeCommand, str, DecodeEvent], DecodeSch
                 if self._ranks is not None:
                     self._ranks.copy(order)
         super()._tell()
+
+
+def host_memory(pool: KVPool, config: HostConfig, name: str) -> Any:
+    """Make the host memory of a rank. Raises ConfigError as `HostMemory`."""
+    if DecodeNode.make_host is None:
+        raise ConfigError("host_memory: this installation has no part for it")
+    return DecodeNode.make_host(pool, config, name)
 
 
 def _check_decode_checkpoints(config: DecodeConfig, spec: RankSpec) -> None:

@@ -16,8 +16,8 @@ from prefixkv.protocol.ids import PeerId
 from prefixkv.ranks.leader import RankLeader, pack_rank_events
 from prefixkv.ranks.row_log import RankLog, RankSizes, RowFollower
 from prefixkv.request import DeviceEvent, check_event
+from prefixkv.runtime.decode_node import host_memory
 from prefixkv.runtime.decode_transfers import DecodeTransfers
-from prefixkv.runtime.host_copies import HostMemory
 from prefixkv.runtime.node import Node
 from prefixkv.runtime.one_thread import OneThread
 from prefixkv.runtime.prefill_transfers import PrefillTransfers
@@ -52,7 +52,7 @@ class FollowingRank(OneThread, RowFollower):
 
     side: ClassVar[str]
     transfers: Transfers[Any, Any, Any]
-    _host: HostMemory | None = None
+    _host: Any = None
 
     def _follow(self, spec: RankSpec, config: DecodeConfig | PrefillConfig) -> None:
         if spec.rank == 0:
@@ -158,7 +158,7 @@ class DecodeRank(FollowingRank):
         # If a part fails, those before it are undone.
         with ExitStack() as undo:
             if config.host_memory is not None:
-                self._host = HostMemory(pool, config.host_memory, f"{config.name}/{rank}")
+                self._host = host_memory(pool, config.host_memory, f"{config.name}/{rank}")
                 undo.callback(self._host.close)
             self._follow(spec, config)
             if self._host is not None:

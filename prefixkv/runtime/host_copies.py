@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from prefixkv.cache.eviction.policy import Policy
 from prefixkv.config import HostConfig
+from prefixkv.decode.ledger import HostPages
 from prefixkv.errors import PageStateError
 from prefixkv.memory.host_pool import HostPool
 from prefixkv.memory.kv_layout import KVLayout
@@ -117,6 +119,10 @@ class HostMemory:
     def ready_pages(self) -> int:
         """Pages that can be used by now, from the first on."""
         return self._pool.ready_pages
+
+    def pages(self, policy: str | Policy) -> HostPages:
+        """Return what a scheduler needs to know of it."""
+        return HostPages(self.num_pages, policy, lambda: self.ready_pages)
 
     def submit(self, order: HostCopy, after: DeviceEvent | None = None) -> None:
         """Begin a copy, once a thread is free and the device has done what `after` stands for."""

@@ -890,7 +890,7 @@ def simulation(seed: int, storm: Storm | None = None, **more: Any) -> EngineSim:
     )  # fmt: skip
 
 
-def with_windows(seed: int, storm: Storm | None = None) -> EngineSim:
+def with_windows(seed: int) -> EngineSim:
     """Workers of one to four ranks, of equal and of unequal sizes, and layers that keep a window,
     of as many heads as the first ones, or of twice as many; with checkpoints and without."""
     chance = random.Random(seed)
@@ -900,7 +900,7 @@ def with_windows(seed: int, storm: Storm | None = None) -> EngineSim:
         num_heads=chance.choice([1, max(ranks), max(ranks)]), staging=chance.choice([0, 1.5]),
     )  # fmt: skip
     return EngineSim(
-        seed, storm_of(chance, _STORM) if storm is None else storm, shape,
+        seed, storm_of(chance, _STORM), shape,
         decode_pages=chance.choice([14, 18, 40]), prefill_pages=chance.choice([16, 32]),
         failure_policy=chance.choice(["fail", "retry"]),
         window=chance.choice([2, 5, 9, 14]), window_pages=(48, chance.choice([10, 30])),

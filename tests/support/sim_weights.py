@@ -102,9 +102,9 @@ def weights_pair(seed: int) -> WeightsSim:
     return WeightsSim(seed, Storm(), Shape(num_layers=1, num_heads=1, head_bytes=8), move_rate=0.03)
 
 
-def weights_simulation(seed: int, storm: Storm | None = None) -> WeightsSim:
+def weights_simulation(seed: int) -> WeightsSim:
     """As `sim_engines.simulation`, with moves."""
-    like = engine_simulation(seed, storm)
+    like = engine_simulation(seed)
     chance = random.Random(seed)
     return WeightsSim(
         seed, like.storm, like.shape, decode_pages=like.decode_pages,

@@ -146,11 +146,6 @@ class DecodeControl(ControlInbox[DecodeInput, DecodeEffect]):
         return min(self.timers.next_s, self._links.deaths.due_s)
 
     @property
-    def num_expected(self) -> int:
-        """Number of rooms that peers may be writing now."""
-        return self._rooms.num_expected
-
-    @property
     def num_rooms(self) -> int:
         """Number of rooms that are open or not drained yet. Any thread may ask."""
         return len(self._rooms)
