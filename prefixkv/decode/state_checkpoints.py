@@ -67,9 +67,12 @@ class DecodeCheckpoints(RequestCheckpoints[DecodeRequest]):
         boundary its slot, and the slot that keeps its state. O(requests), and a heap for those
         without such a slot."""
         copies: list[tuple[int, int]] = []
+        step = self._step
         for req in reqs if self._has_state else ():
-            at = req.kv_len
-            if at % self._step or at <= req.goes_on_at or req.state not in CAN_RUN:
+            # Its `kv_len`, without a call: most are at no boundary.
+            num_output = len(req.output)
+            at = req.prompt_len + num_output - (num_output > 0)
+            if at % step or at <= req.goes_on_at or req.state not in CAN_RUN:
                 continue
             if not self._may_save(req):
                 continue
