@@ -162,8 +162,10 @@ class PrefillSource(Source):
         self.open[key] = flight
         workers = self._ledger.workers
         workers.promise(key, workers.of(req.prefill), flight.pages.num_own)
-        path = self._ledger.pages.table.pages(flight.pages.row)
-        again = self._rule.again_pages(path[: flight.start_pages]) * self._ledger.page_size
+        again = 0
+        if self._rule.unsent:
+            path = self._ledger.pages.table.pages(flight.pages.row)[: flight.start_pages]
+            again = self._rule.again_pages(path) * self._ledger.page_size
         self._rule.promised(req.prefill, key, now_s, segment.end - segment.start, again)
         self._rooms.commands.append(self._promise(req, flight, segment.end))
 
@@ -200,8 +202,9 @@ class PrefillSource(Source):
         rest = flight.rest
         end = len(flight.key) if rest is None else rest.start
         self._rule.arrived(flight.prefill, key, now_s)
-        path = self._ledger.pages.table.pages(flight.pages.row)
-        self._rule.sent_pages(path[: pages_for(end, self._ledger.page_size)])
+        if self._rule.unsent:
+            path = self._ledger.pages.table.pages(flight.pages.row)
+            self._rule.sent_pages(path[: pages_for(end, self._ledger.page_size)])
         if flight.owner is not None:
             flight.owner.aux = aux
         if rest is None:

@@ -78,9 +78,9 @@ class Sources:
         # come in a second: of a burst at the beginning nothing is known.
         self._requests, self._between_s, self._request_s = 0.0, 1.0, math.inf
         self._sent_on = 0.0  # part of requests that go on behind others and are asked of prefill
-        # Pages with KV that decode has computed, and prefill has not. Eviction leaves them alone: a
-        # page that is used again stays until prefill is next asked for it.
-        self._unsent: set[int] = set()
+        self.unsent: set[int] = set()
+        """Pages with KV that decode has computed, and prefill has not. Eviction leaves them alone:
+        a page that is used again stays until prefill is next asked for it."""
 
     # --- measurements -----------------------------------------------------------------------------
 
@@ -144,19 +144,18 @@ class Sources:
     def computed_pages(self, pages: Pages) -> None:
         """Note that decode has computed what is in these pages."""
         if self._measures:
-            self._unsent.update(pages.tolist())
+            self.unsent.update(pages.tolist())
 
     def sent_pages(self, path: Pages) -> None:
-        """Note that prefill has computed a whole prompt, in these pages. O(1) if it has all."""
-        if self._unsent:
-            self._unsent.difference_update(path.tolist())
+        """Note that prefill has computed a whole prompt, in these pages."""
+        self.unsent.difference_update(path.tolist())
 
     def again_pages(self, path: Pages) -> int:
         """Count the pages that prefill has to compute again, from the first one on that it does not
         have. O(1) if it has all."""
-        if not self._unsent:
+        if not self.unsent:
             return 0
-        unsent = (at for at, page in enumerate(path.tolist()) if page in self._unsent)
+        unsent = (at for at, page in enumerate(path.tolist()) if page in self.unsent)
         return len(path) - next(unsent, len(path))
 
     # --- the decision -----------------------------------------------------------------------------
